@@ -1,0 +1,51 @@
+"""The proof that chunks tile a tensor: every element exactly once, from boxes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptmap.tensors import Box
+
+
+def prove_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """None if the boxes tile `shape` exactly once, else what is wrong, in one clause.
+
+    Boxes inside the shape, pairwise disjoint, with the shape's volume in sum: that is a tiling.
+    """
+    whole = Box.whole(shape)
+    for box in boxes:
+        if len(box.offsets) != len(shape) or any(
+            o < 0 or n < 0 or o + n > limit
+            for o, n, limit in zip(box.offsets, box.sizes, shape, strict=True)
+        ):
+            return f"chunk {_text(box)} leaves the shape {list(shape)}"
+    filled = [box for box in boxes if box.numel]
+    overlap = _first_overlap(filled, len(shape))
+    if overlap is not None:
+        return f"chunks {_text(overlap[0])} and {_text(overlap[1])} overlap"
+    total = sum(box.numel for box in filled)
+    if total != whole.numel:
+        return f"chunks cover {total} of {whole.numel} elements"
+    return None
+
+
+def _first_overlap(boxes: Sequence[Box], ndim: int) -> tuple[Box, Box] | None:
+    """A sweep along the dim with the most cuts, so that few boxes are open at any time."""
+    if len(boxes) < 2:
+        return None
+    if ndim == 0:
+        return boxes[0], boxes[1]
+    dim = max(range(ndim), key=lambda d: len({box.offsets[d] for box in boxes}))
+    open_boxes: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
+        start = box.offsets[dim]
+        open_boxes = [b for b in open_boxes if b.offsets[dim] + b.sizes[dim] > start]
+        for other in open_boxes:
+            if box.intersect(other) is not None:
+                return other, box
+        open_boxes.append(box)
+    return None
+
+
+def _text(box: Box) -> str:
+    return f"{list(box.offsets)}+{list(box.sizes)}"

@@ -1,0 +1,63 @@
+"""The error tree: every expected failure is one of these, with a code, one line, and a next step.
+
+An error's text is one line that says what, where, expected and found; its `hint` is the next
+command to run. `exit_code` is what the command line returns: 1 the answer is no, 2 refused before
+a byte was written, 3 failed while working, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+
+class CkptmapError(Exception):
+    """Base of all expected errors: `code` names the kind (see `ckptmap explain CODE`)."""
+
+    exit_code = 2
+
+    def __init__(self, code: str, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.hint}" if self.hint else self.message
+
+
+class SourceError(CkptmapError, ValueError):
+    """A checkpoint cannot be read as what it claims to be."""
+
+
+class PlanError(CkptmapError, ValueError):
+    """A conversion was asked for that cannot be planned."""
+
+
+class DestinationError(CkptmapError, OSError):
+    """The destination cannot be written; refused before a byte was written."""
+
+
+class RunError(CkptmapError, RuntimeError):
+    """A conversion failed while working; the same command continues it."""
+
+    exit_code = 3
+
+
+class Interrupted(RunError):
+    """Stopped by the user; the same command continues it."""
+
+    exit_code = 130
+
+
+class AnswerNo(CkptmapError):
+    """The answer to the question asked is no: differences, failed verification."""
+
+    exit_code = 1
+
+
+class MissingKeyError(CkptmapError, KeyError):
+    """A key that is not in the checkpoint."""
+
+    __str__ = CkptmapError.__str__
+
+
+class LoadError(CkptmapError, RuntimeError):
+    """A checkpoint does not fit the live model it was to be loaded into."""

@@ -1,0 +1,152 @@
+"""A logical tensor that is read when asked for: only the boxes wanted, decoded on the way."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckptmap.files import Files
+from ckptmap.gather import fill
+from ckptmap.protocols import Encoding, Group
+from ckptmap.tensors import Box, StoredTensor, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable, without numpy."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class LazyTensor:
+    """One logical tensor of a checkpoint: `.shape .dtype .encoding .nbytes`, `[...]`, `.read()`.
+
+    `dtype` is torch's name as a string, so that asking needs no torch; `torch_dtype` imports it.
+    """
+
+    __slots__ = ("encoding_", "files", "fqn", "group", "info", "parts")
+
+    def __init__(self, fqn: str, group: Group, files: Files) -> None:
+        self.fqn = fqn
+        self.group = group
+        self.info = group.info
+        self.encoding_ = group.encoding
+        self.parts: Mapping[str, StoredTensor] = group.parts
+        self.files = files
+
+    def named(self, fqn: str) -> LazyTensor:
+        """The same tensor under another name."""
+        return LazyTensor(fqn, self.group, self.files)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.info.dtype
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.info.dtype)
+        return dtype
+
+    @property
+    def encoding(self) -> str:
+        """`"dense"`, `"nf4"`, ..."""
+        return self.encoding_.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored, all parts, replicas once."""
+        return sum(part.info.nbytes for part in self.parts.values())
+
+    def read(
+        self,
+        offsets: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+        device: str | torch.device = "cpu",
+    ) -> torch.Tensor:
+        """The box at `offsets` of `sizes` (default: all), decoded, in the logical dtype.
+
+        Only the stored bytes that the box needs are read. Raises ValueError where the box leaves
+        the tensor.
+        """
+        import torch
+
+        box = self._box(offsets, sizes)
+        out = torch.empty(box.sizes, dtype=self.torch_dtype, device=device)
+        self.read_into(box, out)
+        return out
+
+    def read_into(self, box: Box, out: torch.Tensor) -> None:
+        """Fill `out` (box.sizes, logical dtype, contiguous, any device) with the decoded box."""
+        parts = {name: self.read_part(name, cut, out.device) for name, cut in self._cuts(box)}
+        self.encoding_.decode(self.info, parts, box, out)
+
+    def _cuts(self, box: Box) -> list[tuple[str, Box]]:
+        cuts = []
+        for name in self.parts:
+            cut = self.encoding_.part_box(self.info, name, box)
+            if cut is None:
+                raise ValueError(
+                    f"{self.fqn}: {self.encoding} part {name!r} cannot be cut at {box}"
+                )
+            cuts.append((name, cut))
+        return cuts
+
+    def read_part(self, part: str, box: Box, device: str | torch.device = "cpu") -> torch.Tensor:
+        """A box of one stored part, as it is stored."""
+        import torch
+
+        stored = self.parts[part]
+        out = torch.empty(box.sizes, dtype=getattr(torch, stored.info.dtype))
+        fill(self.files, stored, box, tensor_bytes(out))
+        return out.to(device)
+
+    def __getitem__(self, key: int | slice | tuple[int | slice, ...]) -> torch.Tensor:
+        """Like a tensor's: `w[3]`, `w[0:128]`, `w[:, 5]`; steps other than 1 are refused."""
+        keys = key if isinstance(key, tuple) else (key,)
+        if len(keys) > len(self.shape):
+            raise IndexError(f"{self.fqn}: {len(keys)} indices for shape {list(self.shape)}")
+        offsets, sizes, squeeze = [], [], []
+        for dim, size in enumerate(self.shape):
+            item = keys[dim] if dim < len(keys) else slice(None)
+            if isinstance(item, slice):
+                start, stop, step = item.indices(size)
+                if step != 1:
+                    raise IndexError(f"{self.fqn}: step {step} is not supported, only 1")
+                offsets.append(start)
+                sizes.append(max(0, stop - start))
+            else:
+                if not -size <= item < size:
+                    raise IndexError(f"{self.fqn}: index {item} is out of range for size {size}")
+                offsets.append(item % size)
+                sizes.append(1)
+                squeeze.append(dim)
+        values = self.read(offsets, sizes)
+        return values.reshape([n for dim, n in enumerate(values.shape) if dim not in squeeze])
+
+    def _box(self, offsets: Sequence[int] | None, sizes: Sequence[int] | None) -> Box:
+        if offsets is None:
+            offsets = (0,) * len(self.shape)
+        if sizes is None:
+            sizes = tuple(n - o for n, o in zip(self.shape, offsets, strict=True))
+        if len(offsets) != len(self.shape) or len(sizes) != len(self.shape):
+            raise ValueError(f"{self.fqn}: box needs {len(self.shape)} offsets and sizes")
+        for offset, size, limit in zip(offsets, sizes, self.shape, strict=True):
+            if offset < 0 or size < 0 or offset + size > limit:
+                raise ValueError(
+                    f"{self.fqn}: box {list(offsets)}+{list(sizes)} leaves shape {list(self.shape)}"
+                )
+        return Box(tuple(offsets), tuple(sizes))
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self.fqn!r}, {self.info}, {self.encoding})"

@@ -1,0 +1,267 @@
+"""What an adapter must be: a container, a layout, an encoding scheme, a setup.
+
+One format is one file that holds one of these and one line in `registry.py`. The spine (checkpoint,
+plan, execute) speaks to these protocols only and names no format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckptmap.tensors import Box, Cut, Index, Leaf, Opaque, Path, StoredTensor, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+# ------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Place:
+    """A path to be recognised: its first bytes if it is a file, its entries if a directory."""
+
+    path: str
+    is_dir: bool
+    head: bytes = b""
+    names: tuple[str, ...] = ()
+    """Entry names, natural order, of a directory."""
+
+
+class Container(Protocol):
+    """One on-disk format, read."""
+
+    name: str
+
+    def claims(self, place: Place) -> bool:
+        """Is this, by structure, of this format? Never by file extension alone."""
+
+    def index(self, place: Place) -> Index:
+        """Everything it holds, from headers only. Raises SourceError where it is malformed."""
+
+
+# ------------------------------------------------------------------------------- layouts
+
+
+class Layout(Protocol):
+    """One way of cutting a logical tensor over ranks."""
+
+    name: str
+
+    def cut(self, info: TensorInfo, world_size: int) -> Sequence[tuple[int, Box]]:
+        """(rank, box) in rank order; the boxes tile the tensor exactly once, none is empty
+        unless the tensor is."""
+
+    def join(self, values: Sequence[Leaf], key: str) -> StoredTensor | Cut | Opaque | None:
+        """The tensor that these values, one a rank, are the parts of; None: not this layout's.
+        Raises SourceError where the parts do not fit together."""
+
+
+# ------------------------------------------------------------------------------- encodings
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an encoding cannot hold a tensor."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Stored parts that together make one logical tensor of dtype and shape `info`."""
+
+    fqn: str
+    info: TensorInfo
+    encoding: Encoding
+    parts: Mapping[str, StoredTensor]
+    """Part name -> stored tensor; a dense tensor has the one part `""`."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """Bytes for a part: `values` go to `box` of the part, in row-major order of successive writes."""
+
+    part: str
+    box: Box
+    values: torch.Tensor
+
+
+class Encoder(Protocol):
+    """Turns one logical tensor into its parts, box by box, in row-major order."""
+
+    step: int
+    """A box must hold a multiple of this many elements, counted row-major (the last may not)."""
+    splittable: bool
+    """True: any box can be encoded alone, in any order; False: needs the whole tensor's statistics."""
+    state_nbytes: int
+    """What it keeps between feeds, in bytes."""
+
+    def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
+        """`values`: flat, row-major, of the logical dtype, starting at flat element `offset`."""
+
+    def finish(self) -> Iterable[Write]:
+        """What is known only after the last element: scales of scales, means."""
+
+
+class Encoding(Protocol):
+    """One scheme with its parameters: a frozen value that stands for how one tensor is stored."""
+
+    name: str
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        """Part name -> what would be stored for a logical tensor; no data. Part names are
+        suffixes: part `p` of FQN `w` is stored under `w.p`, part `""` under `w` itself."""
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        """The box of a part that holds what `box` of the logical tensor needs; None: the part
+        cannot be cut there."""
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        """Fill `out` (box.sizes, logical dtype) from parts cut by `part_box(info, p, box)`."""
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder: ...
+
+    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+        """JSON that says how to read the parts again; None where the parts say it themselves."""
+
+
+class Scheme(Protocol):
+    """One tensor encoding as the registry knows it: recognises it, and makes it a target.
+
+    `suffix` names it in `--to SETUP-SUFFIX`; empty: it is no target.
+    """
+
+    name: str
+    suffix: str
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+    ) -> list[tuple[Group, Sequence[str]]]:
+        """Groups found among plainly stored tensors, each with the keys that it consumes."""
+
+    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
+        """The group that a pickled tensor subclass holds; None: not this scheme's class.
+        Raises SourceError where it is this scheme's but malformed."""
+
+    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        """How this scheme would store the tensor; None: it leaves tensors like this as they are
+        (an integer buffer under a cast, a norm under a 4-bit scheme)."""
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        """How it would store any tensor that the user names, or why it cannot."""
+
+
+# ------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class OutTensor:
+    """A stored tensor to be written: where in the state dict, what, and cut how."""
+
+    path: Path
+    info: TensorInfo
+    chunks: Sequence[tuple[int, Box]]
+    alias_of: Path | None = None
+    """A tie: the same storage as that earlier tensor; set only for a writer that shares it."""
+
+
+@dataclass(frozen=True)
+class OutState:
+    """Everything a container is asked to write.
+
+    `extra` are plain values by path; `records` go into the container itself, so that a copy
+    without its manifest still opens.
+    """
+
+    tensors: Sequence[OutTensor]
+    extra: Mapping[Path, Any] = field(default_factory=dict)
+    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    world_size: int = 1
+    max_shard_nbytes: int = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one chunk's bytes go in an output file: row-major, `nbytes` from `offset`."""
+
+    path: Path
+    box: Box
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """One file to be written: the places of tensor data, in file order, and all around them.
+
+    `seal(crcs, manifest)` yields (offset, bytes) for everything that is not slot data, once all
+    data is written: `crcs` has the CRC-32 of each slot in order (empty unless `needs_crc`),
+    `manifest` is the manifest's JSON where `holds_manifest`. `nbytes` is the size before a
+    manifest is put in.
+    """
+
+    name: str
+    nbytes: int
+    slots: Sequence[Slot]
+    seal: Callable[[Sequence[int], bytes | None], Iterable[tuple[int, bytes]]]
+    needs_crc: bool = False
+    holds_manifest: bool = False
+
+
+class Writer(Protocol):
+    """One on-disk format, written."""
+
+    name: str
+    one_file: bool
+    """True: the destination is a file; False: a directory."""
+    shares_storage: bool
+    """True: two names of one storage are written once; False: each is written."""
+
+    def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        """The files that hold this state, data files first, a commit file last. `name` is the
+        destination's own name, for a one-file format. Deterministic."""
+
+
+class Carrier(Protocol):
+    """What a framework keeps beside the weights, and what it says about them.
+
+    `siblings` are the source's files beside its weights; `beside`, if given, is a directory or
+    config file to take them from instead.
+    """
+
+    def ties(
+        self, infos: Mapping[str, TensorInfo], siblings: Sequence[str], beside: str | None
+    ) -> Mapping[str, str]:
+        """FQN -> the FQN it is declared tied to; the first is not written if both are equal."""
+
+    def files(
+        self, siblings: Sequence[str], beside: str | None, dtypes: Collection[str]
+    ) -> tuple[dict[str, bytes], list[str]]:
+        """Content by name, and notes; `dtypes` are those of the matrices that are written."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A point on the axes, as `--to` names it."""
+
+    name: str
+    layout: str
+    writer: str
+    wrap: tuple[str, ...] = ()
+    """Segments put before every name, outermost first: `("module",)`."""
+    sharded: bool = False
+    """True: cut over `--world-size` ranks."""
+    holds_extra: bool = True
+    """False: has no place for what is not a weight (optimizer, step)."""
+    carrier: Carrier | None = None
+    """Who carries files beside the weights over; None: the setup has no place for them."""
+    summary: str = ""
+
+    @property
+    def head(self) -> str:
+        """The first segment that its wrappers put before names; empty without wrappers."""
+        return self.wrap[0] if self.wrap else ""

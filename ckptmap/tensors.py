@@ -1,0 +1,252 @@
+"""Values that describe tensors without holding them: boxes, regions of files, chunks, records.
+
+Nothing here reads a file or imports torch. Sizes and offsets count elements, everything named
+`nbytes`, `offset` (of a region) or `strides` (of a region) counts bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+# Element size in bytes of every dtype that torch or safetensors can store, by torch's name.
+ITEMSIZE: Mapping[str, int] = {
+    "bool": 1, "uint8": 1, "int8": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
+    "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "uint32": 4, "float32": 4, "complex32": 4,
+    "int64": 8, "uint64": 8, "float64": 8, "complex64": 8,
+    "complex128": 16,
+}  # fmt: skip
+
+FLOATING = frozenset(
+    name for name in ITEMSIZE if name.startswith(("float", "bfloat")) and name != "float4_e2m1fn_x2"
+)
+
+Path: TypeAlias = tuple[str | int, ...]
+"""Where a leaf sits in the nested state dict: `("model", "layers.0.weight")`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: `offsets` and `sizes` in elements, one of each a dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The part both share, in the same coordinates; None where that is empty."""
+        lows = tuple(map(max, self.offsets, other.offsets))
+        sizes = []
+        for low, a, n, b, m in zip(
+            lows, self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+        ):
+            size = min(a + n, b + m) - low
+            if size <= 0:
+                return None
+            sizes.append(size)
+        return Box(lows, tuple(sizes))
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same part seen from a tensor that starts at `origin`."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
+
+
+def contiguous_strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Row-major strides in bytes: [2, 3] of 4 bytes -> (12, 4)."""
+    strides, step = [], itemsize
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A strided rectangle of elements inside one file: `strides` in bytes, one a dim."""
+
+    file: str
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @classmethod
+    def contiguous(cls, file: str, offset: int, sizes: Sequence[int], itemsize: int) -> Region:
+        return cls(file, offset, tuple(sizes), contiguous_strides(sizes, itemsize), itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * self.itemsize
+
+    @property
+    def span_nbytes(self) -> int:
+        """Bytes from the first element's first byte to the last element's last."""
+        if 0 in self.sizes:
+            return 0
+        reach = sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))
+        return reach + self.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        expected = self.itemsize
+        for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def crop(self, box: Box) -> Region:
+        """The region of a part; `box` is relative to this region."""
+        start = sum(o * s for o, s in zip(box.offsets, self.strides, strict=True))
+        return Region(self.file, self.offset + start, box.sizes, self.strides, self.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Shape in elements and dtype by torch's name (`"bfloat16"`)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stored part of a tensor: the box it fills and the bytes that fill it.
+
+    `crc32` is the container's own checksum where it covers exactly these bytes, else None.
+    """
+
+    box: Box
+    region: Region
+    crc32: int | None = None
+
+
+class StoredTensor:
+    """A tensor as it lies in files: chunks that tile it, and replicas that must agree with them.
+
+    Chunks may be given as a function, called once when first asked for: finding a chunk's bytes
+    can cost a read that `inspect` does without.
+    """
+
+    __slots__ = ("info", "_chunks", "replicas", "share")
+
+    def __init__(
+        self,
+        info: TensorInfo,
+        chunks: Sequence[Chunk] | Callable[[], Sequence[Chunk]],
+        replicas: Sequence[Chunk] = (),
+        share: object = None,
+    ) -> None:
+        self.info = info
+        self._chunks = chunks
+        self.replicas = tuple(replicas)
+        self.share = share
+        """Equal for two tensors that are one view of one storage: a tie that the file states."""
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        if callable(self._chunks):
+            self._chunks = self._chunks()
+        return self._chunks
+
+    def pieces(self, box: Box) -> Iterator[tuple[Box, Region]]:
+        """Regions that fill `box`: each with its place relative to the box."""
+        for chunk in self.chunks:
+            common = chunk.box.intersect(box)
+            if common is not None:
+                yield (
+                    common.relative_to(box.offsets),
+                    chunk.region.crop(common.relative_to(chunk.box.offsets)),
+                )
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.info})"
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """An object of a class that is never called: what a pickle says about it, inert.
+
+    `args` are what it would have been called with, `state` what it would have been given
+    (usually a dict of attributes), `info` the outer shape and dtype of a tensor subclass.
+    """
+
+    module: str
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    info: TensorInfo | None = None
+
+    @property
+    def class_name(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def __repr__(self) -> str:
+        return f"<{self.class_name}>"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor whose stored chunks are subclass objects: an NF4Tensor a rank, for one."""
+
+    info: TensorInfo
+    pieces: tuple[tuple[Box, Opaque], ...]
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """The values that the ranks of one save hold under one key, in rank order; None: no value."""
+
+    values: tuple[Any, ...]
+
+
+Leaf: TypeAlias = Any
+"""StoredTensor, Opaque, Cut, PerRank, or a plain value (int, float, str, list, None, ...)."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a container holds, from headers alone.
+
+    leaves    every leaf of the nested state dict by its path, tensors and others
+    files     every file that belongs to the checkpoint, absolute
+    records   ckptmap's own encoding records, by the FQN of the logical tensor
+    world     how many ranks wrote it, where the container tells; else 1
+    manifest  the manifest that lies inside the container itself, for one-file formats
+    notes     what a reader should be told: stale files left aside, repaired metadata
+    """
+
+    container: str
+    leaves: Mapping[Path, Leaf]
+    files: tuple[str, ...]
+    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    world: int = 1
+    notes: tuple[str, ...] = ()
+    manifest: bytes | None = None

@@ -1,0 +1,1 @@
+"""The mapping files that ckptmap ships."""

@@ -1,0 +1,1 @@
+"""The tests of ckptmap; `tests.corpus` builds the checkpoints that they read."""
