@@ -1,0 +1,45 @@
+"""Names that a file gives for other files, kept inside the directory that they belong to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path, PureWindowsPath
+
+from ckptmap.errors import SourceError
+
+
+def inside(directory: str, name: str, where: str, also: Sequence[str] = ()) -> str:
+    """The path of `name` in `directory`, both separators and symlinks considered.
+
+    `where` is the file that gives the name. A symlink may lead into `directory` or one of `also`
+    (real paths). Raises SourceError CKM116. The name is parsed as Windows would, so that one check
+    refuses `/x`, `C:x`, `\\\\server\\x` and `..\\x` on every system, as huggingface_hub does.
+    """
+    windows = PureWindowsPath(name)
+    if not name or "\0" in name or windows.drive or windows.root or ".." in windows.parts:
+        raise _escapes(where, name, "expected a relative path without '..'")
+    path = str(Path(directory) / name)
+    real = os.path.realpath(path)
+    for root in (os.path.realpath(directory), *also):
+        if real.startswith(root.rstrip("/") + "/"):
+            return path
+    raise _escapes(where, name, f"it is a symlink to {real}")
+
+
+def _escapes(where: str, name: str, why: str) -> SourceError:
+    return SourceError(
+        "CKM116",
+        f"{where}: the file name {name!r} leads out of the directory: {why}",
+        "copy the file into the directory, or do not trust this checkpoint",
+    )
+
+
+def blobs_of(directory: str) -> tuple[str, ...]:
+    """The blob folder that a Hugging Face cache snapshot may link to: `snapshots/REV` ->
+    `blobs`, also for folders below REV."""
+    path = Path(directory).absolute()
+    for parent in path.parents:
+        if parent.name == "snapshots":
+            return (os.path.realpath(parent.parent / "blobs"),)
+    return ()

@@ -1,0 +1,93 @@
+"""A safetensors file as stored tensors and records; and what is often found in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from ckptmap.errors import SourceError
+from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
+from ckptmap.wire.safetensors import MAX_HEADER_NBYTES, Header
+
+RECORDS = "ckptmap"
+"""Key in `__metadata__` of ckptmap's own encoding records: JSON {fqn: record}."""
+
+LFS_MAGIC = b"version https://git-lfs"
+
+
+def looks_like_safetensors(head: bytes) -> bool:
+    """A length and a JSON object; a wrong length before an evident header still looks like one."""
+    if head[8:10] == b'{"':
+        return True
+    return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_NBYTES
+
+
+def refuse_text(file: str) -> None:
+    """Raises SourceError CKM102 or CKM103 where a shard is text: a pointer, an error page."""
+    with open(file, "rb") as stream:
+        head = stream.read(512)
+    if not looks_like_safetensors(head):
+        error = not_weights(head, file, os.stat(file).st_size)
+        if error is not None:
+            raise error
+
+
+def stored_tensors(header: Header, file: str) -> Iterator[tuple[str, StoredTensor]]:
+    """Each tensor of a header as one contiguous chunk."""
+    for key, (info, begin, _) in header.tensors.items():
+        yield key, StoredTensor(info, partial(_chunks, info, begin, file))
+
+
+def _chunks(info: TensorInfo, begin: int, file: str) -> tuple[Chunk]:
+    region = Region.contiguous(file, begin, info.shape, info.itemsize)
+    return (Chunk(Box.whole(info.shape), region),)
+
+
+def records_of(header: Header, file: str) -> dict[str, Mapping[str, Any]]:
+    """ckptmap's own records in a header; empty where another tool wrote the file."""
+    text = header.metadata.get(RECORDS)
+    if text is None:
+        return {}
+    try:
+        records = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _bad_records(file, f"not JSON: {error}") from error
+    if not isinstance(records, dict) or not all(isinstance(r, dict) for r in records.values()):
+        raise _bad_records(file, "expected an object of objects")
+    return records
+
+
+def _bad_records(file: str, what: str) -> SourceError:
+    return SourceError(
+        "CKM115",
+        f"{file}: the encoding records in its __metadata__[{RECORDS!r}]: {what}",
+        "convert the original again",
+    )
+
+
+def not_weights(head: bytes, file: str, nbytes: int) -> SourceError | None:
+    """The error for a text file where weights were expected: an LFS pointer, a web page, JSON."""
+    if head.startswith(LFS_MAGIC):
+        return SourceError(
+            "CKM102",
+            f"{file}: a Git-LFS pointer of {nbytes} bytes, expected the weights that it points to",
+            "fetch them: `git lfs pull`, or `hf download REPO`",
+        )
+    if b"\0" in head:
+        return None
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        kind = "an HTML or XML page"
+    elif text.startswith((b'{"', b"{\n", b"{\r", b"{ ", b"{}", b'["', b"[{", b"[\n")):
+        kind = "JSON text"
+    else:
+        return None
+    return SourceError(
+        "CKM103",
+        f"{file}: {kind} of {nbytes} bytes, expected weights",
+        "a download answered with an error page, or this is a file beside the weights; "
+        "download it again, or give the directory",
+    )

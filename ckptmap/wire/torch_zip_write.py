@@ -1,0 +1,207 @@
+"""Lay out and seal torch.save zip files: where each storage goes, then every byte around them.
+
+The layout is miniz's as torch drives it (caffe2/serialize/inline_container.cc `getPadding`), byte
+for byte, so that readers that compute offsets instead of looking them up
+(`torch.utils.serialization.config.load.calculate_storage_offsets`) find the data too.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptmap.wire.zip_read import U16, U32
+
+_LOCAL_NBYTES = 30
+_FLAGS_DATA, _FLAGS_EMPTY = 0x0808, 0x0800
+"""UTF-8 names; sizes follow the data in a descriptor (not where there is no data)."""
+
+_ID_NBYTES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    name: bytes
+    nbytes: int
+    header: int
+    offset: int
+    """Where its header and its data start."""
+
+    @property
+    def is_wide(self) -> bool:
+        return self.nbytes >= U32 or self.header >= U32
+
+    @property
+    def end(self) -> int:
+        """Past its data descriptor: signature, CRC, two sizes of 4 or 8 bytes."""
+        if not self.nbytes:
+            return self.offset
+        return self.offset + self.nbytes + (24 if self.is_wide else 16)
+
+
+@dataclass(frozen=True)
+class ZipLayout:
+    """A planned archive: `offsets[i]` is where the data of storage i go.
+
+    `nbytes` is its size without extra records.
+    """
+
+    root: str
+    nbytes: int
+    offsets: Sequence[int]
+    align: int
+    _members: Sequence[_Member]
+    _first: int
+    _contents: Mapping[bytes, bytes]
+
+    def nbytes_with(self, extra: Mapping[str, int]) -> int:
+        """Size of the archive that also holds records of these names and sizes."""
+        members = list(self._members)
+        for name, nbytes in extra.items():
+            members.append(_place(members[-1].end, self._full(name), nbytes, self.align))
+        return _end_nbytes(members)
+
+    def _full(self, name: str) -> bytes:
+        return f"{self.root}/{name}".encode()
+
+    def seal(self, crcs: Sequence[int], extra: Mapping[str, bytes]) -> list[tuple[int, bytes]]:
+        """(offset, bytes) of everything but the storages' data, in file order.
+
+        `crcs` are the storages' CRC-32 in order; `extra` records go to the end of the archive.
+        """
+        if len(crcs) != len(self.offsets):
+            raise ValueError(f"{len(crcs)} checksums for {len(self.offsets)} storages")
+        members = list(self._members)
+        contents = dict(self._contents)
+        contents[self._full(".data/serialization_id")] = self._serialization_id(crcs)
+        for name, data in extra.items():
+            members.append(_place(members[-1].end, self._full(name), len(data), self.align))
+            contents[members[-1].name] = data
+        sums = [zlib.crc32(contents[m.name]) if m.name in contents else 0 for m in members]
+        sums[self._first : self._first + len(crcs)] = crcs
+        return list(_pieces(members, sums, contents))
+
+    def _serialization_id(self, crcs: Sequence[int]) -> bytes:
+        """40 digits that change with names and contents, as torch's do; they protect nothing."""
+        names = zlib.crc32(b"\0".join(member.name for member in self._members))
+        values = zlib.crc32(struct.pack(f"<{len(crcs)}I", *crcs), zlib.crc32(_all(self._contents)))
+        return f"{names:020d}{values:020d}".encode()
+
+
+def layout_zip(
+    root: str, pickle: bytes, storages: Sequence[tuple[str, int]], *, align: int = 64
+) -> ZipLayout:
+    """Place a pickle and storages (key, nbytes) in an archive whose one folder is `root`.
+
+    Data starts are multiples of `align`.
+    """
+    fixed = {
+        "data.pkl": pickle,
+        ".format_version": b"1",
+        ".storage_alignment": str(align).encode(),
+        "byteorder": b"little",
+    }
+    sizes = [(name, len(data)) for name, data in fixed.items()]
+    sizes += [(f"data/{key}", nbytes) for key, nbytes in storages]
+    sizes += [("version", 2), (".data/serialization_id", _ID_NBYTES)]
+    members: list[_Member] = []
+    at = 0
+    for name, nbytes in sizes:
+        members.append(_place(at, f"{root}/{name}".encode(), nbytes, align))
+        at = members[-1].end
+    first = len(fixed)
+    offsets = [member.offset for member in members[first : first + len(storages)]]
+    fixed["version"] = b"3\n"
+    contents = {f"{root}/{name}".encode(): data for name, data in fixed.items()}
+    return ZipLayout(root, _end_nbytes(members), offsets, align, members, first, contents)
+
+
+def _all(contents: Mapping[bytes, bytes]) -> bytes:
+    return b"".join(contents.values())
+
+
+def _place(at: int, name: bytes, nbytes: int, align: int) -> _Member:
+    """A member whose header starts at `at`: header, name, zip64 and padding fields, data."""
+    start = at + _LOCAL_NBYTES + len(name) + _wide_nbytes(nbytes, at) + 4
+    return _Member(name, nbytes, at, start + -start % align)
+
+
+def _wide_nbytes(nbytes: int, header: int) -> int:
+    """Size of the zip64 extra field of a local header: both sizes, then the header's offset."""
+    if nbytes < U32 and header < U32:
+        return 0
+    return 4 + (16 if nbytes >= U32 else 0) + (8 if header >= U32 else 0)
+
+
+def _wide_field(member: _Member) -> bytes:
+    if not member.is_wide:
+        return b""
+    values = [member.nbytes] * 2 if member.nbytes >= U32 else []
+    values += [member.header] if member.header >= U32 else []
+    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
+
+
+def _header(member: _Member) -> bytes:
+    """A local header; sizes and CRC follow the data, padding is torch's `FB` field."""
+    wide = _wide_field(member)
+    rest = member.offset - member.header - _LOCAL_NBYTES - len(member.name) - len(wide)
+    flags = _FLAGS_DATA if member.nbytes else _FLAGS_EMPTY
+    head = struct.pack(
+        "<4s5H3I2H", b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(member.name), len(wide) + rest
+    )
+    padding = b"FB" + struct.pack("<H", rest - 4) + b"Z" * (rest - 4)
+    return b"".join((head, member.name, wide, padding))
+
+
+def _descriptor(member: _Member, crc: int) -> bytes:
+    if not member.nbytes:
+        return b""
+    form = "<4sI2Q" if member.is_wide else "<4s3I"
+    return struct.pack(form, b"PK\7\x08", crc, member.nbytes, member.nbytes)
+
+
+def _central(member: _Member, crc: int) -> bytes:
+    wide = _wide_field(member)
+    flags = _FLAGS_DATA if member.nbytes else _FLAGS_EMPTY
+    nbytes, header = min(member.nbytes, U32), min(member.header, U32)
+    head = struct.pack(
+        "<4s6H3I5H2I", b"PK\1\2", 0, 0, flags, 0, 0, 0, crc, nbytes, nbytes,
+        len(member.name), len(wide), 0, 0, 0, 0, header,
+    )  # fmt: skip
+    return b"".join((head, member.name, wide))
+
+
+def _end_nbytes(members: Sequence[_Member]) -> int:
+    directory = sum(46 + len(m.name) + len(_wide_field(m)) for m in members)
+    return members[-1].end + directory + 56 + 20 + 22
+
+
+def _end_records(count: int, nbytes: int, offset: int) -> bytes:
+    """zip64 end record and locator, as torch always writes them, then the plain end record."""
+    wide = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, nbytes, offset)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, offset + nbytes, 1)
+    narrow = (min(count, U16), min(count, U16), min(nbytes, U32), min(offset, U32))
+    return wide + locator + struct.pack("<4s2H2H2IH", b"PK\5\6", 0, 0, *narrow, 0)
+
+
+def _pieces(
+    members: Sequence[_Member], crcs: Sequence[int], contents: Mapping[bytes, bytes]
+) -> Iterator[tuple[int, bytes]]:
+    """Runs of bytes between the storages: a descriptor and the header after it are one run."""
+    run: list[bytes] = []
+    start = 0
+    for member, crc in zip(members, crcs, strict=True):
+        run.append(_header(member))
+        data = contents.get(member.name)
+        if data is not None:
+            run.append(data)
+        elif member.nbytes:
+            yield start, b"".join(run)
+            run = []
+            start = member.offset + member.nbytes
+        run.append(_descriptor(member, crc))
+    directory = [_central(member, crc) for member, crc in zip(members, crcs, strict=True)]
+    nbytes = sum(map(len, directory))
+    yield start, b"".join((*run, *directory, _end_records(len(members), nbytes, members[-1].end)))

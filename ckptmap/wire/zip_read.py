@@ -1,0 +1,318 @@
+"""Read the directory of a zip archive whose members are stored as they are, zip64 included.
+
+Stricter than zipfile: what two readers could understand differently is refused (APPNOTE 6.3.10
+sections 4.3-4.5). Data starts are read from the local headers, and only when asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmap.errors import SourceError
+from ckptmap.files import Files, Fingerprint
+
+SMALL_NBYTES = 16 << 10
+"""An archive up to this size is read at once: one tensor's item of a DCP file, mostly."""
+
+TAIL_NBYTES = 4 << 10
+"""What is read of the end first; holds the whole directory of an archive of a few tensors."""
+
+MAX_COMMENT = 0xFFFF
+U32 = 0xFFFFFFFF
+U16 = 0xFFFF
+
+_ENCRYPTED = 0x2041
+"""Flag bits: encrypted, strongly encrypted, directory masked."""
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A member: `offset` of its first byte in the file, absolute; `crc32` None: not computed."""
+
+    name: str
+    file: str
+    offset: int
+    nbytes: int
+    crc32: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    header: int
+    nbytes: int
+    crc32: int
+    limit: int
+    """Where the next member or the directory starts, in the archive."""
+
+
+def bad(file: str, what: str) -> SourceError:
+    return SourceError(
+        "CKM105",
+        f"{file}: {what}",
+        "the file is damaged or was packed by something other than torch.save; get a fresh copy",
+    )
+
+
+def truncated(file: str, what: str) -> SourceError:
+    return SourceError("CKM104", f"{file}: truncated: {what}", "copy or download it again")
+
+
+class _Window:
+    """The archive's bytes: from `base` on in a file, with the blocks read so far."""
+
+    def __init__(self, files: Files, file: str, base: int, nbytes: int | None) -> None:
+        if nbytes is None:
+            nbytes = _file_nbytes(files, file) - base
+        self.files, self.file, self.base, self.nbytes = files, file, base, nbytes
+        self._start = 0 if nbytes <= SMALL_NBYTES else nbytes - TAIL_NBYTES
+        self._tail = files.read(file, base + self._start, nbytes - self._start)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise truncated(
+                self.file, f"expected bytes {offset}..{offset + nbytes}, found {self.nbytes}"
+            )
+        at = offset - self._start
+        if at >= 0:
+            return self._tail[at : at + nbytes]
+        return self.files.read(self.file, self.base + offset, nbytes)
+
+
+def _file_nbytes(files: Files, file: str) -> int:
+    try:
+        return Fingerprint.of(file).nbytes
+    except OSError as error:
+        raise SourceError(
+            "CKM101", f"{file}: cannot be read: {error.strerror}", "check the path"
+        ) from error
+
+
+class Records:
+    """The members of an archive by their names below its one root folder."""
+
+    def __init__(self, window: _Window, root: str, entries: dict[str, _Entry]) -> None:
+        self.root = root
+        self.file = window.file
+        self.base = window.base
+        self._window = window
+        self._entries = entries
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def nbytes(self, name: str) -> int:
+        """Size of a member; from the directory, no read."""
+        return self._entry(name).nbytes
+
+    def __getitem__(self, name: str) -> Record:
+        """A member with its data start, which is read from its local header."""
+        entry = self._entry(name)
+        full = f"{self.root}/{name}".encode()
+        raw = self._window.read(entry.header, _LOCAL.size + len(full))
+        sig, _, flags, method, _, _, _, _, _, name_nbytes, extra_nbytes = _LOCAL.unpack_from(raw)
+        if sig != b"PK\3\4" or method or flags & _ENCRYPTED:
+            raise bad(self.file, f"{name}: its local header is not that of a stored member")
+        if name_nbytes != len(full) or raw[_LOCAL.size :] != full:
+            raise bad(self.file, f"{name}: its local header says {raw[_LOCAL.size :][:80]!r}")
+        start = entry.header + _LOCAL.size + name_nbytes + extra_nbytes
+        if start + entry.nbytes > entry.limit:
+            raise bad(self.file, f"{name}: overlaps what follows it at byte {entry.limit}")
+        crc = entry.crc32 if entry.crc32 or not entry.nbytes else None
+        return Record(name, self.file, self.base + start, entry.nbytes, crc)
+
+    def read(self, name: str, *, limit: int = 1 << 30, check: bool = False) -> bytes:
+        """A member's bytes, at most `limit`; `check`: against its CRC-32."""
+        record = self[name]
+        if record.nbytes > limit:
+            raise bad(self.file, f"{name}: {record.nbytes} bytes, expected at most {limit}")
+        data = self._window.read(record.offset - self.base, record.nbytes)
+        if check and record.crc32 is not None and zlib.crc32(data) != record.crc32:
+            raise bad(
+                self.file,
+                f"{name}: damaged: CRC-32 {zlib.crc32(data):08x}, expected {record.crc32:08x}",
+            )
+        return data
+
+    def _entry(self, name: str) -> _Entry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise bad(self.file, f"has no member {name[:80]!r}") from None
+
+
+def read_records(files: Files, file: str, base: int = 0, nbytes: int | None = None) -> Records:
+    """The directory of the archive that is `nbytes` of `file` from `base` on (default: all).
+
+    Raises SourceError CKM104 where its end is missing, CKM105 where a member is compressed or
+    encrypted, doubled, named outside the one root folder, overlaps another or ends past the file.
+    """
+    window = _Window(files, file, base, nbytes)
+    if window.nbytes < _END.size:
+        raise truncated(file, f"{window.nbytes} bytes are no zip archive")
+    count, directory_nbytes, directory = _find_directory(window)
+    raw = window.read(directory, directory_nbytes)
+    members = _parse_directory(file, raw, count)
+    if not members:
+        raise bad(file, "is an empty zip archive")
+    root = _check_names(file, members)
+    return Records(window, root, _entries(file, members, len(root) + 1, directory))
+
+
+def _find_directory(window: _Window) -> tuple[int, int, int]:
+    """(members, nbytes, offset) of the central directory, from the end records."""
+    end_at, fields = _find_end(window)
+    count, nbytes, offset = fields
+    stop = end_at
+    if end_at >= _LOCATOR.size:
+        raw = window.read(end_at - _LOCATOR.size, _LOCATOR.size)
+        sig, _, end64_at, disks = _LOCATOR.unpack(raw)
+        if sig == b"PK\6\7":
+            if disks > 1 or end64_at + _END64.size > end_at - _LOCATOR.size:
+                raise bad(window.file, "malformed zip64 locator")
+            wide = _END64.unpack(window.read(end64_at, _END64.size))
+            if wide[0] != b"PK\6\6":
+                raise bad(window.file, "malformed zip64 end record")
+            for narrow, exact, top in zip(fields, wide[7:10], (U16, U32, U32), strict=True):
+                if narrow not in (exact, top):
+                    raise bad(window.file, "its two end records disagree")
+            count, nbytes, offset = wide[7:10]
+            stop = end64_at
+    if offset + nbytes != stop:
+        raise bad(window.file, f"its directory ends at byte {offset + nbytes}, expected {stop}")
+    return count, nbytes, offset
+
+
+def _find_end(window: _Window) -> tuple[int, tuple[int, int, int]]:
+    """Where the end record lies, and its (members, directory nbytes, directory offset)."""
+    near = window.nbytes - _END.size
+    raw = window.read(near, _END.size)
+    if raw[:4] == b"PK\5\6" and raw[20:] == b"\0\0":
+        at = near
+    else:
+        back = min(window.nbytes, _END.size + MAX_COMMENT)
+        tail = window.read(window.nbytes - back, back)
+        found = tail.rfind(b"PK\5\6", 0, len(tail) - _END.size + 4)
+        if found < 0:
+            raise truncated(window.file, "the zip directory at its end is missing")
+        raw = tail[found : found + _END.size]
+        at = window.nbytes - back + found
+        after = window.nbytes - at - _END.size
+        if int.from_bytes(raw[20:], "little") != after:
+            raise bad(window.file, f"{after} bytes follow the end of the archive")
+    _, disk, start_disk, here, count, nbytes, offset, _ = _END.unpack(raw)
+    if disk not in (0, U16) or start_disk not in (0, U16) or here != count:
+        raise bad(window.file, "is a part of a split archive")
+    return at, (count, nbytes, offset)
+
+
+def _parse_directory(file: str, raw: bytes, count: int) -> list[tuple[str, int, int, int]]:
+    """(name, header offset, nbytes, crc) of every member, in directory order."""
+    members = []
+    at, end = 0, len(raw)
+    while at < end:
+        if end - at < _CENTRAL.size:
+            raise bad(file, "malformed zip directory")
+        (sig, _, _, flags, method, _, _, crc, packed, nbytes, name_n, extra_n, comment_n,
+         _, _, _, header) = _CENTRAL.unpack_from(raw, at)  # fmt: skip
+        name_at = at + _CENTRAL.size
+        at = name_at + name_n + extra_n + comment_n
+        if sig != b"PK\1\2" or at > end:
+            raise bad(file, "malformed zip directory")
+        name = _decode_name(file, raw[name_at : name_at + name_n])
+        if nbytes == U32 or packed == U32 or header == U32:
+            extra = raw[name_at + name_n : name_at + name_n + extra_n]
+            nbytes, packed, header = _wide_fields(file, name, extra, nbytes, packed, header)
+        if method or packed != nbytes:
+            raise bad(file, f"{name}: is compressed; expected a stored member")
+        if flags & _ENCRYPTED:
+            raise bad(file, f"{name}: is encrypted")
+        if not name.endswith("/"):
+            members.append((name, header, nbytes, crc))
+        elif nbytes:
+            raise bad(file, f"{name}: a folder that holds {nbytes} bytes")
+        count -= 1
+    if count:
+        raise bad(file, f"its directory holds {-count:+d} members of those announced")
+    return members
+
+
+def _wide_fields(
+    file: str, name: str, extra: bytes, nbytes: int, packed: int, header: int
+) -> tuple[int, int, int]:
+    """The zip64 extra field: 8 bytes for each of the fields that is 0xFFFFFFFF, in this order."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            body = extra[at + 4 : at + 4 + size]
+            values = iter(struct.unpack(f"<{len(body) // 8}Q", body[: len(body) // 8 * 8]))
+            try:
+                nbytes = next(values) if nbytes == U32 else nbytes
+                packed = next(values) if packed == U32 else packed
+                return nbytes, packed, next(values) if header == U32 else header
+            except StopIteration:
+                break
+        at += 4 + size
+    raise bad(file, f"{name}: malformed zip64 extra field")
+
+
+def _decode_name(file: str, raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise bad(file, f"member name {raw[:80]!r} is not UTF-8") from None
+
+
+def _check_names(file: str, members: list[tuple[str, int, int, int]]) -> str:
+    """The one root folder. Raises where a name is doubled, leaves it, or is no plain path."""
+    names = [member[0] for member in members]
+    root = names[0].split("/", 1)[0]
+    if len(set(names)) != len(names):
+        ordered = sorted(names)
+        twice = next(a for a, b in itertools.pairwise(ordered) if a == b)
+        raise bad(file, f"{twice}: is there twice")
+    prefix = root + "/"
+    for name in names:
+        if not name.startswith(prefix) or not root:
+            raise bad(file, f"member {name[:80]!r} lies outside its root folder {root[:80]!r}")
+        if "\\" in name or "\0" in name or (".." in name and ".." in name.split("/")):
+            raise bad(file, f"member {name[:80]!r} has an unsafe name")
+    return root
+
+
+def _entries(
+    file: str, members: list[tuple[str, int, int, int]], prefix: int, directory: int
+) -> dict[str, _Entry]:
+    """Entries by name below the root; checks that no member reaches into the next."""
+    order = sorted(range(len(members)), key=lambda i: members[i][1])
+    limits = [directory] * len(members)
+    for before, after in itertools.pairwise(order):
+        limits[before] = members[after][1]
+    entries = {}
+    for (name, header, nbytes, crc), limit in zip(members, limits, strict=True):
+        if header + _LOCAL.size + len(name) + nbytes > limit:
+            raise bad(file, f"{name}: overlaps what follows it at byte {limit}")
+        entries[name[prefix:]] = _Entry(header, nbytes, crc, limit)
+    return entries
+
+
+def stem(name: str) -> str:
+    """The root folder that torch.save takes for a file of this name: the name less its suffix."""
+    return Path(name).stem or "archive"
