@@ -1,0 +1,235 @@
+"""DCP directories (`torch.distributed.checkpoint.save`): `.metadata` and `__R_I.distcp` files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path as FilePath
+from typing import Any
+
+from ckptmap.errors import SourceError
+from ckptmap.protocols import Place
+from ckptmap.tensors import Box, Chunk, Cut, Index, Leaf, Opaque, Path, Region, StoredTensor
+from ckptmap.wire.dcp_items import PLAIN_OVERHEAD, Items
+from ckptmap.wire.dcp_metadata import Item, Metadata, TensorEntry, read_metadata
+from ckptmap.wire.gc_pause import paused_gc
+from ckptmap.wire.inside import inside
+
+METADATA = ".metadata"
+RECORD_SUFFIX = ".__ckptmap__"
+"""`P.__ckptmap__` is ckptmap's encoding record of tensor P, not a value of the state dict."""
+
+RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+MAX_METADATA_NBYTES = 1 << 30
+SMALL_NBYTES = 16 << 10
+"""A subclass of a tensor this small may be as long as a plain one."""
+
+
+class Dcp:
+    """Reads a DCP directory; tensors stay where they are until their chunks are asked for."""
+
+    name = "dcp"
+
+    def claims(self, place: Place) -> bool:
+        """`.metadata` is written last, so it is there in a complete save and in no other."""
+        return place.is_dir and METADATA in place.names
+
+    def index(self, place: Place) -> Index:
+        """Raises SourceError: CKM104, 105, 106, 109, 112 (shapes), 115 (records), 116."""
+        root = str(FilePath(place.path).absolute())
+        where = str(FilePath(root) / METADATA)
+        with paused_gc():
+            metadata = read_metadata(_metadata_bytes(root, place.names), where)
+            files = _data_files(root, metadata, where)
+            leaves, records = _Leaves(files, where).read(metadata)
+        used = {FilePath(file).name for file in files.values()}
+        return Index(
+            self.name,
+            leaves,
+            (*files.values(), where),
+            records=records,
+            world=_world(used),
+            notes=_notes(place.names, used),
+        )
+
+
+def _metadata_bytes(root: str, names: Sequence[str]) -> bytes:
+    if METADATA not in names:
+        why = "the save died before it finished" if ".metadata.tmp" in names else "not there"
+        raise SourceError(
+            "CKM109", f"{root}: no {METADATA}: {why}", "use an earlier checkpoint, or save again"
+        )
+    path = FilePath(root) / METADATA
+    try:
+        nbytes = path.stat().st_size
+        if nbytes > MAX_METADATA_NBYTES:
+            raise SourceError(
+                "CKM109",
+                f"{path}: {nbytes} bytes, expected at most {MAX_METADATA_NBYTES}",
+                "this is no DCP metadata",
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise SourceError(
+            "CKM101", f"{path}: cannot be read: {error.strerror}", "check its permissions"
+        ) from error
+
+
+def _data_files(root: str, metadata: Metadata, where: str) -> dict[str, str]:
+    """Relative name -> path of every data file, in natural order of first use; sizes checked."""
+    ends: dict[str, int] = {}
+    for entry in metadata.tensors.values():
+        for _, _, item in entry.chunks:
+            _reach(ends, item, where)
+    for item in metadata.values.values():
+        _reach(ends, item, where)
+    files = {}
+    for name, end in ends.items():
+        path = inside(root, name, where)
+        if not os.path.isfile(path):
+            raise SourceError(
+                "CKM109",
+                f"{where}: data file {name!r} is named but not there",
+                "copy the files of all ranks into one directory",
+            )
+        nbytes = os.stat(path).st_size
+        if end > nbytes:
+            raise SourceError(
+                "CKM104",
+                f"{path}: truncated, expected {end} bytes or more, found {nbytes}",
+                "copy it again, or save again",
+            )
+        files[name] = path
+    return files
+
+
+def _reach(ends: dict[str, int], item: Item, where: str) -> None:
+    if item.transforms:
+        raise SourceError(
+            "CKM109",
+            f"{where}: data in {item.file!r} went through {', '.join(item.transforms)}",
+            "ckptmap reads plain items only; save without _extensions",
+        )
+    end = item.offset + item.nbytes
+    if end > ends.get(item.file, -1):
+        ends[item.file] = end
+
+
+def _world(used: set[str]) -> int:
+    """Ranks are counted from the data files; a rank that wrote nothing at the end is not seen."""
+    ranks = [int(match[1]) for match in map(RANK_FILE.fullmatch, used) if match]
+    return 1 + max(ranks, default=0)
+
+
+def _notes(names: Sequence[str], used: set[str]) -> tuple[str, ...]:
+    stale = [name for name in names if name.endswith(".distcp") and name not in used]
+    if not stale:
+        return ()
+    more = f" and {len(stale) - 1} more" if len(stale) > 1 else ""
+    return (f"left aside, of an earlier save into this directory: {stale[0]}{more}",)
+
+
+class _Leaves:
+    """Turns metadata entries into leaves; reads the few items that must be known at open."""
+
+    def __init__(self, files: Mapping[str, str], where: str) -> None:
+        self._files = files
+        self._where = where
+        self._items = Items()
+
+    def read(self, metadata: Metadata) -> tuple[dict[Path, Leaf], dict[str, Mapping[str, Any]]]:
+        leaves: dict[Path, Leaf] = {}
+        records: dict[str, Mapping[str, Any]] = {}
+        unusual = {key for key, entry in metadata.tensors.items() if _is_unusual(entry)}
+        cuts = self._cuts(metadata, unusual)
+        if cuts:  # then small ones may be subclasses too, and their sizes do not tell
+            small = {k for k, e in metadata.tensors.items() if _is_small(e)} - unusual
+            cuts |= self._cuts(metadata, small)
+        for key, entry in metadata.tensors.items():
+            leaf = cuts.get(key) or StoredTensor(entry.info, partial(self._chunks, key, entry))
+            leaves[metadata.path(key)] = leaf
+        for key, item in metadata.values.items():
+            value = self._items.value(self._files[item.file], item, key)
+            if key.endswith(RECORD_SUFFIX):
+                records[key.removesuffix(RECORD_SUFFIX)] = _record(value, key)
+            else:
+                leaves[metadata.path(key)] = value
+        return leaves, records
+
+    def _cuts(self, metadata: Metadata, keys: set[str]) -> dict[str, Cut]:
+        """Those of the tensors whose items hold subclass objects."""
+        cuts = {}
+        for key in keys:
+            entry = metadata.tensors[key]
+            values = [self._items.value(self._files[i.file], i, key) for _, _, i in entry.chunks]
+            inert = [value for value in values if isinstance(value, Opaque)]
+            if inert:
+                boxes = [Box(offsets, sizes) for offsets, sizes, _ in entry.chunks]
+                if len(inert) != len(values):
+                    raise _mixed(key, inert[0], len(inert), len(values))
+                cuts[key] = Cut(entry.info, tuple(zip(boxes, inert, strict=True)))
+        return cuts
+
+    def _chunks(self, key: str, entry: TensorEntry) -> list[Chunk]:
+        """Every chunk's bytes, item by item compared with what `.metadata` says of it."""
+        from ckptmap.coverage import prove_tiling
+
+        info = entry.info
+        wrong = prove_tiling(
+            info.shape, [Box(offsets, sizes) for offsets, sizes, _ in entry.chunks]
+        )
+        if wrong is not None:
+            raise SourceError(
+                "CKM112",
+                f"{self._where}: tensor {key!r}: {wrong}, expected to fill {info}",
+                "a rank's part is missing; save it again",
+            )
+        chunks = []
+        for offsets, sizes, item in entry.chunks:
+            if 0 in sizes:
+                continue
+            file = self._files[item.file]
+            region, crc32 = self._items.region(file, item, key, info.dtype, sizes)
+            chunks.append(Chunk(Box(offsets, sizes), region, crc32))
+        if not chunks and entry.chunks:  # an empty tensor: one chunk of no bytes
+            offsets, sizes, item = entry.chunks[0]
+            file = self._files[item.file]
+            region = Region.contiguous(file, item.offset, sizes, info.itemsize)
+            chunks.append(Chunk(Box(offsets, sizes), region))
+        return chunks
+
+
+def _is_unusual(entry: TensorEntry) -> bool:
+    """Is some item not as long as a plain tensor of that box would be?"""
+    itemsize = entry.info.itemsize
+    for _, sizes, item in entry.chunks:
+        nbytes = itemsize
+        for n in sizes:
+            nbytes *= n
+        if item.nbytes - nbytes not in PLAIN_OVERHEAD:
+            return True
+    return False
+
+
+def _is_small(entry: TensorEntry) -> bool:
+    return any(item.nbytes < SMALL_NBYTES for _, _, item in entry.chunks)
+
+
+def _record(value: Any, key: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise SourceError(
+            "CKM115",
+            f"{key}: the encoding record, expected a dict, found {type(value).__name__}",
+            "convert the original again",
+        )
+    return value
+
+
+def _mixed(key: str, found: Opaque, count: int, total: int) -> SourceError:
+    return SourceError(
+        "CKM115",
+        f"{key}: {count} of {total} chunks are {found.class_name}, expected all or none",
+        "the ranks did not hold the same kind of tensor; save again",
+    )

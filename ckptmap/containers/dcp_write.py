@@ -1,0 +1,227 @@
+"""Writes DCP directories that plain `torch.distributed.checkpoint.load` reads at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+from ckptmap.errors import PlanError
+from ckptmap.protocols import OutFile, OutState, Setup, Slot
+from ckptmap.tensors import Box, Path, TensorInfo
+from ckptmap.wire.dcp_metadata import Item, Metadata, TensorEntry
+from ckptmap.wire.dcp_metadata_write import emit_metadata
+from ckptmap.wire.gc_pause import paused_gc
+from ckptmap.wire.pickle_write import StorageTensor, dump
+from ckptmap.wire.torch_zip_write import ZipLayout, layout_zip
+
+RECORD_SUFFIX = ".__ckptmap__"
+ROOT = "archive"
+"""The folder in each item, as torch names it when it saves to a stream."""
+ALIGN = 64
+"""Items start at multiples of it, so that their data do too: torch packs items unaligned."""
+
+FSDP1 = Setup(
+    "fsdp1",
+    layout="shard0",
+    writer="dcp",
+    sharded=True,
+    summary="DCP directory, Shard(0) over N ranks, as FSDP1's SHARDED_STATE_DICT saves",
+)
+FSDP2 = Setup(
+    "fsdp2",
+    layout="shard0",
+    writer="dcp",
+    sharded=True,
+    summary="DCP directory, Shard(0) over N ranks, as FSDP2's DTensors save",
+)
+
+
+class DcpWriter:
+    """One `__R_0.distcp` a rank that has chunks, and `.metadata` last.
+
+    Flat keys are paths joined with dots; the paths are kept beside them. Tied tensors are stored
+    under both names, as torch does. Plain values and encoding records go into rank 0's file, dicts
+    and lists of dicts among them leaf by leaf, as torch flattens them, so that
+    `dcp.load({"optimizer": optimizer.state_dict()})` finds what it looks for.
+    """
+
+    name = "dcp"
+    one_file = False
+    shares_storage = False
+
+    def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        """Raises PlanError CKM114 for two entries of one flat key, CKM203 for a value that is
+        not plain."""
+        with paused_gc():
+            return _Draft().files(state)
+
+
+@dataclass(slots=True)
+class _RankFile:
+    """A data file as it grows: slots, and the items or ready bytes around them."""
+
+    name: str
+    nbytes: int = 0
+    slots: list[Slot] = field(default_factory=list)
+    forms: list[tuple[int, ZipLayout]] = field(default_factory=list)
+    values: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def place(self, nbytes: int) -> Item:
+        start = self.nbytes + -self.nbytes % ALIGN
+        self.nbytes = start + nbytes
+        return Item(self.name, start, nbytes)
+
+
+class _Draft:
+    def __init__(self) -> None:
+        self._ranks: dict[int, _RankFile] = {}
+        self._tensors: dict[str, TensorEntry] = {}
+        self._values: dict[str, Item] = {}
+        self._paths: dict[str, Path] = {}
+
+    def files(self, state: OutState) -> list[OutFile]:
+        for tensor in state.tensors:
+            key = self._key(tensor.path)
+            cuts = [(box, self._item(rank, tensor.path, tensor.info.dtype, box))
+                    for rank, box in tensor.chunks]  # fmt: skip
+            chunks = tuple((box.offsets, box.sizes, item) for box, item in cuts)
+            self._tensors[key] = TensorEntry(tensor.info, chunks)
+        for path, value in state.extra.items():
+            for leaf, plain in _flattened(path, value):
+                self._value(leaf, plain)
+        for fqn, record in state.records.items():
+            self._value((fqn + RECORD_SUFFIX,), _plain(record))
+        metadata = emit_metadata(Metadata(self._tensors, self._values, self._paths))
+        data = [_out_file(self._ranks[rank]) for rank in sorted(self._ranks)]
+        seal = partial(_sealed, metadata)
+        return [*data, OutFile(".metadata", len(metadata), (), seal)]
+
+    def _key(self, path: Path) -> str:
+        key = ".".join(map(str, path))
+        if key in self._paths:
+            raise PlanError(
+                "CKM114",
+                f"{key!r} would be written twice: as {self._paths[key]} and as {path}",
+                "drop or rename one of them",
+            )
+        self._paths[key] = path
+        return key
+
+    def _rank(self, rank: int) -> _RankFile:
+        file = self._ranks.get(rank)
+        if file is None:
+            file = self._ranks[rank] = _RankFile(f"__{rank}_0.distcp")
+        return file
+
+    def _item(self, rank: int, path: Path, dtype: str, box: Box) -> Item:
+        """A chunk's own torch.save archive, its data left to be written."""
+        file = self._rank(rank)
+        form, data_nbytes = _form(dtype, box.sizes)
+        item = file.place(form.nbytes)
+        file.forms.append((item.offset, form))
+        file.slots.append(Slot(path, box, item.offset + form.offsets[0], data_nbytes))
+        return item
+
+    def _value(self, path: Path, value: Any) -> None:
+        key = self._key(path)
+        try:
+            raw = _archive(dump(value, name=key))
+        except TypeError as error:
+            raise PlanError("CKM203", f"{error}", f"leave it behind with --drop '{key}'") from error
+        file = self._rank(0)
+        item = self._values[key] = file.place(len(raw))
+        file.values.append((item.offset, raw))
+
+
+def _flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """Leaves as torch's `traverse_state_dict` makes them, where nothing is lost by it.
+
+    Kept whole, unlike there: empty dicts, which would vanish, and dicts of other keys than
+    strings, which would come back as strings.
+    """
+    if isinstance(value, Mapping) and value and all(type(key) is str for key in value):
+        for key, item in value.items():
+            yield from _flattened((*path, key), item)
+    elif isinstance(value, list) and _holds_dicts(value):
+        for index, item in enumerate(value):
+            yield from _flattened((*path, index), item)
+    else:
+        yield path, value
+
+
+def _holds_dicts(values: list[Any]) -> bool:
+    return any(
+        isinstance(item, Mapping) or (isinstance(item, list) and _holds_dicts(item))
+        for item in values
+    )
+
+
+def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record as dicts and lists, whatever mappings it was made of."""
+    return {
+        key: _plain(value) if isinstance(value, Mapping) else value
+        for key, value in sorted(record.items())
+    }
+
+
+@lru_cache(maxsize=4096)
+def _form(dtype: str, sizes: tuple[int, ...]) -> tuple[ZipLayout, int]:
+    """The archive of a contiguous tensor, and its data's nbytes: most chunks of a model share
+    one of a few."""
+    info = TensorInfo(sizes, dtype)
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(size, 1)
+    stride = tuple(reversed(strides))
+    pickle = dump(StorageTensor("0", dtype, info.numel, 0, sizes, stride))
+    return layout_zip(ROOT, pickle, [("0", info.nbytes)], align=ALIGN), info.nbytes
+
+
+def _archive(pickle: bytes) -> bytes:
+    """A whole torch.save archive of a value without tensors."""
+    layout = layout_zip(ROOT, pickle, (), align=ALIGN)
+    raw = bytearray(layout.nbytes)
+    for offset, piece in layout.seal((), {}):
+        raw[offset : offset + len(piece)] = piece
+    return bytes(raw)
+
+
+def _out_file(file: _RankFile) -> OutFile:
+    return OutFile(
+        file.name, file.nbytes, file.slots, partial(_seal, file), needs_crc=bool(file.slots)
+    )
+
+
+def _seal(
+    file: _RankFile, crcs: Sequence[int], manifest: bytes | None
+) -> Iterator[tuple[int, bytes]]:
+    """Runs of bytes between data: the end of an item, padding, and the start of the next."""
+    run: list[bytes] = []
+    start = end = 0
+    for base, pieces in _archives(file, crcs):
+        run.append(bytes(base - end))
+        for number, (offset, piece) in enumerate(pieces):
+            if number:  # data lie between the pieces of one archive
+                yield start, b"".join(run)
+                run, start = [], base + offset
+            run.append(piece)
+            end = base + offset + len(piece)
+    yield start, b"".join(run)
+
+
+def _archives(
+    file: _RankFile, crcs: Sequence[int]
+) -> Iterator[tuple[int, Sequence[tuple[int, bytes]]]]:
+    for (base, form), crc in zip(file.forms, crcs, strict=True):
+        yield base, form.seal([crc], {})
+    for base, raw in file.values:
+        yield base, ((0, raw),)
+
+
+def _sealed(
+    content: bytes, crcs: Sequence[int], manifest: bytes | None
+) -> Iterable[tuple[int, bytes]]:
+    return ((0, content),)

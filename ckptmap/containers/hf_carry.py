@@ -1,0 +1,90 @@
+"""What makes a Hugging Face directory whole beside its weights: config, tokenizer, declared ties."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptmap.errors import PlanError
+from ckptmap.tensors import TensorInfo
+
+CONFIG = "config.json"
+OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight")
+INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+SIBLINGS = (
+    "config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json", "modules.json",
+)  # fmt: skip
+PREFIXES = ("tokenizer", "chat_template", "spiece", "sentencepiece")
+SUFFIXES = (".py", ".model", ".jinja")
+MAX_SIBLING_NBYTES = 256 << 20
+
+
+def _belongs(file: Path) -> bool:
+    known = file.name in SIBLINGS or file.name.startswith(PREFIXES) or file.suffix in SUFFIXES
+    return known and file.is_file() and file.stat().st_size <= MAX_SIBLING_NBYTES
+
+
+class HfCarrier:
+    """Carries siblings over and reads from config.json which embeddings are tied."""
+
+    def ties(
+        self, infos: Mapping[str, TensorInfo], siblings: Sequence[str], beside: str | None
+    ) -> dict[str, str]:
+        """Output embedding -> input embedding, where config.json ties them and both are stored."""
+        config = _config(_files(siblings, beside))
+        text = config.get("text_config")
+        texts = (config, text if isinstance(text, dict) else {})
+        if not any(c.get("tie_word_embeddings") for c in texts):
+            return {}
+        outputs = [fqn for fqn in infos if fqn.endswith(OUTPUT_EMBEDDINGS)]
+        inputs = [fqn for fqn in infos if fqn.endswith(INPUT_EMBEDDINGS)]
+        if len(outputs) != 1 or len(inputs) != 1 or infos[outputs[0]] != infos[inputs[0]]:
+            return {}
+        return {outputs[0]: inputs[0]}
+
+    def files(
+        self, siblings: Sequence[str], beside: str | None, dtypes: Collection[str]
+    ) -> tuple[dict[str, bytes], list[str]]:
+        """Content by name, and what should be said. `dtypes`: of the matrices that are written."""
+        carried = {name: Path(file).read_bytes() for name, file in _files(siblings, beside).items()}
+        if CONFIG not in carried:
+            return carried, ["no config.json is beside the weights; give one with --config-from PATH"]
+        if len(dtypes) == 1:
+            carried[CONFIG] = _with_dtype(carried[CONFIG], next(iter(dtypes)))
+        return carried, []
+
+
+def _files(siblings: Sequence[str], beside: str | None) -> dict[str, str]:
+    """Name -> path; `beside` is a directory to carry from instead, or a config file."""
+    if beside is not None and Path(beside).is_dir():
+        if not (Path(beside) / CONFIG).is_file():
+            raise PlanError("CKM101", f"{beside}: has no config.json", "check --config-from")
+        siblings = [str(file) for file in Path(beside).iterdir()]
+    found = {Path(file).name: file for file in sorted(siblings) if _belongs(Path(file))}
+    if beside is not None and Path(beside).is_file():
+        found[CONFIG] = beside
+    return found
+
+
+def _config(files: Mapping[str, str]) -> dict[str, Any]:
+    if CONFIG not in files:
+        return {}
+    try:
+        config = json.loads(Path(files[CONFIG]).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PlanError("CKM103", f"{files[CONFIG]}: is no JSON: {error}", "repair it") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _with_dtype(content: bytes, dtype: str) -> bytes:
+    """The config with the dtype of the weights as they now are, under the names it already uses."""
+    config = json.loads(content)
+    keys = [key for key in ("dtype", "torch_dtype") if key in config]
+    if all(config[key] == dtype for key in keys):
+        return content
+    config.update({key: dtype for key in keys})
+    return (json.dumps(config, indent=2) + "\n").encode()

@@ -1,0 +1,212 @@
+"""A directory of torch.save files, one a rank: `model_world_size_4_rank_0.pt`, `rank0.pt`, ...
+
+Files whose names differ in the rank only are a group: the weights, the optimizer, the rest. What
+the ranks hold under one key is one leaf of the index; a layout joins the parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from ckptmap.errors import SourceError
+from ckptmap.files import Files
+from ckptmap.protocols import Place
+from ckptmap.tensors import Index, Leaf, Opaque, Path, PerRank, StoredTensor
+from ckptmap.wire.gc_pause import paused_gc
+from ckptmap.wire.placement import mesh_ranks
+from ckptmap.wire.torch_zip_read import load
+from ckptmap.wire.tree import flatten
+
+_NAME = re.compile(r"(?P<stem>.*?)rank[_-]?(?P<rank>\d+)(?P<rest>\D.*|)", re.IGNORECASE)
+_WORLD = re.compile(r"world[_-]?size[_-]?(\d+)|_of_(\d+)", re.IGNORECASE)
+_MAGIC = b"PK\3\4"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Files of one role: `name` is theirs with `*` for the rank, `files[rank]` a path."""
+
+    name: str
+    files: Mapping[int, str]
+
+    @property
+    def prefix(self) -> Path:
+        """Where the leaves go: weights at the root, the optimizer and others below a key."""
+        lower = self.name.lower()
+        if "optim" in lower:
+            return ("optimizer",)
+        return () if "model" in lower else ("extra",)
+
+
+class RankFiles:
+    """Reads the files of all ranks of one save; refuses a set that is not complete."""
+
+    name = "rank-files"
+
+    def claims(self, place: Place) -> bool:
+        """A directory with a file named for a rank that is a zip."""
+        if not place.is_dir:
+            return False
+        directory = FilePath(place.path)
+        return any(_is_zip(directory / name) for name in place.names if _NAME.fullmatch(name))
+
+    def index(self, place: Place) -> Index:
+        """Raises SourceError CKM110 where ranks are missing or of several saves, and what the
+        files' own faults are."""
+        with paused_gc():
+            return self._index(place)
+
+    def _index(self, place: Place) -> Index:
+        groups = _groups(place)
+        leaves: dict[Path, Leaf] = {}
+        files: list[str] = []
+        world = 1
+        for prefix, group in _by_prefix(groups, place.path).items():
+            trees = _load_all(group)
+            world = max(world, len(trees))
+            files += [group.files[rank] for rank in sorted(group.files)]
+            leaves.update({(*prefix, *path): leaf for path, leaf in _merge(trees).items()})
+        return Index(self.name, leaves, tuple(files), world=world)
+
+
+def _is_zip(path: FilePath) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def _groups(place: Place) -> list[_Group]:
+    directory = FilePath(place.path).absolute()
+    found: dict[str, dict[int, str]] = {}
+    for name in place.names:
+        match = _NAME.fullmatch(name)
+        path = directory / name
+        if match is None or not _is_zip(path):
+            continue
+        files = found.setdefault(f"{match['stem']}rank*{match['rest']}", {})
+        rank = int(match["rank"])
+        if rank in files:
+            raise SourceError(
+                "CKM110",
+                f"{path}: rank {rank} is there twice, also as {FilePath(files[rank]).name}",
+                "remove the stale one",
+            )
+        files[rank] = str(path)
+    return [_Group(name, files) for name, files in found.items()]
+
+
+def _by_prefix(groups: Sequence[_Group], where: str) -> Mapping[Path, _Group]:
+    """The groups by where their leaves go; a group that is alone holds the weights."""
+    if len(groups) == 1:
+        return {(): groups[0]}
+    placed: dict[Path, _Group] = {}
+    for group in sorted(groups, key=lambda group: group.prefix):
+        prefix = group.prefix if group.prefix not in (("extra",),) else ("extra", _title(group))
+        if prefix in placed:
+            raise SourceError(
+                "CKM110",
+                f"{where}: rank files of several saves: {placed[prefix].name} and {group.name}",
+                "move each save into a directory of its own",
+            )
+        placed[prefix] = group
+    if () not in placed:
+        names = ", ".join(group.name for group in groups)
+        raise SourceError(
+            "CKM205",
+            f"{where}: which rank files hold the weights is unclear: {names}",
+            "name them model_...rank_R, or keep them alone in a directory",
+        )
+    return placed
+
+
+def _title(group: _Group) -> str:
+    """`extra_state_world_size_2_rank*.pt` -> `extra_state`."""
+    stem = re.split(r"rank\*|world[_-]?size", group.name, flags=re.IGNORECASE)[0]
+    return stem.strip("._-") or group.name
+
+
+def _load_all(group: _Group) -> list[dict[Path, Leaf]]:
+    """The leaves of every rank, in rank order; the set must be complete."""
+    files = Files()
+    try:
+        trees = {}
+        for rank in sorted(group.files):
+            file = group.files[rank]
+            trees[rank] = flatten(load(files, file).tree, file)
+    finally:
+        files.close()
+    _check_ranks(group, trees)
+    return [trees[rank] for rank in range(len(trees))]
+
+
+def _check_ranks(group: _Group, trees: Mapping[int, Mapping[Path, Leaf]]) -> None:
+    """Ranks are 0..N-1, N as the name says, else as the mesh of a DTensor says."""
+    said = _WORLD.search(group.name)
+    mesh = mesh_ranks(leaf for tree in trees.values() for leaf in tree.values())
+    world = int(said[1] or said[2]) if said else len(mesh) or max(trees) + 1
+    if mesh and len(mesh) != world:
+        raise SourceError(
+            "CKM110",
+            f"{group.name}: its tensors are of {len(mesh)} ranks, its name says {world}",
+            "these files are not of one save",
+        )
+    missing = [rank for rank in range(min(world, max(trees) + world)) if rank not in trees]
+    if missing:
+        names = ", ".join(group.name.replace("*", _like(group, rank), 1) for rank in missing[:4])
+        raise SourceError(
+            "CKM110",
+            f"{FilePath(next(iter(group.files.values()))).parent}: rank {missing[0]} of {world} is "
+            f"missing ({names}{', ...' if len(missing) > 4 else ''})",
+            f"copy the {len(missing)} missing rank files here",
+        )
+    extra = [rank for rank in trees if rank >= world]
+    if extra:
+        raise SourceError(
+            "CKM110",
+            f"{group.files[extra[0]]}: rank {extra[0]}, expected ranks below {world}",
+            "remove files that an earlier save of more ranks left here",
+        )
+
+
+def _like(group: _Group, rank: int) -> str:
+    """The rank as the file names write it: `_3`."""
+    sample, name = FilePath(next(iter(group.files.values()))).name, group.name
+    stem = name.index("*")
+    written = re.match(r"([_-]?)(\d+)", sample[stem:])
+    if written is None:
+        return str(rank)
+    width = len(written[2]) if written[2].startswith("0") else 0
+    return f"{written[1]}{rank:0{width}d}"
+
+
+def _merge(trees: Sequence[Mapping[Path, Leaf]]) -> dict[Path, Leaf]:
+    """Rank 0's keys in its order, then those that only other ranks have."""
+    paths = dict.fromkeys(path for tree in trees for path in tree)
+    return {path: _leaf([tree.get(path) for tree in trees]) for path in paths}
+
+
+def _leaf(values: Sequence[Any]) -> Leaf:
+    """Tensors and what differs stay one value a rank; a value that all ranks share is one."""
+    first = values[0]
+    if len(values) == 1:
+        return first
+    tensor = any(
+        isinstance(value, StoredTensor) or (isinstance(value, Opaque) and value.info)
+        for value in values
+    )
+    if not tensor and all(_equal(first, value) for value in values[1:]):
+        return first
+    return PerRank(tuple(values))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except RecursionError:
+        return False
