@@ -1,0 +1,198 @@
+"""Dense tensors: stored as they are, or cast to another floating dtype on the way.
+
+Coordinates, here and in every encoder: a flat range of an n-D part is no rectangle, so encoders
+work on FLAT row-major coordinates. `feed(offset, values)` takes 1-D values that start at flat
+element `offset`, and a `Write` has a 1-D box over the flattened part, `Box((start,), (count,))`,
+with 1-D values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import RunError
+from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Write
+from ckptmap.tensors import FLOATING, Box, Cut, Opaque, StoredTensor, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+# Powers of two only, no zero, no fraction: scales, not values that a cast should touch.
+_EXPONENTS = "float8_e8m0fnu"
+
+_LARGEST: Mapping[str, float] = {
+    "float16": 65504.0,
+    "bfloat16": 3.3895313892515355e38,
+    "float32": 3.4028234663852886e38,
+    "float64": 1.7976931348623157e308,
+}
+
+
+def flat(start: int, count: int) -> Box:
+    """A range of a flattened part."""
+    return Box((start,), (count,))
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The tensor itself: one part, named `""`, of the logical shape and dtype."""
+
+    name = "dense"
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        return {"": info}
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        return box
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        out.copy_(parts[""])
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        return DenseEncoder()
+
+    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+        return None
+
+
+class DenseEncoder:
+    """Passes values through."""
+
+    step = 1
+    splittable = True
+    state_nbytes = 0
+
+    def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
+        return (Write("", flat(offset, values.numel()), values),)
+
+    def finish(self) -> Iterable[Write]:
+        return ()
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """The largest bits without a sign tell, 10 times faster than `isfinite().all()`."""
+    import torch
+
+    integer = torch.int16 if values.element_size() == 2 else torch.int32
+    mask = torch.iinfo(integer).max
+    infinity = torch.tensor(torch.inf, dtype=values.dtype).view(integer)
+    return bool(values.view(integer).bitwise_and(mask).amax() < infinity)
+
+
+@dataclass(frozen=True)
+class DenseAs:
+    """The tensor cast to `dtype`: bit-equal to `torch.Tensor.to`. Read again it is `Dense`.
+
+    Decoding gives the logical dtype back, with what the cast has rounded away lost.
+    """
+
+    name = "dense"
+    dtype: str
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        return {"": TensorInfo(info.shape, self.dtype)}
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        return box
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        out.copy_(parts[""])
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        return CastEncoder(info.dtype, self.dtype)
+
+    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+        return None
+
+
+class CastEncoder:
+    """Casts box by box; an overflow is refused by `finish`, which every encoder needs once.
+
+    A finite value that becomes infinite is counted on the device, without a synchronisation;
+    several threads may feed one encoder. NaN and infinities of the input are passed on.
+    """
+
+    step = 1
+    splittable = True
+    state_nbytes = 0
+
+    def __init__(self, source: str, dtype: str) -> None:
+        self._dtype = dtype
+        self._narrows = _LARGEST.get(source, 0.0) > _LARGEST[dtype]
+        self._overflows: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
+        import torch
+
+        cast = values.to(getattr(torch, self._dtype))
+        # On the CPU asking is free and spares the count; a GPU would have to be waited for.
+        if self._narrows and values.numel() and not (values.is_cpu and _is_finite(cast)):
+            self._note_overflow(values, cast)
+        return (Write("", flat(offset, values.numel()), cast),)
+
+    def _note_overflow(self, values: torch.Tensor, cast: torch.Tensor) -> None:
+        import torch
+
+        magnitude = values.abs()
+        lost = cast.isinf().logical_and_(magnitude != torch.inf)
+        # The count stays where the values are; an append is atomic, an addition would not be.
+        self._overflows.append((lost.sum(), magnitude.mul_(lost).nan_to_num_(0.0).amax()))
+
+    def finish(self) -> Iterable[Write]:
+        """Nothing to write. Raises RunError CKM309 where finite values became infinite."""
+        count = sum(int(count) for count, _ in self._overflows)
+        if count:
+            largest = max(float(peak) for _, peak in self._overflows)
+            raise RunError(
+                "CKM309",
+                f"{count} finite values overflow {self._dtype}: expected at most "
+                f"{_LARGEST[self._dtype]:.6g}, found {largest:.6g}",
+                "cast to bf16 or fp32, or keep this tensor's dtype",
+            )
+        return ()
+
+
+class Cast:
+    """A target: every floating tensor in one dtype; a subclass names it."""
+
+    name: str
+    suffix: str
+    dtype: str
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+    ) -> list[tuple[Group, Sequence[str]]]:
+        return []
+
+    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
+        return None
+
+    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        """`DenseAs` for floating tensors, fp8 included; plain `Dense` where the dtype is the
+        wanted one already, so that an encoded tensor is decoded and a dense one moves as bytes.
+        None for bool, integers, complex, float4 and exponent-only float8."""
+        encoding = self.encoding(info)
+        return None if isinstance(encoding, Refusal) else encoding
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        if info.dtype not in FLOATING or info.dtype == _EXPONENTS:
+            return Refusal(f"{info.dtype} holds no values that a cast to {self.dtype} could keep")
+        return Dense() if info.dtype == self.dtype else DenseAs(self.dtype)
+
+
+class CastBf16(Cast):
+    name, suffix, dtype = "bf16", "bf16", "bfloat16"
+
+
+class CastFp32(Cast):
+    name, suffix, dtype = "fp32", "fp32", "float32"
+
+
+class CastFp16(Cast):
+    name, suffix, dtype = "fp16", "fp16", "float16"

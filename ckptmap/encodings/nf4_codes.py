@@ -1,0 +1,249 @@
+"""The arithmetic of NF4: absmax and codes of blocks, scalers of absmax, and back.
+
+    w [n] T -> absmax [n/block] T, codes [n/2] u8        T: bfloat16, float16 or float32
+    absmax [n/block] T -> scalers [n/block] i8, factor [n/block/scaler_block] T, mean [] T
+    w'[i] = table[code[i]] * (scalers[b] / factor[b / scaler_block] + mean)
+
+Bit-equal to torchao's `to_nf4` and `NF4Tensor.get_original_weight` (torchao 0.18,
+torchao/quantization/quantize_/workflows/nf4/nf4_tensor.py), which compute everything in T. The one
+departure: an all-zero block, 0/0 there and the lowest code, has the code of 0 here.
+
+The code of an element is a function of the quotient w/absmax alone. For a 16-bit T that is a table
+of 65536 entries on its bit pattern; for float32 one on the upper 16 bits, and one comparison with
+the next threshold, since no bucket holds two. Work goes in chunks that stay in cache. Nothing here
+synchronises with the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_NUMEL = 256 * 1024
+"""Elements at a time: larger temporaries leave the cache and pay page faults."""
+
+# torchao's table: the quantiles of a normal distribution (QLoRA, arXiv:2305.14314, appendix E),
+# written there with four decimals and then rounded to T.
+TABLE = (
+    -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
+    0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
+)  # fmt: skip
+ZERO_CODE = TABLE.index(0.0)
+
+_lookups: dict[tuple[torch.dtype, str], tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+
+def value_table(dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The 16 values, in T."""
+    import torch
+
+    return torch.tensor(TABLE, dtype=dtype, device=device)
+
+
+def nearest(values: torch.Tensor) -> torch.Tensor:
+    """torchao's rule: the first index of the least |value - table|, differences rounded to T.
+
+    Along the table the distance falls, then rises, and no two neighbours are so close that a fall
+    is rounded away: so the index is the number of falls, which is the same on every device.
+    """
+    distance = (values.unsqueeze(-1) - value_table(values.dtype, values.device)).abs()
+    return (distance.diff(dim=-1) < 0).sum(-1)
+
+
+# ------------------------------------------------------------------------------- encoding
+
+
+def lookup(dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes [65536] u8 by the upper 16 bits of a quotient, and for float32 the threshold
+    [65536] from which on the code is one higher. A NaN, which is 0/0, has the code of 0."""
+    import torch
+
+    found = _lookups.get((dtype, device))
+    if found is None:
+        found = _lookup_32(device) if dtype.itemsize == 4 else _lookup_16(dtype, device)
+        if type(found[0]) is torch.Tensor:  # a fake one must not outlive its mode
+            _lookups[dtype, device] = found
+    return found
+
+
+def _patterns(device: str) -> torch.Tensor:
+    """Every 16-bit pattern, in the order of its unsigned value."""
+    import torch
+
+    return torch.arange(65536, dtype=torch.int32, device=device).to(torch.int16)
+
+
+def _lookup_16(dtype: torch.dtype, device: str) -> tuple[torch.Tensor, None]:
+    import torch
+
+    values = _patterns(device).view(dtype)
+    codes = nearest(values)
+    return torch.where(values.isnan(), ZERO_CODE, codes).to(torch.uint8), None
+
+
+def _lookup_32(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    limits = _thresholds(device)
+    bits = _patterns(device).to(torch.int32) << 16
+    ends = torch.stack([bits, bits | 0xFFFF]).view(torch.float32)
+    least = torch.where(ends.isnan().any(0), torch.nan, ends.amin(0))
+    codes = torch.searchsorted(limits, least, right=True)
+    nan = least.isnan()
+    above = torch.cat([limits, limits.new_full((1,), torch.inf)]).index_select(0, codes)
+    return (
+        torch.where(nan, ZERO_CODE, codes).to(torch.uint8),
+        torch.where(nan, torch.inf, above),
+    )
+
+
+def _thresholds(device: str) -> torch.Tensor:
+    """The least float32 of each code 1 to 15: both differences are monotone in the value, so
+    there is one, a few ulp from the midpoint of two neighbours."""
+    import torch
+
+    table = value_table(torch.float32, device)
+    lower, upper = table.narrow(0, 0, 15).double(), table.narrow(0, 1, 15).double()
+    middle = ((lower + upper) / 2).float().view(torch.int32)
+    around = torch.arange(-128, 129, dtype=torch.int32, device=device)
+    values = (middle.unsqueeze(-1) + around).view(torch.float32)  # [15, 257], none crosses 0
+    values = values.sort(dim=-1).values
+    below = nearest(values) <= torch.arange(15, device=device).unsqueeze(-1)
+    return values.gather(1, below.sum(-1, keepdim=True)).squeeze(1)
+
+
+class Quantizer:
+    """Codes and absmax of blocks, in chunks, over buffers that are used again."""
+
+    def __init__(self, numel: int, block: int, dtype: torch.dtype, device: str) -> None:
+        import torch
+
+        self._block = block
+        self._chunk = min(numel, max(CHUNK_NUMEL // block, 1) * block)
+        self._codes, self._above = lookup(dtype, device)
+        self._integer = torch.int32 if dtype.itemsize == 4 else torch.int16
+        self._magnitude = torch.empty(self._chunk, dtype=self._integer, device=device)
+        self._quotient = torch.empty(self._chunk, dtype=dtype, device=device)
+        self._code = torch.empty(self._chunk, dtype=torch.uint8, device=device)
+        self._limit = None if self._above is None else torch.empty_like(self._quotient)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers."""
+        buffers = (self._magnitude, self._quotient, self._code, self._limit)
+        return sum(b.numel() * b.element_size() for b in buffers if b is not None)
+
+    def run(self, values: torch.Tensor, absmax: torch.Tensor, packed: torch.Tensor) -> None:
+        """values [m] T -> absmax [m/block] T, packed [m/2] u8 (the first of two in the high
+        nibble); m is a multiple of the block."""
+        for start in range(0, values.numel(), self._chunk):
+            n = min(self._chunk, values.numel() - start)
+            self._run_chunk(
+                values.narrow(0, start, n),
+                absmax.narrow(0, start // self._block, n // self._block),
+                packed.narrow(0, start // 2, n // 2),
+            )
+
+    def _run_chunk(self, values: torch.Tensor, absmax: torch.Tensor, packed: torch.Tensor) -> None:
+        import torch
+
+        n = values.numel()
+        # Without their sign, floats order as the integers of their bits, NaN above infinity:
+        # the maximum of integers is 5 times faster than that of 16-bit floats.
+        magnitude = self._magnitude.narrow(0, 0, n)
+        mask = torch.iinfo(self._integer).max
+        torch.bitwise_and(values.view(self._integer), mask, out=magnitude)
+        torch.amax(magnitude.view(-1, self._block), 1, out=absmax.view(self._integer))
+        quotient = self._quotient.narrow(0, 0, n)
+        blocks = (-1, self._block)
+        torch.div(values.view(blocks), absmax.unsqueeze(-1), out=quotient.view(blocks))
+        pairs = self._nearest(quotient).view(torch.int16)  # first + second * 256
+        torch.bitwise_or(pairs << 4, pairs >> 8, out=packed)  # the low byte of it
+
+    def _nearest(self, quotient: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        n = quotient.numel()
+        code = self._code.narrow(0, 0, n)
+        if self._above is None or self._limit is None:
+            upper = quotient.view(torch.uint16).to(torch.int32)
+            return torch.index_select(self._codes, 0, upper, out=code)
+        upper = (quotient.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
+        torch.index_select(self._codes, 0, upper, out=code)
+        limit = torch.index_select(self._above, 0, upper, out=self._limit.narrow(0, 0, n))
+        return code.add_(quotient >= limit)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A sum depends on how it is split: with one thread it is the same on every machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def quantize_scalers(
+    absmax: torch.Tensor, mean: torch.Tensor, scaler_block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """absmax [m] T -> scalers [m] i8, factor [m/scaler_block] T. m is a multiple of the scaler
+    block; any split at such a multiple gives the same bits."""
+    import torch
+
+    centred = (absmax - mean).view(-1, scaler_block)
+    factor = 256 / (2 * centred.abs().amax(1))
+    scalers = (centred * factor.unsqueeze(-1)).round().clamp(-128, 127)
+    return scalers.flatten().to(torch.int8), factor
+
+
+# ------------------------------------------------------------------------------- decoding
+
+
+def scales(
+    scalers: torch.Tensor, factor: torch.Tensor, mean: torch.Tensor, scaler_block: int, first: int
+) -> torch.Tensor:
+    """scalers [m] i8 -> the scale of each block [m] T; the first scaler is number `first` within
+    the first factor's block."""
+    import torch
+
+    index = torch.arange(first, first + scalers.numel(), device=scalers.device)
+    return (scalers / factor.index_select(0, index // scaler_block)).to(mean.dtype) + mean
+
+
+def pair_table(table: torch.Tensor) -> torch.Tensor:
+    """table [16] T -> [256] integers as wide as two T: the two values of a byte, in order."""
+    import torch
+
+    byte = torch.arange(256, device=table.device)
+    pairs = torch.stack([table.take(byte >> 4), table.take(byte & 15)], dim=1)
+    wide = {2: torch.int32, 4: torch.int64}[table.element_size()]
+    return pairs.view(wide).flatten()
+
+
+class Dequantizer:
+    """Values of blocks, at most `numel` at a time, in a buffer that is used again."""
+
+    def __init__(self, numel: int, table: torch.Tensor) -> None:
+        self._pairs = pair_table(table)
+        self._values = table.new_empty(numel)
+
+    def run(self, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """packed [m/2] u8, scale [m/block] T -> values [m] T, valid until the next run."""
+        import torch
+
+        index = packed.to(torch.int32)
+        values = self._values.narrow(0, 0, 2 * packed.numel())
+        torch.index_select(self._pairs, 0, index, out=values.view(self._pairs.dtype))
+        values.view(scale.numel(), -1).mul_(scale.unsqueeze(-1))
+        return values
