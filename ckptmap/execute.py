@@ -1,0 +1,330 @@
+"""Move the bytes of a plan: units of work over threads, under a memory budget, journaled.
+
+A unit is a span of small slots, one large slot, one tensor to be encoded, or one replica to be
+compared. Every byte is read once and written once; its digest (and CRC-32, where the container
+stores one) is taken on the way, in row-major order of its slot. Parallelism is over units: the
+digest of one slot is sequential. Torch is imported only where values change; its own threads are
+held at one then, because Python threads over units share the cores better.
+
+On a device other than the CPU values go there before they are encoded and results come back, one
+box after the other: overlap by pinned buffers and side streams is not done here yet.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ckptmap.errors import Interrupted, RunError, SourceError
+from ckptmap.files import Files
+from ckptmap.journal import Journal, Written
+from ckptmap.moves import MAX_GAP, Context, compare, copy_large, copy_span, encode, key_of
+from ckptmap.protocols import Slot
+from ckptmap.sink import ALIGN, Buffer, Outputs, Sums
+from ckptmap.steps import Compare, Encode, FilePlan, Target
+
+MAX_MEMORY = 64 << 20
+"""Bytes of buffers in all, threads included."""
+MAX_BUFFER = 8 << 20
+"""Bytes of one thread's copy buffer: more does not make direct writes faster."""
+SPAN = 4 << 20
+"""Bytes of small slots that make one unit."""
+SMALL = 1 << 20
+"""Bytes from which a slot is a unit of its own."""
+Progress = Callable[[int, str], None]
+"""Called with bytes just written and the key they belong to, from any thread, one at a time."""
+
+
+@dataclass(frozen=True)
+class Executed:
+    """What was written: `digests[file][slot]` (xxh3, 64 bit, hex) and `crcs[file][slot]`
+    (0 where the container stores none)."""
+
+    digests: Sequence[Sequence[str]]
+    crcs: Sequence[Sequence[int]]
+    written_nbytes: int
+    continued_nbytes: int
+    """Bytes of an earlier run that were read back, found good, and kept."""
+
+
+def execute(
+    plan: Sequence[FilePlan],
+    encodes: Sequence[Encode],
+    compares: Sequence[Compare],
+    files: Files,
+    out_dir: Path,
+    journal: Journal,
+    *,
+    max_memory: int = MAX_MEMORY,
+    threads: int = 0,
+    device: str = "cpu",
+    direct: bool = True,
+    manifest: Callable[[Executed], bytes] | None = None,
+    on_progress: Progress | None = None,
+) -> Executed:
+    """Write all files of a plan into `out_dir`, sealed but not synced.
+
+    max_memory  bytes of buffers in all; threads are reduced where they would not fit
+    threads     0: one a core, at most 4
+    direct      write large slots past the page cache, where the filesystem can
+    manifest    gives the manifest's bytes, called once when all slots are written
+
+    Raises RunError (CKM306 write failed, 308 source changed, 309 overflow, 310 replica differs),
+    SourceError CKM112 or CKM113, DestinationError CKM303, Interrupted CKM307. After any of them
+    the same call continues where the journal ends.
+    """
+    threads = threads or min(4, os.cpu_count() or 1)
+    threads = max(1, min(threads, max_memory // (2 << 20)))
+    paths = [out_dir / item.out.name for item in plan]
+    outputs = Outputs(paths, [item.out.nbytes for item in plan], direct)
+    run = _Run(plan, outputs, paths, journal, on_progress)
+    context = Context(plan, files, outputs, max_memory // threads, device, run.advance)
+    try:
+        with _one_torch_thread(bool(encodes)), _sigterm(run.stop):
+            run.all(_units(context, encodes, compares), threads, buffer_nbytes(context.budget))
+            done = run.result()
+            _seal(plan, outputs, done, manifest)
+            run.check()
+    except KeyboardInterrupt as error:
+        raise _interrupted() from error
+    finally:
+        outputs.close()
+    return done
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Work that writes some slots; `name` is "" where it is never skipped."""
+
+    name: str
+    do: Callable[[Buffer], Sequence[Written]]
+
+
+class _Stopped(Exception):
+    """Another thread failed, or the user asked to stop."""
+
+
+class _Run:
+    """What the threads of one execution share."""
+
+    def __init__(
+        self,
+        plan: Sequence[FilePlan],
+        outputs: Outputs,
+        paths: Sequence[Path],
+        journal: Journal,
+        on_progress: Progress | None,
+    ) -> None:
+        self.plan, self.outputs, self.paths, self.journal = plan, outputs, paths, journal
+        self.on_progress = on_progress
+        self.stop = threading.Event()
+        self._lock = threading.Lock()
+        self._progress_lock = threading.Lock()
+        self._errors: list[BaseException] = []
+        self._written: dict[tuple[int, int], Written] = {}
+        self._nbytes = [0, 0]  # written now, kept from an earlier run
+
+    def all(self, units: Iterator[_Unit], threads: int, buffer_nbytes: int) -> None:
+        """Do every unit; the first error stops the others and is raised."""
+        with ThreadPoolExecutor(threads, thread_name_prefix="ckptmap") as pool:
+            workers = [pool.submit(self._work, units, buffer_nbytes) for _ in range(threads)]
+            try:
+                wait(workers)
+            except BaseException:
+                self.stop.set()  # leaving the block waits for the workers
+                raise
+        if self._errors:
+            raise self._errors[0]
+        self.check()
+
+    def check(self) -> None:
+        """Raise where the user asked to stop."""
+        if self.stop.is_set():
+            raise _interrupted()
+
+    def _work(self, units: Iterator[_Unit], buffer_nbytes: int) -> None:
+        try:
+            buffer = Buffer(buffer_nbytes)
+            while not self.stop.is_set():
+                with self._lock:
+                    unit = next(units, None)
+                if unit is None:
+                    return
+                self._do(unit, buffer)
+        except _Stopped:
+            return
+        except BaseException as error:
+            self._errors.append(error)
+            self.stop.set()
+
+    def _do(self, unit: _Unit, buffer: Buffer) -> None:
+        found = self.journal.entries.get(unit.name)
+        kept = found is not None and all(self._holds(slot, buffer) for slot in found)
+        written = found if found is not None and kept else unit.do(buffer)
+        if unit.name and not kept:
+            self.journal.add(unit.name, written)
+        with self._lock:
+            for item in written:
+                self._written[item.file, item.slot] = item
+                self._nbytes[kept] += self.slot(item.file, item.slot).nbytes
+
+    def _holds(self, written: Written, buffer: Buffer) -> bool:
+        """Is the slot, read back, what the journal says?"""
+        if not (0 <= written.file < len(self.plan)):
+            return False
+        if not (0 <= written.slot < len(self.plan[written.file].out.slots)):
+            return False
+        slot = self.slot(written.file, written.slot)
+        sums, reader = Sums(wants_crc=False), Files(max_open=1)
+        try:
+            for at in range(0, slot.nbytes, buffer.nbytes):
+                place = buffer.at(0, min(buffer.nbytes, slot.nbytes - at))
+                reader.read_into(str(self.paths[written.file]), slot.offset + at, [place])
+                sums.update(place)
+        except (SourceError, RunError):
+            return False
+        finally:
+            reader.close()
+        if sums.digest == written.digest:
+            self.advance(slot.nbytes, key_of(slot))
+            return True
+        return False
+
+    def slot(self, file: int, slot: int) -> Slot:
+        return self.plan[file].out.slots[slot]
+
+    def advance(self, nbytes: int, key: str) -> None:
+        """Report progress, and leave where another thread has failed."""
+        if self.stop.is_set():
+            raise _Stopped
+        if self.on_progress is not None and nbytes:
+            with self._progress_lock:
+                self.on_progress(nbytes, key)
+
+    def result(self) -> Executed:
+        counts = [range(len(item.out.slots)) for item in self.plan]
+        missing = sum(map(len, counts)) - len(self._written)
+        assert not missing, f"{missing} slots were not written: the plan does not cover them"
+        rows = [[self._written[file, i] for i in row] for file, row in enumerate(counts)]
+        return Executed(
+            tuple(tuple(item.digest for item in row) for row in rows),
+            tuple(tuple(item.crc32 for item in row) for row in rows),
+            *self._nbytes,
+        )
+
+
+# --------------------------------------------------------------------------------- units
+
+
+def buffer_nbytes(budget: int) -> int:
+    """Bytes of a thread's copy buffer; the rest of its budget is for what it spreads or encodes."""
+    return max(4 * ALIGN, min(MAX_BUFFER, budget // 2))
+
+
+def _units(
+    context: Context, encodes: Sequence[Encode], compares: Sequence[Compare]
+) -> Iterator[_Unit]:
+    """Comparisons first, since they can refuse; encodings, which take longest; then copies."""
+    for replica in compares:
+        yield _Unit("", partial(_compared, context, replica))
+    for index, step in enumerate(encodes):
+        yield _Unit(f"encode:{index}", partial(encode, context, step))
+    for file, item in enumerate(context.plan):
+        limit = min(SPAN, buffer_nbytes(context.budget))
+        for first, stop in _spans(item, limit):
+            do = partial(copy_span, context, file, first, stop)
+            if item.out.slots[first].nbytes > min(SMALL, limit):
+                do = partial(copy_large, context, Target(file, first))
+            yield _Unit(f"copy:{file}:{first}-{stop}", do)
+
+
+def _spans(item: FilePlan, limit: int) -> Iterator[tuple[int, int]]:
+    """(first, stop) of slots copied together: one large one, or neighbours within `limit`."""
+    slots = item.out.slots
+    first: int | None = None
+    for index, (slot, source) in enumerate(zip(slots, item.sources, strict=True)):
+        if first is not None and (
+            source is None
+            or slot.nbytes > min(SMALL, limit)
+            or slot.offset + slot.nbytes - slots[first].offset > limit
+            or slot.offset - slots[index - 1].offset - slots[index - 1].nbytes > MAX_GAP
+        ):
+            yield first, index
+            first = None
+        if source is not None and slot.nbytes > min(SMALL, limit):
+            yield index, index + 1
+        elif source is not None and first is None:
+            first = index
+    if first is not None:
+        yield first, len(slots)
+
+
+def _compared(context: Context, step: Compare, buffer: Buffer) -> Sequence[Written]:
+    compare(context, step)
+    return ()
+
+
+# ----------------------------------------------------------------------------- around them
+
+
+def _seal(
+    plan: Sequence[FilePlan],
+    outputs: Outputs,
+    done: Executed,
+    manifest: Callable[[Executed], bytes] | None,
+) -> None:
+    """Write what is not slot data, data files first, and set each file's final length."""
+    data = None
+    if manifest is not None and any(item.out.holds_manifest for item in plan):
+        data = manifest(done)
+    for index, item in enumerate(plan):
+        crcs = done.crcs[index] if item.out.needs_crc else ()
+        end = item.out.nbytes
+        with outputs.file(index) as output:
+            for offset, piece in item.out.seal(crcs, data if item.out.holds_manifest else None):
+                output.write_at(offset, memoryview(piece), direct=False)
+                end = max(end, offset + len(piece))
+            output.truncate(end)
+
+
+def _interrupted() -> Interrupted:
+    return Interrupted(
+        "CKM307", "interrupted; the destination is as it was", "run the same command to continue"
+    )
+
+
+@contextmanager
+def _sigterm(stop: threading.Event) -> Iterator[None]:
+    """SIGTERM stops the run as Ctrl-C does, unless the program handles it itself."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def _one_torch_thread(wanted: bool) -> Iterator[None]:
+    """Hold torch's own threads at one; no import of torch where nothing is encoded."""
+    if not wanted:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
