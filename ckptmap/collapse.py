@@ -1,0 +1,91 @@
+"""Many keys in few lines: rows that differ only in a layer number are shown once, with the range.
+
+model.layers.{0..31}.self_attn.q_proj.weight  32x [4096, 4096] bfloat16 -> nf4
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor as a table shows it."""
+
+    fqn: str
+    role: str
+    shape: tuple[int, ...]
+    kind: tuple[str, ...]
+    fidelity: str
+    nbytes: int
+
+
+@dataclass
+class Folded:
+    """Rows alike but for numbers in their names."""
+
+    first: Row
+    count: int
+    nbytes: int
+    numbers: list[set[int]]
+
+    @property
+    def pattern(self) -> str:
+        spans = iter(self.numbers)
+        return NUMBER.sub(lambda match: _span(next(spans), match.group()), self.first.fqn)
+
+
+def fold(rows: Iterable[Row]) -> list[Folded]:
+    """Rows by pattern, in order of first appearance."""
+    found: dict[tuple[object, ...], Folded] = {}
+    for row in rows:
+        numbers = [int(n) for n in NUMBER.findall(row.fqn)]
+        key = (NUMBER.sub("#", row.fqn), row.role, row.shape, row.kind, row.fidelity)
+        group = found.get(key)
+        if group is None:
+            found[key] = Folded(row, 1, row.nbytes, [{n} for n in numbers])
+            continue
+        group.count += 1
+        group.nbytes += row.nbytes
+        for seen, number in zip(group.numbers, numbers, strict=True):
+            seen.add(number)
+    return list(found.values())
+
+
+def _span(numbers: set[int], text: str) -> str:
+    if len(numbers) == 1:
+        return text
+    low, high = min(numbers), max(numbers)
+    dense = high - low + 1 == len(numbers)
+    return f"{{{low}..{high}}}" if dense else f"{{{low}..{high}, {len(numbers)} of them}}"
+
+
+def table(rows: Iterable[Row]) -> list[str]:
+    """Aligned lines: name, count, shape, kind, fidelity, bytes."""
+    folded = fold(rows)
+    cells = [
+        (
+            f"{g.first.role}: {g.pattern}" if g.first.role != "model" else g.pattern,
+            f"{g.count}x",
+            str(list(g.first.shape)),
+            " ".join(g.first.kind),
+            g.first.fidelity,
+            f"{g.nbytes:,} B",
+        )
+        for g in folded
+    ]
+    if not cells:
+        return []
+    widths = [max(len(row[i]) for row in cells) for i in range(6)]
+    return [
+        "  "
+        + "  ".join(
+            cell.rjust(w) if i in (1, 5) else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]

@@ -1,0 +1,120 @@
+"""Two logical tensors, compared box by box in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptmap.files import Files
+from ckptmap.gather import fill, row_major_boxes
+from ckptmap.lazy import LazyTensor
+from ckptmap.tensors import Box, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK_NBYTES = 4 << 20
+BLOCK_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two tensors of one shape differ: where first, by how much, in how many elements."""
+
+    count: int
+    max_abs: float
+    relative: float
+    """rms of the difference over rms of the first."""
+    index: tuple[int, ...]
+
+
+def same_bytes(a: StoredTensor, b: StoredTensor, files_a: Files, files_b: Files) -> Box | None:
+    """None where both hold the same bytes, else the first box where they do not."""
+    limit = max(1, BLOCK_NBYTES // a.info.itemsize)
+    for box in row_major_boxes(Box.whole(a.info.shape), limit):
+        one, two = (bytearray(box.numel * a.info.itemsize) for _ in range(2))
+        fill(files_a, a, box, memoryview(one))
+        fill(files_b, b, box, memoryview(two))
+        if one != two:
+            return box
+    return None
+
+
+def same_parts(a: LazyTensor, b: LazyTensor) -> str | None:
+    """None where both are stored alike, byte for byte, else the name of the first part that is not."""
+    for name, part in a.parts.items():
+        other = b.parts.get(name)
+        if other is None or other.info != part.info:
+            return name or "values"
+        if same_bytes(part, other, a.files, b.files) is not None:
+            return name or "values"
+    return None
+
+
+def difference(a: LazyTensor, b: LazyTensor) -> Difference | None:
+    """The decoded values of both, in the second's dtype if only that differs; None: bit-equal.
+
+    NaNs of the same bits are equal.
+    """
+    import torch
+
+    count, worst, first = 0, 0.0, None
+    squares_diff = squares = 0.0
+    for box in row_major_boxes(Box.whole(a.shape), BLOCK_NUMEL):
+        one, two = a.read(box.offsets, box.sizes), b.read(box.offsets, box.sizes)
+        if one.dtype != two.dtype:
+            one = one.to(two.dtype)
+        unequal = _unequal(one, two)
+        squares += _squares(one)
+        if not bool(unequal.any()):
+            continue
+        count += int(unequal.sum())
+        if first is None:
+            at = torch.nonzero(unequal)[0].tolist() if unequal.ndim else []
+            first = tuple(o + i for o, i in zip(box.offsets, at, strict=True))
+        gap = one.double() - two.double() if not one.is_complex() else (one - two).abs().double()
+        worst = max(worst, float(gap.nan_to_num(nan=float("inf")).abs().max()))
+        squares_diff += float((gap * gap).sum())
+    if first is None:
+        return None
+    relative = (squares_diff / squares) ** 0.5 if squares else float("inf")
+    return Difference(count, worst, relative, first)
+
+
+def sampled_error(a: LazyTensor, b: LazyTensor, numel: int) -> float:
+    """rms of b - a over rms of a, on up to 8 evenly spaced runs of rows, `numel` values in all."""
+    squares_diff = squares = 0.0
+    boxes = list(_sample(a.shape, numel, runs=8))
+    for box in boxes:
+        one, two = a.read(box.offsets, box.sizes), b.read(box.offsets, box.sizes)
+        squares += _squares(one)
+        squares_diff += _squares(one.double() - two.double())
+    return float((squares_diff / squares) ** 0.5) if squares else 0.0
+
+
+def _sample(shape: tuple[int, ...], numel: int, runs: int) -> Iterator[Box]:
+    if not shape or 0 in shape:
+        return
+    inner = math.prod(shape[1:])
+    rows = max(1, min(shape[0], numel // inner) // runs)
+    starts = {(shape[0] - rows) * i // max(1, runs - 1) for i in range(runs)}
+    for start in sorted(starts):
+        yield Box((start, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+
+
+def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Elementwise, by bits: NaN equals the same NaN, -0.0 does not equal 0.0."""
+    import torch
+
+    itemsize = a.element_size()
+    if a.dtype == torch.bool or itemsize > 8:
+        return a != b
+    ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
+    return a.view(ints) != b.view(ints)
+
+
+def _squares(values: torch.Tensor) -> float:
+    wide = values.abs().double() if values.is_complex() else values.double()
+    return float((wide * wide).sum())

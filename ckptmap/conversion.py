@@ -1,0 +1,210 @@
+"""convert(): plan, write beside the destination, prove, publish by one rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptmap import manifest as manifests
+from ckptmap.checkpoint import Checkpoint, open
+from ckptmap.compare import sampled_error
+from ckptmap.errors import CkptmapError, RunError
+from ckptmap.execute import Executed, execute
+from ckptmap.files import Fingerprint
+from ckptmap.journal import Journal
+from ckptmap.planning import plan as make_plan
+from ckptmap.plans import DEFAULT_MAX_MEMORY, Plan, human
+from ckptmap.publish import Workspace, check_overlap
+from ckptmap.verification import check_structure, sha256_of
+
+DIGESTS = ("xxh3", "sha256")
+SAMPLE_NUMEL = 1 << 16
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did."""
+
+    dst: str
+    tensors: int
+    nbytes_in: int
+    nbytes_out: int
+    seconds: float
+    fidelity: Mapping[str, int]
+    continued_nbytes: int
+    """Bytes that an earlier, interrupted run had already written."""
+    dropped: Mapping[str, str]
+    tied: Mapping[str, str]
+    notes: Sequence[str] = ()
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Tensors that were quantized, by FQN: rms of the error over rms of the values, on a sample of
+    at most SAMPLE_NUMEL values each."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": 1, "dst": self.dst, "tensors": self.tensors, "nbytes_in": self.nbytes_in,
+            "nbytes_out": self.nbytes_out, "seconds": round(self.seconds, 3),
+            "fidelity": dict(self.fidelity), "continued_nbytes": self.continued_nbytes,
+            "dropped": dict(self.dropped), "tied": dict(self.tied), "notes": list(self.notes),
+            "errors": dict(self.errors),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{name} {count}" for name, count in self.fidelity.items())
+        line = (
+            f"wrote {self.dst}: {self.tensors} tensors, {human(self.nbytes_in)} ->"
+            f" {human(self.nbytes_out)} in {self.seconds:.1f} s; {kinds}"
+        )
+        lines = [line]
+        if self.continued_nbytes:
+            lines.append(f"continued: {human(self.continued_nbytes)} of an earlier run were kept")
+        if self.errors:
+            worst = max(self.errors, key=lambda fqn: self.errors[fqn])
+            lines.append(
+                f"lossy: {len(self.errors)} tensors, worst {worst}: {self.errors[worst]:.3e}"
+            )
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def convert(
+    src: str | os.PathLike[str] | Checkpoint,
+    dst: str | os.PathLike[str],
+    to: str,
+    *,
+    device: str = "cpu",
+    threads: int | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    overwrite: bool = False,
+    digest: str = "xxh3",
+    progress: bool | Callable[[int, str], None] = False,
+    **options: Any,
+) -> Report:
+    """Plan and run. `options` are the fields of `ckptmap.plans.Options`.
+
+    Raises SourceError, PlanError or DestinationError before a byte is written, RunError after; the
+    same call then continues. The destination is complete or untouched.
+    """
+    return run(
+        make_plan(src, to, **options), dst, device=device, threads=threads, max_memory=max_memory,
+        overwrite=overwrite, digest=digest, progress=progress,
+    )  # fmt: skip
+
+
+def run(
+    plan: Plan,
+    dst: str | os.PathLike[str],
+    *,
+    device: str = "cpu",
+    threads: int | None = None,
+    max_memory: int = DEFAULT_MAX_MEMORY,
+    overwrite: bool = False,
+    digest: str = "xxh3",
+    progress: bool | Callable[[int, str], None] = False,
+) -> Report:
+    """Execute a plan into `dst`.
+
+    max_memory  bytes of buffers in all
+    digest      "xxh3" a stored chunk, or "sha256": the files' too
+    """
+    started = time.monotonic()
+    plan.require_resolved()
+    target = Path(dst)
+    check_overlap([plan.ckpt.path, *plan.fingerprints], target)
+    on_progress = _printer(plan.nbytes_out) if progress is True else progress or None
+    with Workspace.open(
+        target, plan.digest, one_file=plan.one_file, overwrite=overwrite, nbytes=plan.nbytes_out
+    ) as work:
+        with Journal(work.journal_path, plan.digest) as journal:
+            done = execute(
+                plan.files, plan.encodes, plan.compares, plan.ckpt.files, work.out_dir, journal,
+                max_memory=max_memory, threads=threads or 0, device=device, on_progress=on_progress,
+                manifest=lambda done: manifests.build(plan, done),
+            )  # fmt: skip
+        _check_unchanged(plan)
+        written = work.out_dir / plan.files[0].out.name if plan.one_file else work.out_dir
+        _finish_directory(plan, done, work.out_dir, digest)
+        errors = _prove(plan, written, done)
+        work.publish()
+        notes = [*plan.notes, *work.notes]
+    return Report(
+        str(target), len(plan.steps), plan.nbytes_in, plan.nbytes_out, time.monotonic() - started,
+        plan.fidelities(), done.continued_nbytes, plan.dropped, plan.tied, notes, errors,
+    )  # fmt: skip
+
+
+def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) -> None:
+    """Carried files and the manifest, which a one-file output holds inside."""
+    if plan.one_file:
+        return
+    for name, content in plan.carried.items():
+        (out_dir / name).write_bytes(content)
+    names = [file.out.name for file in plan.files]
+    sha256 = {name: sha256_of(out_dir / name) for name in names} if digest == "sha256" else {}
+    (out_dir / manifests.NAME).write_bytes(manifests.build(plan, done, sha256))
+
+
+def _check_unchanged(plan: Plan) -> None:
+    for file, planned in plan.fingerprints.items():
+        try:
+            now = Fingerprint.of(file)
+        except OSError:
+            now = None
+        if now != planned:
+            raise RunError(
+                "CKM308",
+                f"{file}: changed while it was read: {planned} when planned, now {now}",
+                "nothing was published; convert again from a source at rest",
+            )
+
+
+def _prove(plan: Plan, written: Path, done: Executed) -> dict[str, float]:
+    """Open what was written with our own readers: every tensor where the plan put it. Gives the
+    measured error of what was quantized."""
+    document = json.loads(manifests.build(plan, done))
+    try:
+        with open(written) as ckpt:
+            problems = check_structure(ckpt, document)
+            errors = {} if problems else _measure(plan, ckpt)
+    except CkptmapError as error:
+        problems = [str(error)]
+    if problems:
+        raise RunError(
+            "CKM401",
+            f"the output is not as planned: {problems[0]} ({len(problems)} problem(s))",
+            "nothing was published; this is a defect of ckptmap, please report it",
+        )
+    return errors
+
+
+def _measure(plan: Plan, ckpt: Checkpoint) -> dict[str, float]:
+    """Relative rms error of each quantized tensor, on a sample of rows spread over it.
+
+    `verify --against` measures every value; this costs a few milliseconds a tensor.
+    """
+    errors = {}
+    for step in plan.encodes:
+        if step.fidelity not in ("quantize", "requantize"):
+            continue
+        mine = ckpt[step.tensor.fqn]
+        found = sampled_error(step.tensor, mine, SAMPLE_NUMEL)
+        errors[step.tensor.fqn] = found
+    return errors
+
+
+def _printer(total: int) -> Callable[[int, str], None]:
+    """Progress for the Python API: a line on stderr every few seconds."""
+    state = {"done": 0, "next": time.monotonic() + 5.0}
+
+    def report(nbytes: int, key: str) -> None:
+        state["done"] += nbytes
+        if time.monotonic() >= state["next"]:
+            state["next"] = time.monotonic() + 5.0
+            print(f"{human(int(state['done']))} of {human(total)}  {key}", file=sys.stderr)
+
+    return report

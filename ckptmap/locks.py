@@ -1,0 +1,161 @@
+"""One writer a destination: a lock file that names its owner, taken over when the owner is dead.
+
+The file appears whole (a link to a finished one), so a reader never sees a torn owner. A lock of
+this host is stale when its process is gone, or when its number belongs to a younger process; a
+lock of another host is never taken over.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ckptmap.errors import DestinationError
+
+ATTEMPTS = 100
+"""Times to look again where the lock changes hands while we look."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process: `start` is its start time in clock ticks since boot (0 where unknown)."""
+
+    host: str
+    pid: int
+    start: int
+    token: str
+
+    @classmethod
+    def this(cls) -> Owner:
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, _start_time(pid) or 0, uuid.uuid4().hex)
+
+    @property
+    def is_gone(self) -> bool:
+        if self.host != socket.gethostname():
+            return False
+        start = _start_time(self.pid)
+        return start is None or (0 not in (start, self.start) and start != self.start)
+
+
+class Lock:
+    """Held from `Lock(path, what)` until `release`. Raises DestinationError CKM305 where another
+    process holds it, OSError where the directory cannot be written."""
+
+    def __init__(self, path: Path, what: Path) -> None:
+        self.path = path
+        self.owner = Owner.this()
+        made = path.with_name(f"{path.name}.{self.owner.token}")
+        made.write_text(json.dumps(asdict(self.owner)))
+        try:
+            self._take(made, what)
+        finally:
+            made.unlink(missing_ok=True)
+
+    def _take(self, made: Path, what: Path) -> None:
+        for _ in range(ATTEMPTS):
+            if _link(made, self.path):
+                return
+            owner = read_owner(self.path)
+            if owner is None:
+                time.sleep(0.01)  # just released, or being written where links are unknown
+            elif not owner.is_gone:
+                raise _held(what, owner, self.path)
+            elif _replace(made, self.path, owner):
+                return
+        raise DestinationError(
+            "CKM305",
+            f"{what}: its lock {self.path} names no process that can be checked",
+            "if nothing writes there, delete that file and run again",
+        )
+
+    def release(self) -> None:
+        if read_owner(self.path) == self.owner:
+            self.path.unlink(missing_ok=True)
+
+
+def read_owner(path: Path) -> Owner | None:
+    """Who holds a lock; None where there is none or it cannot be read."""
+    try:
+        value = json.loads(path.read_text())
+        return Owner(str(value["host"]), int(value["pid"]), int(value["start"]), value["token"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _held(what: Path, owner: Owner, path: Path) -> DestinationError:
+    return DestinationError(
+        "CKM305",
+        f"{what}: is being written by pid {owner.pid} on host {owner.host}",
+        f"wait for it; if it is gone, delete {path}",
+    )
+
+
+def _link(made: Path, path: Path) -> bool:
+    """Make `path` appear whole; False where it exists."""
+    try:
+        os.link(made, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
+            raise
+        return _create(made, path)
+    return True
+
+
+def _create(made: Path, path: Path) -> bool:
+    """As `_link`, on a filesystem without hard links."""
+    try:
+        with path.open("x") as handle:
+            handle.write(made.read_text())
+    except FileExistsError:
+        return False
+    return True
+
+
+def _replace(made: Path, path: Path, stale: Owner) -> bool:
+    """Put our lock in the place of a stale one; False where someone else was faster.
+
+    Contenders queue on the stale file itself (flock): whoever comes second finds another file.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if read_owner(path) != stale or os.fstat(fd).st_ino != path.stat().st_ino:
+            return False
+        made.replace(path)
+        return True
+    except FileNotFoundError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _start_time(pid: int) -> int | None:
+    """Start of a process in clock ticks since boot; 0: alive, but not told; None: no process.
+
+    A process that has ended and was not waited for yet is none.
+    """
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return None
+    except PermissionError:
+        pass
+    try:
+        # proc(5): the name in parentheses may hold anything; state is field 3, start field 22.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return None if fields[0] == "Z" else int(fields[19])

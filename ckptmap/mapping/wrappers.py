@@ -1,0 +1,77 @@
+"""Wrapper segments in FQNs: what DDP, torch.compile, FSDP1 and activation checkpointing put there.
+
+    module.layers.0._orig_mod.fc.weight -> layers.0.fc.weight
+
+Names change by path segment, never by substring. `_orig_mod`, `_fsdp_wrapped_module` and
+`_checkpoint_wrapped_module` are no attribute that a user writes, so they go wherever they stand.
+`module` is a legal attribute: it goes only from the head of the path, and only where every key has
+it there. Two keys that would become one are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from ckptmap.errors import PlanError, SourceError
+
+SEGMENTS: Mapping[str, str] = {
+    "compile": "_orig_mod",
+    "fsdp1": "_fsdp_wrapped_module",
+    "checkpoint": "_checkpoint_wrapped_module",
+    "ddp": "module",
+}
+"""Wrapper name, as `--wrap` takes it -> the segment it puts into names."""
+
+ANYWHERE = frozenset(segment for name, segment in SEGMENTS.items() if name != "ddp")
+HEAD = SEGMENTS["ddp"]
+
+
+def strip_wrappers(keys: Collection[str], where: str = "checkpoint") -> dict[str, str]:
+    """Plain FQN by stored key, in the order given. Raises SourceError CKM114 on a collision."""
+    plain = {key: [s for s in key.split(".") if s not in ANYWHERE] for key in keys}
+    while plain and all(len(path) > 1 and path[0] == HEAD for path in plain.values()):
+        plain = {key: path[1:] for key, path in plain.items()}
+    result: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for key, path in plain.items():
+        fqn = ".".join(path)
+        if not fqn or fqn in taken:
+            raise SourceError(
+                "CKM114",
+                f"{where}: keys {taken.get(fqn, '')!r} and {key!r} are both {fqn!r} without their"
+                " wrapper segments",
+                "drop one of them with --exclude",
+            )
+        taken[fqn] = key
+        result[key] = fqn
+    return result
+
+
+def describe_wrappers(names: Mapping[str, str]) -> tuple[str, ...]:
+    """What was stripped, one pattern each, numbers folded: `("layers.N._orig_mod.",)`."""
+    seen: dict[str, None] = {}
+    for key, fqn in names.items():
+        if key != fqn:
+            seen[_pattern(key.split("."), fqn.split("."))] = None
+    return tuple(seen)
+
+
+def _pattern(key: Sequence[str], fqn: Sequence[str]) -> str:
+    """The key up to its last wrapper segment: what remains when the common tail is taken off."""
+    tail = 0
+    while tail < len(fqn) and key[-1 - tail] == fqn[-1 - tail]:
+        tail += 1
+    return re.sub(r"(?<=\.)\d+(?=\.)", "N", ".".join(key[: len(key) - tail]) + ".")
+
+
+def wrap_prefix(wrappers: Sequence[str]) -> str:
+    """`("ddp", "compile")`, outermost first -> `"module._orig_mod."`."""
+    unknown = [name for name in wrappers if name not in SEGMENTS]
+    if unknown:
+        raise PlanError(
+            "CKM201",
+            f"unknown wrapper {unknown[0]!r}, expected one of {', '.join(sorted(SEGMENTS))}",
+            "for example --wrap ddp,compile",
+        )
+    return "".join(SEGMENTS[name] + "." for name in wrappers)

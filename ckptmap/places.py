@@ -1,0 +1,120 @@
+"""Looking at a path before anything is read: what is there, and what it is if it is no checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptmap.errors import SourceError
+from ckptmap.protocols import Place
+
+HEAD_NBYTES = 512
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key: rank_2 before rank_10."""
+    return [(0, int(s)) if s.isdigit() else (1, s) for s in re.split(r"(\d+)", name)]
+
+
+def look(path: Path) -> Place:
+    """Raises SourceError CKM101 where nothing can be read there."""
+    try:
+        if path.is_dir():
+            names = sorted((entry.name for entry in os.scandir(path)), key=natural)
+            return Place(str(path), True, names=tuple(names))
+        with path.open("rb") as file:
+            return Place(str(path), False, head=file.read(HEAD_NBYTES))
+    except OSError as error:
+        raise SourceError(
+            "CKM101", f"{path}: {(error.strerror or str(error)).lower()}", "check the path"
+        ) from error
+
+
+def refuse_place(place: Place, is_checkpoint: Callable[[Place], bool]) -> SourceError:
+    """What to say of a path that no container claims."""
+    return _of_directory(place, is_checkpoint) if place.is_dir else _of_file(place)
+
+
+def _of_file(place: Place) -> SourceError:
+    head, path = place.head, place.path
+    nbytes = Path(path).stat().st_size
+    if not head:
+        return SourceError("CKM101", f"{path}: is empty (0 bytes)", "copy or download it again")
+    if head.startswith(b"version https://git-lfs"):
+        return SourceError(
+            "CKM102",
+            f"{path}: is a Git LFS pointer ({nbytes} bytes), not weights",
+            "fetch the file itself: git lfs pull",
+        )
+    if head.lstrip()[:1] in (b"<", b"{", b"["):
+        return SourceError(
+            "CKM103",
+            f"{path}: is text, not weights: it begins {head[:24].decode('latin-1').strip()!r}",
+            "a failed download leaves its error page; download the file again",
+        )
+    if head.startswith(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."):
+        return SourceError(
+            "CKM117",
+            f"{path}: is in the torch.save format of before torch 1.6",
+            "load it once and torch.save it with a current torch",
+        )
+    if nbytes < 16:
+        return SourceError(
+            "CKM104", f"{path}: is {nbytes} bytes long, no checkpoint is", "copy it again"
+        )
+    return SourceError(
+        "CKM101",
+        f"{path}: is no checkpoint that ckptmap knows: it begins {head[:8].hex(' ')}",
+        "expected a torch.save zip, safetensors, or a checkpoint directory",
+    )
+
+
+MARKS: tuple[tuple[str, str, str], ...] = (
+    (r"\.metadata\.tmp", "an unfinished DCP save (only .metadata.tmp)", "use an earlier checkpoint"),
+    (r"__\d+\.metadata", "a DCP save with metadata a rank (use_collectives=False)", "save it with use_collectives=True"),
+    (r"zero_to_fp32\.py|latest_universal|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "run its zero_to_fp32.py first"),
+    (r"adapter_config\.json", "a peft adapter without its base weights", "merge it into its base model first"),
+    (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too: rank 0 writes it"),
+    (r".*\.(gguf|ggml)", "GGUF weights", "convert them from the original safetensors"),
+    (r".*\.(h5|msgpack|ckpt\.index|onnx)", "weights of another framework", "convert a PyTorch checkpoint"),
+)  # fmt: skip
+"""Entry name (whole, as a regex) -> what such a directory is, and what to do."""
+
+
+def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> SourceError:
+    if not place.names:
+        return SourceError("CKM101", f"{place.path}: is an empty directory", "check the path")
+    for pattern, what, hint in MARKS:
+        if any(re.fullmatch(pattern, name) for name in place.names):
+            return SourceError("CKM111", f"{place.path}: is {what}", hint)
+    inside = _candidates(place, is_checkpoint)
+    if inside:
+        return SourceError(
+            "CKM111",
+            f"{place.path}: holds checkpoints but is none itself: {', '.join(inside[:6])}",
+            f"point at one: {Path(place.path) / inside[0]}",
+        )
+    shown = ", ".join(place.names[:6]) + (", ..." if len(place.names) > 6 else "")
+    return SourceError(
+        "CKM111",
+        f"{place.path}: is a directory without a checkpoint; it holds {shown}",
+        "check the path",
+    )
+
+
+def _candidates(place: Place, is_checkpoint: Callable[[Place], bool]) -> list[str]:
+    """Entries, and entries of entries, that are checkpoints."""
+    found: list[str] = []
+    for name in place.names[:200]:
+        child = Path(place.path) / name
+        try:
+            seen = look(child)
+            if is_checkpoint(seen):
+                found.append(name)
+            elif seen.is_dir:
+                found += [f"{name}/{n}" for n in seen.names[:50] if is_checkpoint(look(child / n))]
+        except SourceError:
+            continue
+    return found

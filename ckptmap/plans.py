@@ -1,0 +1,238 @@
+"""A Plan: what a conversion will do, decided before a byte moves; printed, saved, then executed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.checkpoint import Checkpoint
+from ckptmap.collapse import Row, table
+from ckptmap.errors import PlanError
+from ckptmap.files import Fingerprint
+from ckptmap.setups import Aim
+from ckptmap.steps import Compare, Encode, FilePlan
+from ckptmap.version import __version__
+
+if TYPE_CHECKING:
+    import os
+
+    from ckptmap.conversion import Report
+
+SCHEMA = 1
+MAX_SHARD_NBYTES = 5_000_000_000
+DEFAULT_MAX_MEMORY = 64 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; with the source's state it decides the plan wholly."""
+
+    to: str
+    world_size: int | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    optimizer: str = "keep"
+    root: str | None = None
+    source_root: str | None = None
+    wrap: tuple[str, ...] | None = None
+    names_like: str | None = None
+    encode: tuple[str, ...] = ()
+    no_encode: tuple[str, ...] = ()
+    max_shard_nbytes: int = MAX_SHARD_NBYTES
+    config_from: str | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One logical tensor's way: what it is, what becomes of it, at which fidelity."""
+
+    fqn: str
+    role: str
+    """model, optimizer or other."""
+    shape: tuple[int, ...]
+    source: str
+    target: str
+    fidelity: str
+    nbytes_in: int
+    nbytes_out: int
+
+
+@dataclass(frozen=True)
+class Unresolved:
+    """A source key that the plan cannot account for."""
+
+    key: str
+    reason: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every source key used, dropped with a reason, or unresolved; every output byte placed."""
+
+    ckpt: Checkpoint
+    aim: Aim
+    options: Options
+    world_size: int
+    steps: Sequence[Step]
+    files: Sequence[FilePlan]
+    encodes: Sequence[Encode]
+    compares: Sequence[Compare]
+    carried: Mapping[str, bytes]
+    """Sibling files by name, with their content: config.json, tokenizer."""
+    dropped: Mapping[str, str]
+    """Key -> why it is not in the output."""
+    tied: Mapping[str, str]
+    unresolved: Sequence[Unresolved]
+    keys: Mapping[tuple[str | int, ...], str]
+    """Stored path in the output -> logical FQN."""
+    records: Mapping[str, Mapping[str, Any]]
+    fingerprints: Mapping[str, Fingerprint]
+    notes: Sequence[str] = ()
+    digest: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", self._digest())
+
+    @property
+    def nbytes_in(self) -> int:
+        return sum(step.nbytes_in for step in self.steps)
+
+    @property
+    def nbytes_out(self) -> int:
+        return sum(file.out.nbytes for file in self.files) + sum(map(len, self.carried.values()))
+
+    @property
+    def one_file(self) -> bool:
+        return len(self.files) == 1 and self.files[0].out.holds_manifest
+
+    def _digest(self) -> str:
+        """The same on every machine for the same source and options; changes with either."""
+        seen = hashlib.sha256()
+        options = {**asdict(self.options), "names_like": None, "config_from": None}
+        seen.update(json.dumps([__version__, SCHEMA, options, self.world_size]).encode())
+        for name, mark in sorted(self._sources().items()):
+            seen.update(f"{name} {mark.nbytes} {mark.mtime_ns}\n".encode())
+        for step in self.steps:
+            seen.update(f"{step.fqn} {step.source} {step.target} {step.fidelity}\n".encode())
+        for file in self.files:
+            seen.update(f"{file.out.name} {file.out.nbytes}\n".encode())
+            for slot in file.out.slots:
+                seen.update(f"{slot.path} {slot.offset} {slot.nbytes}\n".encode())
+        for name, content in self.carried.items():
+            seen.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
+        return seen.hexdigest()
+
+    def _sources(self) -> dict[str, Fingerprint]:
+        base = FilePath(self.ckpt.path)
+        base = base if base.is_dir() else base.parent
+        return {
+            str(FilePath(file).relative_to(base))
+            if FilePath(file).is_relative_to(base)
+            else file: mark
+            for file, mark in self.fingerprints.items()
+        }
+
+    def require_resolved(self) -> None:
+        """Raises PlanError CKM202 that names the first unresolved keys."""
+        if self.unresolved:
+            first = self.unresolved[0]
+            more = f" (and {len(self.unresolved) - 1} more)" if len(self.unresolved) > 1 else ""
+            raise PlanError("CKM202", f"{first.key}: {first.reason}{more}", first.hint)
+
+    def execute(
+        self,
+        dst: str | os.PathLike[str],
+        *,
+        device: str = "cpu",
+        threads: int | None = None,
+        max_memory: int = DEFAULT_MAX_MEMORY,
+        overwrite: bool = False,
+        digest: str = "xxh3",
+        progress: bool | Callable[[int, str], None] = False,
+    ) -> Report:
+        """Run it into `dst`: see `ckptmap.conversion.run`."""
+        from ckptmap.conversion import run
+
+        return run(
+            self, dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
+            digest=digest, progress=progress,
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """One JSON document, `"schema": 1`, stable and sorted as the output is."""
+        return {
+            "schema": SCHEMA,
+            "ckptmap": __version__,
+            "digest": self.digest,
+            "source": {
+                "path": self.ckpt.path,
+                "container": self.ckpt.index.container,
+                "setup": self.ckpt.setup,
+                "files": {name: asdict(mark) for name, mark in self._sources().items()},
+            },
+            "options": asdict(self.options),
+            "world_size": self.world_size,
+            "steps": [asdict(step) for step in self.steps],
+            "files": [
+                {"name": f.out.name, "nbytes": f.out.nbytes, "tensors": len(f.out.slots)}
+                for f in self.files
+            ],
+            "carried": sorted(self.carried),
+            "dropped": dict(self.dropped),
+            "tied": dict(self.tied),
+            "unresolved": [asdict(item) for item in self.unresolved],
+            "notes": list(self.notes),
+            "totals": {
+                "tensors": len(self.steps),
+                "nbytes_in": self.nbytes_in,
+                "nbytes_out": self.nbytes_out,
+                "fidelity": self.fidelities(),
+            },
+        }
+
+    def fidelities(self) -> dict[str, int]:
+        """Fidelity -> how many tensors, in the order of loss."""
+        order = ("bytes", "exact", "codes", "cast", "quantize", "requantize")
+        counts = {name: sum(s.fidelity == name for s in self.steps) for name in order}
+        return {name: count for name, count in counts.items() if count}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        FilePath(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.ckpt.path}  ({self.ckpt.setup}, {self.ckpt.world_size} rank(s))"
+            f" -> {self.aim.text}, {self.world_size} rank(s)",
+            *table(
+                Row(s.fqn, s.role, s.shape, (s.source, "->", s.target), s.fidelity, s.nbytes_out)
+                for s in self.steps
+            ),
+        ]
+        for title, found in (("dropped", self.dropped), ("tied", self.tied)):
+            lines += [f"{title}: {key}: {why}" for key, why in found.items()]
+        lines += [f"carried: {', '.join(sorted(self.carried))}"] if self.carried else []
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"unresolved: {u.key}: {u.reason}; {u.hint}" for u in self.unresolved]
+        kinds = ", ".join(f"{name} {count}" for name, count in self.fidelities().items())
+        lines.append(
+            f"total: {len(self.steps)} tensors, {human(self.nbytes_in)} -> {human(self.nbytes_out)}"
+            f" in {len(self.files)} file(s); {kinds or 'nothing'};"
+            f" buffers at most {human(DEFAULT_MAX_MEMORY)}"
+        )
+        return "\n".join(lines)
+
+
+def human(nbytes: int) -> str:
+    """Bytes for people: 1536 -> "1.5 KB", in powers of 1024."""
+    value = float(nbytes)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TB"

@@ -1,0 +1,110 @@
+"""Who is there: one line a format, loaded when first needed; others come by entry points.
+
+An entry point of group `ckptmap.containers`, `ckptmap.writers`, `ckptmap.layouts`,
+`ckptmap.schemes` or `ckptmap.setups` names an object of the protocol of that name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from ckptmap.protocols import Container, Layout, Place, Scheme, Setup, Writer
+
+CONTAINERS = (  # asked in this order: a directory's own marks before what its files look like
+    "ckptmap.containers.dcp:Dcp",
+    "ckptmap.containers.hf:HfDirectory",
+    "ckptmap.containers.rank_files:RankFiles",
+    "ckptmap.containers.safetensors:SafetensorsFile",
+    "ckptmap.containers.torch_zip:TorchZip",
+)
+WRITERS = (
+    "ckptmap.containers.hf:HfWriter",
+    "ckptmap.containers.torch_zip:TorchZipWriter",
+    "ckptmap.containers.dcp_write:DcpWriter",
+)
+LAYOUTS = (
+    "ckptmap.layouts.full:Full",
+    "ckptmap.layouts.shard:Shard0",
+    "ckptmap.layouts.dtensor:DTensorLayout",
+)
+SCHEMES = (
+    "ckptmap.encodings.nf4:NF4Scheme",
+    "ckptmap.encodings.dense:CastBf16",
+    "ckptmap.encodings.dense:CastFp32",
+    "ckptmap.encodings.dense:CastFp16",
+)
+SETUPS = (
+    "ckptmap.containers.hf:HF",
+    "ckptmap.containers.torch_zip:FULL",
+    "ckptmap.containers.torch_zip:DDP",
+    "ckptmap.containers.torch_zip:COMPILED",
+    "ckptmap.containers.dcp_write:FSDP1",
+    "ckptmap.containers.dcp_write:FSDP2",
+)
+
+
+@cache
+def _load(spec: str) -> Any:
+    module, _, name = spec.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    return found() if isinstance(found, type) else found
+
+
+@cache
+def _has_third_party() -> bool:
+    """Does any installed distribution name us? A look at files, ten times faster than
+    importlib.metadata, which is asked only then."""
+    return any(
+        b"[ckptmap." in file.read_bytes()
+        for directory in map(Path, sys.path)
+        if directory.is_dir()
+        for file in directory.glob("*.dist-info/entry_points.txt")
+    )
+
+
+@cache
+def _third_party(group: str) -> tuple[Any, ...]:
+    if not _has_third_party():
+        return ()
+    from importlib.metadata import entry_points
+
+    found = [entry.load() for entry in entry_points(group=f"ckptmap.{group}")]
+    return tuple(value() if isinstance(value, type) else value for value in found)
+
+
+def _all(specs: Iterable[str], group: str) -> Iterator[Any]:
+    yield from map(_load, specs)
+    yield from _third_party(group)
+
+
+def container_for(place: Place) -> Container | None:
+    """The container that claims the place; None: nobody does."""
+    for container in _all(CONTAINERS, "containers"):
+        if container.claims(place):
+            return cast(Container, container)
+    return None
+
+
+def schemes() -> tuple[Scheme, ...]:
+    return tuple(_all(SCHEMES, "schemes"))
+
+
+def layouts() -> tuple[Layout, ...]:
+    return tuple(_all(LAYOUTS, "layouts"))
+
+
+def setups() -> tuple[Setup, ...]:
+    return tuple(_all(SETUPS, "setups"))
+
+
+def layout(name: str) -> Layout:
+    return next(found for found in layouts() if found.name == name)
+
+
+def writer(name: str) -> Writer:
+    return next(cast(Writer, found) for found in _all(WRITERS, "writers") if found.name == name)

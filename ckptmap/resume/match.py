@@ -1,0 +1,276 @@
+"""A live model matched with a checkpoint: what is done with each tensor, and what stands against it.
+
+Every tensor gets one step, decided from headers alone; nothing is touched before all are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.checkpoint import Checkpoint
+from ckptmap.errors import LoadError
+from ckptmap.lazy import LazyTensor
+from ckptmap.resume import nf4_live
+from ckptmap.resume.reader import Reader, window
+from ckptmap.resume.report import Cast, Decoded, Encoded, LoadReport, Mismatch, listed
+from ckptmap.resume.target import Target, device_for, fallback_device, held, is_nf4
+from ckptmap.tensors import ITEMSIZE, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+Step = Callable[[Reader], None]
+
+
+@dataclass
+class LoadPlan:
+    """What will be done, and what stands against it."""
+
+    steps: list[Step] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    missing: list[Target] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[Mismatch] = field(default_factory=list)
+    trainable: list[str] = field(default_factory=list)
+    cast: list[Cast] = field(default_factory=list)
+    encoded: list[Encoded] = field(default_factory=list)
+    decoded: list[Decoded] = field(default_factory=list)
+    quantized: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    def refuse(
+        self, path: str, strict: bool, strict_encoding: bool, homeless: Sequence[str]
+    ) -> None:
+        """Raise for what must not be loaded, the most basic first."""
+        if strict:
+            self._refuse_names(path, homeless)
+            self._refuse_shapes(path)
+        if self.trainable:
+            raise LoadError(
+                "CKM503",
+                f"{path}: NF4 weights are trainable in the model, expected requires_grad=False: "
+                + listed(self.trainable),
+                "freeze them, or load a checkpoint converted with --to hf-bf16",
+            )
+        if self.decoded and strict_encoding:
+            raise LoadError(
+                "CKM504",
+                f"{path}: {len(self.decoded)} quantized weights must be decoded to fit the model: "
+                + listed(self.decoded),
+                "change the world size, or pass strict_encoding=False",
+            )
+
+    def _refuse_names(self, path: str, homeless: Sequence[str]) -> None:
+        missing = [target.fqn for target in self.missing]
+        if missing or self.unexpected:
+            seen = [f"{len(missing)} missing: {listed(missing)}"] * bool(missing)
+            seen += [f"{len(self.unexpected)} unexpected: {listed(self.unexpected)}"] * bool(
+                self.unexpected
+            )
+            seen += [f"not readable: {listed(self.refused)}"] * bool(self.refused)
+            raise LoadError(
+                "CKM501",
+                f"{path}: keys do not match the model, {'; '.join(seen)}",
+                "load with strict=False to take what matches, or rename with a mapping",
+            )
+        if homeless:
+            raise LoadError(
+                "CKM501",
+                f"model: non-persistent buffers are on meta and in no checkpoint: {listed(homeless)}",
+                "compute them on a device before loading, or load with strict=False",
+            )
+
+    def _refuse_shapes(self, path: str) -> None:
+        if self.mismatched:
+            raise LoadError(
+                "CKM502",
+                f"{path}: {len(self.mismatched)} tensors do not fit: {listed(self.mismatched)}",
+                "build the model of this checkpoint, or load with strict=False",
+            )
+
+    def report(self, reader: Reader, homeless: Sequence[str]) -> LoadReport:
+        empty = [target.fqn for target in self.missing if target.local.is_meta]
+        ties = [(name, t.fqn) for t in self.targets for name in t.names[1:]]
+        return LoadReport(
+            loaded=tuple(target.fqn for target in self.targets),
+            missing=tuple(target.fqn for target in self.missing),
+            unexpected=tuple(self.unexpected),
+            mismatched=tuple(self.mismatched),
+            cast=tuple(self.cast),
+            encoded=tuple(self.encoded),
+            decoded=tuple(self.decoded),
+            quantized=tuple(self.quantized),
+            tied=tuple(ties),
+            left_on_meta=(*empty, *homeless),
+            peak_host_nbytes=reader.meter.peak_host_nbytes,
+            peak_device_nbytes=reader.meter.peak_device_nbytes,
+        )
+
+
+class Matcher:
+    """Matches targets with the checkpoint and decides the step of each; reads no weight, save to
+    compare two that are one tensor in the model."""
+
+    def __init__(self, checkpoint: Checkpoint, reader: Reader, targets: Sequence[Target]) -> None:
+        self._checkpoint = checkpoint
+        self._reader = reader
+        self._targets = targets
+        self._device = fallback_device(targets)
+        self._plan = LoadPlan()
+
+    def plan(self) -> LoadPlan:
+        plan, checkpoint, used = self._plan, self._checkpoint, set[str]()
+        for target in self._targets:
+            names = [name for name in target.names if name in checkpoint]
+            used.update(names)
+            if not names:
+                plan.missing.append(target)
+                continue
+            source = checkpoint[names[0]]
+            problem = _mismatch(target, source)
+            if problem is not None:
+                plan.mismatched.append(problem)
+                continue
+            for other in names[1:]:
+                self._compare(target, source, checkpoint[other])
+            self._decide(target, source)
+        plan.unexpected = [name for name in checkpoint if name not in used]
+        plan.refused = [f"{found.key} ({found.reason})" for found in checkpoint.refused]
+        return plan
+
+    def _decide(self, target: Target, source: LazyTensor) -> None:
+        """The step that loads this tensor."""
+        live_nf4, nf4 = is_nf4(target.local), source.encoding == "nf4"
+        if (live_nf4 or nf4) and target.tensor.requires_grad:
+            self._plan.trainable.append(target.fqn)
+            return
+        self._plan.targets.append(target)
+        if nf4:
+            self._load_nf4(target, source)
+        elif live_nf4:
+            self._quantize(target, source)
+        elif source.encoding == "dense":
+            self._load_dense(target, source)
+        else:
+            self._decode(target, source, f"{source.encoding} has no live form here")
+
+    # ------------------------------------------------------------------ one step each
+
+    def _load_dense(self, target: Target, source: LazyTensor) -> None:
+        self._note_cast(target, source)
+        device = device_for(target, self._device)
+
+        def step(reader: Reader) -> None:
+            _fill(target, device, lambda box, out: reader.dense(source, box, out), reader)
+
+        self._plan.steps.append(step)
+
+    def _decode(self, target: Target, source: LazyTensor, reason: str) -> None:
+        self._note_cast(target, source)
+        dtype = source.dtype if is_nf4(target.local) else target.dtype
+        numel = target.local.numel()
+        share = numel / max(1, source.info.numel)
+        dense, encoded = numel * ITEMSIZE[dtype], round(source.nbytes * share)
+        self._plan.decoded.append(Decoded(target.fqn, reason, dense, encoded))
+        device = device_for(target, self._device)
+
+        def step(reader: Reader) -> None:
+            _fill(target, device, lambda box, out: reader.decoded(source, box, out), reader)
+
+        self._plan.steps.append(step)
+
+    def _load_nf4(self, target: Target, source: LazyTensor) -> None:
+        encoding: Any = source.encoding_
+        rows = nf4_live.can_hold(target) or nf4_live.rows_of(target, source.info, encoding)
+        if isinstance(rows, str):
+            self._decode(target, source, rows)
+            return
+        self._put(target, source, rows, nf4_live.read_rows)
+
+    def _quantize(self, target: Target, source: LazyTensor) -> None:
+        info = TensorInfo(source.shape, target.dtype)
+        encoding = nf4_live.encoding_for(info)
+        rows = encoding if isinstance(encoding, str) else nf4_live.rows_of(target, info, encoding)
+        if isinstance(rows, str):
+            raise LoadError(
+                "CKM504",
+                f"model: {target.fqn} is NF4 but the checkpoint's values cannot be: {rows}",
+                "make this weight dense before loading",
+            )
+        self._plan.quantized.append(target.fqn)
+        self._put(target, source, rows, nf4_live.quantize_rows)
+
+    def _put(
+        self,
+        target: Target,
+        source: LazyTensor,
+        rows: nf4_live.Rows,
+        make: Callable[[Reader, LazyTensor, nf4_live.Rows, torch.device], torch.Tensor],
+    ) -> None:
+        stored, live = rows.stored.scaler_block_size, rows.live.scaler_block_size
+        self._plan.encoded.append(Encoded(target.fqn, "nf4", stored, live, rows.nbytes))
+        device = device_for(target, self._device)
+
+        def step(reader: Reader) -> None:
+            with reader.meter.hold(rows.nbytes, device):
+                target.put(make(reader, source, rows, device))
+
+        self._plan.steps.append(step)
+
+    # ------------------------------------------------------------------ checks
+
+    def _note_cast(self, target: Target, source: LazyTensor) -> None:
+        if source.dtype != target.dtype:
+            self._plan.cast.append(Cast(target.fqn, source.dtype, target.dtype))
+
+    def _compare(self, target: Target, first: LazyTensor, other: LazyTensor) -> None:
+        """Raise LoadError CKM208 where two tensors that are one in the model differ."""
+        if first.info == other.info and _one_storage(first, other):
+            return
+        same = first.info == other.info and all(
+            self._reader.same(first, other, box) for box, _ in held(target)
+        )
+        if not same:
+            raise LoadError(
+                "CKM208",
+                f"{self._checkpoint.path}: {first.fqn} and {other.fqn} differ, "
+                "but are one tensor in the model",
+                "untie them in the model, or drop one from the checkpoint",
+            )
+
+
+def _one_storage(first: LazyTensor, other: LazyTensor) -> bool:
+    shares = [[part.share for part in lazy.parts.values()] for lazy in (first, other)]
+    return shares[0] == shares[1] and None not in shares[0]
+
+
+def _mismatch(target: Target, source: LazyTensor) -> Mismatch | None:
+    """A difference that no cast bridges: shape, or floating against integer and the like."""
+    import torch
+
+    live, stored = target.tensor.dtype, source.torch_dtype
+    if tuple(target.tensor.shape) == source.shape and torch.can_cast(stored, live):
+        return None
+    return Mismatch(
+        target.fqn, str(TensorInfo(tuple(target.tensor.shape), target.dtype)), str(source.info)
+    )
+
+
+def _fill(
+    target: Target, device: torch.device, read: Callable[[Any, torch.Tensor], None], reader: Reader
+) -> None:
+    """Fill this rank's part in place, or a new dense one where it is on meta or quantized."""
+    import torch
+
+    local = target.local
+    if not local.is_meta and not is_nf4(local):
+        for box, place in held(target):
+            read(box, window(local, place))
+        return
+    new = torch.empty(local.shape, dtype=target.tensor.dtype, device=device)
+    with reader.meter.hold(new.numel() * new.element_size(), device):
+        for box, place in held(target):
+            read(box, window(new, place))
+        target.put(new)

@@ -1,0 +1,95 @@
+"""Bytes from a checkpoint into live tensors, through buffers of bounded size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptmap.files import Files
+from ckptmap.gather import fill, row_major_boxes
+from ckptmap.lazy import LazyTensor, tensor_bytes
+from ckptmap.resume.report import Meter
+from ckptmap.tensors import Box
+
+if TYPE_CHECKING:
+    import torch
+
+DECODE_COPIES = 4
+"""Buffers of a box's logical size that decoding holds at once: parts, scales, values, result."""
+
+
+class Reader:
+    """Fills tensors on any device; host buffers of at most `max_memory` bytes at a time."""
+
+    def __init__(self, files: Files, max_memory: int) -> None:
+        self.files = files
+        self.max_memory = max_memory
+        self.meter = Meter()
+
+    def dense(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
+        """`box` of a dense tensor -> `out` (box.sizes, any floating or equal dtype, any device).
+
+        Straight into `out` where its bytes are the file's, else cast on the way.
+        """
+        import torch
+
+        stored = source.parts[""]
+        dtype: torch.dtype = getattr(torch, stored.info.dtype)
+        if out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous():
+            fill(self.files, stored, box, tensor_bytes(out))
+            return
+        numel = min(box.numel, max(1, self.max_memory // stored.info.itemsize))
+        with self.meter.hold(numel * stored.info.itemsize, torch.device("cpu")):
+            staging = torch.empty(numel, dtype=dtype)
+            for part in row_major_boxes(box, numel):
+                values = staging[: part.numel]
+                fill(self.files, stored, part, tensor_bytes(values))
+                window(out, part.relative_to(box.offsets)).copy_(values.view(part.sizes))
+
+    def decoded(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
+        """`box` of a tensor of any encoding -> `out`, decoded where `out` is, then cast."""
+        import torch
+
+        itemsize = source.info.itemsize
+        most = max(1, self.max_memory // (DECODE_COPIES * itemsize))
+        for part in row_major_boxes(box, most):
+            with self.meter.hold(DECODE_COPIES * part.numel * itemsize, out.device):
+                values = torch.empty(part.sizes, dtype=source.torch_dtype, device=out.device)
+                source.read_into(part, values)
+                window(out, part.relative_to(box.offsets)).copy_(values)
+
+    def part(self, source: LazyTensor, name: str, box: Box, device: torch.device) -> torch.Tensor:
+        """A box of one stored part as a new tensor, as it is stored."""
+        import torch
+
+        stored = source.parts[name]
+        dtype: torch.dtype = getattr(torch, stored.info.dtype)
+        out = torch.empty(box.sizes, dtype=dtype, device=device)
+        if device.type == "cpu":
+            fill(self.files, stored, box, tensor_bytes(out))
+            return out
+        numel = min(box.numel, max(1, self.max_memory // stored.info.itemsize))
+        with self.meter.hold(numel * stored.info.itemsize, torch.device("cpu")):
+            staging = torch.empty(numel, dtype=dtype)
+            for piece in row_major_boxes(box, numel):
+                values = staging[: piece.numel]
+                fill(self.files, stored, piece, tensor_bytes(values))
+                window(out, piece.relative_to(box.offsets)).copy_(values.view(piece.sizes))
+        return out
+
+    def same(self, first: LazyTensor, other: LazyTensor, box: Box) -> bool:
+        """Are the boxes of two tensors of one shape and dtype the same bits, decoded?"""
+        import torch
+
+        most = max(1, self.max_memory // (2 * DECODE_COPIES * first.info.itemsize))
+        for part in row_major_boxes(box, most):
+            a, b = (t.read(part.offsets, part.sizes).view(-1) for t in (first, other))
+            if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+                return False
+        return True
+
+
+def window(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The part of a tensor that a box names, as a view; 0-d tensors have one part."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor

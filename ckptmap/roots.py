@@ -1,0 +1,106 @@
+"""Which leaves of a saved state dict are weights, which are optimizer state, which are the rest.
+
+{"model": {...}, "optimizer": {...}, "step": 7}     weights at ("model",)
+{"app": {"model": {...}, "optim": {...}}}           weights at ("app", "model")
+{"layers.0.weight": ..., "optimizer": {...}}        weights at (), optimizer beside them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ckptmap.errors import SourceError
+from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor
+
+MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module", "weights", "app", "app_state")
+OPTIMIZER_KEYS = (
+    "optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizers", "opt",
+)  # fmt: skip
+EXTRA_KEY = "extra"
+"""Where our own outputs keep what is neither weight nor optimizer state."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Leaves by role; paths are relative to `model_root` and `optimizer_root`, else absolute."""
+
+    model_root: Path
+    model: Mapping[Path, Leaf]
+    optimizer_root: Path | None
+    optimizer: Mapping[Path, Leaf]
+    rest: Mapping[Path, Leaf]
+
+
+def is_tensor(leaf: Leaf) -> bool:
+    return isinstance(leaf, StoredTensor | Cut) or (isinstance(leaf, Opaque) and bool(leaf.info))
+
+
+def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Roles:
+    """Raises SourceError CKM205 where several dicts could be the weights, CKM206 where none is."""
+    tensors = [path for path, leaf in leaves.items() if is_tensor(leaf)]
+    model_root = _find_root(tensors, (), where) if root is None else _given(tensors, root, where)
+    optimizer_root = _find_optimizer(leaves, model_root)
+    model: dict[Path, Leaf] = {}
+    optimizer: dict[Path, Leaf] = {}
+    rest: dict[Path, Leaf] = {}
+    for path, leaf in leaves.items():
+        if optimizer_root is not None and _under(path, optimizer_root):
+            optimizer[path[len(optimizer_root) :]] = leaf
+        elif _under(path, model_root) and _is_weight(
+            path[len(model_root) :], leaf, bool(model_root)
+        ):
+            model[path[len(model_root) :]] = leaf
+        else:
+            rest[path[1:] if len(path) > 1 and path[0] == EXTRA_KEY else path] = leaf
+    return Roles(model_root, model, optimizer_root, optimizer, rest)
+
+
+def _is_weight(path: Path, leaf: Leaf, has_root: bool) -> bool:
+    """Beside bare FQNs, a tensor in a dict of its own (`{"w": ..., "rng": {"cpu": t}}`) is none."""
+    return is_tensor(leaf) and (has_root or len(path) == 1)
+
+
+def _under(path: Path, root: Path) -> bool:
+    return path[: len(root)] == root
+
+
+def _given(tensors: Iterable[Path], root: str, where: str) -> Path:
+    prefix: Path = tuple(root.split("/")) if root else ()
+    if not any(_under(path, prefix) for path in tensors):
+        raise SourceError(
+            "CKM205",
+            f"{where}: no tensors under root {root!r}",
+            "see `ckptmap inspect` for the keys",
+        )
+    return prefix
+
+
+def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
+    depth = len(prefix)
+    inside = [path for path in tensors if _under(path, prefix)]
+    dicts = list(dict.fromkeys(path[depth] for path in inside if len(path) > depth + 1))
+    for name in MODEL_KEYS:
+        if name in dicts:
+            return _find_root(tensors, (*prefix, name), where)
+    if any(len(path) == depth + 1 for path in inside):
+        return prefix
+    dicts = [name for name in dicts if name not in OPTIMIZER_KEYS]
+    if len(dicts) == 1:
+        return _find_root(tensors, (*prefix, dicts[0]), where)
+    if not dicts:
+        raise SourceError("CKM206", f"{where}: holds no model weights", "see `ckptmap inspect`")
+    names = ", ".join("/".join(map(str, (*prefix, name))) for name in dicts)
+    raise SourceError(
+        "CKM205", f"{where}: several dicts could be the weights: {names}", "choose one with --root"
+    )
+
+
+def _find_optimizer(leaves: Mapping[Path, Leaf], model_root: Path) -> Path | None:
+    """The optimizer's dict beside the weights, at any level above them."""
+    for depth in range(len(model_root), -1, -1):
+        for name in OPTIMIZER_KEYS:
+            root = (*model_root[:depth], name)
+            if any(_under(path, root) and len(path) > len(root) for path in leaves):
+                return root
+    return None

@@ -1,0 +1,55 @@
+"""`--to SETUP[-ENCODING]`: a name parsed into registered values.
+
+fsdp2-nf4 -> setup fsdp2 (DCP directory, cut over ranks) with scheme nf4
+hf        -> setup hf, encodings as they are
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from ckptmap import registry
+from ckptmap.errors import PlanError
+from ckptmap.protocols import Scheme, Setup
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What `--to` asks for: a setup, and a scheme to encode with (None: as they are)."""
+
+    text: str
+    setup: Setup
+    scheme: Scheme | None
+
+
+def parse(text: str) -> Aim:
+    """Raises PlanError CKM201 with the nearest name where there is no such setup."""
+    name = text.strip().lower()
+    for setup in sorted(registry.setups(), key=lambda s: -len(s.name)):
+        if name == setup.name:
+            return Aim(text, setup, None)
+        if name.startswith(setup.name + "-"):
+            suffix = name.removeprefix(setup.name + "-")
+            for scheme in registry.schemes():
+                if scheme.suffix and scheme.suffix == suffix:
+                    return Aim(text, setup, scheme)
+    raise PlanError("CKM201", f"--to {text!r} is no setup", _nearest(name))
+
+
+def names() -> list[str]:
+    """Every name that `--to` takes."""
+    suffixes = [scheme.suffix for scheme in registry.schemes() if scheme.suffix]
+    return [
+        name
+        for setup in registry.setups()
+        for name in (setup.name, *(f"{setup.name}-{suffix}" for suffix in suffixes))
+    ]
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name, names(), n=1)
+    setups = ", ".join(setup.name for setup in registry.setups())
+    suffixes = " ".join(f"-{scheme.suffix}" for scheme in registry.schemes() if scheme.suffix)
+    guess = f"did you mean --to {near[0]}? " if near else ""
+    return f"{guess}setups: {setups}; each with {suffixes} or nothing"

@@ -1,0 +1,315 @@
+"""verify(): is an output whole, are its bytes those that were written, are its values the source's?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptmap import manifest as manifests
+from ckptmap.checkpoint import Checkpoint, join, open
+from ckptmap.compare import difference, same_parts
+from ckptmap.errors import AnswerNo, CkptmapError, SourceError
+from ckptmap.files import Files
+from ckptmap.gather import row_major_boxes
+from ckptmap.lazy import LazyTensor
+from ckptmap.protocols import Write
+from ckptmap.tensors import Box, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+READ_NBYTES = 4 << 20
+FEED_NUMEL = 1 << 19
+REQUANTIZED_TOLERANCE = 0.25
+"""rms of the difference over rms of the values: 4-bit on 4-bit grids stays below it."""
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was checked, and what was found wrong: `problems` is empty where all is well."""
+
+    path: str
+    tensors: int
+    nbytes: int
+    checks: tuple[str, ...]
+    problems: tuple[str, ...]
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Lossy tensors, by FQN: rms of the difference from the source over rms of the source."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": 1, "ok": self.ok, "path": self.path, "tensors": self.tensors,
+            "nbytes": self.nbytes, "checks": list(self.checks), "problems": list(self.problems),
+            "errors": dict(self.errors),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.path}: {self.tensors} tensors, {self.nbytes:,} bytes; {', '.join(self.checks)}"
+        )
+        lines = [f"{'ok' if self.ok else 'NOT ok'}: {head}"]
+        if self.errors:
+            worst = max(self.errors, key=lambda fqn: self.errors[fqn])
+            lines.append(
+                f"  lossy: {len(self.errors)} tensors, worst {worst}: {self.errors[worst]:.3e} relative rms"
+            )
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+
+
+def verify(
+    path: str | os.PathLike[str],
+    against: str | os.PathLike[str] | Checkpoint | None = None,
+    *,
+    threads: int | None = None,
+) -> VerifyReport:
+    """Coverage, sizes and digests by the manifest; with `against`, values by their fidelity.
+
+    Moved and cast values must be bit-equal (to `torch.Tensor.to`), quantization codes likewise;
+    only what was requantized has a tolerance. Raises AnswerNo CKM403 where there is no manifest.
+    """
+    try:
+        ckpt = open(path)
+    except SourceError as error:
+        if error.code == "CKM101":
+            raise
+        return VerifyReport(str(path), 0, 0, ("structure",), (str(error),))
+    with ckpt:
+        document = read_manifest(ckpt)
+        problems = check_structure(ckpt, document)
+        if not problems:
+            problems = list(_digest_problems(ckpt, document, threads))
+        checks: list[str] = ["structure", "digests"]
+        errors: dict[str, float] = {}
+        if against is not None:
+            source = against if isinstance(against, Checkpoint) else open(against)
+            values, errors = _against(ckpt, source, document)
+            problems += values
+            checks.append(f"values against {source.path}")
+        nbytes = sum(chunk[2] for _, chunk in _chunks(document))
+        return VerifyReport(
+            ckpt.path, len(document["tensors"]), nbytes, tuple(checks), tuple(problems), errors
+        )
+
+
+def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
+    data = ckpt.index.manifest
+    file = Path(ckpt.path) / manifests.NAME
+    if data is None and file.is_file():
+        data = file.read_bytes()
+    if data is None:
+        raise AnswerNo(
+            "CKM403",
+            f"{ckpt.path}: has no manifest, ckptmap did not write it",
+            "compare two checkpoints with `ckptmap diff A B --values`",
+        )
+    return manifests.parse(data, ckpt.path)
+
+
+# --------------------------------------------------------------------------------- structure
+
+
+def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
+    """Every tensor of the manifest is found where it says, by our own readers, and no other."""
+    base = Path(ckpt.path) if Path(ckpt.path).is_dir() else None
+    problems = [
+        f"{name}: {size} bytes, expected {entry['nbytes']}"
+        for name, entry in document["files"].items()
+        if base is not None and (size := _nbytes(base / name)) != entry["nbytes"]
+    ]
+    stored = {
+        join(path): leaf
+        for path, leaf in ckpt.index.leaves.items()
+        if isinstance(leaf, StoredTensor)
+    }
+    for key, entry in document["tensors"].items():
+        problems += _place_problems(key, entry, stored.get(key), base)
+    shares = {tensor.share for key, tensor in stored.items() if key in document["tensors"]} - {None}
+    problems += [
+        f"{key}: is not in the manifest"
+        for key, tensor in stored.items()
+        if key not in document["tensors"] and tensor.share not in shares
+    ]
+    return problems
+
+
+def _nbytes(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else -1
+
+
+def _place_problems(
+    key: str, entry: Mapping[str, Any], tensor: StoredTensor | None, base: Path | None
+) -> Iterator[str]:
+    if tensor is None:
+        yield f"{key}: is missing"
+        return
+    try:
+        found = {
+            (chunk.region.offset, tuple(chunk.box.offsets), tuple(chunk.box.sizes)): chunk.region
+            for chunk in tensor.chunks
+        }
+    except CkptmapError as error:
+        yield str(error)
+        return
+    for name, offset, nbytes, offsets, sizes, _ in entry["chunks"]:
+        region = found.get((offset, tuple(offsets), tuple(sizes)))
+        if nbytes == 0:
+            continue
+        if region is None or region.nbytes != nbytes or not region.is_contiguous:
+            yield f"{key}: no chunk {offsets}+{sizes} at byte {offset} of {name}"
+        elif base is not None and Path(region.file) != base / name:
+            yield f"{key}: lies in {region.file}, expected {name}"
+    if len(found) != len(entry["chunks"]) and tensor.info.numel:
+        yield f"{key}: {len(found)} chunks, expected {len(entry['chunks'])}"
+
+
+# --------------------------------------------------------------------------------- digests
+
+
+def _chunks(document: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    for key, entry in document["tensors"].items():
+        for chunk in entry["chunks"]:
+            yield key, chunk
+
+
+def _digest_problems(
+    ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None
+) -> Iterator[str]:
+    base = Path(ckpt.path)
+
+    def check(item: tuple[str, list[Any]]) -> str | None:
+        key, (name, offset, nbytes, _, _, expected) = item
+        file = str(base / name) if base.is_dir() else ckpt.path
+        found = _digest(ckpt.files, file, offset, nbytes)
+        if found == expected:
+            return None
+        return f"{key}: xxh3 {found} at byte {offset} of {name}, expected {expected}"
+
+    if document["tensors"] and any(not chunk[5] for _, chunk in _chunks(document)):
+        yield "the manifest holds no digests (written with --digest none)"
+        return
+    ordered = sorted(_chunks(document), key=lambda item: (item[1][0], item[1][1]))
+    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
+        yield from (problem for problem in pool.map(check, ordered, chunksize=64) if problem)
+    for name, entry in document["carried"].items():
+        file = base / name
+        if _nbytes(file) != entry["nbytes"] or _digest(ckpt.files, str(file), 0, entry["nbytes"]) != entry["xxh3"]:  # fmt: skip
+            yield f"{name}: is not the file that was carried over"
+    for name, entry in document["files"].items():
+        if "sha256" in entry and sha256_of(base / name) != entry["sha256"]:
+            yield f"{name}: sha256 differs from the manifest"
+
+
+def _digest(files: Files, file: str, offset: int, nbytes: int) -> str:
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    for at in range(0, nbytes, READ_NBYTES):
+        digest.update(files.read(file, offset + at, min(READ_NBYTES, nbytes - at)))
+    return digest.hexdigest()
+
+
+def sha256_of(file: Path) -> str:
+    import hashlib
+
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+# --------------------------------------------------------------------------------- values
+
+
+def _against(
+    ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any]
+) -> tuple[list[str], dict[str, float]]:
+    problems: list[str] = []
+    errors: dict[str, float] = {}
+    for name, entry in document["logical"].items():
+        role, _, fqn = name.rpartition(":") if ":" in name else ("model", "", name)
+        mine, theirs = ckpt.find(role, fqn), source.find(role, fqn)
+        if mine is None or theirs is None:
+            problems.append(f"{name}: is not in {ckpt.path if mine is None else source.path}")
+            continue
+        try:
+            wrong = CHECKS[entry["fidelity"]](theirs, mine, errors)
+        except CkptmapError as error:
+            wrong = str(error)
+        if wrong:
+            problems.append(f"{name}: {wrong}")
+    known = {*document["logical"], *document["dropped"], *document["tied"]}
+    problems += [f"{fqn}: is in {source.path} only" for fqn in source if fqn not in known]
+    return problems, errors
+
+
+def _moved(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
+    if source.encoding == mine.encoding:
+        part = same_parts(source, mine)
+        return None if part is None else f"{part} differ from the source"
+    return _cast(source, mine, errors)
+
+
+def _cast(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
+    found = difference(source, mine)
+    if found is None:
+        return None
+    return f"{found.count} values are not the source's cast, the first at {list(found.index)}"
+
+
+def _quantized(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
+    """Encode the source once more: every part must come out bit for bit as it is stored."""
+    encoder = mine.encoding_.encoder(source.info, "cpu")
+    feeds = (encoder.feed(*values) for values in _steps(source, encoder.step))
+    for write in chain.from_iterable(chain(feeds, _after(encoder.finish))):
+        stored = _flat(mine, write.part, write.box)
+        if not bool((stored.view(-1) == write.values.view(-1)).all()):
+            return f"{write.part} differ from an encoding of the source"
+    lossy = difference(source, mine)
+    errors[source.fqn] = lossy.relative if lossy else 0.0
+    return None
+
+
+def _after(finish: Callable[[], Iterable[Write]]) -> Iterator[Iterable[Write]]:
+    """Called only once all that stands before it in a chain is used up."""
+    yield finish()
+
+
+def _requantized(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
+    found = difference(source, mine)
+    errors[source.fqn] = found.relative if found else 0.0
+    if errors[source.fqn] > REQUANTIZED_TOLERANCE:
+        return f"relative error {errors[source.fqn]:.3f}, expected at most {REQUANTIZED_TOLERANCE}"
+    return None
+
+
+CHECKS: Mapping[str, Callable[[LazyTensor, LazyTensor, dict[str, float]], str | None]] = {
+    "bytes": _moved, "exact": _moved, "codes": _requantized, "cast": _cast,
+    "quantize": _quantized, "requantize": _requantized,
+}  # fmt: skip
+
+
+def _steps(lazy: LazyTensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(flat offset, values) in row-major order, each a multiple of `step` elements but the last."""
+    import torch
+
+    offset, rest = 0, torch.empty(0, dtype=lazy.torch_dtype)
+    for box in row_major_boxes(Box.whole(lazy.shape), FEED_NUMEL):
+        rest = torch.cat([rest, lazy.read(box.offsets, box.sizes).view(-1)])
+        whole = len(rest) - len(rest) % step
+        yield offset, rest[:whole]
+        offset, rest = offset + whole, rest[whole:]
+    if len(rest):
+        yield offset, rest
+
+
+def _flat(lazy: LazyTensor, part: str, box: Box) -> torch.Tensor:
+    """A flat range of a stored part, which is 1-D or 0-d for every encoding that is checked so."""
+    info = lazy.parts[part].info
+    return lazy.read_part(part, box if info.shape else Box((), ()))
