@@ -1,0 +1,54 @@
+"""What all tests share: the corpus of real checkpoints, and the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device to run on. `fake`: CUDA tensors without values or a GPU, inside `mode()`.
+
+    Under the fake device only shapes, dtypes and devices can be checked: that code puts every
+    tensor where it belongs, not what it computes.
+    """
+
+    name: str
+    fake: bool = False
+
+    def mode(self) -> AbstractContextManager[Any]:
+        """What the code under test must run in: FakeTensorMode, or nothing."""
+        if not self.fake:
+            return nullcontext()
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@pytest.fixture(params=["cpu", "cuda", "fake-cuda"])
+def device(request: pytest.FixtureRequest) -> Device:
+    """Each device that there is: the CPU, a GPU where one is, and a GPU that only pretends."""
+    if request.param == "fake-cuda":
+        return Device("cuda", fake=True)
+    if request.param == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+    return Device(request.param)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """`corpus[name] -> tests.corpus.Case`; a world size is built when first asked for."""
+    from tests.corpus import Corpus
+
+    yield Corpus(tmp_path_factory.mktemp("corpus"))

@@ -1,0 +1,457 @@
+"""The command line: what it prints where, and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from ckptmap_cli.main import COMMANDS, build, main
+from ckptmap_cli.options import parse_nbytes
+from ckptmap_cli.output import jsonable
+from ckptmap_cli.progress import Progress
+from safetensors.torch import load_file, save_file
+
+from ckptmap.codes import CODES
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def weights(scale: float = 1.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        f"model.layers.{i}.mlp.up_proj.weight": torch.randn(64, 64, generator=generator) * scale
+        for i in range(3)
+    } | {"model.norm.weight": torch.ones(64)}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file(weights(), path)
+    return path
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    """What a trainer saves: weights under a dict, a wrapper, a step, an argparse.Namespace."""
+    path = tmp_path / "training.pt"
+    model = {f"_orig_mod.{name}": tensor for name, tensor in weights().items()}
+    torch.save({"model": model, "step": 7, "args": argparse.Namespace(lr=1e-3)}, path)
+    return path
+
+
+class Done:
+    """One command line, run in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], args: Sequence[object]) -> None:
+        capsys.readouterr()
+        self.code = main([str(arg) for arg in args])
+        self.out, self.err = capsys.readouterr()
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The one JSON document on stdout; json.loads refuses a second one."""
+        found: dict[str, Any] = json.loads(self.out)
+        assert found["schema"] == 1
+        return found
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    return lambda *args: Done(capsys, args)
+
+
+# ------------------------------------------------------------------ help
+
+
+def test_help_lists_every_command_and_the_exit_codes(run: Any) -> None:
+    done = run("--help")
+    assert done.code == 0 and not done.err
+    for name in COMMANDS:
+        assert re.search(rf"^  {name} ", done.out, re.MULTILINE)
+    assert "130 interrupted" in done.out and "Examples:" in done.out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_ends_with_examples_that_the_parser_knows(run: Any, name: str) -> None:
+    done = run(name, "--help")
+    assert done.code == 0
+    examples = import_module(f"ckptmap_cli.{name}").EXAMPLES
+    tail = done.out[done.out.index("Examples:") :].splitlines()
+    assert [line.strip() for line in tail[1:]] == list(examples)
+    for example in examples:
+        words = example.split()
+        assert words[0] == "ckptmap" and words[1] in COMMANDS
+        options = run(words[1], "--help").out
+        for option in (word for word in words if word.startswith("--")):
+            assert f"{option} " in options
+
+
+def test_version(run: Any) -> None:
+    from ckptmap import __version__
+
+    done = run("--version")
+    assert (done.code, done.out) == (0, f"ckptmap {__version__}\n")
+
+
+def test_only_the_command_that_is_asked_for_is_built() -> None:
+    assert len(build(["verify", "x"]).registered_commands) == 1
+    assert len(build(["--help"]).registered_commands) == len(COMMANDS)
+
+
+def test_a_wrong_command_is_usage_and_names_a_near_one(run: Any) -> None:
+    done = run("inspct", "x")
+    assert done.code == 2 and not done.out
+    assert "inspect" in done.err
+
+
+# ------------------------------------------------------------------ inspect
+
+
+def test_inspect_shows_facts_and_folds_layers(run: Any, training: Path) -> None:
+    done = run("inspect", training)
+    assert done.code == 0 and not done.err
+    assert re.search(r"^  wrappers +_orig_mod\.$", done.out, re.MULTILINE)
+    assert re.search(r"^  weights +4 tensors, 12,352 parameters", done.out, re.MULTILINE)
+    assert re.search(r"^  extra +step = 7$", done.out, re.MULTILINE)
+    assert re.search(r"^  refused +args: .*argparse.Namespace", done.out, re.MULTILINE)
+    assert "model.layers.{0..2}.mlp.up_proj.weight" in done.out
+
+
+def test_inspect_json_has_every_tensor(run: Any, training: Path) -> None:
+    document = run("inspect", training, "--json").document
+    assert [entry["fqn"] for entry in document["tensors"]] == list(weights())
+    assert document["tensors"][0]["key"] == "_orig_mod.model.layers.0.mlp.up_proj.weight"
+    assert document["totals"] == {"tensors": 4, "numel": 12352, "nbytes": 49408, "files": 1}
+    assert document["dtypes"] == {"float32": 4} and document["extra"] == {"step": 7}
+
+
+def test_inspect_keys_limits_the_table_only(run: Any, source: Path) -> None:
+    done = run("inspect", source, "--keys", "*.1.*")
+    assert "model.layers.1.mlp" in done.out and "layers.{0..2}" not in done.out
+    assert "4 tensors" in done.out
+    assert "no tensor is named so" in run("inspect", source, "--keys", "nope").out
+
+
+# ------------------------------------------------------------------ plan and convert
+
+
+def test_plan_convert_verify_diff(run: Any, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    planned = run("plan", source, "--to", "compiled")
+    assert planned.code == 0 and "model.layers.{0..2}.mlp.up_proj.weight" in planned.out
+    assert not out.exists()
+
+    done = run("convert", source, out, "--to", "compiled")
+    assert done.code == 0, done.err
+    assert f"wrote {out}" in done.out
+    loaded = torch.load(out, weights_only=True)
+    assert {n.removeprefix("_orig_mod.") for n in loaded} == set(weights())
+
+    verified = run("verify", out, "--against", source, "--json")
+    assert verified.code == 0 and verified.document["ok"] is True
+    assert run("diff", source, out, "--values").code == 0
+
+
+def test_quiet_prints_the_destination_alone(run: Any, source: Path, tmp_path: Path) -> None:
+    done = run("convert", source, tmp_path / "out", "--to", "hf", "--quiet")
+    assert (done.code, done.out, done.err) == (0, f"{tmp_path / 'out'}\n", "")
+
+
+def test_convert_json_is_one_document(run: Any, source: Path, tmp_path: Path) -> None:
+    document = run("convert", source, tmp_path / "out", "--to", "hf", "--json").document
+    assert document["tensors"] == 4 and document["fidelity"] == {"bytes": 4}
+
+
+def test_dry_run_writes_nothing(run: Any, source: Path, tmp_path: Path) -> None:
+    done = run("convert", source, tmp_path / "out", "--to", "hf", "--dry-run")
+    assert done.code == 0 and "total: 4 tensors" in done.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == [source.name]
+
+
+def test_options_reach_the_plan(run: Any, source: Path, tmp_path: Path) -> None:
+    done = run(
+        "plan", source, "--to", "fsdp2-bf16", "--world-size", 3, "--include", "*.0.*",
+        "--include", "*.1.*", "--exclude", "*.1.*", "--wrap", "ddp,compile", "--root", "app/net",
+        "--max-shard-size", "1MiB", "--no-encode", "*norm*", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    options = done.document["options"]
+    assert options["world_size"] == 3 and options["include"] == ["*.0.*", "*.1.*"]
+    assert options["wrap"] == ["ddp", "compile"] and options["root"] == "app/net"
+    assert options["max_shard_nbytes"] == 1 << 20 and options["no_encode"] == ["*norm*"]
+    assert [step["fqn"] for step in done.document["steps"]] == [next(iter(weights()))]
+
+
+def test_unresolved_keys_are_a_no_for_plan_and_a_refusal_for_convert(
+    run: Any, training: Path, tmp_path: Path
+) -> None:
+    planned = run("plan", training, "--to", "full", "--json")
+    assert planned.code == 1
+    assert [item["key"] for item in planned.document["unresolved"]] == ["args"]
+
+    refused = run("convert", training, tmp_path / "out.pt", "--to", "full")
+    assert refused.code == 2 and not refused.out
+    assert re.match(r"error\[CKM202\]: args: .*\n  hint: .*--drop args\n$", refused.err)
+    assert not (tmp_path / "out.pt").exists()
+
+    done = run("convert", training, tmp_path / "out.pt", "--to", "full", "--drop", "args")
+    assert done.code == 0, done.err
+
+
+def test_a_saved_plan_is_run_and_refused_once_the_source_changed(
+    run: Any, source: Path, tmp_path: Path
+) -> None:
+    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    saved = run("plan", source, "--to", "hf", "-o", plan)
+    assert saved.code == 0 and "--plan" in saved.err
+    assert json.loads(plan.read_text())["schema"] == 1
+    assert run("convert", source, out, "--plan", plan).code == 0
+    assert load_file(out / "model.safetensors").keys() == weights().keys()
+
+    save_file(weights(2.0), source)
+    os.utime(source, ns=(1, 1))
+    stale = run("convert", source, tmp_path / "other", "--plan", plan)
+    assert stale.code == 2 and "error[CKM209]" in stale.err
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_plan_of_another_source_is_refused(
+    run: Any, source: Path, training: Path, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    run("plan", source, "--to", "hf", "-o", plan)
+    done = run("convert", training, tmp_path / "out", "--plan", plan)
+    assert done.code == 2 and "error[CKM209]" in done.err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "give --to SETUP"),
+        (["--plan", "p.json", "--to", "hf"], "--plan holds the options"),
+        (["--to", "hf", "--max-memory", "lots"], "'lots' is no size"),
+        (["--to", "hf", "--digest", "md5"], "expected one of xxh3, sha256"),
+        (["--to", "hf", "--optimizer", "maybe"], "expected one of keep, drop"),
+        (["--to", "hf", "--world-size", "0"], "--world-size"),
+        (["--to", "hf", "--nonsense"], "--nonsense"),
+    ],
+)
+def test_usage_errors(run: Any, source: Path, tmp_path: Path, args: list[str], said: str) -> None:
+    done = run("convert", source, tmp_path / "out", *args)
+    assert done.code == 2 and not done.out
+    assert said in " ".join(done.err.split())
+    document = run("convert", source, tmp_path / "out", *args, "--json").document
+    assert document["error"]["code"] == "usage"
+
+
+def test_an_unknown_setup_names_a_near_one(run: Any, source: Path, tmp_path: Path) -> None:
+    done = run("convert", source, tmp_path / "out", "--to", "fdsp2-nf4")
+    assert done.code == 2
+    assert re.search(r"error\[CKM201\].*\n  hint: did you mean --to fsdp2-nf4\?", done.err)
+
+
+# ------------------------------------------------------------------ verify, diff, explain, doctor
+
+
+def test_verify_says_no(run: Any, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("convert", source, out, "--to", "hf").code == 0
+    assert run("verify", out).code == 0
+    file = out / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    done = run("verify", out)
+    assert done.code == 1 and "NOT ok" in done.out and not done.err
+
+
+def test_verify_without_a_manifest_says_no(run: Any, source: Path) -> None:
+    done = run("verify", source)
+    assert done.code == 1 and "error[CKM403]" in done.err
+
+
+def test_diff_says_no(run: Any, source: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    save_file(weights(2.0), other)
+    assert run("diff", source, other).code == 0
+    done = run("diff", source, other, "--values", "--json")
+    assert done.code == 1 and len(done.document["changed"]) == 3
+
+
+def test_explain(run: Any) -> None:
+    done = run("explain", "ckm202")
+    assert done.code == 0 and done.out.startswith("CKM202: ") and "Next: " in done.out
+    assert run("explain", "301").out.startswith("CKM301: ")
+    assert run("explain", "--json").document["codes"].keys() == CODES.keys()
+    unknown = run("explain", "CKM999")
+    assert unknown.code == 2 and "no error code" in " ".join(unknown.err.split())
+
+
+def test_codes_are_those_that_are_raised() -> None:
+    raised = {
+        code
+        for folder in ("ckptmap", "cli")
+        for file in (ROOT / folder).rglob("*.py")
+        if file.name != "codes.py"
+        for code in re.findall(r'"(CKM\d{3})"', file.read_text())
+    }
+    assert raised == set(CODES)
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_codes_are_explained_in_whole_sentences(code: str) -> None:
+    entry = CODES[code]
+    assert entry.title and not entry.title.endswith(".")
+    assert entry.why.endswith(".") and entry.next_step
+
+
+def test_doctor(run: Any) -> None:
+    done = run("doctor", "--json")
+    assert done.code == 0, done.out
+    assert done.document["packages"]["torch"] == torch.__version__
+    assert done.document["devices"][0] == "cpu"
+    assert done.document["fixes"] and not any(f["problem"] for f in done.document["fixes"])
+    assert re.search(r"^  torch +\d", run("doctor").out, re.MULTILINE)
+
+
+# ------------------------------------------------------------------ what goes wrong
+
+
+def test_an_expected_error_is_a_line_and_a_hint(run: Any, tmp_path: Path) -> None:
+    done = run("inspect", tmp_path / "nope.pt")
+    assert done.code == 2 and not done.out
+    assert re.match(r"error\[CKM101\]: [^\n]*nope\.pt[^\n]*\n  hint: [^\n]+\n$", done.err)
+    error = run("inspect", tmp_path / "nope.pt", "--json").document["error"]
+    assert error["code"] == "CKM101" and error["hint"]
+
+
+def test_an_unexpected_error_is_a_line_too(
+    run: Any, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr("ckptmap.open", broken)
+    done = run("inspect", source)
+    assert done.code == 3 and not done.out
+    assert re.match(r"error: KeyError: 'a defect'\n  hint: .*CKPTMAP_DEBUG=1 ckptmap", done.err)
+    assert run("inspect", source, "--json").document["error"]["code"] == "internal"
+    monkeypatch.setenv("CKPTMAP_DEBUG", "1")
+    assert "Traceback" in run("inspect", source).err
+
+
+STUCK = """
+import sys, time
+from ckptmap.plans import Plan
+from ckptmap_cli.main import main
+def stuck(*args, **kwargs):
+    print("working", flush=True)
+    time.sleep(60)
+Plan.execute = stuck
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_says_how_to_continue(
+    source: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    args = ["convert", str(source), str(tmp_path / "out put"), "--to", "hf"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "working\n"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert err.startswith("error[CKM307]: interrupted\n  hint: the same command continues it: ")
+    assert f"ckptmap convert {source} '{tmp_path / 'out put'}' --to hf" in err
+
+
+def test_a_reader_that_went_away_is_no_error(source: Path) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with open(theirs, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "ckptmap", "inspect", str(source), "--json"],
+            stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ------------------------------------------------------------------ small parts
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4096", 4096), ("64MiB", 64 << 20), ("2GB", 2 * 10**9), ("1.5 kib", 1536), ("5g", 5 * 10**9)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_nbytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1 XB", "0", "1e9"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="is no size|1 byte or more"):
+        parse_nbytes(text)
+
+
+def test_json_holds_what_json_has_no_word_for() -> None:
+    odd = {("a", 1): float("nan"), "b": b"xyz", "c": (1, {2}), "d": argparse.Namespace(x=1)}
+    text = json.dumps(jsonable(odd), allow_nan=False)
+    assert json.loads(text) == {
+        "('a', 1)": "nan", "b": "<3 bytes>", "c": [1, [2]], "d": "Namespace(x=1)"
+    }  # fmt: skip
+
+
+class Terminal:
+    """A stderr that says it is a terminal, or not."""
+
+    def __init__(self, live: bool) -> None:
+        self.live, self.text = live, ""
+
+    def isatty(self) -> bool:
+        return self.live
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_progress(monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
+    terminal = Terminal(live)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress = Progress(1 << 20)
+    for seconds in (0.05, 1.0, 2.0, 11.0):
+        now = 100.0 + seconds
+        progress(128 << 10, "model.norm.weight")
+    progress.close()
+    lines = re.split(r"\r\x1b\[2K|\n", terminal.text)
+    shown = [line for line in lines if line]
+    assert len(shown) == (3 if live else 1)
+    assert "50%" in shown[-1] and "s left" in shown[-1]
+    assert terminal.text.endswith("\r\x1b[2K" if live else "\n")

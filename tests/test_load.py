@@ -1,0 +1,402 @@
+"""`ckptmap.load` into live models: plain ones here, those of several ranks in tests/live."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+from ckptmap.checkpoint import open as open_checkpoint
+from ckptmap.errors import LoadError, SourceError
+from ckptmap.resume import fixes
+from ckptmap.resume.load import load
+from ckptmap.resume.target import cut
+from tests.corpus.ranks import run_ranks
+from tests.live.model import (
+    QUANTIZED,
+    Net,
+    meta_net,
+    net,
+    quantize,
+    quantized,
+    same,
+    tokens,
+    write,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("load")
+    write(path)
+    return path
+
+
+def check(model: nn.Module, truth: nn.Module) -> None:
+    wanted = truth.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert same(tensor, wanted[name]), name
+    assert same(model(tokens()), truth(tokens()))
+
+
+def nf4_truth() -> Net:
+    model = net(0)
+    quantize(model)
+    return model
+
+
+# ------------------------------------------------------------------------------- many ranks
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_fsdp2(folder: Path, world: int) -> None:
+    for output in run_ranks("tests.live.fsdp2", world, [str(folder)]):
+        assert "refusals" in output.stdout
+
+
+# ------------------------------------------------------------------------------- dense
+
+
+def as_safetensors(folder: Path) -> Path:
+    path = folder / "model.safetensors"
+    state = dict(net(0).state_dict())
+    del state["head.weight"]  # as transformers leaves out the second of two tied names
+    save_file(state, path)
+    return path
+
+
+def as_dcp(folder: Path) -> Path:
+    import torch.distributed.checkpoint as dcp
+
+    path = folder / "dcp"
+    dcp.save(net(0).state_dict(), checkpoint_id=path, no_dist=True)
+    return path
+
+
+def as_wrapped(folder: Path) -> Path:
+    path = folder / "wrapped.pt"
+    state = {f"module._orig_mod.{k}": v for k, v in net(0).state_dict().items()}
+    torch.save({"model": state, "step": 3}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "source", [lambda folder: folder / "dense.pt", as_safetensors, as_dcp, as_wrapped]
+)
+@pytest.mark.parametrize("build", [net, meta_net])
+def test_dense(folder: Path, source: Callable[[Path], Path], build: Callable[[], Net]) -> None:
+    model = build()
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    report = load(source(folder), model)
+    check(model, net(0))
+    assert model.head.weight is model.embed.weight
+    assert report.tied == (("head.weight", "embed.weight"),)
+    assert len(report.loaded) == len(model.state_dict()) - 1
+    assert report.cast == report.missing == report.unexpected == report.left_on_meta == ()
+    if build is net:  # in place: an optimizer that was built before keeps its parameters
+        assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
+        assert report.peak_host_nbytes == 0
+    assert not model.up.weight.requires_grad and model.norm.weight.requires_grad
+
+
+def test_open_checkpoint_is_taken_and_left_open(folder: Path) -> None:
+    with open_checkpoint(folder / "dense.pt") as checkpoint:
+        load(checkpoint, net())
+        model = net()
+        load(checkpoint, model)
+    check(model, net(0))
+
+
+def test_compiled_and_wrapped_modules(folder: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inner = net()
+    inner.up = checkpoint_wrapper(torch.compile(inner.up, backend="eager"))
+    model = torch.compile(inner, backend="eager")
+    report = load(folder / "dense.pt", model)
+    assert "up.weight" in report.loaded
+    assert same(
+        inner.up.get_parameter("_checkpoint_wrapped_module._orig_mod.weight"), net(0).up.weight
+    )
+
+
+def test_cast_is_torch_to_and_reported(folder: Path) -> None:
+    model = net()
+    report = load(folder / "fp32.pt", model, max_memory=1000)
+    truth = net(0, torch.float32)
+    for name, parameter in model.named_parameters():
+        assert same(parameter, truth.get_parameter(name).to(torch.bfloat16)), name
+    assert {str(cast) for cast in report.cast} >= {"norm.weight: float32 -> bfloat16"}
+    assert len(report.cast) == len(list(model.parameters()))
+    assert 0 < report.peak_host_nbytes <= 1000
+
+
+def test_noncontiguous_and_float64_parameters(folder: Path, tmp_path: Path) -> None:
+    values = torch.randn(6, 4, dtype=torch.float64)
+    torch.save({"weight": values}, tmp_path / "one.pt")
+    model = nn.Linear(4, 6, bias=False)
+    model.weight = nn.Parameter(torch.zeros(4, 6).t())
+    load(tmp_path / "one.pt", model, max_memory=64)
+    assert torch.equal(model.weight, values.float()) and model.weight.stride() == (1, 6)
+
+
+# ------------------------------------------------------------------------------- NF4
+
+
+@pytest.mark.parametrize("build", [net, meta_net, lambda: with_nf4(net())])
+def test_nf4_becomes_torchao(folder: Path, build: Callable[[], Net]) -> None:
+    model = build()
+    report = load(folder / "nf4.pt", model)
+    check(model, nf4_truth())
+    assert {encoded.fqn for encoded in report.encoded} == QUANTIZED.keys()
+    assert report.decoded == report.quantized == ()
+    model(tokens()).sum().backward()
+    assert model.norm.weight.grad is not None
+    again = net()
+    again.load_state_dict(model.state_dict(), assign=True)
+    check(again, nf4_truth())
+
+
+def with_nf4(model: Net) -> Net:
+    quantize(model)
+    return model
+
+
+def test_nf4_regardless_of_the_live_dtype(folder: Path) -> None:
+    """The logical dtype is part of an NF4 weight: it stays, and the forward casts."""
+    model = net(dtype=torch.float32)
+    load(folder / "nf4.pt", model)
+    assert same(model.up.weight, nf4_truth().up.weight)
+    assert model(tokens()).dtype == torch.float32
+
+
+def test_nf4_is_decoded_where_no_linear_layer_is(tmp_path: Path) -> None:
+    weight = torch.randn(128, 64)
+    torch.save({"weight": to_nf4(weight, 64, 128)}, tmp_path / "one.pt")
+    model = nn.Embedding(128, 64, dtype=torch.float16).requires_grad_(False)
+    report = load(tmp_path / "one.pt", model, max_memory=4096)
+    assert same(model.weight, to_nf4(weight, 64, 128).get_original_weight().half())
+    (decoded,) = report.decoded
+    assert "Embedding" in decoded.reason and decoded.dense_nbytes == 128 * 64 * 2
+    assert [str(cast) for cast in report.cast] == ["weight: float32 -> float16"]
+    assert 0 < report.peak_host_nbytes <= 4096
+    with pytest.raises(LoadError, match=r"1 quantized weights must be decoded.*Embedding") as error:
+        load(tmp_path / "one.pt", model, strict_encoding=True)
+    assert error.value.code == "CKM504"
+
+
+def test_dense_into_nf4_is_torchaos_quantization(folder: Path) -> None:
+    model = with_nf4(net())
+    report = load(folder / "fp32.pt", model, max_memory=1 << 14)
+    truth = net(0, torch.float32).to(torch.bfloat16)
+    for name in QUANTIZED:
+        assert same(model.get_parameter(name), quantized(truth.get_parameter(name))), name
+    assert set(report.quantized) == QUANTIZED.keys()
+
+
+def test_trainable_nf4_is_refused_by_name(folder: Path) -> None:
+    model = net()
+    model.back.weight.requires_grad_(True)
+    with pytest.raises(LoadError, match=r"trainable in the model.*: back\.weight; freeze") as error:
+        load(folder / "nf4.pt", model)
+    assert error.value.code == "CKM503"
+    check(model, net())
+    dense = with_nf4(net())
+    dense.up.weight.requires_grad_(True)
+    with pytest.raises(LoadError, match=r"trainable in the model.*: up\.weight"):
+        load(folder / "dense.pt", dense)
+
+
+# ------------------------------------------------------------------------------- memory
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of storages that tensor operations made: how many live now, and lived at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if type(tensor) is Tensor and tensor.device.type == "cpu":
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._seen:
+            self._seen.add(key)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key, storage.nbytes())
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.now -= nbytes
+
+
+def test_the_dense_model_is_never_materialised(tmp_path: Path) -> None:
+    """Four NF4 weights of 2 MiB dense each onto meta: less than one of them is ever there."""
+    state = {f"{i}.weight": to_nf4(torch.randn(1024, 1024, dtype=torch.bfloat16)) for i in range(4)}
+    torch.save(state, tmp_path / "big.pt")
+    with torch.device("meta"):
+        layers = [nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(4)]
+    model = nn.Sequential(*layers).requires_grad_(False)
+    with Allocations() as allocations:
+        report = load(tmp_path / "big.pt", model)
+    held = sum(encoded.nbytes for encoded in report.encoded)
+    assert held <= allocations.now <= allocations.peak <= held + 4096
+    assert report.peak_host_nbytes == held // 4
+    assert held < 2.2 * 2**20
+    assert all(same(model.get_parameter(name), state[name]) for name in state)
+
+
+# ------------------------------------------------------------------------------- refusals
+
+
+def states(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def refuse(path: Path, model: nn.Module, code: str, match: str) -> None:
+    before = states(model)
+    with pytest.raises(LoadError, match=match) as error:
+        load(path, model)
+    assert error.value.code == code
+    for name, tensor in model.state_dict().items():
+        assert tensor.is_meta or same(tensor, before[name]), name
+
+
+def test_missing_and_unexpected(folder: Path, tmp_path: Path) -> None:
+    state = dict(net(0).state_dict())
+    state["extra"] = state.pop("norm.weight")
+    torch.save(state, tmp_path / "other.pt")
+    refuse(tmp_path / "other.pt", net(), "CKM501", r"1 missing: norm\.weight; 1 unexpected: extra")
+    model, truth = net(), net(0)
+    report = load(tmp_path / "other.pt", model, strict=False)
+    assert (report.missing, report.unexpected) == (("norm.weight",), ("extra",))
+    truth.norm.weight = net().norm.weight
+    check(model, truth)
+
+
+def test_shapes_and_kinds_of_dtype(folder: Path, tmp_path: Path) -> None:
+    state = dict(net(0).state_dict())
+    state["norm.weight"] = torch.ones(65, dtype=torch.bfloat16)
+    state["steps"] = torch.tensor(1.5)
+    torch.save(state, tmp_path / "other.pt")
+    text = r"norm\.weight: model bfloat16\[64\], checkpoint bfloat16\[65\], steps: model int64"
+    refuse(tmp_path / "other.pt", net(), "CKM502", text)
+    model = net()
+    report = load(tmp_path / "other.pt", model, strict=False)
+    assert [found.fqn for found in report.mismatched] == ["norm.weight", "steps"]
+    assert same(model.norm.weight, net().norm.weight) and same(model.up.weight, net(0).up.weight)
+
+
+def test_tied_in_the_model_but_different_in_the_checkpoint(tmp_path: Path) -> None:
+    state = {name: tensor.clone() for name, tensor in net(0).state_dict().items()}
+    torch.save(state, tmp_path / "copies.pt")
+    model = net()
+    load(tmp_path / "copies.pt", model, max_memory=1024)
+    check(model, net(0))
+    state["head.weight"][100, 63] += 1
+    torch.save(state, tmp_path / "differ.pt")
+    refuse(tmp_path / "differ.pt", net(), "CKM208", r"embed\.weight and head\.weight differ")
+
+
+def test_either_name_of_a_tie_suffices(tmp_path: Path) -> None:
+    state = dict(net(0).state_dict())
+    del state["embed.weight"]
+    torch.save(state, tmp_path / "head.pt")
+    model = net()
+    load(tmp_path / "head.pt", model)
+    check(model, net(0))
+
+
+def test_buffers_that_stay_on_meta(folder: Path) -> None:
+    model = meta_net()
+    model.window = torch.ones(2, device="meta")
+    refuse(folder / "dense.pt", model, "CKM501", r"non-persistent buffers are on meta.*: window")
+    report = load(folder / "dense.pt", model, strict=False)
+    assert report.left_on_meta == ("window",)
+    assert not model.scale.is_meta and same(model.steps, net(0).steps)
+
+
+def test_models_that_cannot_be_loaded_into(folder: Path) -> None:
+    class Marked(Tensor):
+        pass
+
+    model = net()
+    model.up.weight = nn.Parameter(torch.randn(256, 64).as_subclass(Marked), requires_grad=False)
+    refuse(folder / "dense.pt", model, "CKM505", r"up\.weight is a Marked")
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(LoadError, match="optimizer state is not loaded yet"):
+        load(folder / "dense.pt", net(), optimizer)
+    with pytest.raises(SourceError, match=r"none\.pt"):
+        load(folder / "none.pt", net())
+
+
+# ------------------------------------------------------------------------------- cutting
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[list[int], list[int], list[Any]]:
+    shape = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
+    mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    choices = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+    return shape, mesh, [draw(st.sampled_from(choices)) for _ in mesh]
+
+
+@settings(deadline=None, max_examples=150)
+@given(meshes())
+def test_cut_as_torch_does(case: tuple[list[int], list[int], list[Any]]) -> None:
+    shape, mesh, placements = case
+    for rank in range(math.prod(mesh)):
+        coordinate = [int(c) for c in torch.unravel_index(torch.tensor(rank), mesh)]
+        size, offset = _compute_local_shape_and_global_offset(shape, mesh, coordinate, placements)
+        boxes = cut(shape, mesh, coordinate, placements)
+        if math.prod(size) == 0:
+            assert boxes == []
+        else:
+            ((box, place),) = boxes
+            assert (box.sizes, box.offsets) == (size, offset)
+            assert place.offsets == (0,) * len(shape)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 23), st.integers(1, 4), st.integers(1, 4))
+def test_cut_strided_shards_as_torch_does(rows: int, parts: int, split: int) -> None:
+    whole = torch.arange(rows)
+    placement = _StridedShard(0, split_factor=split)
+    shards, _ = placement._split_tensor(whole, parts, with_padding=False)
+    for rank, shard in enumerate(shards):
+        mine = torch.full_like(shard, -1)
+        for box, place in cut([rows], [parts], [rank], [placement]):
+            start, to, n = box.offsets[0], place.offsets[0], box.sizes[0]
+            mine[to : to + n] = whole[start : start + n]
+        assert torch.equal(mine, shard)
+
+
+# ------------------------------------------------------------------------------- doctor
+
+
+def test_fixes_work_with_what_is_installed() -> None:
+    for state in fixes.states():
+        assert state.problem == "", state
+        assert state.within_tested, state
