@@ -151,12 +151,6 @@ CODES: Mapping[str, Code] = {
         "--include, --exclude and --drop leave no tensor to convert.",
         "Check the globs against `ckptmap inspect --keys GLOB`.",
     ),
-    "CKM207": Code(
-        "optimizer state keyed by index",
-        "optimizer.state_dict() numbers parameters, and the file does not say which is which.",
-        "Convert the weights alone with --optimizer drop, or save the state by name with "
-        "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict.",
-    ),
     "CKM208": Code(
         "tied, but different",
         "Two tensors are declared to be one, and their values differ: to keep one of them would "
@@ -228,11 +222,6 @@ CODES: Mapping[str, Code] = {
         "verification failed",
         "What was written is not what was planned. Nothing was published.",
         "This is a defect of ckptmap, or of the disk: please report it.",
-    ),
-    "CKM402": Code(
-        "differences",
-        "Two checkpoints that were to be equal are not.",
-        "`ckptmap diff A B --values` shows where.",
     ),
     "CKM403": Code(
         "no manifest, or one that is not read",

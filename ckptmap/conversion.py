@@ -14,14 +14,14 @@ from typing import Any
 from ckptmap import manifest as manifests
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.compare import sampled_error
-from ckptmap.errors import CkptmapError, RunError
+from ckptmap.errors import CkptmapError, DestinationError, RunError
 from ckptmap.execute import Executed, execute
 from ckptmap.files import Fingerprint
 from ckptmap.journal import Journal
 from ckptmap.planning import plan as make_plan
 from ckptmap.plans import DEFAULT_MAX_MEMORY, Plan, human
 from ckptmap.publish import Workspace, check_overlap
-from ckptmap.verification import check_structure, sha256_of
+from ckptmap.verification import check_structure, read_manifest, sha256_of, verify
 
 DIGESTS = ("xxh3", "sha256")
 SAMPLE_NUMEL = 1 << 16
@@ -116,6 +116,13 @@ def run(
     plan.require_resolved()
     target = Path(dst)
     check_overlap([plan.ckpt.path, *plan.fingerprints], target)
+    found = _manifest_at(target)
+    if found is not None and found.get("plan") == plan.digest and verify(target).ok:
+        return _report(
+            plan, target, started, plan.nbytes_out, [*plan.notes, "was complete already"]
+        )
+    if overwrite and found is None:
+        _refuse_stranger(target)
     on_progress = _printer(plan.nbytes_out) if progress is True else progress or None
     with Workspace.open(
         target, plan.digest, one_file=plan.one_file, overwrite=overwrite, nbytes=plan.nbytes_out
@@ -132,21 +139,63 @@ def run(
         errors = _prove(plan, written, done)
         work.publish()
         notes = [*plan.notes, *work.notes]
+    return _report(plan, target, started, done.continued_nbytes, notes, errors)
+
+
+def _report(
+    plan: Plan,
+    target: Path,
+    started: float,
+    continued: int,
+    notes: Sequence[str],
+    errors: Mapping[str, float] | None = None,
+) -> Report:
     return Report(
         str(target), len(plan.steps), plan.nbytes_in, plan.nbytes_out, time.monotonic() - started,
-        plan.fidelities(), done.continued_nbytes, plan.dropped, plan.tied, notes, errors,
+        plan.fidelities(), continued, plan.dropped, plan.tied, notes, errors or {},
     )  # fmt: skip
+
+
+def _manifest_at(target: Path) -> dict[str, Any] | None:
+    """The manifest of what is at the destination: a run killed just after it published left it."""
+    if not target.exists():
+        return None
+    try:
+        with open(target) as ckpt:
+            return read_manifest(ckpt)
+    except (CkptmapError, OSError):
+        return None
+
+
+def _refuse_stranger(target: Path) -> None:
+    """--overwrite replaces a checkpoint, never a directory that holds something else."""
+    if target.is_dir() and any(target.iterdir()):
+        try:
+            open(target).close()
+        except CkptmapError as error:
+            raise DestinationError(
+                "CKM301",
+                f"{target}: is a directory that holds no checkpoint ({error.message})",
+                "--overwrite replaces checkpoints only; remove it yourself, or choose another",
+            ) from error
 
 
 def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) -> None:
     """Carried files and the manifest, which a one-file output holds inside."""
     if plan.one_file:
         return
-    for name, content in plan.carried.items():
-        (out_dir / name).write_bytes(content)
     names = [file.out.name for file in plan.files]
-    sha256 = {name: sha256_of(out_dir / name) for name in names} if digest == "sha256" else {}
-    (out_dir / manifests.NAME).write_bytes(manifests.build(plan, done, sha256))
+    try:
+        for name, content in plan.carried.items():
+            (out_dir / name).write_bytes(content)
+        sha256 = {name: sha256_of(out_dir / name) for name in names} if digest == "sha256" else {}
+        (out_dir / manifests.NAME).write_bytes(manifests.build(plan, done, sha256))
+    except OSError as error:
+        raise RunError(
+            "CKM306",
+            f"{error.filename or out_dir}: write failed: {error.strerror}",
+            "free some space, then run the same command again to continue",
+        ) from error
 
 
 def _check_unchanged(plan: Plan) -> None:

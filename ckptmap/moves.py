@@ -101,9 +101,7 @@ def _portions(
             nbytes = min(limit, run.nbytes - at)
             yield nbytes, partial(_read, files, Run(run.file, run.offset + at, nbytes))
         return
-    # Only the chunks that the box touches, so that they are sought once.
-    near = [chunk for chunk in stored.chunks if chunk.box.intersect(box) is not None]
-    stored, itemsize = StoredTensor(stored.info, near), stored.info.itemsize
+    itemsize = stored.info.itemsize
     for part in row_major_boxes(box, limit // itemsize):
         yield part.numel * itemsize, partial(fill, files, stored, part)
 

@@ -7,6 +7,7 @@ Nothing here reads a file or imports torch. Sizes and offsets count elements, ev
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -148,6 +149,33 @@ class Chunk:
     crc32: int | None = None
 
 
+FEW_CHUNKS = 16
+"""Up to here a scan of all chunks is quicker than a search."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Chunks sorted along the dim that has most cuts, to find those near a box by bisection."""
+
+    dim: int
+    chunks: Sequence[Chunk]
+    starts: Sequence[int]
+    longest: int
+
+    @classmethod
+    def over(cls, chunks: Sequence[Chunk]) -> _Search:
+        ndim = len(chunks[0].box.sizes)
+        dim = max(range(ndim), key=lambda d: len({chunk.box.offsets[d] for chunk in chunks}))
+        ordered = sorted(chunks, key=lambda chunk: chunk.box.offsets[dim])
+        longest = max(chunk.box.sizes[dim] for chunk in ordered)
+        return cls(dim, ordered, [chunk.box.offsets[dim] for chunk in ordered], longest)
+
+    def near(self, box: Box) -> Sequence[Chunk]:
+        low, size = box.offsets[self.dim], box.sizes[self.dim]
+        first = bisect_right(self.starts, low - self.longest)
+        return self.chunks[first : bisect_left(self.starts, low + size)]
+
+
 class StoredTensor:
     """A tensor as it lies in files: chunks that tile it, and replicas that must agree with them.
 
@@ -155,7 +183,7 @@ class StoredTensor:
     can cost a read that `inspect` does without.
     """
 
-    __slots__ = ("info", "_chunks", "replicas", "share")
+    __slots__ = ("_chunks", "_search", "info", "replicas", "share")
 
     def __init__(
         self,
@@ -166,6 +194,7 @@ class StoredTensor:
     ) -> None:
         self.info = info
         self._chunks = chunks
+        self._search: _Search | None = None
         self.replicas = tuple(replicas)
         self.share = share
         """Equal for two tensors that are one view of one storage: a tie that the file states."""
@@ -178,13 +207,21 @@ class StoredTensor:
 
     def pieces(self, box: Box) -> Iterator[tuple[Box, Region]]:
         """Regions that fill `box`: each with its place relative to the box."""
-        for chunk in self.chunks:
+        for chunk in self.near(box):
             common = chunk.box.intersect(box)
             if common is not None:
                 yield (
                     common.relative_to(box.offsets),
                     chunk.region.crop(common.relative_to(chunk.box.offsets)),
                 )
+
+    def near(self, box: Box) -> Sequence[Chunk]:
+        """The chunks that may share elements with `box`: no full scan where there are many."""
+        if len(self.chunks) < FEW_CHUNKS or not box.sizes:
+            return self.chunks
+        if self._search is None:
+            self._search = _Search.over(self.chunks)
+        return self._search.near(box)
 
     def __repr__(self) -> str:
         return f"StoredTensor({self.info})"

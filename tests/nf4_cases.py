@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckptmap.encodings.nf4_encoding import NF4, NF4Encoder, default_encoding
+from ckptmap.encodings.nf4_encoding import NF4, PARTS, NF4Encoder, default_encoding
 from ckptmap.protocols import Refusal
 from ckptmap.tensors import Box, TensorInfo
 

@@ -47,7 +47,9 @@ def load_dcp(dst: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     keys = [key for key in metadata.state_dict_metadata if not key.startswith("extra.")]
     rooted = not any(key in like for key in keys)
     names = {key.removeprefix("model.") if rooted else key: key for key in keys}
-    state: dict[str, Any] = {key: torch.zeros_like(like[fqn]) for fqn, key in names.items() if fqn in like}
+    state: dict[str, Any] = {
+        key: torch.zeros_like(like[fqn]) for fqn, key in names.items() if fqn in like
+    }
     nested = {"model": {k.removeprefix("model."): v for k, v in state.items()}} if rooted else state
     dcp.load(nested, checkpoint_id=str(dst), no_dist=True)
     return dict(nested["model"]) if rooted else dict(nested)
@@ -90,7 +92,9 @@ def test_moves_are_bit_equal(name: str, setup: str, corpus: Corpus, tmp_path: Pa
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("setup", ["hf", "full", "fsdp2"])
 @pytest.mark.parametrize("name", [n for n in DENSE if CASES[n].world_size == 2][:6] + DENSE[:4])
-def test_casts_equal_torch(name: str, setup: str, cast: str, corpus: Corpus, tmp_path: Path) -> None:
+def test_casts_equal_torch(
+    name: str, setup: str, cast: str, corpus: Corpus, tmp_path: Path
+) -> None:
     case = corpus[name]
     dst = tmp_path / "out"
     convert(case, dst, f"{setup}-{cast}")
@@ -117,7 +121,13 @@ def test_nf4_payloads_move_as_bytes(name: str, setup: str, corpus: Corpus, tmp_p
         for fqn, parts in case.nf4.items():
             lazy = ckpt[fqn]
             assert lazy.encoding == "nf4"
-            for part in ("quantized_data", "quantized_scalers", "quantization_factor", "scaler_mean", "nf4"):
+            for part in (
+                "quantized_data",
+                "quantized_scalers",
+                "quantization_factor",
+                "scaler_mean",
+                "nf4",
+            ):
                 stored = lazy.parts[part]
                 whole = Box.whole(stored.info.shape)
                 assert_same(lazy.read_part(part, whole), parts[part], f"{fqn}.{part}")

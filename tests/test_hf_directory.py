@@ -301,14 +301,16 @@ BAD: dict[str, tuple[Callable[[FilePath], None], str, str]] = {
     "drive": (set_shard("C:x.safetensors"), "CKM116", "leads out of the directory"),
     "UNC": (set_shard("\\\\host\\x"), "CKM116", "leads out of the directory"),
     "NUL": (set_shard("a\0b"), "CKM116", "leads out of the directory"),
+    "surrogate": (set_shard("\ud800"), "CKM116", "expected a name that a file can have"),
+    "newline": (set_shard("a\nb"), "CKM108", r"'a\\nb' of .* shards is not there"),
     "no name": (set_shard(""), "CKM116", "leads out of the directory"),
     "symlink": (link_out, "CKM116", "it is a symlink to .*outside.safetensors"),
     "absent shard": (
         lambda d: shards_of(d)[1].unlink(),
         "CKM108",
-        "model-00002-of-.*safetensors of .* shards is not there",
+        "model-00002-of-.*safetensors' of .* shards is not there",
     ),
-    "incomplete set": (no_index, "CKM108", "safetensors of .* shards is not there; finish"),
+    "incomplete set": (no_index, "CKM108", "safetensors' of .* shards is not there; finish"),
     "listed elsewhere": (
         edit_index(lambda t: t["weight_map"].update(
             {first_key(t): sorted(set(t["weight_map"].values()) - {t["weight_map"][first_key(t)]})[0]}

@@ -142,7 +142,7 @@ def imported_by(*args: str) -> set[str]:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    wanted = HEAVY | {"rich", "pydantic", "asyncio", "multiprocessing"}
+    wanted = HEAVY | {"rich", "asyncio", "multiprocessing"}
     return wanted & set(done.stderr.splitlines())
 
 

@@ -95,7 +95,9 @@ def test_foreign_classes_are_shown_inert(name: str, corpus: Corpus) -> None:
     with ckptmap.open(case.path) as ckpt:
         assert [item.key for item in ckpt.refused] == list(case.spec.opaque)
         assert all(item.droppable for item in ckpt.refused)
-        with pytest.raises(ckptmap.CkptmapError, match=f"{case.spec.opaque[0]}: an object of unknown class"):
+        with pytest.raises(
+            ckptmap.CkptmapError, match=f"{case.spec.opaque[0]}: an object of unknown class"
+        ):
             ckptmap.plan(ckpt, "full", optimizer="drop").require_resolved()
         plan = ckptmap.plan(ckpt, "full", optimizer="drop", drop=case.spec.opaque)
         plan.require_resolved()

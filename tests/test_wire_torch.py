@@ -90,13 +90,12 @@ def test_torch_markers() -> None:
 
 def test_metadata_of_a_state_dict_is_kept_and_nothing_else_is() -> None:
     state = torch.nn.Linear(2, 2).state_dict()
-    assert load(pickle.dumps(collections.OrderedDict(state.__dict__), 2), "x")  # has entries
     ordered = collections.OrderedDict(a=1)
     ordered._metadata = state._metadata  # type: ignore[attr-defined]
-    ordered.items = "shadow"  # type: ignore[method-assign,assignment]
+    ordered.keys = "shadow"  # type: ignore[method-assign,assignment]
     found = load(pickle.dumps(ordered, 2), "here")
     assert found._metadata == state._metadata
-    assert list(found.items()) == [("a", 1)]
+    assert list(found.keys()) == ["a"]
 
 
 def shout(*args: Any) -> None:
@@ -216,7 +215,7 @@ def test_no_bytes_raise_anything_else(data: bytes) -> None:
     try:
         load(data, "here")
     except SourceError as error:
-        assert error.code == "CKM106"  # noqa: PT017
+        assert error.code == "CKM106"
 
 
 # ------------------------------------------------------------------------------ writing pickles
@@ -311,12 +310,12 @@ def test_bad_archives(tmp_path: Path, files: Files, name: str) -> None:
 
 
 def test_doubled_member_is_refused(tmp_path: Path, files: Files) -> None:
-    with pytest.warns(UserWarning, match="Duplicate"):
-        with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
-            for data in (b"1", b"2"):
-                archive.writestr("a/data.pkl", data)
+    path = tmp_path / "x.pt"
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(path, "w") as archive:
+        for data in (b"1", b"2"):
+            archive.writestr("a/data.pkl", data)
     with pytest.raises(SourceError, match=r"a/data\.pkl: is there twice"):
-        read_records(files, str(tmp_path / "x.pt"))
+        read_records(files, str(path))
 
 
 def test_encrypted_and_overlapping_members_are_refused(tmp_path: Path, files: Files) -> None:
@@ -431,13 +430,13 @@ def test_wide_archives_of_more_than_4_gib(tmp_path: Path, files: Files) -> None:
 
 
 def test_more_members_than_16_bits_count(tmp_path: Path, files: Files) -> None:
-    count = 70_000
+    count = 66_000
     tree = {f"t{i}": StorageTensor(str(i), "uint8", 1, 0, (), ()) for i in range(count)}
     write_layout(tmp_path / "m.pt", "m", tree, [bytes([i % 251]) for i in range(count)])
     loaded = load_zip(files, str(tmp_path / "m.pt"))
     assert len(loaded.records) == count + 6
-    [chunk] = loaded.tree["t69999"].chunks
-    assert files.read(str(tmp_path / "m.pt"), chunk.region.offset, 1)[0] == 69_999 % 251
+    [chunk] = loaded.tree["t65999"].chunks
+    assert files.read(str(tmp_path / "m.pt"), chunk.region.offset, 1)[0] == 65_999 % 251
     with zipfile.ZipFile(tmp_path / "m.pt") as archive:
         assert len(archive.namelist()) == count + 6
 

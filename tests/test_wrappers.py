@@ -50,7 +50,9 @@ def test_key_of_wrappers_only_is_refused() -> None:
         strip_wrappers(["_orig_mod"])
 
 
-SEGMENT = st.one_of(st.sampled_from(["module", "layers", "0", "w"]), st.sampled_from(sorted(ANYWHERE)))
+SEGMENT = st.one_of(
+    st.sampled_from(["module", "layers", "0", "w"]), st.sampled_from(sorted(ANYWHERE))
+)
 
 
 @given(st.lists(st.lists(SEGMENT, min_size=1, max_size=5).map(".".join), unique=True, max_size=6))

@@ -52,7 +52,13 @@ def materialise(
 def box_bytes(tensor: torch.Tensor, box: Box) -> bytes:
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
-    return bytes(tensor_bytes(tensor.contiguous()))
+    return raw(tensor)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """Row-major bytes; `tensor_bytes` looks at memory that its tensor must keep alive."""
+    held = tensor.contiguous()
+    return bytes(tensor_bytes(held))
 
 
 def read_leaf(leaf: StoredTensor) -> torch.Tensor:
@@ -72,6 +78,4 @@ def read_leaf(leaf: StoredTensor) -> torch.Tensor:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bit for bit, NaN included."""
-    return info_of(a) == info_of(b) and bytes(tensor_bytes(a.contiguous())) == bytes(
-        tensor_bytes(b.contiguous())
-    )
+    return info_of(a) == info_of(b) and raw(a) == raw(b)

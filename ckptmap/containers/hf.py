@@ -115,12 +115,12 @@ def _complete_set(place: Place) -> list[str]:
 
 
 def _require_all(root: str, shards: Sequence[str], where: str) -> None:
-    absent = [shard for shard in shards if not (FilePath(root) / shard).exists()]
+    absent = [shard for shard in shards if not (FilePath(root) / shard).is_file()]
     if absent:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
         raise SourceError(
             "CKM108",
-            f"{where}: {absent[0]}{more} of {len(shards)} shards is not there",
+            f"{where}: {absent[0]!r}{more} of {len(shards)} shards is not there",
             "finish the download: nothing is converted from a part of a model",
         )
 
@@ -141,7 +141,7 @@ def _read_shards(
     files = Files()
     try:
         for shard, file in zip(shards, paths, strict=True):
-            refuse_text(file)
+            refuse_text(files, file)
             header = parse(files, file)
             for key, tensor in stored_tensors(header, file):
                 if key in home:
@@ -171,7 +171,7 @@ def _merge_records(
 def _twice(where: str, key: str, first: str, second: str) -> SourceError:
     return SourceError(
         "CKM108",
-        f"{where}: tensor {key!r} is stored in {first} and in {second}, expected one of them",
+        f"{where}: tensor {key!r} is stored in {first!r} and in {second!r}, expected one of them",
         "move the shard that does not belong away",
     )
 
@@ -179,7 +179,7 @@ def _twice(where: str, key: str, first: str, second: str) -> SourceError:
 def _elsewhere(where: str, key: str, listed: str, stored: str) -> SourceError:
     return SourceError(
         "CKM108",
-        f"{where}: tensor {key!r} is listed in {listed} but stored in {stored}",
+        f"{where}: tensor {key!r} is listed in {listed!r} but stored in {stored!r}",
         "index and shards are of different saves; download both again",
     )
 
@@ -195,7 +195,7 @@ def _compare(
     if absent:
         raise SourceError(
             "CKM108",
-            f"{where}: tensor {absent[0]!r} is listed in {weight_map[absent[0]]} but not "
+            f"{where}: tensor {absent[0]!r} is listed in {weight_map[absent[0]]!r} but not "
             f"stored there ({len(absent)} such)",
             "index and shards are of different saves; download both again",
         )
@@ -237,6 +237,10 @@ class HfWriter:
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
         """Data files in shard order, then the index where there is more than one. Raises
         PlanError CKM114 for two tensors of one key, CKM203 for a dtype safetensors has not."""
+        with paused_gc():
+            return self._files(state)
+
+    def _files(self, state: OutState) -> list[OutFile]:
         assert not state.extra, "safetensors has no place for what is not a tensor"
         stem = "ckptmap" if state.records else "model"
         tensors = [tensor for tensor in state.tensors if tensor.alias_of is None]

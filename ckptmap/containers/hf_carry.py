@@ -12,7 +12,12 @@ from ckptmap.tensors import TensorInfo
 
 CONFIG = "config.json"
 OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight")
-INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+INPUT_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+)
 SIBLINGS = (
     "config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "preprocessor_config.json", "processor_config.json",
@@ -52,7 +57,9 @@ class HfCarrier:
         """Content by name, and what should be said. `dtypes`: of the matrices that are written."""
         carried = {name: Path(file).read_bytes() for name, file in _files(siblings, beside).items()}
         if CONFIG not in carried:
-            return carried, ["no config.json is beside the weights; give one with --config-from PATH"]
+            return carried, [
+                "no config.json is beside the weights; give one with --config-from PATH"
+            ]
         if len(dtypes) == 1:
             carried[CONFIG] = _with_dtype(carried[CONFIG], next(iter(dtypes)))
         return carried, []

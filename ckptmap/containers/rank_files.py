@@ -138,7 +138,8 @@ def _load_all(group: _Group) -> list[dict[Path, Leaf]]:
         trees = {}
         for rank in sorted(group.files):
             file = group.files[rank]
-            trees[rank] = flatten(load(files, file).tree, file)
+            loaded = load(files, file)
+            trees[rank] = flatten(loaded.tree, file, loaded.pickle_nbytes)
     finally:
         files.close()
     _check_ranks(group, trees)

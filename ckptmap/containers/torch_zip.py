@@ -55,7 +55,7 @@ class TorchZip:
         file = str(FilePath(place.path).absolute())
         with paused_gc():
             loaded = load(Files(), file)
-            leaves = flatten(loaded.tree, file)
+            leaves = flatten(loaded.tree, file, loaded.pickle_nbytes)
         found = loaded.records
         manifest = found.read(MANIFEST, check=True) if MANIFEST in found else None
         return Index(self.name, leaves, (file,), _read_records(found), manifest=manifest)

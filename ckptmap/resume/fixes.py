@@ -148,8 +148,6 @@ def adopt_replaced(fsdp_param: Any) -> None:
     fsdp_param.all_gather_outputs = []
     if hasattr(fsdp_param, "_unsharded_param"):
         del fsdp_param._unsharded_param
-    if hasattr(fsdp_param, "orig_dtype"):
-        fsdp_param.init_dtype_attrs(fsdp_param.mp_policy)
 
 
 def _unsharded_is_sharded(fsdp_param: Any) -> None:

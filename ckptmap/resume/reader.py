@@ -8,7 +8,7 @@ from ckptmap.files import Files
 from ckptmap.gather import fill, row_major_boxes
 from ckptmap.lazy import LazyTensor, tensor_bytes
 from ckptmap.resume.report import Meter
-from ckptmap.tensors import Box
+from ckptmap.tensors import Box, StoredTensor
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +26,22 @@ class Reader:
         self.meter = Meter()
 
     def dense(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
-        """`box` of a dense tensor -> `out` (box.sizes, any floating or equal dtype, any device).
+        """`box` of a dense tensor -> `out` (box.sizes, any floating or equal dtype, any device)."""
+        self._stored(source.parts[""], box, out)
 
-        Straight into `out` where its bytes are the file's, else cast on the way.
-        """
+    def part(self, source: LazyTensor, name: str, box: Box, device: torch.device) -> torch.Tensor:
+        """A box of one stored part as a new tensor, as it is stored."""
         import torch
 
-        stored = source.parts[""]
+        stored = source.parts[name]
+        out = torch.empty(box.sizes, dtype=getattr(torch, stored.info.dtype), device=device)
+        self._stored(stored, box, out)
+        return out
+
+    def _stored(self, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
+        """Straight into `out` where its bytes are the file's, else cast and moved on the way."""
+        import torch
+
         dtype: torch.dtype = getattr(torch, stored.info.dtype)
         if out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous():
             fill(self.files, stored, box, tensor_bytes(out))
@@ -56,25 +65,6 @@ class Reader:
                 values = torch.empty(part.sizes, dtype=source.torch_dtype, device=out.device)
                 source.read_into(part, values)
                 window(out, part.relative_to(box.offsets)).copy_(values)
-
-    def part(self, source: LazyTensor, name: str, box: Box, device: torch.device) -> torch.Tensor:
-        """A box of one stored part as a new tensor, as it is stored."""
-        import torch
-
-        stored = source.parts[name]
-        dtype: torch.dtype = getattr(torch, stored.info.dtype)
-        out = torch.empty(box.sizes, dtype=dtype, device=device)
-        if device.type == "cpu":
-            fill(self.files, stored, box, tensor_bytes(out))
-            return out
-        numel = min(box.numel, max(1, self.max_memory // stored.info.itemsize))
-        with self.meter.hold(numel * stored.info.itemsize, torch.device("cpu")):
-            staging = torch.empty(numel, dtype=dtype)
-            for piece in row_major_boxes(box, numel):
-                values = staging[: piece.numel]
-                fill(self.files, stored, piece, tensor_bytes(values))
-                window(out, piece.relative_to(box.offsets)).copy_(values.view(piece.sizes))
-        return out
 
     def same(self, first: LazyTensor, other: LazyTensor, box: Box) -> bool:
         """Are the boxes of two tensors of one shape and dtype the same bits, decoded?"""

@@ -105,7 +105,10 @@ class _Properties(_Record):
 
 
 MODULE = "torch.distributed.checkpoint.metadata"
-_ALLOW: Mapping[tuple[str, str], type] = {
+_ALLOW: Mapping[tuple[str, str], Any] = {
+    # Five to a tensor, so no Python function: `() + x` gives a tuple back, uncopied, and refuses
+    # anything else.
+    ("torch", "Size"): ().__add__,
     (MODULE, "Metadata"): _Root,
     (MODULE, "TensorStorageMetadata"): _Tensor,
     (MODULE, "BytesStorageMetadata"): _Bytes,
@@ -251,7 +254,7 @@ class _Reader:
     def _paths(self, planner_data: Any, entries: Mapping[str, Any]) -> dict[str, Path]:
         """None (Megatron, HF storage) leaves every key a path of one segment."""
         for key in entries:
-            if not isinstance(key, str):
+            if not isinstance(key, str) or not _is_text(key):
                 self._bad(f"state_dict_metadata, expected names, found {_what(key)}")
         if planner_data is None:
             return {}
@@ -262,7 +265,7 @@ class _Reader:
             if not isinstance(path, tuple | list) or not path:
                 self._bad(f"planner_data[{key!r}], expected a path, found {_what(path)}")
             for segment in path:
-                if type(segment) is not str and type(segment) is not int:
+                if type(segment) is not int and not (type(segment) is str and _is_text(segment)):
                     self._bad(f"planner_data[{key!r}], a segment is {_what(segment)}")
             paths[key] = tuple(path)
         self._check_distinct(paths)
@@ -281,6 +284,11 @@ class _Reader:
             f"{self.where}: bad DCP metadata: {what}",
             "the save is damaged, or of a torch that ckptmap does not know",
         )
+
+
+def _is_text(name: str) -> bool:
+    """No lone surrogates: those can be neither printed nor written."""
+    return name.isascii() or not any(0xD800 <= ord(char) < 0xE000 for char in name)
 
 
 def _what(value: object) -> str:

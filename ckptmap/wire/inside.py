@@ -20,7 +20,10 @@ def inside(directory: str, name: str, where: str, also: Sequence[str] = ()) -> s
     if not name or "\0" in name or windows.drive or windows.root or ".." in windows.parts:
         raise _escapes(where, name, "expected a relative path without '..'")
     path = str(Path(directory) / name)
-    real = os.path.realpath(path)
+    try:
+        real = os.path.realpath(path)
+    except ValueError as error:  # a lone surrogate: no file can have this name
+        raise _escapes(where, name, "expected a name that a file can have") from error
     for root in (os.path.realpath(directory), *also):
         if real.startswith(root.rstrip("/") + "/"):
             return path

@@ -1,7 +1,76 @@
-"""Guards against pickles that make the C unpickler itself allocate without bound."""
+"""Guards against pickles that make the C unpickler allocate, or reach past `find_class`.
+
+`LONG_BINPUT` and `PUT` name the memo slot that they fill, and the C unpickler zeroes an array of
+twice that index: ten bytes, or one flipped bit, cost it up to 64 GiB. The EXT opcodes reach objects
+that copyreg cached in this process. Both are found by walking the opcodes (pickletools describes
+them), most of them by one regular expression.
+"""
 
 from __future__ import annotations
 
+import re
+from functools import lru_cache
+from pickle import UnpicklingError
 
-def check_memo(data: bytes) -> None:
-    pass
+_COUNTED = {
+    **dict.fromkeys(b"UC\x8c\x8a", 1),  # strings, bytes and long integers: op, length, data
+    **dict.fromkeys(b"TXB\x8b", 4),
+    **dict.fromkeys(b"\x8d\x8e\x96", 8),
+}
+"""Opcode -> bytes of the length that comes before its data."""
+
+_PLAIN = (
+    rb"[(012QRaebd}\]lostu)N\x81\x85-\x89\x8f-\x94\x97\x98]++"  # no argument
+    rb"|[Khq\x80][\0-\xff]|M[\0-\xff]{2}|[Jj][\0-\xff]{4}|[G\x95][\0-\xff]{8}"
+    rb"|[FgILPSV][^\n]*+\n|[ci][^\n]*+\n[^\n]*+\n"
+)
+
+_PUT, _LONG_BINPUT = b"pr"
+_EXTENSIONS = b"\x82\x83\x84"
+
+
+@lru_cache(maxsize=64)
+def _run(width: int, top: int) -> re.Pattern[bytes]:
+    """Opcodes that need no look, LONG_BINPUT among them where byte `width` of its index, the
+    highest that is not 0, is at most `top`."""
+    put = rb"r[\0-\xff]{%d}[\0-\x%02x]\0{%d}" % (width, top, 3 - width)
+    return re.compile(b"(?:%s|%s)*+" % (_PLAIN, put))
+
+
+def check_opcodes(data: bytes) -> None:
+    """Raise UnpicklingError for memo indices that `data` has no room for, and for EXT opcodes.
+
+    What else is wrong with the pickle is left for the unpickler to find.
+    """
+    limit = len(data)
+    width = max(0, (limit.bit_length() - 1) // 8)
+    run = _run(width, limit >> (8 * width)) if width < 4 else _run(3, 255)
+    at = 0
+    while at < limit:
+        matched = run.match(data, at)
+        at = matched.end() if matched else at
+        op = data[at] if at < limit else 0
+        length_nbytes = _COUNTED.get(op)
+        if length_nbytes is not None:
+            after = at + 1 + length_nbytes
+            at = after + int.from_bytes(data[at + 1 : after], "little")
+        elif op in (_PUT, _LONG_BINPUT):
+            at = _check_put(data, at)
+        elif op in _EXTENSIONS:
+            raise UnpicklingError("uses copyreg extension codes")
+        else:
+            return  # STOP, or what the unpickler does not know either
+
+
+def _check_put(data: bytes, at: int) -> int:
+    """The place after a PUT or LONG_BINPUT at `at`."""
+    if data[at] == _LONG_BINPUT:
+        end = at + 5
+        index = int.from_bytes(data[at + 1 : end], "little")
+    else:
+        end = data.find(b"\n", at) + 1 or len(data)
+        digits = data[at + 1 : end].strip()
+        index = int(digits) if digits.isdigit() and len(digits) < 20 else 1 << 64
+    if index > len(data):
+        raise UnpicklingError(f"memo index {index} in {len(data)} bytes")
+    return end

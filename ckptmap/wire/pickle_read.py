@@ -8,10 +8,8 @@ class that a pickle merely refers to is inert as well.
 
 from __future__ import annotations
 
-import copyreg
 import io
 import pickle
-import pickletools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +20,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 from ckptmap.errors import SourceError
 from ckptmap.tensors import ITEMSIZE, Opaque, TensorInfo
 from ckptmap.wire.gc_pause import paused_gc
-from ckptmap.wire.pickle_guard import check_memo
+from ckptmap.wire.pickle_guard import check_opcodes
 
 MAX_NBYTES = 1 << 30
 """Largest pickle that is read: a hundred times the index of the largest model known."""
@@ -214,6 +212,7 @@ def _builtins() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "complex", complex
     yield "slice", slice
     yield "range", range
+    yield "xrange", range
     yield "getattr", _getattr
 
 
@@ -284,6 +283,7 @@ _DANGEROUS_FUNCTIONS = frozenset(
             "operator.attrgetter",
         ),
         *("operator.methodcaller", "functools.reduce"),
+        *("io.open", "io.FileIO", "_io.open", "_io.FileIO", "codecs.open"),
     )
 )
 
@@ -351,8 +351,7 @@ def load(
         _malformed(where, f"holds {len(data)} bytes, expected at most {MAX_NBYTES}")
     _allowance.left = 16 * len(data) + 1_000_000
     try:
-        _refuse_extensions(data)
-        check_memo(data)
+        check_opcodes(data)
         if len(data) < _FEW_NBYTES:
             return _Unpickler(data, allow, persistent_load).load()
         with paused_gc():
@@ -376,13 +375,3 @@ def _malformed(where: str, what: str) -> NoReturn:
         f"{where}: malformed pickle: {what}",
         "the file is damaged or was not written by torch.save; get a fresh copy",
     ) from None
-
-
-def _refuse_extensions(data: bytes) -> None:
-    """EXT opcodes reach objects that copyreg cached in this process, past `find_class`.
-
-    With nothing registered, as nearly always, the C unpickler refuses them by itself.
-    """
-    registry: Mapping[Any, Any] = copyreg.__dict__.get("_inverted_registry", {})
-    if registry and any(op.name.startswith("EXT") for op, _, _ in pickletools.genops(data)):
-        raise pickle.UnpicklingError("uses copyreg extension codes")

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ckptmap.errors import SourceError
+from ckptmap.files import Files
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 from ckptmap.wire.safetensors import MAX_HEADER_NBYTES, Header
 
@@ -25,12 +26,12 @@ def looks_like_safetensors(head: bytes) -> bool:
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_NBYTES
 
 
-def refuse_text(file: str) -> None:
+def refuse_text(files: Files, file: str) -> None:
     """Raises SourceError CKM102 or CKM103 where a shard is text: a pointer, an error page."""
-    with open(file, "rb") as stream:
-        head = stream.read(512)
+    nbytes = os.stat(file).st_size
+    head = files.read(file, 0, min(nbytes, 512))
     if not looks_like_safetensors(head):
-        error = not_weights(head, file, os.stat(file).st_size)
+        error = not_weights(head, file, nbytes)
         if error is not None:
             raise error
 

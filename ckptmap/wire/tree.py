@@ -13,8 +13,9 @@ from ckptmap.errors import PlanError, SourceError
 from ckptmap.tensors import Leaf, Opaque, Path, StoredTensor
 
 MAX_DEPTH = 64
-MAX_LEAVES = 20_000_000
-"""Far above any state dict; a pickle can make one dict look like 2**64 by nesting references."""
+MIN_LIMIT = 100_000
+"""Leaves that any pickle may hold; above it as many as it has bytes. One that nests references to
+the same list 64 deep looks like 2**64 leaves."""
 
 
 class ListIndex(int):
@@ -23,36 +24,35 @@ class ListIndex(int):
     __slots__ = ()
 
 
-def flatten(tree: Any, where: str) -> dict[Path, Leaf]:
+def flatten(tree: Any, where: str, pickle_nbytes: int) -> dict[Path, Leaf]:
     """Leaves by path, in stored order; lists without tensors are one leaf each.
 
     Segments are dict keys, or `ListIndex` inside a list or tuple that holds tensors. Raises
     SourceError CKM106 where nesting has no end in sight.
     """
     leaves: dict[Path, Leaf] = {}
-    _flatten(tree, (), leaves, where)
+    _flatten(tree, (), leaves, where, max(MIN_LIMIT, pickle_nbytes))
     return leaves
 
 
-def _flatten(node: Any, path: Path, leaves: dict[Path, Leaf], where: str) -> None:
-    if len(path) > MAX_DEPTH or len(leaves) > MAX_LEAVES:
+def _flatten(node: Any, path: Path, leaves: dict[Path, Leaf], where: str, limit: int) -> None:
+    if len(path) > MAX_DEPTH or len(leaves) > limit:
         raise SourceError(
-            "CKM106", f"{where}: nested deeper than {MAX_DEPTH}, or without end", "get a fresh copy"
+            "CKM106",
+            f"{where}: nested deeper than {MAX_DEPTH}, or holds more than {limit} leaves",
+            "the file is damaged; get a fresh copy",
         )
     if isinstance(node, dict) and node and all(isinstance(key, str | int) for key in node):
         for key, value in node.items():
-            if type(value) in _TENSORS:
+            if isinstance(value, StoredTensor):
                 leaves[(*path, key)] = value
             else:
-                _flatten(value, (*path, key), leaves, where)
+                _flatten(value, (*path, key), leaves, where, limit)
     elif isinstance(node, list | tuple) and holds_tensor(node):
         for index, value in enumerate(node):
-            _flatten(value, (*path, ListIndex(index)), leaves, where)
+            _flatten(value, (*path, ListIndex(index)), leaves, where, limit)
     else:
         leaves[path] = node
-
-
-_TENSORS: frozenset[type] = frozenset({StoredTensor, *StoredTensor.__subclasses__()})
 
 
 def holds_tensor(node: Any) -> bool:

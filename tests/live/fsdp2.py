@@ -109,9 +109,17 @@ def wrapped_dense() -> Net:
     return shard(net())
 
 
-def after_a_forward() -> Net:
+def after_a_step() -> Net:
     model = wrapped_dense()
     model(tokens()).sum().backward()
+    return model
+
+
+def after_a_forward() -> Net:
+    """One unit, the root, which keeps its whole parameters after a forward."""
+    model = fully_shard(net())
+    model(tokens())
+    assert not isinstance(model.up.weight, DTensor)
     return model
 
 
@@ -137,6 +145,7 @@ def nf4_checkpoint(folder: Path) -> None:
     builders: tuple[Callable[[], Net], ...] = (
         wrapped_on_meta,
         wrapped_dense,
+        after_a_step,
         after_a_forward,
         wrapped_nf4,
         offloaded,
@@ -163,6 +172,24 @@ def saved_again(folder: Path) -> None:
     state = second.state_dict()
     dcp.load(state, checkpoint_id=target)
     check_values(second, nf4_truth())
+    files = folder / f"ranks-{dist.get_world_size()}"
+    files.mkdir(exist_ok=True)
+    torch.save(first.state_dict(), files / f"model_rank_{dist.get_rank()}.pt")
+    dist.barrier()
+    for source in (target, files):
+        for build in (wrapped_on_meta, wrapped_nf4):
+            third = build()
+            load(source, third)
+            check_values(third, nf4_truth())
+
+
+def converted(folder: Path) -> None:
+    """What ckptmap itself wrote for two ranks, on this many."""
+    model = wrapped_on_meta()
+    report = load(folder / "fsdp2-nf4", model, strict_encoding=dist.get_world_size() < 4)
+    check_nf4(model, report, dist.get_world_size())
+    check_values(model, nf4_truth())
+    check_logits(model, nf4_truth())
 
 
 def dense_checkpoint(folder: Path) -> None:
@@ -230,6 +257,13 @@ def expect(code: str, text: str, path: Path, model: nn.Module, **options: bool) 
         assert re.search(text, str(error)), error
     else:
         raise AssertionError(f"{code} was not raised")
+
+
+def flat_parameters(folder: Path) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    expect("CKM505", "the root is wrapped by FSDP1", folder / "nf4.pt", model)
 
 
 def compiled(folder: Path) -> None:
@@ -317,8 +351,12 @@ def main() -> None:
     dist.init_process_group("gloo")
     folder = Path(sys.argv[1])
     torch.manual_seed(0)
-    everywhere = (nf4_checkpoint, dense_checkpoint, dense_into_nf4, refusals)
-    more = {1: (compiled,), 2: (saved_again, replicated), 4: (hybrid, tensor_parallel)}
+    everywhere = (nf4_checkpoint, converted, dense_checkpoint, dense_into_nf4, refusals)
+    more = {
+        1: (compiled,),
+        2: (saved_again, replicated, flat_parameters),
+        4: (hybrid, tensor_parallel),
+    }
     for scenario in everywhere + more[dist.get_world_size()]:
         begin = time.monotonic()
         scenario(folder)

@@ -1,0 +1,24 @@
+"""The examples run as they are: `make demo`, from training to the last comparison."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_demo(tmp_path: Path) -> None:
+    """In a copy, so that it writes its folder there; the demo itself fails on any difference."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    done = subprocess.run(
+        [sys.executable, tmp_path / "examples" / "demo.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bit for bit the same" in done.stdout
+    result = json.loads((tmp_path / "demo" / "result.json").read_text())
+    assert result["kind"] == "NF4Tensor" and result["max_difference"] == 0.0

@@ -1,0 +1,67 @@
+"""Every checkpoint of the corpus goes into a live model of its names, shapes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ckptmap.resume.load import load
+from tests.corpus import CASES, Case, Corpus
+from tests.live.model import same
+
+
+def live(case: Case, device: str) -> nn.Module:
+    """A tree of modules with a frozen parameter for each floating tensor, a buffer for the others;
+    what is NF4 in the file is dense in a `Linear`."""
+    root = nn.Module()
+    for name, value in case.truth.items():
+        *path, last = name.split(".")
+        owner = root
+        for depth, segment in enumerate(path):
+            if segment not in owner._modules:
+                leaf = name in case.nf4 and depth == len(path) - 1
+                owner.add_module(segment, nn.Linear(1, 1, bias=False) if leaf else nn.Module())
+            owner = owner.get_submodule(segment)
+        empty = torch.zeros(value.shape, dtype=value.dtype, device=device)
+        if value.is_floating_point():
+            owner.register_parameter(last, nn.Parameter(empty, requires_grad=False))
+        else:
+            owner.register_buffer(last, empty)
+    for group in case.spec.tied:
+        tie(root, [name for name in group if name in case.truth])
+    return root
+
+
+def tie(root: nn.Module, names: list[str]) -> None:
+    for name in names[1:]:
+        owner = root.get_submodule(name.rpartition(".")[0])
+        setattr(owner, name.rpartition(".")[2], root.get_parameter(names[0]))
+
+
+def values(model: nn.Module) -> Mapping[str, Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_every_case_loads(name: str, device: str, corpus: Corpus) -> None:
+    case = corpus[name]
+    model = live(case, device)
+    report = load(case.path, model)
+    found = values(model)
+    assert found.keys() == case.truth.keys()
+    for fqn, tensor in found.items():
+        want = case.truth[fqn]
+        if fqn in case.nf4:
+            parts = case.nf4[fqn]
+            assert all(same(getattr(tensor, part), parts[part]) for part in parts if part in INNER)
+            tensor = tensor.get_original_weight()
+        assert same(tensor.detach(), want), fqn
+    assert {encoded.fqn for encoded in report.encoded} == case.nf4.keys()
+    assert report.decoded == report.cast == report.left_on_meta == ()
+
+
+INNER = ("quantized_data", "quantized_scalers", "quantization_factor", "scaler_mean", "nf4")

@@ -1,0 +1,249 @@
+"""Plans: what is chosen, what is left behind and why, saved and run again exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptmap
+from ckptmap.errors import PlanError, RunError, SourceError
+from ckptmap.planning import replan
+from tests.corpus import CASES, Corpus
+from tests.test_open import assert_same
+
+
+@pytest.fixture(scope="module")
+def linears(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An HF-like directory whose matrices all fit NF4."""
+    folder = tmp_path_factory.mktemp("linears")
+    torch.manual_seed(0)
+    tensors = {f"layers.{i}.{name}.weight": torch.randn(64, 64) for i in range(3) for name in "ab"}
+    tensors |= {"embed_tokens.weight": torch.randn(10, 64), "norm.weight": torch.ones(64)}
+    tensors |= {"odd.weight": torch.randn(3, 5), "steps": torch.tensor(7)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def targets(plan: ckptmap.Plan) -> dict[str, str]:
+    return {step.fqn: step.target for step in plan.steps}
+
+
+def test_nf4_takes_linears_and_says_what_it_leaves(linears: Path) -> None:
+    found = targets(ckptmap.plan(linears, "fsdp2-nf4", world_size=2))
+    assert {fqn for fqn, target in found.items() if target == "nf4(float32)"} == {
+        f"layers.{i}.{name}.weight" for i in range(3) for name in "ab"
+    }
+    assert found["embed_tokens.weight"] == "float32"
+
+
+def test_encode_and_no_encode_choose_by_glob(linears: Path) -> None:
+    found = targets(ckptmap.plan(linears, "full-nf4", no_encode=("layers.0.*",)))
+    assert found["layers.0.a.weight"] == "float32"
+    assert found["layers.1.a.weight"] == "nf4(float32)"
+    found = targets(ckptmap.plan(linears, "full-nf4", encode=("embed*",)))
+    assert [fqn for fqn, target in found.items() if "nf4" in target] == ["embed_tokens.weight"]
+
+
+def test_forcing_what_cannot_be_encoded_is_refused(linears: Path) -> None:
+    with pytest.raises(PlanError, match=r"odd\.weight: cannot be nf4"):
+        ckptmap.plan(linears, "full-nf4", encode=("odd.*",))
+
+
+def test_include_exclude_and_drop_are_named(linears: Path) -> None:
+    plan = ckptmap.plan(linears, "hf", include=("layers.*",), exclude=("*.b.weight",))
+    assert set(targets(plan)) == {f"layers.{i}.a.weight" for i in range(3)}
+    assert plan.dropped["layers.0.b.weight"] == "--exclude *.b.weight"
+    assert plan.dropped["steps"] == "not in --include"
+    with pytest.raises(PlanError, match="no tensor is left to convert of 10"):
+        ckptmap.plan(linears, "hf", include=("nothing.*",))
+
+
+@pytest.mark.parametrize(
+    ("to", "text"),
+    [("fsdp2-nf5", "did you mean --to fsdp2-nf4"), ("fsdp3", "setups: hf, full"), ("", "setups:")],
+)
+def test_unknown_setup_names_the_nearest(linears: Path, to: str, text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        ckptmap.plan(linears, to)
+
+
+def test_world_size_must_make_sense(linears: Path) -> None:
+    with pytest.raises(PlanError, match="expected 1 or more"):
+        ckptmap.plan(linears, "fsdp2", world_size=0)
+    with pytest.raises(PlanError, match="setup hf is not cut over ranks"):
+        ckptmap.plan(linears, "hf", world_size=4)
+
+
+def test_saved_plan_runs_exactly_and_only_on_the_same_source(linears: Path, tmp_path: Path) -> None:
+    source = tmp_path / "src"
+    shutil.copytree(linears, source)
+    plan = ckptmap.plan(source, "full-bf16", exclude=("steps",))
+    plan.save(tmp_path / "plan.json")
+    again = replan(tmp_path / "plan.json")
+    assert again.digest == plan.digest
+    assert again.to_json() == plan.to_json()
+    again.execute(tmp_path / "out.pt")
+    assert "steps" not in torch.load(tmp_path / "out.pt", weights_only=True)
+    os.utime(source / "model.safetensors", ns=(1, 1))
+    with pytest.raises(PlanError, match="is not what was planned on"):
+        replan(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(PlanError, match="is no saved plan"):
+        replan(tmp_path / "plan.json")
+
+
+def test_source_that_changes_after_planning_publishes_nothing(
+    linears: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "src"
+    shutil.copytree(linears, source)
+    plan = ckptmap.plan(source, "full")
+    os.utime(source / "model.safetensors", ns=(1, 1))
+    with pytest.raises(RunError, match="changed while it was read"):
+        plan.execute(tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_plan_digest_does_not_depend_on_where_the_source_lies(
+    linears: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(linears, tmp_path / "elsewhere", copy_function=shutil.copy2)
+    one, two = (
+        ckptmap.plan(p, "fsdp2-nf4", world_size=2) for p in (linears, tmp_path / "elsewhere")
+    )
+    assert one.digest == two.digest
+    assert ckptmap.plan(linears, "fsdp2-nf4", world_size=4).digest != one.digest
+
+
+def test_plan_json_is_complete(linears: Path) -> None:
+    document = json.loads(json.dumps(ckptmap.plan(linears, "hf-bf16").to_json()))
+    assert document["schema"] == 1
+    assert document["totals"]["tensors"] == 10
+    assert document["totals"]["fidelity"] == {"bytes": 1, "cast": 9}
+    assert {step["fqn"] for step in document["steps"]} == set(ckptmap.open(linears))
+
+
+def test_wrap_and_names_like(linears: Path, tmp_path: Path, corpus: Corpus) -> None:
+    ckptmap.convert(linears, tmp_path / "wrapped.pt", to="full", wrap=("ddp", "compile"))
+    keys = torch.load(tmp_path / "wrapped.pt", weights_only=True).keys()
+    assert all(key.startswith("module._orig_mod.") for key in keys)
+    like = corpus["torch_compiled_layers"]
+    ckptmap.convert(
+        corpus["torch_plain"].path, tmp_path / "like.pt", to="full", names_like=str(like.path)
+    )
+    stored = torch.load(like.path, weights_only=True)
+    assert set(torch.load(tmp_path / "like.pt", weights_only=True)) == set(stored)
+    with pytest.raises(PlanError, match="unknown wrapper 'fsdp9'"):
+        ckptmap.plan(linears, "full", wrap=("fsdp9",))
+
+
+def test_optimizer_by_fqn_is_carried_with_its_groups(corpus: Corpus, tmp_path: Path) -> None:
+    name = next(n for n, s in CASES.items() if s.optimizer == "fqn" and s.container == "dcp")
+    case = corpus[name]
+    for to, dst in (("full", tmp_path / "o.pt"), ("fsdp2", tmp_path / "o")):
+        ckptmap.convert(case.path, dst, to=to, drop=case.spec.opaque)
+        assert ckptmap.verify(dst, against=case.path).ok
+        with ckptmap.open(dst) as ckpt:
+            assert set(ckpt.optimizer) == set(case.optimizer)
+            for fqn, states in case.optimizer.items():
+                for state, value in states.items():
+                    assert_same(ckpt.optimizer[fqn][state].read(), value, f"{fqn} {state}")
+    loaded = torch.load(tmp_path / "o.pt", weights_only=True)
+    assert set(loaded) >= {"model", "optimizer"}
+    assert set(loaded["optimizer"]["state"]) == set(case.optimizer)
+
+
+def test_optimizer_by_index_is_refused_unless_dropped(corpus: Corpus) -> None:
+    case = corpus["torch_nested"]
+    plan = ckptmap.plan(case.path, "full", drop=case.spec.opaque)
+    with pytest.raises(PlanError, match="keyed by parameter index"):
+        plan.require_resolved()
+    ckptmap.plan(case.path, "full", drop=case.spec.opaque, optimizer="drop").require_resolved()
+
+
+def test_extra_is_kept_or_named_as_left_behind(corpus: Corpus, tmp_path: Path) -> None:
+    case = corpus["torch_nested"]
+    plan = ckptmap.plan(case.path, "hf", drop=case.spec.opaque, optimizer="drop")
+    for key in case.spec.extra:
+        reasons = {why for name, why in plan.dropped.items() if name.split(".")[0] == key}
+        assert reasons == {"hf has no place for what is not a weight"}
+    ckptmap.convert(
+        case.path, tmp_path / "o.pt", to="full", drop=case.spec.opaque, optimizer="drop"
+    )
+    with ckptmap.open(tmp_path / "o.pt") as ckpt:
+        assert ckpt.extra == dict(case.spec.extra)
+
+
+def declared(folder: Path, tied: bool, equal: bool) -> Path:
+    """A directory whose config.json says whether the embeddings are tied."""
+    folder.mkdir()
+    embed = torch.randn(8, 4)
+    head = embed.clone() if equal else embed + 1
+    save_file(
+        {"model.embed_tokens.weight": embed, "lm_head.weight": head}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    return folder
+
+
+def test_declared_tie_is_written_once_if_it_holds(tmp_path: Path) -> None:
+    plan = ckptmap.plan(declared(tmp_path / "tied", True, True), "hf")
+    assert plan.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    plan.execute(tmp_path / "out")
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"model.embed_tokens.weight"}
+    ckptmap.convert(declared(tmp_path / "untied", False, True), tmp_path / "both", to="hf")
+    assert len(load_file(tmp_path / "both" / "model.safetensors")) == 2
+
+
+def test_declared_tie_that_does_not_hold_is_refused(tmp_path: Path) -> None:
+    source = declared(tmp_path / "src", True, False)
+    with pytest.raises(ckptmap.CkptmapError, match=r"lm_head\.weight.*tied to model\.embed_tokens"):
+        ckptmap.convert(source, tmp_path / "out", to="hf")
+    assert not (tmp_path / "out").exists()
+
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "bitsandbytes 4-bit": {
+        "w.weight": torch.zeros(8, 1, dtype=torch.uint8), "w.weight.absmax": torch.ones(1),
+        "w.weight.quant_map": torch.ones(16),
+        "w.weight.quant_state.bitsandbytes__nf4": torch.zeros(4, dtype=torch.uint8),
+    },
+    "block-scaled fp8": {
+        "w.weight": torch.zeros(4, 4, dtype=torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(1, 1),
+    },
+    "GPTQ or AWQ": {
+        "w.qweight": torch.zeros(4, 4, dtype=torch.int32), "w.scales": torch.ones(1, 4).half(),
+        "w.qzeros": torch.zeros(1, 1, dtype=torch.int32),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", FOREIGN)
+def test_foreign_quantization_moves_as_bytes_and_is_never_cast(scheme: str, tmp_path: Path) -> None:
+    source = tmp_path / "q.safetensors"
+    save_file({**FOREIGN[scheme], "norm.weight": torch.ones(4)}, source)
+    ckptmap.plan(source, "full").require_resolved()
+    plan = ckptmap.plan(source, "full-bf16")
+    assert {item.key for item in plan.unresolved} == set(FOREIGN[scheme])
+    with pytest.raises(PlanError, match=f"is part of a {scheme} tensor"):
+        plan.execute(tmp_path / "o.pt")
+    kept = ckptmap.plan(source, "full-bf16", no_encode=("w.*",))
+    kept.require_resolved()
+    assert kept.fidelities() == {"bytes": len(FOREIGN[scheme]), "cast": 1}
+
+
+def test_root_chooses_among_several_models(tmp_path: Path) -> None:
+    torch.save({"gen": {"w": torch.ones(2)}, "disc": {"w": torch.zeros(2)}}, tmp_path / "gan.pt")
+    with pytest.raises(SourceError, match="several dicts could be the weights: gen, disc"):
+        ckptmap.open(tmp_path / "gan.pt")
+    with ckptmap.open(tmp_path / "gan.pt", root="disc") as ckpt:
+        assert_same(ckpt["w"].read(), torch.zeros(2), "w")
+    with pytest.raises(SourceError, match="no tensors under root 'nope'"):
+        ckptmap.open(tmp_path / "gan.pt", root="nope")

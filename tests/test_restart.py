@@ -1,0 +1,148 @@
+"""A run that is killed leaves the destination as it was; the same command continues it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptmap
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 MB: long enough for a signal to find the run at any stage."""
+    file = tmp_path_factory.mktemp("restart") / "src.safetensors"
+    torch.manual_seed(3)
+    save_file({f"l.{i}.weight": torch.randn(512, 1024) for i in range(12)}, file)
+    return file
+
+
+def command(source: Path, dst: Path, to: str, *more: str) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "ckptmap",
+        "convert",
+        str(source),
+        str(dst),
+        "--to",
+        to,
+        "--quiet",
+        *more,
+    ]
+
+
+def tree(dst: Path) -> dict[str, str]:
+    """Content of a destination, by file."""
+    files = [dst] if dst.is_file() else sorted(dst.iterdir())
+    return {
+        file.name if dst.is_dir() else "": hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+    }
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(name.name for name in folder.iterdir() if "ckptmap" in name.name)
+
+
+def journaled(folder: Path) -> int:
+    """Units that the run in this folder has written down."""
+    try:
+        return sum(file.read_bytes().count(b"\n") for file in folder.glob(".*/journal.jsonl"))
+    except FileNotFoundError:
+        return 0
+
+
+def killed_after(units: int, process: subprocess.Popen[bytes], folder: Path) -> bool:
+    """SIGKILL once `units` more are journaled; False where the run was done before."""
+    wanted = journaled(folder) + units
+    while journaled(folder) < wanted and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    return process.wait(timeout=60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("to", ["full", "fsdp2-nf4"])
+def test_killed_at_any_point_and_continued(to: str, source: Path, tmp_path: Path) -> None:
+    options = ["--world-size", "2"] if to.startswith("fsdp") else []
+    whole, work = tmp_path / "whole", tmp_path / "work"
+    ckptmap.convert(source, whole, to=to, **({"world_size": 2} if options else {}))
+    expected = tree(whole)
+    work.mkdir()
+    kills = 0
+    for units in (0, 1, 2, 4, 1, 3):
+        line = [*command(source, work / "out", to, *options), "--threads", "1"]
+        process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        kills += killed_after(units, process, work)
+        if (work / "out").exists():
+            assert tree(work / "out") == expected
+    assert kills >= 3
+    done = subprocess.run(line, check=True, timeout=120, capture_output=True)
+    assert done.stdout
+    assert tree(work / "out") == expected
+    assert leftovers(work) == []
+
+
+def test_old_destination_stays_until_the_new_one_is_whole(source: Path, tmp_path: Path) -> None:
+    dst = tmp_path / "out"
+    ckptmap.convert(source, dst, to="hf", include=("l.0.*",))
+    old = tree(dst)
+    fresh = tmp_path / "fresh"
+    subprocess.run(command(source, fresh, "hf-bf16"), check=True, timeout=120)
+    new = tree(fresh)
+    rng = random.Random(5)
+    for _ in range(6):
+        process = subprocess.Popen(
+            command(source, dst, "hf-bf16", "--overwrite"), stderr=subprocess.DEVNULL
+        )
+        killed_after(rng.randrange(8), process, tmp_path)
+        assert tree(dst) in (old, new)
+    subprocess.run(command(source, dst, "hf-bf16", "--overwrite"), check=True, timeout=120)
+    assert tree(dst) == new
+    assert leftovers(tmp_path) == []
+
+
+def test_interrupt_says_how_to_continue(source: Path, tmp_path: Path) -> None:
+    dst = tmp_path / "out"
+    process = subprocess.Popen(
+        command(source, dst, "full-nf4", "--threads", "1"), stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not any(tmp_path.glob(".out.ckptmap-*/journal.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "same command" in stderr
+    assert "Traceback" not in stderr
+    assert not dst.exists()
+    subprocess.run(command(source, dst, "full-nf4"), check=True, timeout=120)
+    assert ckptmap.verify(dst, against=source).ok
+
+
+def test_finished_run_repeated_is_no_error(source: Path, tmp_path: Path) -> None:
+    ckptmap.convert(source, tmp_path / "out.pt", to="full")
+    before = os.stat(tmp_path / "out.pt")
+    report = ckptmap.convert(source, tmp_path / "out.pt", to="full")
+    assert "was complete already" in report.notes
+    assert os.stat(tmp_path / "out.pt") == before
+    with pytest.raises(ckptmap.CkptmapError, match="exists"):
+        ckptmap.convert(source, tmp_path / "out.pt", to="full-bf16")
+
+
+def test_overwrite_never_replaces_what_is_no_checkpoint(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
+    with pytest.raises(ckptmap.CkptmapError, match="holds no checkpoint"):
+        ckptmap.convert(source, tmp_path / "thesis", to="hf", overwrite=True)
+    assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "years of work"

@@ -1,0 +1,156 @@
+"""verify and diff: any damage is found, and named."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptmap
+from ckptmap.errors import AnswerNo, SourceError
+
+SETUPS = ("hf", "full", "fsdp2", "hf-nf4", "full-nf4", "fsdp2-nf4", "fsdp2-bf16")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("verify") / "src.safetensors"
+    torch.manual_seed(1)
+    tensors = {f"l.{i}.weight": torch.randn(64, 128) for i in range(2)}
+    save_file(tensors | {"n.weight": torch.ones(64), "scalar": torch.tensor(2.5)}, file)
+    return file
+
+
+def made(source: Path, folder: Path, to: str) -> Path:
+    options = {"world_size": 2} if to.startswith("fsdp") else {}
+    ckptmap.convert(source, folder / "out", to=to, **options)
+    return folder / "out"
+
+
+@pytest.mark.parametrize("to", SETUPS)
+def test_every_flipped_payload_byte_is_found(to: str, source: Path, tmp_path: Path) -> None:
+    out = made(source, tmp_path, to)
+    assert ckptmap.verify(out).ok
+    with ckptmap.open(out) as ckpt:
+        chunks = [
+            (key, chunk.region)
+            for lazy in ckpt.values()
+            for key, part in lazy.parts.items()
+            for chunk in part.chunks
+        ]
+    rng = random.Random(to)
+    for _, region in chunks:
+        file, at = Path(region.file), region.offset + rng.randrange(region.nbytes)
+        data = bytearray(file.read_bytes())
+        data[at] ^= 1 << rng.randrange(8)
+        good = file.read_bytes()
+        file.write_bytes(data)
+        report = ckptmap.verify(out)
+        assert not report.ok
+        assert "xxh3" in report.problems[0] or "CRC" in report.problems[0]
+        file.write_bytes(good)
+    assert ckptmap.verify(out).ok
+
+
+@pytest.mark.parametrize("to", SETUPS)
+def test_truncation_is_found(to: str, source: Path, tmp_path: Path) -> None:
+    out = made(source, tmp_path, to)
+    largest = max(
+        (f for f in ([out] if out.is_file() else out.iterdir())), key=lambda f: f.stat().st_size
+    )
+    largest.write_bytes(largest.read_bytes()[:-100])
+    assert not ckptmap.verify(out).ok
+
+
+def test_missing_and_foreign_files(source: Path, tmp_path: Path) -> None:
+    out = made(source, tmp_path, "fsdp2")
+    shutil.move(out / "__1_0.distcp", tmp_path / "away")
+    report = ckptmap.verify(out)
+    assert not report.ok
+    assert "__1_0.distcp" in str(report)
+
+
+def test_values_against_another_source_differ(source: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    torch.manual_seed(2)
+    save_file({f"l.{i}.weight": torch.randn(64, 128) for i in range(2)} | {"n.weight": torch.ones(64), "scalar": torch.tensor(2.5)}, other)  # fmt: skip
+    for to, text in (
+        ("full", "values differ"),
+        ("hf-bf16", "not the source's cast"),
+        ("hf-nf4", "quantized_data differ"),
+    ):
+        out = made(source, tmp_path / to, to)
+        report = ckptmap.verify(out, against=other)
+        assert [p.split(":")[0] for p in report.problems] == ["l.0.weight", "l.1.weight"]
+        assert all(text in problem for problem in report.problems)
+
+
+def test_lossy_error_is_measured(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = ckptmap.convert(source, out, to="hf-nf4")
+    assert set(report.errors) == {"l.0.weight", "l.1.weight"}
+    full = ckptmap.verify(out, against=source).errors
+    for fqn, error in report.errors.items():
+        assert 0.05 < error < 0.15
+        assert error == pytest.approx(full[fqn], rel=0.2)
+
+
+def test_no_manifest_is_said(source: Path) -> None:
+    with pytest.raises(AnswerNo, match="has no manifest"):
+        ckptmap.verify(source)
+    with pytest.raises(SourceError, match="no such file"):
+        ckptmap.verify(source.with_name("nothing"))
+
+
+def test_manifest_of_another_schema_is_refused(source: Path, tmp_path: Path) -> None:
+    out = made(source, tmp_path, "hf")
+    file = out / "ckptmap.manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "schema": 99}))
+    with pytest.raises(SourceError, match="manifest schema 99, expected 1"):
+        ckptmap.verify(out)
+
+
+def test_sha256_of_files(source: Path, tmp_path: Path) -> None:
+    import hashlib
+
+    out = tmp_path / "out"
+    ckptmap.convert(source, out, to="hf", digest="sha256")
+    files = json.loads((out / "ckptmap.manifest.json").read_text())["files"]
+    expected = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+    assert files["model.safetensors"]["sha256"] == expected
+    assert ckptmap.verify(out).ok
+
+
+def test_diff_names_what_differs(source: Path, tmp_path: Path) -> None:
+    out = made(source, tmp_path, "fsdp2")
+    assert ckptmap.diff(source, out, values=True).equal
+    other = tmp_path / "other.pt"
+    tensors = {fqn: lazy.read() for fqn, lazy in ckptmap.open(source).items()}
+    changed = tensors["l.1.weight"].clone()
+    changed[3, 5] += 1
+    torch.save(
+        {"_orig_mod.l.0.weight": tensors["l.0.weight"].bfloat16(), "_orig_mod.l.1.weight": changed,
+         "_orig_mod.n.weight": torch.ones(65), "_orig_mod.new": torch.ones(1)}, other,
+    )  # fmt: skip
+    report = ckptmap.diff(source, other)
+    assert report.only_a == ("scalar",)
+    assert report.only_b == ("new",)
+    assert report.changed == {
+        "l.0.weight": "dtype float32 and bfloat16",
+        "n.weight": "shape [64] and [65]",
+    }
+    report = ckptmap.diff(source, other, values=True)
+    assert "1 of 8192 values differ, by at most 1.000e+00" in report.changed["l.1.weight"]
+    assert "the first at [3, 5]" in report.changed["l.1.weight"]
+    assert not report.equal
+
+
+def test_diff_across_encodings_measures(source: Path, tmp_path: Path) -> None:
+    report = ckptmap.diff(source, made(source, tmp_path, "hf-nf4"), values=True)
+    assert set(report.changed) == {"l.0.weight", "l.1.weight"}
+    assert all("encoding dense and nf4" in why for why in report.changed.values())
