@@ -20,9 +20,10 @@ from ckptmap.files import Files
 from ckptmap.lazy import LazyTensor
 from ckptmap.mapping.wrappers import describe_wrappers, strip_wrappers
 from ckptmap.places import look, refuse_place
-from ckptmap.protocols import Group
+from ckptmap.protocols import Group, Place
 from ckptmap.roots import Roles, is_tensor, split_roles
 from ckptmap.tensors import Cut, Index, Leaf, Opaque, Path, PerRank, StoredTensor
+from ckptmap.wire.gc_pause import paused_gc
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,11 @@ def open(path: str | os.PathLike[str], *, root: str | None = None) -> Checkpoint
     container = registry.container_for(place)
     if container is None:
         raise refuse_place(place, lambda child: registry.container_for(child) is not None)
-    index = container.index(place)
+    with paused_gc():
+        return _opened(place, container.index(place), root)
+
+
+def _opened(place: Place, index: Index, root: str | None) -> Checkpoint:
     leaves = {path: _joined(join(path), leaf) for path, leaf in index.leaves.items()}
     return Checkpoint(place.path, index, split_roles(leaves, root, place.path), Files())
 

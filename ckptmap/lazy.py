@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable, without numpy."""
+    """The bytes of a contiguous CPU tensor, writable, without numpy; they keep the tensor alive."""
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+    held = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    held.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(held).cast("B")
 
 
 class LazyTensor:

@@ -27,6 +27,7 @@ from ckptmap.protocols import Encoding, OutState, OutTensor, Refusal, Writer
 from ckptmap.setups import Aim
 from ckptmap.steps import Compare, Encode, FilePlan, Target
 from ckptmap.tensors import FLOATING, Path, StoredTensor, TensorInfo
+from ckptmap.wire.gc_pause import paused_gc
 
 
 @dataclass
@@ -63,7 +64,8 @@ def plan(
     options = options or Options(to=to, **asked)
     aim = setups.parse(to)
     ckpt = source if isinstance(source, Checkpoint) else open(source, root=options.source_root)
-    return _Planner(ckpt, aim, options).plan()
+    with paused_gc():
+        return _Planner(ckpt, aim, options).plan()
 
 
 class _Planner:

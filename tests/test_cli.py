@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from ckptmap_cli.main import COMMANDS, build, main
+from ckptmap_cli.main import COMMANDS, main
 from safetensors.torch import load_file, save_file
 
 from ckptmap.codes import CODES
@@ -102,11 +102,6 @@ def test_version(run: Any) -> None:
     assert (done.code, done.out) == (0, f"ckptmap {__version__}\n")
 
 
-def test_only_the_command_that_is_asked_for_is_built() -> None:
-    assert len(build(["verify", "x"]).registered_commands) == 1
-    assert len(build(["--help"]).registered_commands) == len(COMMANDS)
-
-
 def test_a_wrong_command_is_usage_and_names_a_near_one(run: Any) -> None:
     done = run("inspct", "x")
     assert done.code == 2 and not done.out
@@ -132,6 +127,25 @@ def test_inspect_json_has_every_tensor(run: Any, training: Path) -> None:
     assert document["tensors"][0]["key"] == "_orig_mod.model.layers.0.mlp.up_proj.weight"
     assert document["totals"] == {"tensors": 4, "numel": 12352, "nbytes": 49408, "files": 1}
     assert document["dtypes"] == {"float32": 4} and document["extra"] == {"step": 7}
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_inspect_says_how_optimizer_state_is_keyed(run: Any, tmp_path: Path, nested: bool) -> None:
+    fc = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(fc.parameters())
+    fc(torch.ones(8)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    if nested:
+        names = ["fc.weight", "fc.bias"]
+        state["state"] = {names[index]: states for index, states in state["state"].items()}
+    model = {f"fc.{name}": tensor for name, tensor in fc.state_dict().items()}
+    torch.save({"model": model, "optimizer": state}, tmp_path / "run.pt")
+    found = run("inspect", tmp_path / "run.pt", "--json").document["optimizer"]
+    assert (found["keyed_by"], found["parameters"]) == ("fqn" if nested else "index", 2)
+    line = "state of 2 parameters by name: step, exp_avg" if nested else "keyed by index"
+    assert line in run("inspect", tmp_path / "run.pt").out
+    assert ("exp_avg_sq" in run("inspect", tmp_path / "run.pt", "--keys", "*exp*").out) is nested
 
 
 def test_inspect_keys_limits_the_table_only(run: Any, source: Path) -> None:

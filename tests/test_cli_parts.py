@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import typer
+from ckptmap_cli.main import COMMANDS, build
 from ckptmap_cli.options import parse_nbytes
-from ckptmap_cli.output import jsonable
+from ckptmap_cli.output import dumps, printable
 from ckptmap_cli.progress import Progress
 
 from ckptmap.codes import CODES
@@ -54,10 +55,15 @@ def test_sizes_that_are_none(text: str) -> None:
 
 def test_json_holds_what_json_has_no_word_for() -> None:
     odd = {("a", 1): float("nan"), "b": b"xyz", "c": (1, {2}), "d": argparse.Namespace(x=1)}
-    text = json.dumps(jsonable(odd), allow_nan=False)
-    assert json.loads(text) == {
+    text = dumps({"odd": odd, "lone": "\ud800"})
+    assert json.loads(text)["lone"] == "\ud800"
+    assert json.loads(text)["odd"] == {
         "('a', 1)": "nan", "b": "<3 bytes>", "c": [1, [2]], "d": "Namespace(x=1)"
     }  # fmt: skip
+
+
+def test_names_cannot_speak_to_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\r\x9b\tc\nd") == "a\\x1b[2Jb\\x0d\\x9b\tc\nd"
 
 
 class Terminal:
@@ -103,3 +109,8 @@ def test_the_readme_lists_the_setups_that_there_are() -> None:
     assert listed == [setup.name for setup in registry.setups()]
     for scheme in registry.schemes():
         assert not scheme.suffix or f"`-{scheme.suffix}`" in table
+
+
+def test_only_the_command_that_is_asked_for_is_built() -> None:
+    assert len(build(["verify", "x"]).registered_commands) == 1
+    assert len(build(["--help"]).registered_commands) == len(COMMANDS)

@@ -198,8 +198,12 @@ def test_reads_fsdp2_of_two_ranks(ranks: Callable[[int], FilePath]) -> None:
 
 def test_nf4_items_are_found_at_open(ranks: Callable[[int], FilePath]) -> None:
     work = ranks(2)
-    index = index_of(work / "nf4")
-    for key, info in (("0.weight", (256, 256)), ("1.weight", (32, 64))):
+    big, tiny = index_of(work / "nf4"), index_of(work / "nf4tiny")
+    for index, key, info in (
+        (big, "0.weight", (256, 256)),
+        (big, "1.weight", (32, 64)),
+        (tiny, "weight", (32, 64)),
+    ):
         cut = index.leaves[(key,)]
         assert isinstance(cut, Cut)
         assert cut.info == TensorInfo(info, "bfloat16")

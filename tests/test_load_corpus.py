@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ckptmap.resume.load import load
 from tests.corpus import CASES, Case, Corpus
 from tests.live.model import same
+
+# A module cannot have a child called `bfloat16`: that is a method of nn.Module.
+LOADABLE = sorted(name for name in CASES if not name.endswith("_dtypes"))
 
 
 def live(case: Case, device: str) -> nn.Module:
@@ -41,12 +45,12 @@ def tie(root: nn.Module, names: list[str]) -> None:
         setattr(owner, name.rpartition(".")[2], root.get_parameter(names[0]))
 
 
-def values(model: nn.Module) -> Mapping[str, Tensor]:
+def values(model: nn.Module) -> Mapping[str, Any]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", LOADABLE)
 def test_every_case_loads(name: str, device: str, corpus: Corpus) -> None:
     case = corpus[name]
     model = live(case, device)
@@ -61,7 +65,7 @@ def test_every_case_loads(name: str, device: str, corpus: Corpus) -> None:
             tensor = tensor.get_original_weight()
         assert same(tensor.detach(), want), fqn
     assert {encoded.fqn for encoded in report.encoded} == case.nf4.keys()
-    assert report.decoded == report.cast == report.left_on_meta == ()
+    assert not (report.decoded or report.cast or report.left_on_meta)
 
 
 INNER = ("quantized_data", "quantized_scalers", "quantization_factor", "scaler_mean", "nf4")

@@ -150,7 +150,7 @@ def test_a_single_rank_file_says_that_others_are_missing(four: Path) -> None:
     found = TorchZip().index(look(four / "model_world_size_4_rank_1.pt"))
     path, leaf = next((p, x) for p, x in found.leaves.items() if isinstance(x, Opaque))
     with pytest.raises(SourceError, match=r"cut over the 4 ranks.*3 rank files are missing"):
-        DTensorLayout().join((leaf,), path[0])
+        DTensorLayout().join((leaf,), str(path[0]))
 
 
 def test_a_stale_rank_is_refused(four: Path) -> None:
@@ -158,6 +158,13 @@ def test_a_stale_rank_is_refused(four: Path) -> None:
     shutil.copy(four / "model_world_size_4_rank_3.pt", extra)
     with pytest.raises(SourceError, match=r"rank_4\.pt: rank 4, expected ranks below 4"):
         index(four)
+
+
+def test_an_absurd_rank_number_is_one_error(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "rank0.pt")
+    torch.save({"w": torch.ones(2)}, tmp_path / "rank99999999999.pt")
+    with pytest.raises(SourceError, match="rank 1 of 100000000000 is missing"):
+        index(tmp_path)
 
 
 def test_files_of_other_saves_are_refused(corpus: Any, four: Path) -> None:

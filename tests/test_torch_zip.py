@@ -119,19 +119,19 @@ def test_numpy_values_are_inert(tmp_path: Path) -> None:
 class Scaled(torch.Tensor):
     """A subclass as torchao makes them: no data of its own, inner tensors as attributes."""
 
-    inner: torch.Tensor
+    inner: torch.Tensor  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Scaled:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
-            cls, (8, *inner.shape), dtype=torch.bfloat16
-        )
+        return torch.Tensor._make_wrapper_subclass(cls, (8, *inner.shape), dtype=torch.bfloat16)
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return Scaled(args[0].inner)
         raise NotImplementedError(func)
@@ -196,7 +196,7 @@ def patched(path: Path, old: bytes, new: bytes) -> None:
     after = before.replace(old, new)
     assert after != before and len(after) == len(before)
     crcs = [zlib.crc32(data).to_bytes(4, "little") for data in (before, after)]
-    path.write_bytes(raw.replace(before, after).replace(*crcs))
+    path.write_bytes(raw.replace(before, after).replace(crcs[0], crcs[1]))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,18 @@ from typing import Any
 
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
-from ckptmap.tensors import Box, Chunk, Cut, Index, Leaf, Opaque, Path, Region, StoredTensor
+from ckptmap.tensors import (
+    Box,
+    Chunk,
+    Cut,
+    Index,
+    Leaf,
+    Opaque,
+    Path,
+    Region,
+    StoredTensor,
+    TensorInfo,
+)
 from ckptmap.wire.dcp_items import PLAIN_OVERHEAD, Items
 from ckptmap.wire.dcp_metadata import Item, Metadata, TensorEntry, read_metadata
 from ckptmap.wire.gc_pause import paused_gc
@@ -25,6 +36,7 @@ RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 MAX_METADATA_NBYTES = 1 << 30
 SMALL_NBYTES = 16 << 10
 """A subclass of a tensor this small may be as long as a plain one."""
+MAX_SAMPLES = 32
 
 
 class Dcp:
@@ -143,7 +155,7 @@ class _Leaves:
         leaves: dict[Path, Leaf] = {}
         records: dict[str, Mapping[str, Any]] = {}
         unusual = {key for key, entry in metadata.tensors.items() if _is_unusual(entry)}
-        cuts = self._cuts(metadata, unusual)
+        cuts = self._cuts(metadata, unusual | _samples(metadata))
         if cuts:  # then small ones may be subclasses too, and their sizes do not tell
             small = {k for k, e in metadata.tensors.items() if _is_small(e)} - unusual
             cuts |= self._cuts(metadata, small)
@@ -215,6 +227,18 @@ def _is_unusual(entry: TensorEntry) -> bool:
 
 def _is_small(entry: TensorEntry) -> bool:
     return any(item.nbytes < SMALL_NBYTES for _, _, item in entry.chunks)
+
+
+def _samples(metadata: Metadata) -> set[str]:
+    """One small tensor of each of the first few kinds: if all subclasses are small, one of these
+    gives them away."""
+    kinds: dict[tuple[TensorInfo, int], str] = {}
+    for key, entry in metadata.tensors.items():
+        if entry.chunks and entry.chunks[0][2].nbytes < SMALL_NBYTES:
+            kinds.setdefault((entry.info, entry.chunks[0][2].nbytes), key)
+            if len(kinds) == MAX_SAMPLES:
+                break
+    return set(kinds.values())
 
 
 def _record(value: Any, key: str) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.tensors import TensorInfo
+from ckptmap.wire.inside import blobs_of, inside
 
 CONFIG = "config.json"
 OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight")
@@ -29,8 +30,12 @@ MAX_SIBLING_NBYTES = 256 << 20
 
 
 def _belongs(file: Path) -> bool:
+    """A known name; a link that leads out of the directory is refused (SourceError CKM116)."""
     known = file.name in SIBLINGS or file.name.startswith(PREFIXES) or file.suffix in SUFFIXES
-    return known and file.is_file() and file.stat().st_size <= MAX_SIBLING_NBYTES
+    if not known or not file.is_file() or file.stat().st_size > MAX_SIBLING_NBYTES:
+        return False
+    directory = str(file.parent)
+    return bool(inside(directory, file.name, directory, blobs_of(directory)))
 
 
 class HfCarrier:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -157,14 +158,15 @@ def _check_ranks(group: _Group, trees: Mapping[int, Mapping[Path, Leaf]]) -> Non
             f"{group.name}: its tensors are of {len(mesh)} ranks, its name says {world}",
             "these files are not of one save",
         )
-    missing = [rank for rank in range(min(world, max(trees) + world)) if rank not in trees]
-    if missing:
-        names = ", ".join(group.name.replace("*", _like(group, rank), 1) for rank in missing[:4])
+    count = world - sum(rank < world for rank in trees)
+    if count:
+        missing = list(islice((rank for rank in range(world) if rank not in trees), 4))
+        names = ", ".join(group.name.replace("*", _like(group, rank), 1) for rank in missing)
         raise SourceError(
             "CKM110",
             f"{FilePath(next(iter(group.files.values()))).parent}: rank {missing[0]} of {world} is "
-            f"missing ({names}{', ...' if len(missing) > 4 else ''})",
-            f"copy the {len(missing)} missing rank files here",
+            f"missing ({names}{', ...' if count > 4 else ''})",
+            f"copy the {count} missing rank files here",
         )
     extra = [rank for rank in trees if rank >= world]
     if extra:

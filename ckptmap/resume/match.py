@@ -79,8 +79,8 @@ class LoadPlan:
             raise LoadError(
                 "CKM501",
                 f"model: non-persistent buffers are on meta and in no checkpoint: {listed(homeless)}",
-                "build the model with its buffers on a device, as accelerate's init_empty_weights does, "
-                "or compute them and load with strict=False",
+                "build the model with its buffers on a device (accelerate's init_empty_weights, then "
+                "tie_weights), or compute them and load with strict=False",
             )
 
     def _refuse_shapes(self, path: str) -> None:

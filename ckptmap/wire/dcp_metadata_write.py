@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ckptmap.tensors import Path
 from ckptmap.wire.dcp_metadata import MODULE, Item, Metadata, Offsets, TensorEntry
-from ckptmap.wire.pickle_write import _int_op as int_op
-from ckptmap.wire.pickle_write import _int_tuple as int_tuple
+from ckptmap.wire.pickle_write import int_op, int_tuple
 
 # Objects that every chunk needs are put into the memo once, in this order, before the root: a
 # chunk then costs about 120 bytes and a few microseconds.

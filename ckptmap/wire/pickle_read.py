@@ -21,6 +21,7 @@ from ckptmap.errors import SourceError
 from ckptmap.tensors import ITEMSIZE, Opaque, TensorInfo
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.pickle_guard import check_opcodes
+from ckptmap.wire.pickle_refused import Refused, refuse_dangerous
 
 MAX_NBYTES = 1 << 30
 """Largest pickle that is read: a hundred times the index of the largest model known."""
@@ -240,72 +241,6 @@ def _known() -> dict[tuple[str, str], Any]:
 
 _KNOWN = _known()
 
-# ------------------------------------------------------------------------------- what is refused
-
-_DANGEROUS_MODULES = frozenset(
-    (
-        *(
-            "os",
-            "posix",
-            "nt",
-            "subprocess",
-            "_posixsubprocess",
-            "sys",
-            "runpy",
-            "importlib",
-            "imp",
-        ),
-        *("pkgutil", "shutil", "socket", "ctypes", "_ctypes", "cffi", "pty", "pickle", "_pickle"),
-        *("cPickle", "dill", "cloudpickle", "joblib", "marshal", "codeop", "timeit", "pdb", "bdb"),
-        *("cProfile", "webbrowser", "multiprocessing", "commands", "popen2", "pip", "setuptools"),
-        *("distutils", "zipimport"),
-    )
-)
-_DANGEROUS_BUILTINS = frozenset(
-    (
-        *("eval", "exec", "execfile", "compile", "__import__", "open", "input", "raw_input"),
-        *("breakpoint", "globals", "locals", "setattr", "delattr", "apply", "reload"),
-    )
-)
-_DANGEROUS_FUNCTIONS = frozenset(
-    (
-        *("torch.load", "torch.hub", "torch.jit.load", "torch.serialization.load"),
-        *("torch.storage._load_from_bytes", "torch.package", "torch.utils.cpp_extension"),
-        *("torch.ops.load_library", "torch.classes.load_library", "torch.export.load"),
-        *("torch.utils.data.datapipes.utils.decoder", "torch.utils._config_module.load_config"),
-        *("numpy.load", "numpy.fromfile", "numpy.loadtxt", "numpy.memmap", "numpy.ctypeslib"),
-        *("numpy.lib.npyio.load", "numpy.f2py", "numpy.testing", "numpy.distutils"),
-        *(
-            "pandas.read_pickle",
-            "pandas.eval",
-            "yaml.load",
-            "yaml.unsafe_load",
-            "operator.attrgetter",
-        ),
-        *("operator.methodcaller", "functools.reduce"),
-        *("io.open", "io.FileIO", "_io.open", "_io.FileIO", "codecs.open"),
-    )
-)
-
-
-def refuse_dangerous(module: str, name: str) -> None:
-    """Raise for names that only an attack calls. This is for the message: nothing is ever called."""
-    full = f"{module}.{name}"
-    builtin = module in ("builtins", "__builtin__", "__builtins__")
-    parts = full.split(".")
-    if (
-        parts[0] in _DANGEROUS_MODULES
-        or (builtin and parts[1] in _DANGEROUS_BUILTINS)
-        or any(".".join(parts[:n]) in _DANGEROUS_FUNCTIONS for n in range(2, len(parts) + 1))
-        or any(part in _DANGEROUS_MODULES for part in name.split(".")[:-1])
-    ):
-        raise _Refused(f"os.{name} (as {full})" if module in ("posix", "nt") else full)
-
-
-class _Refused(Exception):
-    """A pickle names something that only an attack calls."""
-
-
 # ------------------------------------------------------------------------------------- the load
 
 
@@ -358,7 +293,7 @@ def load(
             return _Unpickler(data, allow, persistent_load).load()
     except SourceError:
         raise
-    except _Refused as error:
+    except Refused as error:
         raise SourceError(
             "CKM106",
             f"{where}: pickle names {error} (refused; nothing was run)",

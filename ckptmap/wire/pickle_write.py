@@ -253,9 +253,9 @@ class _Emitter:
         self._global("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
         self.out.append(b"(")
         self._persistent_storage(tensor)
-        self.out.append(_int_op(tensor.offset_elems))
-        self.out.append(_int_tuple(tensor.shape))
-        self.out.append(_int_tuple(tensor.stride))
+        self.out.append(int_op(tensor.offset_elems))
+        self.out.append(int_tuple(tensor.shape))
+        self.out.append(int_tuple(tensor.stride))
         self.out.append(b"\x88" if tensor.requires_grad else b"\x89")
         self._global("collections", "OrderedDict")
         self.out.append(b")R")
@@ -276,7 +276,7 @@ class _Emitter:
             numel = tensor.numel * ITEMSIZE[tensor.dtype]
         self.out.append(_str_op(tensor.key))
         self._str("cpu")
-        self.out.append(_int_op(numel) + b"tQ")
+        self.out.append(int_op(numel) + b"tQ")
 
 
 _TUPLES = (b")", b"\x85", b"\x86", b"\x87")
@@ -287,7 +287,7 @@ def _str_op(text: str) -> bytes:
     return b"X" + struct.pack("<I", len(data)) + data
 
 
-def _int_op(value: int) -> bytes:
+def int_op(value: int) -> bytes:
     if 0 <= value < 1 << 8:
         return b"K" + bytes([value])
     if 0 <= value < 1 << 16:
@@ -300,8 +300,8 @@ def _int_op(value: int) -> bytes:
     return b"\x8b" + struct.pack("<i", len(data)) + data
 
 
-def _int_tuple(values: tuple[int, ...]) -> bytes:
-    ops = b"".join(map(_int_op, values))
+def int_tuple(values: tuple[int, ...]) -> bytes:
+    ops = b"".join(map(int_op, values))
     return ops + _TUPLES[len(values)] if len(values) < 4 else b"(" + ops + b"t"
 
 
@@ -317,7 +317,7 @@ def _complex_op(value: complex) -> bytes:
 _ATOMS: Mapping[type, Callable[[Any], bytes]] = {
     type(None): lambda value: b"N",
     bool: lambda value: b"\x88" if value else b"\x89",
-    int: _int_op,
+    int: int_op,
     float: _float_op,
     complex: _complex_op,
 }

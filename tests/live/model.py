@@ -25,6 +25,11 @@ class Net(nn.Module):
     steps: Tensor
     scale: Tensor
     window: Tensor
+    up: nn.Linear
+    back: nn.Linear
+    head: nn.Linear
+    norm: nn.RMSNorm
+    embed: nn.Embedding
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +73,8 @@ def meta_net(dtype: torch.dtype = torch.bfloat16) -> Net:
 
 def quantized(weight: Tensor) -> Tensor:
     """torchao's own, with the largest legal scaler block up to 256."""
-    return to_nf4(weight.detach(), 64, math.gcd(256, weight.numel() // 64))
+    whole: Tensor = to_nf4(weight.detach(), 64, math.gcd(256, weight.numel() // 64))
+    return whole
 
 
 def quantize(model: nn.Module) -> None:
