@@ -151,6 +151,13 @@ CODES: Mapping[str, Code] = {
         "--include, --exclude and --drop leave no tensor to convert.",
         "Check the globs against `ckptmap inspect --keys GLOB`.",
     ),
+    "CKM207": Code(
+        "optimizer state that cannot be named",
+        "The state is keyed by parameter index and the order given for it does not fit, or the "
+        "key form asked for cannot hold the state.",
+        "Give the parameters as they were passed to the optimizer with --param-order FILE (a name "
+        "a line, an empty line between groups), or leave it behind with --optimizer drop.",
+    ),
     "CKM208": Code(
         "tied, but different",
         "Two tensors are declared to be one, and their values differ: to keep one of them would "

@@ -17,9 +17,10 @@ HEAVY = {"torch", "torchao", "numpy", "safetensors", "xxhash", "transformers", "
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("version", "errors", "codes", "collapse"),
     ("tensors", "files", "locks", "foreign", "journal", "sink"),
-    ("protocols", "coverage", "gather", "publish"),
+    ("protocols", "coverage", "gather", "publish", "like"),
     ("lazy", "wire"),
     ("containers", "encodings", "layouts", "mapping"),
+    ("optim",),
     ("registry", "roots", "places", "steps", "compare"),
     ("setups", "moves"),
     ("checkpoint",),

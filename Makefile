@@ -1,0 +1,42 @@
+# `make demo` and `make test` are all a fresh machine needs: Python 3.11 or newer, and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ckptmap-ready
+
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench format clean
+
+help:  ## What there is to make
+	@sed -n 's/^\([a-z]*\):.*## /  make \1  \t/p' $(MAKEFILE_LIST)
+
+demo: $(STAMP)  ## A Llama under FSDP1 on 4 ranks becomes NF4 under FSDP2 on 2
+	@$(BIN)/python examples/demo.py
+
+test: lint  ## Lint, types, and every test
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## Style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## Apply the style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## Measure against cp and against other tools
+	$(BIN)/python benchmarks/run.py
+
+clean:  ## Remove what was made, the environment too
+	rm -rf $(VENV) build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch first and pinned: what follows finds it there and asks for no other build.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""The command line of ckptmap: one file a command; everything that is printed is printed here."""

@@ -1,0 +1,28 @@
+"""From what was typed to the library's `Options`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptmap.optim.order import read_order
+from ckptmap.plans import MAX_SHARD_NBYTES, Options
+
+from .options import parse_nbytes
+
+REPEATABLE = ("include", "exclude", "drop", "encode", "no_encode")
+
+
+def options(to: str, **typed: Any) -> Options:
+    """Repeated options as tuples, `--wrap a,b` as a tuple, sizes in bytes."""
+    wrap: str | None = typed.pop("wrap")
+    shard: str | None = typed.pop("max_shard_size")
+    order: str | None = typed.pop("param_order")
+    many: dict[str, Any] = {name: tuple(typed.pop(name) or ()) for name in REPEATABLE}
+    return Options(
+        to=to,
+        wrap=None if wrap is None else tuple(name for name in wrap.split(",") if name),
+        max_shard_nbytes=MAX_SHARD_NBYTES if shard is None else parse_nbytes(shard),
+        param_order=None if order is None else read_order(order),
+        **many,
+        **typed,
+    )

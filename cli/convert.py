@@ -1,0 +1,168 @@
+"""`ckptmap convert`: plan, run, verify the structure, publish."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from . import options as ask
+from .output import Output
+
+if TYPE_CHECKING:
+    from ckptmap.plans import Options, Plan
+
+EXAMPLES = (
+    "ckptmap convert runs/step-2000 out/ --to hf --config-from base-model/",
+    "ckptmap convert runs/step-2000 out/ --to fsdp2-nf4 --world-size 8",
+    "ckptmap convert model.pt out.pt --to compiled --wrap ddp,compile",
+    "ckptmap convert model.pt out/ --plan plan.json",
+)
+
+Dst = Annotated[str, typer.Argument(metavar="DST", help="Where to; made complete or not at all.")]
+To = Annotated[
+    str | None,
+    typer.Option(
+        "--to",
+        metavar="SETUP",
+        show_default=False,
+        help="What to convert to: hf, full-bf16, fsdp2-nf4.",
+    ),
+]
+PlanFile = Annotated[
+    str | None,
+    typer.Option("--plan", metavar="FILE", show_default=False, help="Run exactly this saved plan."),
+]
+MaxMemory = Annotated[
+    str, typer.Option("--max-memory", metavar="SIZE", help="Bound of all buffers together.")
+]
+Digest = Annotated[
+    str,
+    typer.Option(
+        "--digest",
+        metavar="xxh3|sha256",
+        callback=ask.one_of("xxh3", "sha256"),
+        help="Of what is written: xxh3 of every tensor, or sha256 of every file as well.",
+    ),
+]
+Device = Annotated[str, typer.Option("--device", help="Where arithmetic runs: cpu, cuda, cuda:1.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, show_default=False, help="Default: by the cores.")
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace DST once the new one is whole.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]
+
+
+def command(
+    src: ask.Src,
+    dst: Dst,
+    to: To = None,
+    world_size: ask.WorldSize = None,
+    max_memory: MaxMemory = "64MiB",
+    digest: Digest = "xxh3",
+    device: Device = "cpu",
+    threads: Threads = None,
+    overwrite: Overwrite = False,
+    include: ask.Include = None,
+    exclude: ask.Exclude = None,
+    drop: ask.Drop = None,
+    optimizer: ask.Optimizer = "keep",
+    optimizer_keys: ask.OptimizerKeys = "fqn",
+    param_order: ask.ParamOrder = None,
+    like: ask.Like = None,
+    root: ask.Root = None,
+    source_root: ask.SourceRoot = None,
+    wrap: ask.Wrap = None,
+    names_like: ask.NamesLike = None,
+    encode: ask.Encode = None,
+    no_encode: ask.NoEncode = None,
+    max_shard_size: ask.MaxShardSize = None,
+    config_from: ask.ConfigFrom = None,
+    plan_file: PlanFile = None,
+    dry_run: DryRun = False,
+    quiet: ask.Quiet = False,
+    json: ask.Json = False,
+) -> None:
+    """Convert a checkpoint into another setup.
+
+    DST appears by one rename when it is complete; SRC is never written. A run that was stopped is
+    continued by the same command.
+    """
+    from .asked import options
+
+    limit = ask.parse_nbytes(max_memory)
+    asked = options(
+        to or "", world_size=world_size, include=include, exclude=exclude, drop=drop,
+        optimizer=optimizer, optimizer_keys=optimizer_keys, param_order=param_order, like=like, root=root, source_root=source_root, wrap=wrap, names_like=names_like,
+        encode=encode, no_encode=no_encode, max_shard_size=max_shard_size, config_from=config_from,
+    )  # fmt: skip
+    plan = _plan(src, asked, plan_file)
+    out = Output(json, quiet)
+    if dry_run:
+        _show_only(plan, out)
+    else:
+        _run(plan, dst, out, device, threads, limit, overwrite, digest)
+
+
+def _plan(src: str, asked: Options, plan_file: str | None) -> Plan:
+    import ckptmap
+    from ckptmap.plans import Options
+
+    if plan_file is None:
+        if not asked.to:
+            raise typer.BadParameter("give --to SETUP, or --plan FILE")
+        return ckptmap.plan(src, asked.to, options=asked)
+    if asked != Options(to=""):
+        raise typer.BadParameter("--plan holds the options of the conversion; give none beside it")
+    return _saved(src, plan_file)
+
+
+def _saved(src: str, plan_file: str) -> Plan:
+    from pathlib import Path
+
+    from ckptmap.errors import PlanError
+    from ckptmap.planning import replan
+
+    plan = replan(plan_file)
+    if Path(src).resolve() != Path(plan.ckpt.path).resolve():
+        raise PlanError(
+            "CKM209",
+            f"{plan_file}: plans a conversion of {plan.ckpt.path}, not of {src}",
+            f"ckptmap plan {src} --to {plan.options.to} -o {plan_file}",
+        )
+    return plan
+
+
+def _show_only(plan: Plan, out: Output) -> None:
+    out.show(plan)
+    if plan.unresolved:
+        raise typer.Exit(1)
+
+
+def _run(
+    plan: Plan,
+    dst: str,
+    out: Output,
+    device: str,
+    threads: int | None,
+    max_memory: int,
+    overwrite: bool,
+    digest: str,
+) -> None:
+    from .progress import Progress
+
+    progress = None if out.quiet else Progress(plan.nbytes_out)
+    try:
+        report = plan.execute(
+            dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
+            digest=digest, progress=progress or False,
+        )  # fmt: skip
+    finally:
+        if progress is not None:
+            progress.close()
+    if out.quiet and not out.json:
+        out.text(str(report.dst))
+    else:
+        out.show(report)

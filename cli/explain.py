@@ -1,0 +1,43 @@
+"""`ckptmap explain`: what an error code means, and what to do."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from . import options as ask
+from .output import Output
+
+EXAMPLES = (
+    "ckptmap explain CKM202",
+    "ckptmap explain",
+)
+
+
+def command(
+    code: Annotated[
+        str | None, typer.Argument(metavar="CODE", help="As CKM202; all codes without it.")
+    ] = None,
+    json: ask.Json = False,
+) -> None:
+    """Say what an error code means and what to do about it."""
+    from ckptmap.codes import CODES
+
+    out = Output(json)
+    if code is None:
+        titles = {name: entry.title for name, entry in CODES.items()}
+        text = "\n".join(f"{name}  {title}" for name, title in titles.items())
+        out.document({"codes": titles}) if out.json else out.text(text)
+        return
+    name = code.strip().upper()
+    name = name if name.startswith("CKM") else f"CKM{name}"
+    if name not in CODES:
+        raise typer.BadParameter(f"{code!r} is no error code; `ckptmap explain` lists them")
+    entry = CODES[name]
+    if out.json:
+        out.document(
+            {"code": name, "title": entry.title, "why": entry.why, "next": entry.next_step}
+        )
+    else:
+        out.text(f"{name}: {entry.title}\n\n{entry.why}\n\nNext: {entry.next_step}")

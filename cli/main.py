@@ -1,0 +1,164 @@
+"""`ckptmap COMMAND`: finds the command, and turns every outcome into an exit code.
+
+0 ok · 1 the answer is no · 2 usage, or refused before a byte was written · 3 failed while
+working, run again to continue · 130 interrupted, likewise. Only the module of the command that is
+asked for is imported, and torch never by this package itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from ckptmap.errors import CkptmapError, Interrupted
+from ckptmap.version import __version__
+
+from .inspect import at_once
+from .output import Output
+
+COMMANDS = ("inspect", "plan", "convert", "verify", "diff", "doctor", "explain")
+"""Each is a module of this package with a function `command` and its `EXAMPLES`."""
+GC_THRESHOLD = (50_000, 20, 20)
+"""Opening a checkpoint makes objects by the 100,000 and no garbage: collecting is lost time."""
+WORKING = 3
+INTERRUPTED = Interrupted.exit_code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: the process's own); its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    gc.set_threshold(*GC_THRESHOLD)
+    Output.printed = False
+    out = Output(json="--json" in args)
+    before = _on_terminate(_interrupt)
+    try:
+        if not at_once(args):
+            build(args)(args, prog_name="ckptmap")
+    except SystemExit as stop:
+        return _exit_code(stop, out)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except CkptmapError as error:
+        return _expected(error, args, out)
+    except Exception as error:
+        return _unexpected(error, args, out)
+    finally:
+        _on_terminate(before)
+    return 0
+
+
+def build(args: Sequence[str]) -> typer.Typer:
+    """The application, with the one command that `args` begins with, or else with all."""
+    app = typer.Typer(
+        help="Convert PyTorch checkpoints between training setups: every byte of the output is "
+        "accounted for, or nothing is published.",
+        epilog=_lines(
+            "Examples:",
+            "ckptmap inspect runs/step-2000",
+            "ckptmap convert runs/step-2000 out/ --to fsdp2-nf4 --world-size 8",
+            "ckptmap COMMAND --help",
+        )
+        + "\n\n"
+        + _lines(
+            "Exit codes:",
+            "0 ok   1 the answer is no   2 usage, or refused before a byte was written",
+            "3 failed while working, run again to continue   130 interrupted, likewise",
+        ),
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_root)
+    for name in args[:1] if args and args[0] in COMMANDS else COMMANDS:
+        module = importlib.import_module(f".{name}", __package__)
+        examples = _lines("Examples:", *module.EXAMPLES)
+        app.command(name, epilog=examples)(_interruptible(module.command))
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        Output().text(f"ckptmap {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and leave."
+        ),
+    ] = False,
+) -> None:
+    """What comes before a command."""
+
+
+def _lines(title: str, *lines: str) -> str:
+    """Text that the help shows as it stands, not filled into a paragraph."""
+    return "\b\n" + "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
+    """Typer would answer Ctrl-C itself; how to continue is worth a line."""
+
+    @functools.wraps(command)
+    def run(*args: object, **kwargs: object) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt as error:
+            raise Interrupted("CKM307", "interrupted") from error
+
+    return run
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _on_terminate(handler: object) -> object:
+    """SIGTERM ends a run as Ctrl-C does; the handler that was there."""
+    try:
+        return signal.signal(signal.SIGTERM, handler)  # type: ignore[arg-type]
+    except (ValueError, TypeError):  # not in the main thread, or a handler of C code
+        return None
+
+
+def _exit_code(stop: SystemExit, out: Output) -> int:
+    code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    if code == 2 and out.json and not Output.printed:
+        out.document({"error": {"code": "usage", "message": "see stderr", "hint": "--help"}})
+    return code
+
+
+def _expected(error: CkptmapError, args: Sequence[str], out: Output) -> int:
+    hint = error.hint
+    if isinstance(error, Interrupted) and args[:1] == ["convert"]:
+        hint = f"the same command continues it: ckptmap {shlex.join(args)}"
+    out.error(error.code, error.message, hint)
+    _trace(error)
+    return error.exit_code
+
+
+def _unexpected(error: Exception, args: Sequence[str], out: Output) -> int:
+    text = str(error).strip().splitlines() or [""]
+    hint = f"please report it with the output of: CKPTMAP_DEBUG=1 ckptmap {shlex.join(args)}"
+    out.error("", f"{type(error).__name__}: {text[0]}", hint)
+    _trace(error)
+    return WORKING
+
+
+def _trace(error: Exception) -> None:
+    if os.environ.get("CKPTMAP_DEBUG", "") not in ("", "0"):
+        import traceback
+
+        traceback.print_exception(error)

@@ -1,0 +1,132 @@
+"""Options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+UNITS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "tb": 10**12,
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+}  # fmt: skip
+
+
+def parse_nbytes(text: str) -> int:
+    """`"64MiB"` -> 67108864, `"2GB"` -> 2000000000, `"4096"` -> 4096."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in UNITS:
+        raise typer.BadParameter(f"{text!r} is no size; write for example 64MiB, 2GB or 4096")
+    nbytes = int(float(match[1]) * UNITS[match[2]])
+    if nbytes < 1:
+        raise typer.BadParameter(f"{text!r}: expected 1 byte or more")
+    return nbytes
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A callback that refuses any other value."""
+
+    def check(value: str) -> str:
+        if value not in choices:
+            raise typer.BadParameter(f"{value!r}, expected one of {', '.join(choices)}")
+        return value
+
+    return check
+
+
+def _option(*names: str, **about: Any) -> Any:
+    return typer.Option(*names, show_default=about.pop("show_default", False), **about)
+
+
+Json = Annotated[bool, _option("--json", help="Print one JSON document.")]
+Quiet = Annotated[
+    bool, _option("--quiet", "-q", help="No progress; on stdout the destination only.")
+]
+Src = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: file or directory.")]
+To = Annotated[
+    str,
+    _option("--to", metavar="SETUP", help="What to convert to: hf, full-bf16, fsdp2-nf4."),
+]
+WorldSize = Annotated[
+    int | None,
+    _option("--world-size", min=1, help="Ranks to cut for; default: as many as wrote SRC."),
+]
+Include = Annotated[
+    list[str] | None, _option("--include", metavar="GLOB", help="Only these weights; repeatable.")
+]
+Exclude = Annotated[
+    list[str] | None, _option("--exclude", metavar="GLOB", help="Not these weights; repeatable.")
+]
+Drop = Annotated[
+    list[str] | None,
+    _option("--drop", metavar="KEY", help="Leave this entry behind: a key or a glob; repeatable."),
+]
+Optimizer = Annotated[
+    str,
+    _option(
+        "--optimizer",
+        metavar="keep|drop",
+        callback=one_of("keep", "drop"),
+        show_default=True,
+        help="What becomes of optimizer state.",
+    ),
+]
+OptimizerKeys = Annotated[
+    str,
+    _option(
+        "--optimizer-keys",
+        metavar="fqn|index|flattened",
+        show_default=True,
+        help="How DST keys optimizer state; index is what optimizer.load_state_dict takes.",
+    ),
+]
+ParamOrder = Annotated[
+    str | None,
+    _option(
+        "--param-order",
+        metavar="FILE",
+        help="Which parameters the indices of optimizer state mean: one name a line, an empty line"
+        " between groups, or JSON, a list of names a group.",
+    ),
+]
+Like = Annotated[
+    str | None,
+    _option(
+        "--like",
+        metavar="PATH",
+        help="Another checkpoint of the same model, or its config.json: names, shapes, order.",
+    ),
+]
+Root = Annotated[
+    str | None,
+    _option("--root", help="The dict to put weights in, as model or app/model; '' for none."),
+]
+SourceRoot = Annotated[
+    str | None, _option("--source-root", help="The dict of SRC that holds the weights.")
+]
+Wrap = Annotated[
+    str | None,
+    _option("--wrap", metavar="NAMES", help="Wrappers to name for, outermost first: ddp,compile."),
+]
+NamesLike = Annotated[
+    str | None, _option("--names-like", metavar="PATH", help="Name keys as this checkpoint does.")
+]
+Encode = Annotated[
+    list[str] | None,
+    _option("--encode", metavar="GLOB", help="Encode these weights only; repeatable."),
+]
+NoEncode = Annotated[
+    list[str] | None,
+    _option("--no-encode", metavar="GLOB", help="Leave these weights as they are; repeatable."),
+]
+MaxShardSize = Annotated[
+    str | None,
+    _option("--max-shard-size", metavar="SIZE", help="Largest file of a shard set; default 5GB."),
+]
+ConfigFrom = Annotated[
+    str | None,
+    _option("--config-from", metavar="PATH", help="Directory or config.json to carry over."),
+]

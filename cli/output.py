@@ -1,0 +1,99 @@
+"""Where everything is printed: the result on stdout, all else on stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, TextIO
+
+SCHEMA = 1
+"""Version of every JSON document that is printed."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters, save tab and line feed."""
+
+
+class Shown(Protocol):
+    """A result: text for people, and a document for programs."""
+
+    def __str__(self) -> str: ...
+
+    def to_json(self) -> Mapping[str, Any]: ...
+
+
+class Output:
+    """One command's output: text, or with `json` exactly one document on stdout."""
+
+    printed: ClassVar[bool] = False
+    """Whether this process printed a result: two documents would be none."""
+
+    def __init__(self, json: bool = False, quiet: bool = False) -> None:
+        self.json = json
+        self.quiet = quiet
+
+    def show(self, result: Shown) -> None:
+        if self.json:
+            self.document(result.to_json())
+        else:
+            self.text(str(result))
+
+    def text(self, text: str) -> None:
+        _write(sys.stdout, printable(text))
+
+    def document(self, document: Mapping[str, Any]) -> None:
+        Output.printed = True
+        _write(sys.stdout, dumps({"schema": SCHEMA, **document}))
+
+    def note(self, text: str) -> None:
+        if not self.quiet:
+            _write(sys.stderr, printable(text))
+
+    def error(self, code: str, message: str, hint: str) -> None:
+        """`error[CKM104]: message`, the hint below; with `json` also as the document."""
+        label = f"error[{code}]" if code else "error"
+        text = f"{label}: {message}" + (f"\n  hint: {hint}" if hint else "")
+        _write(sys.stderr, printable(text))
+        if self.json and not Output.printed:
+            self.document({"error": {"code": code or "internal", "message": message, "hint": hint}})
+
+
+def dumps(document: Mapping[str, Any]) -> str:
+    """One line of JSON; what a checkpoint holds that JSON has no word for is shown as text."""
+    try:
+        return json.dumps(document, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        return json.dumps(jsonable(document), ensure_ascii=False)
+
+
+def jsonable(value: Any) -> Any:
+    """The same in what JSON knows: other objects as text, bytes as their count."""
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [jsonable(item) for item in value]
+    if isinstance(value, bytes | bytearray):
+        return f"<{len(value)} bytes>"
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return repr(value)
+
+
+def printable(text: str) -> str:
+    """Names come from files of others: nothing in them may speak to the terminal."""
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """A line; a reader that has gone away (`| head`) is no failure of ours."""
+    encoding = stream.encoding or "utf-8"
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        stream.flush()
+    except BrokenPipeError:
+        # What is left in the buffer must go somewhere when the interpreter flushes it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,0 +1,168 @@
+"""A checkpoint as `inspect` shows it: a block of facts, then its keys in few lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckptmap.checkpoint import Checkpoint, join
+from ckptmap.collapse import Row, table
+from ckptmap.lazy import LazyTensor
+from ckptmap.plans import human
+
+SHOWN = 8
+"""Entries of `extra`, wrappers and ties that the text spells out; JSON has all."""
+
+
+class Portrait:
+    """`keys` is a glob over plain names that limits the table, not the facts above it."""
+
+    def __init__(self, ckpt: Checkpoint, keys: str = "*") -> None:
+        self.ckpt = ckpt
+        self.keys = keys
+        self.weights = list(ckpt.values())
+        # Asked only then: to name what an index means, a transformers class may have to be built.
+        named = {} if ckpt.optimizer_by_index else ckpt.optimizer
+        self.states = [lazy for states in named.values() for lazy in states.values()]
+        self.other = list(ckpt.other.values())
+
+    # ------------------------------------------------------------------ as JSON
+
+    def to_json(self) -> dict[str, Any]:
+        ckpt = self.ckpt
+        return {
+            "path": ckpt.path,
+            "container": ckpt.index.container,
+            "setup": ckpt.setup,
+            "world_size": ckpt.world_size,
+            "wrappers": list(ckpt.wrappers),
+            "encodings": dict(Counter(lazy.encoding for lazy in self.weights)),
+            "dtypes": dict(Counter(lazy.dtype for lazy in self.weights)),
+            "totals": {
+                "tensors": len(self.weights),
+                "numel": sum(lazy.info.numel for lazy in self.weights),
+                "nbytes": sum(lazy.nbytes for lazy in self.weights),
+                "files": len(ckpt.index.files),
+            },
+            "optimizer": self._optimizer(),
+            "tied": [list(names) for names in self._tied()],
+            "extra": ckpt.extra,
+            "refused": [
+                {"key": item.key, "reason": item.reason, "droppable": item.droppable}
+                for item in ckpt.refused
+            ],
+            "notes": list(ckpt.notes),
+            "tensors": [_entry(role, lazy, ckpt) for role, lazy in self._listed()],
+        }
+
+    def _optimizer(self) -> dict[str, Any]:
+        ckpt = self.ckpt
+        if ckpt.optimizer_by_index:
+            paths = [path for path in ckpt.roles.optimizer if path[:1] == ("state",)]
+            return {"keyed_by": "index", "parameters": len({path[1] for path in paths})}
+        names = dict.fromkeys(name for states in ckpt.optimizer.values() for name in states)
+        return {
+            "keyed_by": "fqn" if ckpt.optimizer else None,
+            "parameters": len(ckpt.optimizer),
+            "states": list(names),
+            "nbytes": sum(lazy.nbytes for lazy in self.states),
+        }
+
+    def _listed(self) -> Iterator[tuple[str, LazyTensor]]:
+        """Role and tensor of all that `keys` asks for."""
+        for role, found in (
+            ("model", self.weights), ("optimizer", self.states), ("other", self.other)
+        ):  # fmt: skip
+            for lazy in found:
+                if self.keys == "*" or fnmatchcase(lazy.fqn, self.keys):
+                    yield role, lazy
+
+    def _tied(self) -> list[tuple[str, ...]]:
+        """Names that the file itself says are one tensor."""
+        sharing: dict[object, list[str]] = {}
+        for lazy in self.weights:
+            share = next(iter(lazy.parts.values())).share
+            if share is not None and lazy.info.numel:
+                sharing.setdefault(share, []).append(lazy.fqn)
+        return [tuple(names) for names in sharing.values() if len(names) > 1]
+
+    # ------------------------------------------------------------------ as text
+
+    def __str__(self) -> str:
+        facts = [(name, text) for name, text in self._facts() if text]
+        block = [f"  {name:<11}{text}" for name, text in facts]
+        # Optimizer state repeats every weight two or three times: only if asked for by name.
+        rows = [
+            Row(lazy.fqn, role, lazy.shape, (_kind(lazy),), "", lazy.nbytes)
+            for role, lazy in self._listed()
+            if role != "optimizer" or self.keys != "*"
+        ]
+        return "\n".join(
+            [self.ckpt.path, *block, "", *(table(rows) or ["  no tensor is named so"])]
+        )
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        ckpt, weights = self.ckpt, self.weights
+        world = f", written by {ckpt.world_size} ranks" if ckpt.world_size > 1 else ""
+        yield "container", f"{ckpt.index.container}, {_count(len(ckpt.index.files), 'file')}{world}"
+        yield "setup", ckpt.setup
+        yield "wrappers", _some(list(ckpt.wrappers))
+        numel = sum(lazy.info.numel for lazy in weights)
+        size = human(sum(lazy.nbytes for lazy in weights))
+        yield "weights", f"{_count(len(weights), 'tensor')}, {numel:,} parameters, {size}"
+        yield "dtypes", _histogram(lazy.dtype for lazy in weights)
+        yield "encodings", _histogram(lazy.encoding for lazy in weights)
+        yield "tied", _some([" = ".join(names) for names in self._tied()])
+        yield "optimizer", self._optimizer_line()
+        yield "other", _count(len(self.other), "tensor") if self.other else ""
+        extra = [f"{join(path)} = {_short(value)}" for path, value in ckpt.plain.items()]
+        yield "extra", _some(extra)
+        for item in ckpt.refused:
+            yield "refused", f"{item.key}: {item.reason}"
+        for note in ckpt.notes:
+            yield "note", note
+
+    def _optimizer_line(self) -> str:
+        found = self._optimizer()
+        if found["keyed_by"] is None:
+            return ""
+        count = _count(found["parameters"], "parameter")
+        if found["keyed_by"] == "index":
+            return f"state of {count}, keyed by index: the file does not say which is which"
+        return f"state of {count} by name: {', '.join(found['states'])}, {human(found['nbytes'])}"
+
+
+def _entry(role: str, lazy: LazyTensor, ckpt: Checkpoint) -> dict[str, Any]:
+    return {
+        "fqn": lazy.fqn,
+        "key": ckpt.names.get(lazy.fqn, lazy.fqn) if role == "model" else lazy.fqn,
+        "role": role,
+        "shape": list(lazy.shape),
+        "dtype": lazy.dtype,
+        "encoding": lazy.encoding,
+        "nbytes": lazy.nbytes,
+    }
+
+
+def _kind(lazy: LazyTensor) -> str:
+    return lazy.dtype if lazy.encoding == "dense" else f"{lazy.encoding}({lazy.dtype})"
+
+
+def _histogram(values: Iterator[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in Counter(values).most_common())
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _some(items: list[str]) -> str:
+    more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return ", ".join(items[:SHOWN]) + more
+
+
+def _short(value: object) -> str:
+    text = f"<{len(value)} bytes>" if isinstance(value, bytes) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

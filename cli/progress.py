@@ -1,0 +1,62 @@
+"""How far a run is: a live line on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+
+from ckptmap.plans import human
+
+from .output import printable
+
+EVERY_LIVE_S = 0.1
+EVERY_LOG_S = 10.0
+
+
+class Progress:
+    """Called with the bytes done since the last call and the tensor they belong to."""
+
+    def __init__(self, total_nbytes: int) -> None:
+        self.total_nbytes = total_nbytes
+        self.done_nbytes = 0
+        self._live = sys.stderr.isatty()
+        self._start = self._shown = time.monotonic()
+        self._lock = threading.Lock()
+
+    def __call__(self, nbytes: int, name: str) -> None:
+        with self._lock:
+            self.done_nbytes += nbytes
+            now = time.monotonic()
+            if now - self._shown < (EVERY_LIVE_S if self._live else EVERY_LOG_S):
+                return
+            self._shown = now
+            self._print(self.line(now - self._start, printable(name)))
+
+    def line(self, seconds: float, name: str) -> str:
+        """`42%  1.0 GB of 2.3 GB  820.0 MB/s  1 s left  model.norm.weight`"""
+        done, total = self.done_nbytes, max(self.total_nbytes, self.done_nbytes, 1)
+        rate = done / seconds if seconds > 0 else 0.0
+        left = f"{(total - done) / rate:.0f} s left" if rate else "starting"
+        return (
+            f"{100 * done // total:3d}%  {human(done)} of {human(total)}  {human(int(rate))}/s"
+            f"  {left}  {name}"
+        )
+
+    def _print(self, line: str) -> None:
+        if self._live:
+            width = shutil.get_terminal_size().columns - 1
+            line = "\r\x1b[2K" + line[:width]
+        else:
+            line += "\n"
+        try:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+        except OSError:
+            pass  # a run goes on without anybody who looks at it
+
+    def close(self) -> None:
+        """Take the live line away."""
+        if self._live:
+            self._print("")

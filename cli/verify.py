@@ -1,0 +1,37 @@
+"""`ckptmap verify`: is an output whole, and is it what it was made from?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from . import options as ask
+from .output import Output
+
+EXAMPLES = (
+    "ckptmap verify out/",
+    "ckptmap verify out/ --against runs/step-2000",
+)
+
+
+def command(
+    dst: Annotated[str, typer.Argument(metavar="DST", help="What `ckptmap convert` wrote.")],
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="SRC",
+            show_default=False,
+            help="Compare the values, each by its fidelity, with the source's.",
+        ),
+    ] = None,
+    json: ask.Json = False,
+) -> None:
+    """Check coverage, sizes and digests by the manifest; exit code 1 where one is wrong."""
+    import ckptmap
+
+    report = ckptmap.verify(dst, against=against)
+    Output(json).show(report)
+    if not report.ok:
+        raise typer.Exit(1)

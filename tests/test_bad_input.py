@@ -1,0 +1,534 @@
+"""Bad input of every kind: one line that names it and says what to do, exit code 2, nothing written.
+
+Each case starts from a real checkpoint and damages it, through the command line as a user would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ckptmap_cli.main import main
+from safetensors.torch import save_file
+
+Make = Callable[[Path], Path]
+CASES: dict[str, tuple[str, Make]] = {}
+"""Name -> (what the error must say, what makes the bad checkpoint in a fresh folder)."""
+
+WEIGHTS = {"a.weight": torch.arange(64.0).reshape(8, 8), "b.bias": torch.ones(8)}
+
+
+def bad(says: str) -> Callable[[Make], Make]:
+    def register(make: Make) -> Make:
+        CASES[make.__name__] = (says, make)
+        return make
+
+    return register
+
+
+def saved(folder: Path, value: Any = None, name: str = "model.pt") -> Path:
+    torch.save(WEIGHTS if value is None else value, folder / name)
+    return folder / name
+
+
+def tensors(folder: Path, name: str = "model.safetensors") -> Path:
+    save_file(WEIGHTS, folder / name)
+    return folder / name
+
+
+def header(folder: Path, document: Any, payload: bytes = b"\0" * 8) -> Path:
+    """A safetensors file with any header."""
+    raw = document if isinstance(document, bytes) else json.dumps(document).encode()
+    (folder / "x.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + payload)
+    return folder / "x.safetensors"
+
+
+def distributed(folder: Path, value: Any = None) -> Path:
+    dcp.save(WEIGHTS if value is None else value, checkpoint_id=str(folder / "dcp"), no_dist=True)
+    return folder / "dcp"
+
+
+def sharded(folder: Path) -> Path:
+    """Two shards and an index, as save_pretrained lays them out."""
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for name, key in zip(names, WEIGHTS, strict=True):
+        save_file({key: WEIGHTS[key]}, folder / name)
+    index = {"metadata": {"total_size": 288}, "weight_map": dict(zip(WEIGHTS, names, strict=True))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def reindexed(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    sharded(folder)
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index = change(index) or index
+    file.write_text(json.dumps(index))
+    return folder
+
+
+def rezipped(
+    folder: Path, change: Callable[[str, bytes], tuple[str, bytes] | None], **how: Any
+) -> Path:
+    """The records of a torch.save file, changed and zipped anew."""
+    source = saved(folder, name="source.pt")
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(folder / "x.pt", "w", **how) as new:
+        for name in old.namelist():
+            changed = change(name, old.read(name))
+            if changed is not None:
+                new.writestr(*changed)
+    return folder / "x.pt"
+
+
+class Evil:
+    """Unpickled by pickle, it would make a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+# ------------------------------------------------------------------------------ containers
+
+
+@bad("no such file or directory")
+def missing(folder: Path) -> Path:
+    return folder / "nothing.pt"
+
+
+@bad(r"is empty \(0 bytes\)")
+def empty_file(folder: Path) -> Path:
+    (folder / "x.pt").touch()
+    return folder / "x.pt"
+
+
+@bad("bytes long, no checkpoint is")
+def seven_bytes(folder: Path) -> Path:
+    (folder / "x.pt").write_bytes(b"\1\2\3\4\5\6\7")
+    return folder / "x.pt"
+
+
+@bad(r"is a Git LFS pointer \(\d+ bytes\)")
+def lfs_pointer(folder: Path) -> Path:
+    (folder / "x.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    )
+    return folder / "x.safetensors"
+
+
+@bad("is text, not weights")
+def html_page(folder: Path) -> Path:
+    (folder / "x.safetensors").write_text("<!DOCTYPE html><html>404</html>")
+    return folder / "x.safetensors"
+
+
+@bad("is text, not weights")
+def json_error(folder: Path) -> Path:
+    (folder / "x.bin").write_text('{"error": "Repository not found"}')
+    return folder / "x.bin"
+
+
+@bad("truncated|central directory|cut short|ends")
+def truncated_zip(folder: Path) -> Path:
+    file = saved(folder)
+    file.write_bytes(file.read_bytes()[:-200])
+    return file
+
+
+@bad("truncated|ends|bytes")
+def truncated_safetensors(folder: Path) -> Path:
+    file = tensors(folder)
+    file.write_bytes(file.read_bytes()[:-5])
+    return file
+
+
+@bad("before torch 1.6|legacy")
+def legacy_save(folder: Path) -> Path:
+    torch.save(WEIGHTS, folder / "x.pt", _use_new_zipfile_serialization=False)
+    return folder / "x.pt"
+
+
+@bad("no checkpoint that ckptmap knows")
+def random_bytes(folder: Path) -> Path:
+    (folder / "x.bin").write_bytes(bytes(range(200, 256)) * 20)
+    return folder / "x.bin"
+
+
+@bad("compressed")
+def deflated_member(folder: Path) -> Path:
+    return rezipped(folder, lambda n, d: (n, d), compression=zipfile.ZIP_DEFLATED)
+
+
+@bad(r"\.\.")
+def member_with_dots(folder: Path) -> Path:
+    return rezipped(folder, lambda n, d: (n.replace("source/data/0", "source/../data/0"), d))
+
+
+@bad("twice|duplicate")
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def duplicate_member(folder: Path) -> Path:
+    source = saved(folder, name="source.pt")
+    with zipfile.ZipFile(source, "a") as file:
+        file.writestr("source/data/0", b"\0" * 256)
+    return source
+
+
+@bad("outside its root folder")
+def plain_zip(folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "x.zip", "w") as file:
+        file.writestr("hello.txt", "hello")
+    return folder / "x.zip"
+
+
+@bad("storage|data/0")
+def missing_storage(folder: Path) -> Path:
+    return rezipped(folder, lambda n, d: None if n.endswith("data/0") else (n, d))
+
+
+@bad("storage|bytes")
+def short_storage(folder: Path) -> Path:
+    return rezipped(folder, lambda n, d: (n, d[:-4]) if n.endswith("data/0") else (n, d))
+
+
+@bad("little|byte order|big")
+def big_endian(folder: Path) -> Path:
+    return rezipped(folder, lambda n, d: (n, b"big") if n.endswith("byteorder") else (n, d))
+
+
+# ------------------------------------------------------------------------------ safetensors
+
+
+@bad("header")
+def header_longer_than_file(folder: Path) -> Path:
+    (folder / "x.safetensors").write_bytes(struct.pack("<Q", 5000) + b'{"a":' + b" " * 20)
+    return folder / "x.safetensors"
+
+
+@bad("dtype|F99")
+def unknown_dtype(folder: Path) -> Path:
+    return header(folder, {"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}})
+
+
+@bad("8|bytes")
+def shape_and_bytes_differ(folder: Path) -> Path:
+    return header(folder, {"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}})
+
+
+@bad("overlap|hole|begin|offset")
+def overlapping_tensors(folder: Path) -> Path:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    return header(folder, {"a": entry, "b": entry})
+
+
+@bad("twice|duplicate")
+def duplicate_key(folder: Path) -> Path:
+    entry = b'{"dtype":"F32","shape":[1],"data_offsets":[%d,%d]}'
+    return header(folder, b'{"a":%b,"a":%b}' % (entry % (0, 4), entry % (4, 8)))
+
+
+@bad("offset|reversed|range")
+def reversed_offsets(folder: Path) -> Path:
+    return header(folder, {"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}})
+
+
+@bad("UTF-8|JSON|header")
+def not_unicode(folder: Path) -> Path:
+    return header(folder, b'{"\xff": 1}')
+
+
+# ------------------------------------------------------------------------------ index
+
+
+@bad("of 2 shards is not there")
+def listed_shard_absent(folder: Path) -> Path:
+    sharded(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    return folder
+
+
+@bad("leads out of the directory")
+def shard_path_escapes(folder: Path) -> Path:
+    return reindexed(folder, lambda i: i["weight_map"].update({"b.bias": "../../etc/passwd"}))
+
+
+@bad("weight_map")
+def weight_map_is_a_list(folder: Path) -> Path:
+    return reindexed(folder, lambda i: {**i, "weight_map": [1, 2]})
+
+
+@bad("is not an index")
+def index_is_no_json(folder: Path) -> Path:
+    sharded(folder)
+    (folder / "model.safetensors.index.json").write_text("{")
+    return folder
+
+
+@bad(r"a\.weight")
+def tensor_in_another_shard(folder: Path) -> Path:
+    name = "model-00002-of-00002.safetensors"
+    return reindexed(folder, lambda i: i["weight_map"].update({"a.weight": name}))
+
+
+@bad("pointer")
+def shard_is_a_pointer(folder: Path) -> Path:
+    sharded(folder)
+    (folder / "model-00002-of-00002.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 288\n"
+    )
+    return folder
+
+
+# ------------------------------------------------------------------------------ pickles
+
+
+@bad("os.system|posix.system")
+def evil_pickle(folder: Path) -> Path:
+    return saved(folder, {"model": WEIGHTS, "hook": Evil(folder / "pwned")})
+
+
+@bad("os.system|posix.system")
+def evil_metadata(folder: Path) -> Path:
+    path = distributed(folder)
+    (path / ".metadata").write_bytes(pickle.dumps(Evil(folder / "pwned")))
+    return path
+
+
+class Strange(torch.Tensor):
+    """A tensor class that nobody knows."""
+
+
+@bad("unknown class .*Strange")
+def unknown_tensor_class(folder: Path) -> Path:
+    return saved(folder, {**WEIGHTS, "c": torch.ones(2).as_subclass(Strange)})
+
+
+@bad("unknown class argparse.Namespace")
+def namespace_among_hyper_parameters(folder: Path) -> Path:
+    import argparse
+
+    return saved(folder, {"model": WEIGHTS, "args": argparse.Namespace(lr=1e-3)})
+
+
+@bad("expand|stride")
+def absurd_expansion(folder: Path) -> Path:
+    return saved(folder, {"w": torch.zeros(1).expand(100_000, 100_000)})
+
+
+@bad("holds no model weights")
+def no_tensor_at_all(folder: Path) -> Path:
+    return saved(folder, {"step": 1})
+
+
+# ------------------------------------------------------------------------------ DCP
+
+
+@bad(r"unfinished DCP save \(only \.metadata\.tmp\)")
+def save_that_died(folder: Path) -> Path:
+    path = distributed(folder)
+    (path / ".metadata").rename(path / ".metadata.tmp")
+    return path
+
+
+@bad("without their .metadata")
+def data_without_metadata(folder: Path) -> Path:
+    path = distributed(folder)
+    (path / ".metadata").unlink()
+    return path
+
+
+@bad("metadata")
+def metadata_is_garbage(folder: Path) -> Path:
+    path = distributed(folder)
+    (path / ".metadata").write_bytes(b"\x80\x04garbage")
+    return path
+
+
+@bad(r"__0_0\.distcp")
+def data_file_missing(folder: Path) -> Path:
+    path = distributed(folder)
+    (path / "__0_0.distcp").unlink()
+    return path
+
+
+@bad(r"__0_0\.distcp")
+def data_file_truncated(folder: Path) -> Path:
+    path = distributed(folder)
+    file = path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-300])
+    return path
+
+
+@bad("leads out of the directory")
+def data_file_outside(folder: Path) -> Path:
+    path = distributed(folder)
+    metadata = dcp.FileSystemReader(str(path)).read_metadata()
+    assert metadata.storage_data is not None
+    for info in metadata.storage_data.values():
+        info.relative_path = "../outside/" + info.relative_path
+    shutil.copytree(path, folder / "outside")
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+def rechunked(folder: Path, sizes: list[tuple[int, int]]) -> Path:
+    """Metadata whose chunks of `a.weight` start at these rows and have these many."""
+    path = distributed(folder)
+    metadata = dcp.FileSystemReader(str(path)).read_metadata()
+    entry: Any = metadata.state_dict_metadata["a.weight"]
+    entry.chunks[0].sizes = torch.Size([sizes[0][1], 8])
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+@bad(r"a\.weight")
+def chunks_leave_a_hole(folder: Path) -> Path:
+    return rechunked(folder, [(0, 5)])
+
+
+@bad(r"a\.weight")
+def chunks_larger_than_stored(folder: Path) -> Path:
+    return rechunked(folder, [(0, 9)])
+
+
+# ------------------------------------------------------------------------------ directories
+
+
+@bad("is an empty directory")
+def empty_directory(folder: Path) -> Path:
+    (folder / "d").mkdir()
+    return folder / "d"
+
+
+@bad("a peft adapter without its base")
+def peft_adapter(folder: Path) -> Path:
+    (folder / "adapter_config.json").write_text("{}")
+    save_file(WEIGHTS, folder / "adapter_model.safetensors")
+    return folder
+
+
+@bad("a DeepSpeed checkpoint")
+def deepspeed(folder: Path) -> Path:
+    (folder / "zero_to_fp32.py").touch()
+    (folder / "latest").write_text("global_step1")
+    return folder
+
+
+@bad("a directory without a checkpoint; it holds notes.txt")
+def other_directory(folder: Path) -> Path:
+    (folder / "notes.txt").write_text("hello")
+    return folder
+
+
+@bad("holds checkpoints but is none itself: run1, run2")
+def parent_of_several(folder: Path) -> Path:
+    for name in ("run1", "run2"):
+        (folder / name).mkdir()
+        distributed(folder / name).rename(folder / f"{name}.tmp")
+        (folder / name).rmdir()
+        (folder / f"{name}.tmp").rename(folder / name)
+    return folder
+
+
+@bad(r"rank 1 .*missing|missing.*rank")
+def rank_missing(folder: Path) -> Path:
+    for rank in (0, 2):
+        saved(folder, name=f"model_world_size_3_rank_{rank}.pt")
+    return folder
+
+
+@bad(r"a\.w.*differ|replica|disagree")
+def ranks_disagree(folder: Path) -> Path:
+    saved(folder, name="model_world_size_2_rank_0.pt")
+    saved(folder, {**WEIGHTS, "a.weight": torch.zeros(3, 3)}, name="model_world_size_2_rank_1.pt")
+    return folder
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_refused_with_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    says, make = CASES[name]
+    source_folder, out_folder = tmp_path / "in", tmp_path / "out"
+    source_folder.mkdir()
+    out_folder.mkdir()
+    source = make(source_folder)
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    for to in ("hf", "fsdp2"):
+        code = main(["convert", str(source), str(out_folder / "dst"), "--to", to])
+        found = capsys.readouterr()
+        assert code == 2, found.err
+        assert found.out == ""
+        lines = found.err.strip().splitlines()
+        assert re.match(r"error\[CKM\d{3}\]: ", lines[0])
+        assert re.search(says, lines[0]), lines[0]
+        assert len(lines) == 2 and lines[1].startswith("  hint: "), found.err
+        assert "Traceback" not in found.err
+        assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+    assert not (source_folder / "pwned").exists()
+
+
+def test_replicas_that_disagree_are_found_before_publishing(tmp_path: Path, capsys: Any) -> None:
+    """Values, not headers: only the run can see it."""
+    (tmp_path / "in").mkdir()
+    saved(tmp_path / "in", name="model_world_size_2_rank_0.pt")
+    changed = {**WEIGHTS, "a.weight": WEIGHTS["a.weight"] + 1}
+    saved(tmp_path / "in", changed, name="model_world_size_2_rank_1.pt")
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "dst"), "--to", "hf"]) == 3
+    assert "error[CKM310]: a.weight" in capsys.readouterr().err
+    assert not (tmp_path / "dst").exists()
+
+
+def test_damaged_record_is_found_by_its_crc(tmp_path: Path, capsys: Any) -> None:
+    """torch.load would give the wrong numbers without a word."""
+    file = saved(tmp_path)
+    data = bytearray(file.read_bytes())
+    at = data.find(WEIGHTS["a.weight"].numpy().tobytes())
+    data[at + 17] ^= 4
+    file.write_bytes(data)
+    assert main(["convert", str(file), str(tmp_path / "dst.pt"), "--to", "full"]) in (2, 3)
+    assert "CRC" in capsys.readouterr().err
+    assert not (tmp_path / "dst.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("same", "source"), ("inside", "inside"), ("around", "inside|contains|holds")],
+)
+def test_destination_over_source_is_refused(
+    kind: str, says: str, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "a").mkdir()
+    source = distributed(tmp_path / "a")
+    before = {p.name: p.read_bytes() for p in source.iterdir()}
+    dst = {"same": source, "inside": source / "out", "around": tmp_path / "a"}[kind]
+    assert main(["convert", str(source), str(dst), "--to", "hf", "--overwrite"]) == 2
+    assert re.search(says, capsys.readouterr().err)
+    assert {p.name: p.read_bytes() for p in source.iterdir()} == before
+
+
+def test_destination_that_exists_or_is_special(tmp_path: Path, capsys: Any) -> None:
+    source = saved(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "x").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("there", "link", "fifo"):
+        for more in ([], ["--overwrite"]):
+            assert main(["convert", str(source), str(tmp_path / name), "--to", "hf", *more]) == 2
+            assert "error[CKM30" in capsys.readouterr().err
+    assert (tmp_path / "there" / "x").exists()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "fifo").is_fifo()
