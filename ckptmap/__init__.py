@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ckptmap.difference import diff
     from ckptmap.errors import CkptmapError
     from ckptmap.lazy import LazyTensor
-    from ckptmap.plans import Plan
     from ckptmap.planning import plan
+    from ckptmap.plans import Plan
     from ckptmap.resume.load import load
     from ckptmap.verification import verify
 

@@ -8,18 +8,25 @@ Every room is visited once and named by protocol only.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap import registry
+from ckptmap.compare import same_parts
 from ckptmap.encodings.dense import Dense
 from ckptmap.errors import MissingKeyError, SourceError
 from ckptmap.files import Files
 from ckptmap.lazy import LazyTensor
+from ckptmap.like import CONFIG, Like, is_alphabetical, like_config
 from ckptmap.mapping.wrappers import describe_wrappers, strip_wrappers
-from ckptmap.places import look, refuse_place
+from ckptmap.members import merged
+from ckptmap.optim.order import Order, Weight
+from ckptmap.optim.reading import Model, OptimizerReader
+from ckptmap.optim.state import REFUSED
+from ckptmap.places import find, look
 from ckptmap.protocols import Group, Place
 from ckptmap.roots import Roles, is_tensor, split_roles
 from ckptmap.tensors import Cut, Index, Leaf, Opaque, Path, PerRank, StoredTensor
@@ -38,8 +45,7 @@ class Refused:
 class Checkpoint(Mapping[str, LazyTensor]):
     """A checkpoint, opened: the weights by plain FQN, in stored order.
 
-    optimizer   FQN -> state name -> LazyTensor; empty where there is none keyed by FQN
-    optimizer_plain  the optimizer's param_groups and other plain values, by path below its root
+    optimizer   FQN -> state name -> LazyTensor, and more: see `optimizer` below
     extra       what is not a tensor (step, hyper-parameters), nested as it was saved
     other       tensors that are neither weights nor optimizer state, by path
     refused     leaves of classes that are never called
@@ -60,7 +66,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self._groups = {plain[key]: group for key, group in groups.items()}
         self.names = {fqn: key for key, fqn in plain.items()}
         self.wrappers = describe_wrappers(plain)
-        self.optimizer, self.optimizer_plain, self.optimizer_by_index = self._optimizer_state()
+        self.optimizer_reader = OptimizerReader(
+            roles.optimizer, registry.key_forms(), self._optimizer_leaf, self._model(plain), path,
+            index.beside,
+        )  # fmt: skip
         self.other = {
             path: lazy
             for path, leaf in roles.rest.items()
@@ -94,11 +103,53 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def find(self, role: str, fqn: str) -> LazyTensor | None:
         """A tensor by the role and name that a plan gives it."""
         if role == "model":
-            return self[fqn] if fqn in self else None
+            return self.get(fqn)
         if role == "other":
             return next((lazy for lazy in self.other.values() if lazy.fqn == fqn), None)
-        key, _, name = fqn.rpartition(".")
-        return self.optimizer.get(key, {}).get(name)
+        return self.optimizer_reader.named().named_tensors.get(fqn)
+
+    # ------------------------------------------------------------------ optimizer state
+
+    @property
+    def optimizer(self) -> dict[str, dict[str, LazyTensor]]:
+        """FQN -> state name -> LazyTensor; empty where there is none, or none that can be named.
+
+        State keyed by index is named by the first that can: the order given to `open`, the file's
+        own names, the order of the model dict saved with it, the transformers class of the
+        config.json beside it.
+        """
+        return self.optimizer_reader.named().tensors
+
+    @property
+    def optimizer_values(self) -> dict[str, dict[str, Any]]:
+        """FQN -> state name -> what is no tensor: a step count of older torch, None."""
+        return self.optimizer_reader.named().values
+
+    @property
+    def optimizer_groups(self) -> list[dict[str, Any]]:
+        """The groups with their hyper-parameters, `"params"` by FQN."""
+        return [dict(group) for group in self.optimizer_reader.named().groups]
+
+    @property
+    def optimizer_order(self) -> str:
+        """Where the names behind an index came from; "" where the file keys state by name, or
+        nothing tells."""
+        return self.optimizer_reader.order
+
+    @property
+    def optimizer_by_index(self) -> bool:
+        """Is the state keyed by index, and neither the file nor the user says which is which?"""
+        return self.optimizer_reader.by_index
+
+    def order_optimizer(
+        self, param_order: Order | None = None, like: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Name state that is keyed by index by this order of parameters, one list of FQNs a group,
+        or by the transformers class of the config.json in `like`. Raises SourceError CKM207 where
+        the order does not fit."""
+        self.optimizer_reader.ask(param_order, None if like is None else os.fspath(like))
+        if param_order is not None:
+            self.optimizer_reader.named()
 
     # ------------------------------------------------------------------ what else it says
 
@@ -171,11 +222,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
                 del stored[key]
             order[consumed[0]] = group
         result: dict[str, Group] = {}
+        dense = Dense()
         for key, adopted in order.items():
             if adopted is not None:
                 result[adopted.fqn] = adopted
             elif key in stored:
-                result[key] = Group(key, stored[key].info, Dense(), {"": stored[key]})
+                result[key] = Group(key, stored[key].info, dense, {"": stored[key]})
         return result
 
     def _adopt(self, key: str, leaf: Leaf) -> Group | None:
@@ -189,29 +241,23 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.refused.append(Refused(key, f"a tensor of unknown class {name}", droppable=False))
         return None
 
-    def _optimizer_state(
-        self,
-    ) -> tuple[dict[str, dict[str, LazyTensor]], dict[Path, Any], bool]:
-        """State by FQN: nested {"state": {fqn: {name: t}}} or flattened "state.<fqn>.<name>"."""
-        tensors: dict[str, dict[str, LazyTensor]] = {}
-        rest: dict[Path, Any] = {}
-        by_index = False
-        for path, leaf in self.roles.optimizer.items():
-            parsed = _state_key(path)
-            if parsed is None or not is_tensor(leaf):
-                rest[path] = leaf
-                continue
-            key, name = parsed
-            by_index = by_index or key.isdigit()
-            for lazy in self._one(path, leaf):
-                tensors.setdefault(key, {})[name] = lazy
-        plain = {} if by_index else strip_wrappers(list(tensors), f"{self.path} (optimizer)")
-        state = {
-            plain[key]: {name: lazy.named(f"{plain[key]}.{name}") for name, lazy in states.items()}
-            for key, states in tensors.items()
-            if key in plain
-        }
-        return state, dict(self._plain_values(rest, self.roles.optimizer_root or ())), by_index
+    def _model(self, plain: Mapping[str, str]) -> Model:
+        weights = [Weight(fqn, group.info, _share(group)) for fqn, group in self._groups.items()]
+        return Model(weights, plain, self._is_pickled)
+
+    def _is_pickled(self) -> bool:
+        """Do the weights lie in a zip of torch.save, whose dicts keep their order? By the first
+        bytes of the file that holds the first of them."""
+        parts = (part for group in self._groups.values() for part in group.parts.values())
+        chunk = next((chunk for part in parts for chunk in part.chunks), None)
+        return chunk is not None and self.files.read(chunk.region.file, 0, 4) == b"PK\3\4"
+
+    def _optimizer_leaf(self, path: Path, leaf: Leaf) -> Any:
+        """A leaf of the optimizer's state as LazyTensor or plain value."""
+        if is_tensor(leaf):
+            return next(iter(self._one(path, leaf)), REFUSED)
+        root = self.roles.optimizer_root or ()
+        return next((value for _, value in self._plain_values({path: leaf}, root)), REFUSED)
 
     def _plain_values(
         self, leaves: Mapping[Path, Leaf], root: Path = ()
@@ -231,23 +277,86 @@ class Checkpoint(Mapping[str, LazyTensor]):
                 yield path, leaf
 
 
-def open(path: str | os.PathLike[str], *, root: str | None = None) -> Checkpoint:
+def open(
+    path: str | os.PathLike[str],
+    *,
+    root: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    param_order: Order | None = None,
+) -> Checkpoint:
     """Open whatever checkpoint is at `path`; headers only, no process group, nothing unpickled.
 
     `root` names the dict that holds the weights (`"model"`, `"app/model"`), where several could.
-    Raises SourceError where it is none, is malformed, or is ambiguous.
+    `like` is another checkpoint of the same model, or its config.json: flat shards of FSDP1 carry
+    no shapes, and a config.json tells which parameter an optimizer's index means. So does
+    `param_order`, which goes first: the FQNs of the parameters as they were passed to the
+    optimizer, one list a group. Raises SourceError where the path is no checkpoint, is malformed,
+    or is ambiguous, CKM207 where `param_order` does not fit.
     """
-    place = look(FilePath(path))
-    container = registry.container_for(place)
-    if container is None:
-        raise refuse_place(place, lambda child: registry.container_for(child) is not None)
+    place, notes = find(look(FilePath(path)), registry.knows)
     with paused_gc():
-        return _opened(place, container.index(place), root)
+        known = partial(read_like, like) if like is not None else None
+        index = _index(place)
+        ckpt = _opened(place, replace(index, notes=(*notes, *index.notes)), root, known)
+    ckpt.order_optimizer(param_order, like)
+    return ckpt
 
 
-def _opened(place: Place, index: Index, root: str | None) -> Checkpoint:
-    leaves = {path: _joined(join(path), leaf) for path, leaf in index.leaves.items()}
+def _index(place: Place) -> Index:
+    """By the framework whose directory it is, else by the container that claims it."""
+    directory = registry.directory_for(place)
+    if directory is not None:
+        return merged(directory, place)
+    container = registry.container_for(place)
+    assert container is not None, f"{place.path}: found, but nobody claims it"
+    return container.index(place)
+
+
+def _opened(
+    place: Place, index: Index, root: str | None, like: Callable[[], Like] | None
+) -> Checkpoint:
+    leaves = index.leaves
+    for way in registry.unflatteners():
+        leaves = way.unflatten(leaves, like, strip_wrappers, place.path)
+    leaves = {
+        path: leaf if isinstance(leaf, StoredTensor) else _joined(join(path), leaf)
+        for path, leaf in leaves.items()
+    }
+    index = replace(index, leaves=leaves)
     return Checkpoint(place.path, index, split_roles(leaves, root, place.path), Files())
+
+
+def read_like(path: str | os.PathLike[str]) -> Like:
+    """Names and shapes of the model that a checkpoint, or a config.json, is of.
+
+    A checkpoint that lists its tensors in no order of the model's (safetensors) gets the order
+    from the config.json beside it, where there is one that transformers knows.
+    """
+    file = FilePath(path)
+    if file.name == CONFIG:
+        return like_config(file)
+    ckpt = open(file)
+    infos = {fqn: ckpt.group(fqn).info for fqn in ckpt}
+    config = (file if file.is_dir() else file.parent) / CONFIG
+    ordered = not is_alphabetical(list(infos), [info.dtype for info in infos.values()])
+    if not ordered and config.is_file():
+        try:
+            return like_config(config)
+        except SourceError:  # no transformers, or not its model: the shapes are still known
+            pass
+    first: dict[object, str] = {}
+    ties = {}
+    for fqn in ckpt:
+        share = _share(ckpt.group(fqn))
+        if share is not None and first.setdefault(share, fqn) != fqn:
+            ties[fqn] = first[share]
+    shapes = {fqn: info.shape for fqn, info in infos.items()}
+    return Like(str(path), shapes, ordered, ties, lambda a, b: same_parts(ckpt[a], ckpt[b]) is None)
+
+
+def _share(group: Group) -> object:
+    stored = group.parts.get("")
+    return stored.share if stored is not None else None
 
 
 def _joined(key: str, leaf: Leaf) -> Leaf:
@@ -255,7 +364,7 @@ def _joined(key: str, leaf: Leaf) -> Leaf:
     values: Sequence[Leaf]
     if isinstance(leaf, PerRank):
         values = leaf.values
-    elif isinstance(leaf, Opaque) and leaf.info is not None:
+    elif isinstance(leaf, Opaque):
         values = (leaf,)
     else:
         return leaf
@@ -267,6 +376,8 @@ def _joined(key: str, leaf: Leaf) -> Leaf:
 
 
 def join(path: Path) -> str:
+    if len(path) == 1:
+        return str(path[0])
     return ".".join(map(str, path))
 
 
@@ -288,16 +399,6 @@ def _listed(value: Any) -> Any:
     if value and list(value) == list(range(len(value))):
         return list(value.values())
     return value
-
-
-def _state_key(path: Path) -> tuple[str, str] | None:
-    """("state", fqn, name) or ("state.<fqn>.<name>",) -> (fqn, name)."""
-    if len(path) >= 3 and path[0] == "state":
-        return join(path[1:-1]), str(path[-1])
-    if len(path) == 1 and isinstance(path[0], str) and path[0].startswith("state."):
-        fqn, _, name = path[0].removeprefix("state.").rpartition(".")
-        return fqn, name
-    return None
 
 
 def _opaques(value: Any) -> Iterator[Opaque]:

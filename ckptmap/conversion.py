@@ -1,4 +1,8 @@
-"""convert(): plan, write beside the destination, prove, publish by one rename."""
+"""convert(): plan, write beside the destination, prove, publish by one rename.
+
+Several ranks make the same plan and each writes its share; rank 0 alone opens the work directory,
+seals, proves and publishes, after every rank has reported and found its source unchanged.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +26,12 @@ from ckptmap.journal import Journal
 from ckptmap.planning import plan as make_plan
 from ckptmap.plans import DEFAULT_MAX_MEMORY, Plan, human
 from ckptmap.publish import Workspace, check_overlap
+from ckptmap.ranks import ALONE, Ranks
 from ckptmap.verification import check_structure, read_manifest, sha256_of, verify
+from ckptmap.wire.gc_pause import paused_gc
 
 DIGESTS = ("xxh3", "sha256")
-SAMPLE_NUMEL = 1 << 16
+SAMPLE_NUMEL = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ class Report:
             lines.append(
                 f"lossy: {len(self.errors)} tensors, worst {worst}: {self.errors[worst]:.3e}"
             )
+        lines += [f"dropped: {key}: {why}" for key, why in self.dropped.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -83,16 +91,19 @@ def convert(
     overwrite: bool = False,
     digest: str = "xxh3",
     progress: bool | Callable[[int, str], None] = False,
+    ranks: Ranks = ALONE,
     **options: Any,
 ) -> Report:
     """Plan and run. `options` are the fields of `ckptmap.plans.Options`.
+
+    ranks  those that work together, each calling this: `with ckptmap.ranks.join() as ranks`
 
     Raises SourceError, PlanError or DestinationError before a byte is written, RunError after; the
     same call then continues. The destination is complete or untouched.
     """
     return run(
         make_plan(src, to, **options), dst, device=device, threads=threads, max_memory=max_memory,
-        overwrite=overwrite, digest=digest, progress=progress,
+        overwrite=overwrite, digest=digest, progress=progress, ranks=ranks,
     )  # fmt: skip
 
 
@@ -106,40 +117,80 @@ def run(
     overwrite: bool = False,
     digest: str = "xxh3",
     progress: bool | Callable[[int, str], None] = False,
+    ranks: Ranks = ALONE,
 ) -> Report:
-    """Execute a plan into `dst`.
+    """Execute a plan into `dst`; every rank calls it with the same plan and gets a report.
 
-    max_memory  bytes of buffers in all
+    max_memory  bytes of buffers in all, a rank
     digest      "xxh3" a stored chunk, or "sha256": the files' too
     """
     started = time.monotonic()
     plan.require_resolved()
+    ranks.agree(plan.digest)
     target = Path(dst)
     check_overlap([plan.ckpt.path, *plan.fingerprints], target)
-    found = _manifest_at(target)
-    if found is not None and found.get("plan") == plan.digest and verify(target).ok:
+    if ranks.of_lead(b"complete" if ranks.rank == 0 and _is_complete(plan, target) else b""):
         return _report(
             plan, target, started, plan.nbytes_out, [*plan.notes, "was complete already"]
         )
-    if overwrite and found is None:
+    if overwrite and ranks.rank == 0 and _manifest_at(target) is None:
         _refuse_stranger(target)
     on_progress = _printer(plan.nbytes_out) if progress is True else progress or None
-    with Workspace.open(
-        target, plan.digest, one_file=plan.one_file, overwrite=overwrite, nbytes=plan.nbytes_out
-    ) as work:
-        with Journal(work.journal_path, plan.digest) as journal:
+    notes, errors = list(plan.notes), {}
+    with _workspace(plan, target, overwrite, ranks) as work:
+        out_dir, journal = _journal(plan, work, ranks)
+        with journal:
             done = execute(
-                plan.files, plan.encodes, plan.compares, plan.ckpt.files, work.out_dir, journal,
-                max_memory=max_memory, threads=threads or 0, device=device, on_progress=on_progress,
-                manifest=lambda done: manifests.build(plan, done),
+                plan.files, plan.encodes, plan.compares, plan.ckpt.files, out_dir, journal,
+                max_memory=max_memory, threads=threads or 0, device=ranks.device(device),
+                on_progress=on_progress, manifest=lambda done: manifests.build(plan, done),
+                ranks=ranks,
             )  # fmt: skip
         _check_unchanged(plan)
-        written = work.out_dir / plan.files[0].out.name if plan.one_file else work.out_dir
-        _finish_directory(plan, done, work.out_dir, digest)
-        errors = _prove(plan, written, done)
-        work.publish()
-        notes = [*plan.notes, *work.notes]
+        ranks.barrier()
+        if work is not None:
+            written = out_dir / plan.files[0].out.name if plan.one_file else out_dir
+            with paused_gc():
+                _finish_directory(plan, done, out_dir, digest)
+                errors = _prove(plan, written)
+            ranks.check()
+            work.publish()
+            notes += work.notes
+        ranks.barrier()
     return _report(plan, target, started, done.continued_nbytes, notes, errors)
+
+
+def _is_complete(plan: Plan, target: Path) -> bool:
+    """A run of this plan was killed just after it published."""
+    found = _manifest_at(target)
+    return found is not None and found.get("plan") == plan.digest and verify(target).ok
+
+
+def _workspace(
+    plan: Plan, target: Path, overwrite: bool, ranks: Ranks
+) -> Workspace | nullcontext[None]:
+    """Rank 0's to open, lock and publish; the others write into it."""
+    if ranks.rank:
+        return nullcontext()
+    return Workspace.open(
+        target, plan.digest, one_file=plan.one_file, overwrite=overwrite, nbytes=plan.nbytes_out
+    )
+
+
+def _journal(plan: Plan, work: Workspace | None, ranks: Ranks) -> tuple[Path, Journal]:
+    """Where to write, and this rank's journal, opened once rank 0 has opened both."""
+    if work is not None:
+        journal = Journal(work.journal_path, plan.digest)
+        ranks.of_lead(json.dumps([str(work.out_dir), str(work.journal_path)]).encode())
+        return work.out_dir, journal
+    out_dir, journal_path = map(Path, json.loads(ranks.of_lead(b"")))
+    if not journal_path.is_file():
+        raise DestinationError(
+            "CKM304",
+            f"{out_dir}: is not seen on this machine, but rank 0 has made it",
+            "choose a destination on a file system that all ranks share",
+        )
+    return out_dir, Journal(journal_path, plan.digest, ranks.rank)
 
 
 def _report(
@@ -158,7 +209,7 @@ def _report(
 
 def _manifest_at(target: Path) -> dict[str, Any] | None:
     """The manifest of what is at the destination: a run killed just after it published left it."""
-    if not target.exists():
+    if target.is_symlink() or not (target.is_file() or target.is_dir()):
         return None
     try:
         with open(target) as ckpt:
@@ -212,13 +263,12 @@ def _check_unchanged(plan: Plan) -> None:
             )
 
 
-def _prove(plan: Plan, written: Path, done: Executed) -> dict[str, float]:
-    """Open what was written with our own readers: every tensor where the plan put it. Gives the
-    measured error of what was quantized."""
-    document = json.loads(manifests.build(plan, done))
+def _prove(plan: Plan, written: Path) -> dict[str, float]:
+    """Open what was written with our own readers: every tensor where the plan put it, as the
+    manifest in it says. Gives the measured error of what was quantized."""
     try:
         with open(written) as ckpt:
-            problems = check_structure(ckpt, document)
+            problems = check_structure(ckpt, read_manifest(ckpt))
             errors = {} if problems else _measure(plan, ckpt)
     except CkptmapError as error:
         problems = [str(error)]

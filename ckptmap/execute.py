@@ -1,7 +1,7 @@
 """Move the bytes of a plan: units of work over threads, under a memory budget, journaled.
 
 A unit is a span of small slots, one large slot, one tensor to be encoded, or one replica to be
-compared. Every byte is read once and written once; its digest (and CRC-32, where the container
+compared. Several ranks split the units and put together what they wrote. Every byte is read once and written once; its digest (and CRC-32, where the container
 stores one) is taken on the way, in row-major order of its slot. Parallelism is over units: the
 digest of one slot is sequential. Torch is imported only where values change; its own threads are
 held at one then, because Python threads over units share the cores better.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -24,10 +25,13 @@ from pathlib import Path
 
 from ckptmap.errors import Interrupted, RunError, SourceError
 from ckptmap.files import Files
+from ckptmap.heartbeat import Stopped
 from ckptmap.journal import Journal, Written
 from ckptmap.moves import MAX_GAP, Context, compare, copy_large, copy_span, encode, key_of
 from ckptmap.protocols import Slot
+from ckptmap.ranks import ALONE, Ranks
 from ckptmap.sink import ALIGN, Buffer, Outputs, Sums
+from ckptmap.split import Share, split
 from ckptmap.steps import Compare, Encode, FilePlan, Target
 
 MAX_MEMORY = 64 << 20
@@ -38,6 +42,9 @@ SPAN = 4 << 20
 """Bytes of small slots that make one unit."""
 SMALL = 1 << 20
 """Bytes from which a slot is a unit of its own."""
+_TOTALS = struct.Struct("<QQ")
+_ROW = struct.Struct("<IIQI")
+"""Totals, then a slot a row, as ranks report them: file, slot, digest, CRC-32."""
 Progress = Callable[[int, str], None]
 """Called with bytes just written and the key they belong to, from any thread, one at a time."""
 
@@ -68,29 +75,36 @@ def execute(
     direct: bool = True,
     manifest: Callable[[Executed], bytes] | None = None,
     on_progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> Executed:
     """Write all files of a plan into `out_dir`, sealed but not synced.
 
-    max_memory  bytes of buffers in all; threads are reduced where they would not fit
-    threads     0: one a core, at most 4
+    max_memory  bytes of buffers of this rank; threads are reduced where they would not fit
+    threads     0: one a core that is this rank's share, at most 4
     direct      write large slots past the page cache, where the filesystem can
-    manifest    gives the manifest's bytes, called once when all slots are written
+    manifest    gives the manifest's bytes, called once, on rank 0, when all slots are written
+    ranks       each writes its share; every rank gets the whole result, rank 0 seals
 
     Raises RunError (CKM306 write failed, 308 source changed, 309 overflow, 310 replica differs),
     SourceError CKM112 or CKM113, DestinationError CKM303, Interrupted CKM307. After any of them
     the same call continues where the journal ends.
     """
-    threads = threads or min(4, os.cpu_count() or 1)
+    threads = threads or min(4, (os.cpu_count() or 1) // ranks.local_world_size)
     threads = max(1, min(threads, max_memory // (2 << 20)))
+    share = split(plan, encodes, compares, ranks.world_size)[ranks.rank]
     paths = [out_dir / item.out.name for item in plan]
-    outputs = Outputs(paths, [item.out.nbytes for item in plan], direct)
-    run = _Run(plan, outputs, paths, journal, on_progress)
+    outputs = _reserved(plan, paths, direct, ranks)
+    run = _Run(plan, outputs, paths, journal, on_progress, ranks)
     context = Context(plan, files, outputs, max_memory // threads, device, run.advance)
     try:
-        with _one_torch_thread(bool(encodes)), _sigterm(run.stop):
-            run.all(_units(context, encodes, compares), threads, buffer_nbytes(context.budget))
+        with _one_torch_thread(bool(share.encodes)), _sigterm(run.stop):
+            with ranks.working():
+                run.all(_units(context, share), threads, buffer_nbytes(context.budget))
+            if ranks.rank:
+                _hand_over(outputs, [paths[file] for file in share.files])
             done = run.result()
-            _seal(plan, outputs, done, manifest)
+            if ranks.rank == 0:
+                _seal(plan, outputs, done, manifest)
             run.check()
     except KeyboardInterrupt as error:
         raise _interrupted() from error
@@ -121,9 +135,10 @@ class _Run:
         paths: Sequence[Path],
         journal: Journal,
         on_progress: Progress | None,
+        ranks: Ranks,
     ) -> None:
         self.plan, self.outputs, self.paths, self.journal = plan, outputs, paths, journal
-        self.on_progress = on_progress
+        self.on_progress, self.ranks = on_progress, ranks
         self.stop = threading.Event()
         self._lock = threading.Lock()
         self._progress_lock = threading.Lock()
@@ -188,6 +203,9 @@ class _Run:
                 place = buffer.at(0, min(buffer.nbytes, slot.nbytes - at))
                 reader.read_into(str(self.paths[written.file]), slot.offset + at, [place])
                 sums.update(place)
+                self.advance(0, "")
+        except Stopped:
+            raise
         except (SourceError, RunError):
             return False
         finally:
@@ -201,14 +219,18 @@ class _Run:
         return self.plan[file].out.slots[slot]
 
     def advance(self, nbytes: int, key: str) -> None:
-        """Report progress, and leave where another thread has failed."""
+        """Report progress, and leave where another thread or another rank has failed."""
         if self.stop.is_set():
             raise _Stopped
-        if self.on_progress is not None and nbytes:
-            with self._progress_lock:
+        with self._progress_lock:
+            nbytes += self.ranks.advance(nbytes)
+            if self.on_progress is not None and nbytes:
                 self.on_progress(nbytes, key)
 
     def result(self) -> Executed:
+        """What all ranks have written; waits for them."""
+        for report in self.ranks.gather(self._report()):
+            self._merge(report)
         counts = [range(len(item.out.slots)) for item in self.plan]
         missing = sum(map(len, counts)) - len(self._written)
         assert not missing, f"{missing} slots were not written: the plan does not cover them"
@@ -219,6 +241,23 @@ class _Run:
             *self._nbytes,
         )
 
+    def _report(self) -> bytes:
+        """This rank's part, which is then forgotten here: it comes back with the others'."""
+        rows = [
+            _ROW.pack(item.file, item.slot, int(item.digest, 16), item.crc32)
+            for item in self._written.values()
+        ]
+        report = _TOTALS.pack(*self._nbytes) + b"".join(rows)
+        self._written, self._nbytes = {}, [0, 0]
+        return report
+
+    def _merge(self, report: bytes) -> None:
+        totals = _TOTALS.unpack_from(report)
+        self._nbytes = [a + b for a, b in zip(self._nbytes, totals, strict=True)]
+        for file, slot, digest, crc in _ROW.iter_unpack(report[_TOTALS.size :]):
+            assert (file, slot) not in self._written, f"slot {slot} of file {file}: written twice"
+            self._written[file, slot] = Written(file, slot, f"{digest:016x}", crc)
+
 
 # --------------------------------------------------------------------------------- units
 
@@ -228,28 +267,27 @@ def buffer_nbytes(budget: int) -> int:
     return max(4 * ALIGN, min(MAX_BUFFER, budget // 2))
 
 
-def _units(
-    context: Context, encodes: Sequence[Encode], compares: Sequence[Compare]
-) -> Iterator[_Unit]:
+def _units(context: Context, share: Share) -> Iterator[_Unit]:
     """Comparisons first, since they can refuse; encodings, which take longest; then copies."""
-    for replica in compares:
+    for replica in share.compares:
         yield _Unit("", partial(_compared, context, replica))
-    for index, step in enumerate(encodes):
-        yield _Unit(f"encode:{index}", partial(encode, context, step))
+    for name, step in share.encodes:
+        yield _Unit(name, partial(encode, context, step))
     for file, item in enumerate(context.plan):
         limit = min(SPAN, buffer_nbytes(context.budget))
-        for first, stop in _spans(item, limit):
+        for first, stop in _spans(item, limit, share.slots[file]):
             do = partial(copy_span, context, file, first, stop)
             if item.out.slots[first].nbytes > min(SMALL, limit):
                 do = partial(copy_large, context, Target(file, first))
             yield _Unit(f"copy:{file}:{first}-{stop}", do)
 
 
-def _spans(item: FilePlan, limit: int) -> Iterator[tuple[int, int]]:
+def _spans(item: FilePlan, limit: int, mine: range) -> Iterator[tuple[int, int]]:
     """(first, stop) of slots copied together: one large one, or neighbours within `limit`."""
     slots = item.out.slots
     first: int | None = None
-    for index, (slot, source) in enumerate(zip(slots, item.sources, strict=True)):
+    for index in mine:
+        slot, source = slots[index], item.sources[index]
         if first is not None and (
             source is None
             or slot.nbytes > min(SMALL, limit)
@@ -263,7 +301,7 @@ def _spans(item: FilePlan, limit: int) -> Iterator[tuple[int, int]]:
         elif source is not None and first is None:
             first = index
     if first is not None:
-        yield first, len(slots)
+        yield first, mine.stop
 
 
 def _compared(context: Context, step: Compare, buffer: Buffer) -> Sequence[Written]:
@@ -272,6 +310,37 @@ def _compared(context: Context, step: Compare, buffer: Buffer) -> Sequence[Writt
 
 
 # ----------------------------------------------------------------------------- around them
+
+
+def _reserved(
+    plan: Sequence[FilePlan], paths: Sequence[Path], direct: bool, ranks: Ranks
+) -> Outputs:
+    """The files, made and reserved by rank 0 before any other opens them."""
+    sizes = [item.out.nbytes for item in plan]
+    if ranks.rank:
+        ranks.barrier()
+        return Outputs(paths, sizes, direct)
+    outputs = Outputs(paths, sizes, direct)
+    ranks.barrier()
+    return outputs
+
+
+def _hand_over(outputs: Outputs, paths: Sequence[Path]) -> None:
+    """Closed and on disk: rank 0 can neither see nor sync what another machine still holds."""
+    outputs.close()
+    for path in paths:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise RunError(
+                "CKM306",
+                f"{path}: cannot be synced: {error.strerror}",
+                "mend that, then run the same command again to continue",
+            ) from error
 
 
 def _seal(

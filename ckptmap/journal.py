@@ -2,20 +2,27 @@
 
 The first line binds the journal to a plan's digest. A line is added after the unit's writes have
 returned; a torn last line is dropped. Nothing in it is believed before the bytes were read back.
+
+Each rank has a journal of its own; rank 0 opens first and takes what the ranks of an earlier run
+left, however many they were, into its own. A journal is locked as long as its writer lives: a rank
+of an earlier run that hangs and comes back would write into this one's files.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ckptmap.errors import RunError
+from ckptmap.errors import DestinationError, RunError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +36,32 @@ class Written:
 
 
 class Journal:
-    """Append-only, safe to share between threads. A file of another plan is begun anew."""
+    """Append-only, safe to share between threads. A file of another plan is begun anew.
 
-    def __init__(self, path: Path, plan_digest: str) -> None:
-        self.entries: Mapping[str, Sequence[Written]] = _entries(path, plan_digest)
+    `path` is rank 0's; other ranks open theirs, `journal-R.jsonl` beside it, once rank 0 has.
+    Raises DestinationError CKM305 where a process of an earlier run still writes.
+    """
+
+    def __init__(self, path: Path, plan_digest: str, rank: int = 0) -> None:
+        theirs = [] if rank else _of_other_ranks(path)
+        self.entries: dict[str, Sequence[Written]] = {}
         """Units found at the start, by unit id; not verified."""
-        self.path = path
+        for file in (path, *theirs):
+            self.entries |= _entries(file, plan_digest)
+        self.path = path.with_name(f"{path.stem}-{rank}{path.suffix}") if rank else path
         self._lock = threading.Lock()
-        temporary = path.with_name(path.name + ".new")
+        temporary = self.path.with_name(self.path.name + ".new")
         # Rewritten whole, so that no torn line stays in the middle.
         lines = [json.dumps({"plan": plan_digest})]
-        lines += [_line(unit, slots) for unit, slots in self.entries.items()]
+        if rank == 0:
+            lines += [_line(unit, slots) for unit, slots in self.entries.items()]
         temporary.write_text("".join(line + "\n" for line in lines))
-        os.replace(temporary, path)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        os.replace(temporary, self.path)
+        for file in theirs:
+            _refuse_if_locked(file)
+            file.unlink()
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        _flock(self._fd)
 
     def add(self, unit: str, slots: Sequence[Written]) -> None:
         """Record a unit whose writes have returned; the line is with the OS on return."""
@@ -73,6 +92,38 @@ class Journal:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _of_other_ranks(path: Path) -> list[Path]:
+    pattern = re.compile(rf"{re.escape(path.stem)}-\d+{re.escape(path.suffix)}")
+    return sorted(file for file in path.parent.iterdir() if pattern.fullmatch(file.name))
+
+
+def _refuse_if_locked(path: Path) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        held = not _flock(fd)
+    finally:
+        os.close(fd)
+    if held:
+        raise DestinationError(
+            "CKM305",
+            f"{path}: is still held by a rank of an earlier run",
+            "end that process, then run again",
+        )
+
+
+def _flock(fd: int) -> bool:
+    """Lock a file for as long as it is open; False where another process has. A filesystem that
+    knows no locks has none held."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
 
 
 def _line(unit: str, slots: Sequence[Written]) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from ckptmap.files import Files
 from ckptmap.gather import fill
-from ckptmap.protocols import Encoding, Group
-from ckptmap.tensors import Box, StoredTensor, TensorInfo
+from ckptmap.protocols import Group
+from ckptmap.tensors import Box, StoredTensor
 
 if TYPE_CHECKING:
     import torch

@@ -24,12 +24,34 @@ def look(path: Path) -> Place:
         if path.is_dir():
             names = sorted((entry.name for entry in os.scandir(path)), key=natural)
             return Place(str(path), True, names=tuple(names))
+        if path.exists() and not path.is_file():
+            raise SourceError("CKM101", f"{path}: is no regular file", "check the path")
         with path.open("rb") as file:
             return Place(str(path), False, head=file.read(HEAD_NBYTES))
     except OSError as error:
         raise SourceError(
             "CKM101", f"{path}: {(error.strerror or str(error)).lower()}", "check the path"
         ) from error
+
+
+SIDE_FILES = re.compile(
+    r"(data|dataloader.*|training_args|optim.*|scheduler|scaler|rng_state.*)\.(pt|pth|bin)"
+)
+"""torch.save files that training frameworks leave beside checkpoints, and that are none."""
+
+
+def find(place: Place, is_checkpoint: Callable[[Place], bool]) -> tuple[Place, tuple[str, ...]]:
+    """The place itself, or the one checkpoint inside it with a note that says which.
+
+    Raises SourceError: CKM111 with the candidates where there are several, else what is there.
+    """
+    if is_checkpoint(place):
+        return place, ()
+    if place.is_dir and _mark(place) is None:
+        inside = _candidates(place, is_checkpoint)
+        if len(inside) == 1:
+            return look(Path(place.path) / inside[0]), (f"opened {inside[0]}, the only one there",)
+    raise refuse_place(place, is_checkpoint)
 
 
 def refuse_place(place: Place, is_checkpoint: Callable[[Place], bool]) -> SourceError:
@@ -86,9 +108,9 @@ MARKS: tuple[tuple[str, str, str], ...] = (
 def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> SourceError:
     if not place.names:
         return SourceError("CKM101", f"{place.path}: is an empty directory", "check the path")
-    for pattern, what, hint in MARKS:
-        if any(re.fullmatch(pattern, name) for name in place.names):
-            return SourceError("CKM111", f"{place.path}: is {what}", hint)
+    mark = _mark(place)
+    if mark is not None:
+        return SourceError("CKM111", f"{place.path}: is {mark[0]}", mark[1])
     inside = _candidates(place, is_checkpoint)
     if inside:
         return SourceError(
@@ -104,17 +126,31 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
     )
 
 
+def _mark(place: Place) -> tuple[str, str] | None:
+    """What a directory that holds a known name is, and what to do; None: no such name."""
+    for pattern, what, hint in MARKS:
+        if any(re.fullmatch(pattern, name) for name in place.names):
+            return what, hint
+    return None
+
+
 def _candidates(place: Place, is_checkpoint: Callable[[Place], bool]) -> list[str]:
     """Entries, and entries of entries, that are checkpoints."""
     found: list[str] = []
     for name in place.names[:200]:
+        if name.startswith(".") or SIDE_FILES.fullmatch(name):
+            continue
         child = Path(place.path) / name
         try:
             seen = look(child)
             if is_checkpoint(seen):
                 found.append(name)
             elif seen.is_dir:
-                found += [f"{name}/{n}" for n in seen.names[:50] if is_checkpoint(look(child / n))]
+                found += [
+                    f"{name}/{n}"
+                    for n in seen.names[:50]
+                    if not SIDE_FILES.fullmatch(n) and is_checkpoint(look(child / n))
+                ]
         except SourceError:
             continue
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
 from typing import Any
@@ -22,11 +22,23 @@ from ckptmap.files import Fingerprint
 from ckptmap.foreign import foreign_tensors
 from ckptmap.lazy import LazyTensor
 from ckptmap.mapping.wrappers import wrap_prefix
+from ckptmap.optim.carrying import carried
+from ckptmap.optim.reading import OptimizerReader
+from ckptmap.optim.state import KeyForm
 from ckptmap.plans import Options, Plan, Step, Unresolved
-from ckptmap.protocols import Encoding, OutState, OutTensor, Refusal, Writer
+from ckptmap.protocols import (
+    Encoding,
+    Group,
+    Layout,
+    MeshLayout,
+    OutState,
+    OutTensor,
+    Refusal,
+    Writer,
+)
 from ckptmap.setups import Aim
 from ckptmap.steps import Compare, Encode, FilePlan, Target
-from ckptmap.tensors import FLOATING, Path, StoredTensor, TensorInfo
+from ckptmap.tensors import FLOATING, Box, Path, StoredTensor, TensorInfo
 from ckptmap.wire.gc_pause import paused_gc
 
 
@@ -63,9 +75,16 @@ def plan(
     """
     options = options or Options(to=to, **asked)
     aim = setups.parse(to)
-    ckpt = source if isinstance(source, Checkpoint) else open(source, root=options.source_root)
+    ckpt = _source(source, options)
     with paused_gc():
         return _Planner(ckpt, aim, options).plan()
+
+
+def _source(source: str | os.PathLike[str] | Checkpoint, options: Options) -> Checkpoint:
+    if not isinstance(source, Checkpoint):
+        source = open(source, root=options.source_root, like=options.like)
+    source.order_optimizer(options.param_order, options.like or options.config_from)
+    return source
 
 
 class _Planner:
@@ -76,8 +95,9 @@ class _Planner:
         self.aim = aim
         self.options = options
         self.writer: Writer = registry.writer(aim.setup.writer)
-        self.layout = registry.layout(aim.setup.layout)
+        self.layout = self._layout()
         self.world_size = self._world_size()
+        self.some_are_cut = any(_is_cut(ckpt.group(fqn)) for fqn in ckpt)
         self.draft = _Draft()
         self.fingerprints = {file: Fingerprint.of(file) for file in ckpt.index.files}
         self.names = self._names()
@@ -101,7 +121,27 @@ class _Planner:
 
     # ------------------------------------------------------------------ what is asked
 
+    def _layout(self) -> Layout:
+        """The setup's own, or over the mesh that is asked for."""
+        layout, options = registry.layout(self.aim.setup.layout), self.options
+        if options.mesh is None and options.tp_plan is None and not isinstance(layout, MeshLayout):
+            return layout
+        if not self.aim.setup.sharded:
+            raise PlanError(
+                "CKM204",
+                f"--mesh: setup {self.aim.setup.name} is not cut over ranks",
+                "leave it out, or choose fsdp2 or fsdp2-ranks",
+            )
+        mesh = layout if isinstance(layout, MeshLayout) else registry.layout("mesh")
+        assert isinstance(mesh, MeshLayout), "the registry's mesh layout is one"
+        world_size = options.world_size
+        if options.mesh is None:
+            world_size = world_size or self.ckpt.world_size
+        return mesh.over(options.mesh, options.tp_plan, world_size, list(self.ckpt))
+
     def _world_size(self) -> int:
+        if isinstance(self.layout, MeshLayout):
+            return self.layout.world_size
         asked = self.options.world_size
         if asked is not None and asked < 1:
             raise PlanError(
@@ -134,14 +174,19 @@ class _Planner:
         """Files beside the weights, if the setup has a place for them."""
         if self.aim.setup.carrier is None:
             return []
-        path = FilePath(self.ckpt.path)
+        path = FilePath(self.ckpt.index.beside or self.ckpt.path)
         directory = path if path.is_dir() else path.parent
         return [str(file) for file in directory.iterdir() if str(file) not in self.fingerprints]
 
     def _root(self, rooted: bool) -> Path:
+        setup = self.aim.setup
+        if self.options.root is not None and setup.rooted:
+            raise PlanError(
+                "CKM205", f"--root {self.options.root}: {setup.name} has its own", "leave it out"
+            )
         if self.options.root is not None:
             return tuple(self.options.root.split("/")) if self.options.root else ()
-        return ("model",) if rooted else ()
+        return ("model",) if rooted or setup.rooted else ()
 
     def _dropped_by(self, key: str) -> str | None:
         for pattern in self.options.drop:
@@ -163,24 +208,27 @@ class _Planner:
             self.draft.unresolved.append(Unresolved(item.key, item.reason, hint))
 
     def _carries_optimizer(self) -> bool:
-        ckpt, draft = self.ckpt, self.draft
-        has = bool(ckpt.optimizer or ckpt.optimizer_by_index or ckpt.optimizer_plain)
-        if not has:
+        reader, draft = self.ckpt.optimizer_reader, self.draft
+        if not reader.present:
             return False
+        found = reader.named()
+        why = self._dropped_by("optimizer")
         if self.options.optimizer == "drop":
-            draft.dropped["optimizer"] = "--optimizer drop"
+            why = "--optimizer drop"
         elif not self.aim.setup.holds_extra:
-            draft.dropped["optimizer"] = f"{self.aim.setup.name} has no place for optimizer state"
-        elif ckpt.optimizer_by_index:
-            draft.unresolved.append(
-                Unresolved(
-                    "optimizer",
-                    "its state is keyed by parameter index, and the file does not say which is which",
-                    "convert the weights alone with --optimizer drop",
-                )
-            )
+            why = f"{self.aim.setup.name} has no place for optimizer state"
+        if why is not None:
+            draft.dropped["optimizer"] = why
+        elif reader.by_index or reader.form is None:
+            draft.unresolved.append(_unnamed(reader))
         else:
-            return True
+            if reader.order:
+                draft.notes.append(f"optimizer order: {reader.order}")
+            elif self.options.param_order is not None:
+                draft.notes.append(
+                    "optimizer order: by name in the file, --param-order is not used"
+                )
+            return bool(found.leaves or found.groups or found.rest)
         return False
 
     def _extra(self) -> dict[Path, Any]:
@@ -188,7 +236,7 @@ class _Planner:
         for path, value in self.ckpt.plain.items():
             key = join(path)
             why = self._dropped_by(key) or self._dropped_by(str(path[0]))
-            if why is None and not self.aim.setup.holds_extra:
+            if why is None and not self.aim.setup.has_place_for(path):
                 why = f"{self.aim.setup.name} has no place for what is not a weight"
             if why is not None:
                 self.draft.dropped[key] = why
@@ -200,7 +248,7 @@ class _Planner:
         kept = {}
         for path, lazy in self.ckpt.other.items():
             why = self._dropped_by(join(path))
-            if why is None and not self.aim.setup.holds_extra:
+            if why is None and not self.aim.setup.has_place_for(path, tensor=True):
                 why = f"{self.aim.setup.name} has no place for what is not a weight"
             if why is not None:
                 self.draft.dropped[join(path)] = why
@@ -244,17 +292,53 @@ class _Planner:
 
     def _excluded(self, fqn: str) -> str | None:
         include, exclude = self.options.include, self.options.exclude
+        if not (include or exclude or self.options.drop):
+            return None
         if include and not any(fnmatchcase(fqn, pattern) for pattern in include):
             return "not in --include"
         found = next((pattern for pattern in exclude if fnmatchcase(fqn, pattern)), None)
         return f"--exclude {found}" if found else self._dropped_by(fqn)
 
     def _optimizer_state(self) -> None:
-        for fqn, states in self.ckpt.optimizer.items():
-            for name, lazy in states.items():
-                self._tensor(lazy, "optimizer", ("optimizer", "state", fqn, name), None)
-        for path, value in self.ckpt.optimizer_plain.items():
-            self.draft.extra[("optimizer", *path)] = value
+        """State of the weights that are carried, in the key form that was asked for."""
+        form = self._key_form()
+        found = carried(
+            self.ckpt.optimizer_reader.named(), self.ckpt, self.draft.dropped, self._dropped_by
+        )
+        self.draft.dropped.update(found.dropped)
+        for fqn in found.strangers:
+            self.draft.unresolved.append(
+                Unresolved(
+                    f"optimizer.{fqn}",
+                    "its optimizer state belongs to no weight of the checkpoint",
+                    f"leave it behind with --drop 'optimizer.{fqn}', or all with --optimizer drop",
+                )
+            )
+        entries = [*form.write(found.optimizer), *found.optimizer.rest.items()]
+        for path, value in entries:
+            if isinstance(value, LazyTensor):
+                self._tensor(value, "optimizer", ("optimizer", *path), None)
+            else:
+                self.draft.extra["optimizer", *path] = value
+        for kept, other in found.optimizer.same:
+            self._must_equal(kept, other, f"{kept.fqn} of {other.fqn}")
+
+    def _key_form(self) -> KeyForm:
+        name = self.aim.setup.optimizer_keys or self.options.optimizer_keys
+        form = registry.key_form(name)
+        if form is None:
+            known = ", ".join(found.name for found in registry.key_forms())
+            raise PlanError(
+                "CKM201", f"--optimizer-keys {name!r} is no key form", f"choose one of {known}"
+            )
+        if form.whole and self.aim.setup.sharded:
+            raise PlanError(
+                "CKM207",
+                f"--optimizer-keys {name}: {self.aim.setup.name} turns integer keys into strings,"
+                " and an optimizer would load no state from it without saying so",
+                "use --optimizer-keys fqn, which set_optimizer_state_dict takes",
+            )
+        return form
 
     # ------------------------------------------------------------------ one tensor
 
@@ -291,7 +375,7 @@ class _Planner:
                 "CKM112", f"{self.ckpt.path}: {fqn}: {wrong}, expected to fill {stored.info}",
                 "a rank's file may be missing or from another run; save it again",
             )  # fmt: skip
-        for chunk in (*stored.chunks, *stored.replicas):
+        for chunk in (*stored.chunks, *stored.replicas) if stored.replicas else stored.chunks:
             region = chunk.region
             limit = self.fingerprints[region.file].nbytes
             if region.offset + region.span_nbytes > limit:
@@ -307,7 +391,8 @@ class _Planner:
         rearranged = False
         for part, stored in lazy.parts.items():
             self._place(lazy.fqn, _part_path(path, part), stored.info, stored)
-            rearranged |= not all(chunk.region.is_contiguous for chunk in stored.chunks)
+            for chunk in stored.chunks:
+                rearranged = rearranged or not chunk.region.is_contiguous
         self._record(lazy.encoding_, lazy.info, path)
         kind = _kind(lazy.encoding_, lazy.info)
         self._step(lazy, role, kind, "exact" if rearranged else "bytes", lazy.nbytes)
@@ -338,7 +423,20 @@ class _Planner:
         alias = self._alias(fqn, path, stored)
         self.draft.sources[path] = stored
         self.draft.keys[path] = fqn
-        self.draft.out.append(OutTensor(path, info, self.layout.cut(info, self.world_size), alias))
+        if isinstance(self.layout, MeshLayout):
+            placement = self.layout.placement(fqn, info, self._is_whole(fqn))
+            chunks = self.layout.chunks(placement, info)
+        else:
+            placement, chunks = None, self.layout.cut(info, self.world_size)
+        self.draft.out.append(OutTensor(path, info, chunks, alias, placement))
+
+    def _is_whole(self, fqn: str) -> bool:
+        """Did the source, which cut others over its ranks, not cut this one? So it does with
+        buffers."""
+        if not self.some_are_cut or fqn not in self.ckpt:
+            return False
+        group = self.ckpt.group(fqn)
+        return not _is_cut(group) and group.info.shape[:1] > (1,)
 
     def _alias(self, fqn: str, path: Path, stored: StoredTensor | None) -> Path | None:
         """The earlier path whose storage this tensor shares, where the source says so."""
@@ -381,11 +479,14 @@ class _Planner:
         """Left out because the config ties it; its bytes must equal the kept tensor's."""
         lazy, other = self.ckpt[fqn], self.ckpt[kept]
         self.draft.tied[fqn] = kept
-        for part, stored in lazy.parts.items():
-            self._prove(fqn, stored)
+        self._must_equal(other, lazy, f"{fqn} (tied to {kept})")
+
+    def _must_equal(self, kept: LazyTensor, other: LazyTensor, title: str) -> None:
+        """The other is not written, so its bytes must be those of the kept tensor."""
+        for part, stored in other.parts.items():
+            self._prove(other.fqn, stored)
             self.draft.compares += [
-                Compare(f"{fqn} (tied to {kept})", other.parts[part], chunk)
-                for chunk in stored.chunks
+                Compare(title, kept.parts[part], chunk) for chunk in stored.chunks
             ]
 
     def _carried(self) -> dict[str, bytes]:
@@ -427,6 +528,26 @@ class _Planner:
         )  # fmt: skip
 
 
+def _unnamed(reader: OptimizerReader) -> Unresolved:
+    if reader.form is None:
+        return Unresolved(
+            "optimizer",
+            "its state is keyed in no form that is known",
+            "convert the weights alone with --optimizer drop",
+        )
+    return Unresolved(
+        "optimizer",
+        f"its state is keyed by parameter index, and the file does not say which is which:"
+        f" {reader.why}",
+        "give the names in order with --param-order FILE, or convert the weights alone with"
+        " --optimizer drop",
+    )
+
+
+def _is_cut(group: Group) -> bool:
+    return any(len(part.chunks) > 1 for part in group.parts.values())
+
+
 def _part_path(path: Path, part: str) -> Path:
     return (*path[:-1], f"{path[-1]}.{part}") if part else path
 
@@ -446,18 +567,21 @@ def _in_order(targets: Iterable[Target], files: Sequence[FilePlan]) -> tuple[Tar
 
 
 def _prove_output(tensors: Sequence[OutTensor], files: Sequence[FilePlan]) -> None:
-    """Our own invariant: each placed tensor is tiled by slots once, no two slots share a byte."""
-    boxes: dict[Path, list[Any]] = {}
-    for file in files:
+    """Our own invariant: no two slots share a byte, and the slots of a tensor tile it. Ranks of a
+    mesh may hold the same box, each in its own file."""
+    boxes: dict[Path, dict[Box, int]] = {}
+    placed = {tensor.path for tensor in tensors if tensor.placement is not None}
+    for number, file in enumerate(files):
         end = 0
         for slot in sorted(file.out.slots, key=lambda s: s.offset):
             assert slot.offset >= end, f"{file.out.name}: slots overlap at {slot.offset}"
             end = slot.offset + slot.nbytes
-            boxes.setdefault(slot.path, []).append(slot.box)
+            before = boxes.setdefault(slot.path, {}).setdefault(slot.box, number)
+            assert before == number or slot.path in placed, f"{slot.path}: {slot.box} twice"
         assert end <= file.out.nbytes, f"{file.out.name}: a slot leaves the file"
     for tensor in tensors:
         if tensor.path in boxes or (tensor.alias_of is None and tensor.info.numel):
-            wrong = prove_tiling(tensor.info.shape, boxes.get(tensor.path, []))
+            wrong = prove_tiling(tensor.info.shape, list(boxes.get(tensor.path, ())))
             assert wrong is None, f"{tensor.path}: {wrong}"
 
 
@@ -466,7 +590,7 @@ def _writable(extra: Mapping[Path, Any]) -> dict[Path, Any]:
     whole: dict[Path, Any] = {}
     lists: dict[Path, dict[Path, Any]] = {}
     for path, value in extra.items():
-        at = next((i for i, segment in enumerate(path) if isinstance(segment, int)), None)
+        at = next((i for i, segment in enumerate(path) if type(segment) is int), None)
         if at is None:
             whole[path] = value
         else:
@@ -490,6 +614,8 @@ def replan(path: str | os.PathLike[str]) -> Plan:
             f"{path}: is no saved plan: {error}",
             "write one with ckptmap plan -o plan.json",
         ) from error
+    if options.param_order is not None:  # JSON has lists
+        options = replace(options, param_order=tuple(map(tuple, options.param_order)))
     made = plan(source, options.to, options=options)
     if made.digest != digest:
         raise PlanError(

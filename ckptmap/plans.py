@@ -33,10 +33,19 @@ class Options:
 
     to: str
     world_size: int | None = None
+    mesh: str | None = None
+    """`"replicate=2,shard=4"`: the mesh that DTensors are cut over."""
+    tp_plan: str | None = None
+    """A file that says how the mesh dim `tp` cuts: pattern -> style."""
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     optimizer: str = "keep"
+    optimizer_keys: str = "fqn"
+    """How the output keys optimizer state: the name of a key form."""
+    param_order: tuple[tuple[str, ...], ...] | None = None
+    """The parameters behind the indices of the source's optimizer state, one tuple a group."""
+    like: str | None = None
     root: str | None = None
     source_root: str | None = None
     wrap: tuple[str, ...] | None = None
@@ -114,7 +123,7 @@ class Plan:
     def _digest(self) -> str:
         """The same on every machine for the same source and options; changes with either."""
         seen = hashlib.sha256()
-        options = {**asdict(self.options), "names_like": None, "config_from": None}
+        options = {**asdict(self.options), "names_like": None, "config_from": None, "like": None, "tp_plan": None}
         seen.update(json.dumps([__version__, SCHEMA, options, self.world_size]).encode())
         for name, mark in sorted(self._sources().items()):
             seen.update(f"{name} {mark.nbytes} {mark.mtime_ns}\n".encode())
@@ -123,7 +132,7 @@ class Plan:
         for file in self.files:
             seen.update(f"{file.out.name} {file.out.nbytes}\n".encode())
             for slot in file.out.slots:
-                seen.update(f"{slot.path} {slot.offset} {slot.nbytes}\n".encode())
+                seen.update(f"{slot.path} {slot.box} {slot.offset} {slot.nbytes}\n".encode())
         for name, content in self.carried.items():
             seen.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
         return seen.hexdigest()
@@ -222,17 +231,17 @@ class Plan:
         kinds = ", ".join(f"{name} {count}" for name, count in self.fidelities().items())
         lines.append(
             f"total: {len(self.steps)} tensors, {human(self.nbytes_in)} -> {human(self.nbytes_out)}"
-            f" in {len(self.files)} file(s); {kinds or 'nothing'};"
-            f" buffers at most {human(DEFAULT_MAX_MEMORY)}"
+            f" in {len(self.files)} file(s); {kinds or 'nothing'}; buffers at most --max-memory,"
+            f" {human(DEFAULT_MAX_MEMORY)} unless given"
         )
         return "\n".join(lines)
 
 
 def human(nbytes: int) -> str:
-    """Bytes for people: 1536 -> "1.5 KB", in powers of 1024."""
+    """Bytes for people: 1536 -> "1.5 KiB"."""
     value = float(nbytes)
-    for unit in ("B", "KB", "MB", "GB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
-    return f"{value:.1f} TB"
+    return f"{value:.1f} TiB"

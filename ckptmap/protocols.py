@@ -6,9 +6,10 @@ plan, execute) speaks to these protocols only and names no format.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from ckptmap.tensors import Box, Cut, Index, Leaf, Opaque, Path, StoredTensor, TensorInfo
 
@@ -41,6 +42,58 @@ class Container(Protocol):
         """Everything it holds, from headers only. Raises SourceError where it is malformed."""
 
 
+# ------------------------------------------------------------------------------- directories
+
+
+@dataclass(frozen=True)
+class Member:
+    """A checkpoint inside a framework's directory, and what it is to the whole.
+
+    path  absolute; a file or a directory, or the framework's directory itself with `names`
+    role  "model", "optimizer" or "extra". A second "model" is a copy of the first: where both
+          have a tensor they are compared, and the first is used
+    root  the dict inside that holds it: `("model",)`
+    key   the name that an extra gets
+    names the entries of `path` that it consists of; empty: all
+    """
+
+    path: str
+    role: str
+    root: Path = ()
+    key: str = ""
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Members:
+    """What a framework's directory holds.
+
+    members    in the order of use
+    documents  JSON files carried as extra values: key -> entry name
+    left       entries that are never read (pickles of foreign classes): named as left behind
+    world      how many ranks wrote it, where file names tell
+    beside     a directory whose files count as lying beside the weights (config, tokenizer)
+    """
+
+    members: tuple[Member, ...]
+    documents: Mapping[str, str] = field(default_factory=dict)
+    left: Sequence[str] = ()
+    world: int = 1
+    beside: str | None = None
+
+
+class Directory(Protocol):
+    """One framework's directory: it reads no tensor, it says who does."""
+
+    name: str
+
+    def claims(self, place: Place) -> bool:
+        """Has it this framework's names? Never by its own name alone."""
+
+    def members(self, place: Place) -> Members:
+        """Raises SourceError where the names contradict each other."""
+
+
 # ------------------------------------------------------------------------------- layouts
 
 
@@ -56,6 +109,32 @@ class Layout(Protocol):
     def join(self, values: Sequence[Leaf], key: str) -> StoredTensor | Cut | Opaque | None:
         """The tensor that these values, one a rank, are the parts of; None: not this layout's.
         Raises SourceError where the parts do not fit together."""
+
+
+@runtime_checkable
+class MeshLayout(Layout, Protocol):
+    """A layout that cuts by name, over a mesh of ranks."""
+
+    def over(
+        self,
+        mesh: str | None,
+        tp_plan: str | None,
+        world_size: int | None,
+        names: Collection[str],
+    ) -> MeshLayout:
+        """For the mesh that is asked for: `"replicate=2,shard=4"`; None: one dim of the world
+        size. `tp_plan` is a file, of which every pattern must match one of `names`. Raises
+        PlanError CKM204 where they do not fit together, CKM201 and CKM206 for the plan."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    def placement(self, fqn: str, info: TensorInfo, whole: bool) -> Placement:
+        """`whole`: no rank of the source held only a part of it, though of others they did."""
+
+    def chunks(self, placement: Placement, info: TensorInfo) -> Sequence[tuple[int, Box]]:
+        """(rank, box) that tile the tensor once, each on the first rank that holds it. Raises
+        PlanError CKM504 where torch cannot hold it so."""
 
 
 # ------------------------------------------------------------------------------- encodings
@@ -159,14 +238,39 @@ class Scheme(Protocol):
 
 
 @dataclass(frozen=True)
+class Placement:
+    """How the ranks of a mesh hold a tensor, for a writer that gives each rank a file of its own.
+
+    mesh    (name, size) of the mesh dims, ranks row-major; a name may be ""
+    shards  for each mesh dim the tensor dim that it cuts, None: replicated, ABSENT: the tensor
+            knows nothing of this mesh dim, its ranks hold the same. None instead of all of them:
+            a plain tensor, whole on every rank
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    shards: tuple[int | None, ...] | None
+
+    ABSENT: ClassVar[int] = -1
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for _, size in self.mesh)
+
+
+@dataclass(frozen=True)
 class OutTensor:
-    """A stored tensor to be written: where in the state dict, what, and cut how."""
+    """A stored tensor to be written: where in the state dict, what, and cut how.
+
+    `chunks` tile it once; where `placement` is given, a writer may write some of them again, or
+    in parts, as each rank holds them.
+    """
 
     path: Path
     info: TensorInfo
     chunks: Sequence[tuple[int, Box]]
     alias_of: Path | None = None
     """A tie: the same storage as that earlier tensor; set only for a writer that shares it."""
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True)
@@ -259,9 +363,21 @@ class Setup:
     """False: has no place for what is not a weight (optimizer, step)."""
     carrier: Carrier | None = None
     """Who carries files beside the weights over; None: the setup has no place for them."""
+    rooted: bool = False
+    """True: the weights are at `model` and the optimizer at `optimizer`, whatever there is."""
+    places: tuple[str, ...] | None = None
+    """Extra values that it has a place for, plain ones only; None: any."""
+    optimizer_keys: str = ""
+    """The one key form of optimizer state that it takes; empty: any."""
     summary: str = ""
 
     @property
     def head(self) -> str:
         """The first segment that its wrappers put before names; empty without wrappers."""
         return self.wrap[0] if self.wrap else ""
+
+    def has_place_for(self, path: Path, tensor: bool = False) -> bool:
+        """Is there a place for this extra value?"""
+        if not self.holds_extra or self.places is None:
+            return self.holds_extra
+        return path[0] in self.places and not tensor

@@ -1,7 +1,8 @@
 """Who is there: one line a format, loaded when first needed; others come by entry points.
 
-An entry point of group `ckptmap.containers`, `ckptmap.writers`, `ckptmap.layouts`,
-`ckptmap.schemes` or `ckptmap.setups` names an object of the protocol of that name.
+An entry point of group `ckptmap.containers`, `ckptmap.directories`, `ckptmap.writers`,
+`ckptmap.layouts`, `ckptmap.schemes`, `ckptmap.key_forms` or `ckptmap.setups` names an object of the protocol of that
+name.
 """
 
 from __future__ import annotations
@@ -13,25 +14,44 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from ckptmap.protocols import Container, Layout, Place, Scheme, Setup, Writer
+from ckptmap.like import Unflattener
+from ckptmap.optim.state import KeyForm
+from ckptmap.protocols import Container, Directory, Layout, Place, Scheme, Setup, Writer
 
 CONTAINERS = (  # asked in this order: a directory's own marks before what its files look like
     "ckptmap.containers.dcp:Dcp",
     "ckptmap.containers.hf:HfDirectory",
+    "ckptmap.containers.dcp_hf:DcpHf",
     "ckptmap.containers.rank_files:RankFiles",
     "ckptmap.containers.safetensors:SafetensorsFile",
     "ckptmap.containers.torch_zip:TorchZip",
+)
+DIRECTORIES = (
+    "ckptmap.directories.trainer:Trainer",
+    "ckptmap.directories.verl:Verl",
+    "ckptmap.directories.accelerate:Accelerate",
 )
 WRITERS = (
     "ckptmap.containers.hf:HfWriter",
     "ckptmap.containers.torch_zip:TorchZipWriter",
     "ckptmap.containers.dcp_write:DcpWriter",
+    "ckptmap.containers.rank_files_write:RankFilesWriter",
+    "ckptmap.directories.writing:AccelerateWriter",
+    "ckptmap.directories.writing:TrainerWriter",
 )
 LAYOUTS = (
     "ckptmap.layouts.full:Full",
     "ckptmap.layouts.shard:Shard0",
+    "ckptmap.layouts.sharded_tensor:ShardedTensorLayout",
     "ckptmap.layouts.dtensor:DTensorLayout",
+    "ckptmap.layouts.mesh:Mesh",
 )
+KEY_FORMS = (  # of optimizer state, asked in this order
+    "ckptmap.optim.flattened:Flattened",
+    "ckptmap.optim.index:ByIndex",
+    "ckptmap.optim.fqn:ByFqn",
+)
+UNFLATTENERS = ("ckptmap.layouts.flat_param:FlatParams",)
 SCHEMES = (
     "ckptmap.encodings.nf4:NF4Scheme",
     "ckptmap.encodings.dense:CastBf16",
@@ -45,6 +65,9 @@ SETUPS = (
     "ckptmap.containers.torch_zip:COMPILED",
     "ckptmap.containers.dcp_write:FSDP1",
     "ckptmap.containers.dcp_write:FSDP2",
+    "ckptmap.containers.rank_files_write:FSDP2_RANKS",
+    "ckptmap.directories.writing:ACCELERATE",
+    "ckptmap.directories.writing:TRAINER",
 )
 
 
@@ -90,12 +113,37 @@ def container_for(place: Place) -> Container | None:
     return None
 
 
+def directory_for(place: Place) -> Directory | None:
+    """The framework whose directory it is, asked before any container; None: nobody's."""
+    for directory in _all(DIRECTORIES, "directories"):
+        if directory.claims(place):
+            return cast(Directory, directory)
+    return None
+
+
+def knows(place: Place) -> bool:
+    """Is it a checkpoint, by its structure?"""
+    return directory_for(place) is not None or container_for(place) is not None
+
+
 def schemes() -> tuple[Scheme, ...]:
     return tuple(_all(SCHEMES, "schemes"))
 
 
 def layouts() -> tuple[Layout, ...]:
     return tuple(_all(LAYOUTS, "layouts"))
+
+
+def unflatteners() -> tuple[Unflattener, ...]:
+    return tuple(_all(UNFLATTENERS, "unflatteners"))
+
+
+def key_forms() -> tuple[KeyForm, ...]:
+    return tuple(_all(KEY_FORMS, "key_forms"))
+
+
+def key_form(name: str) -> KeyForm | None:
+    return next((found for found in key_forms() if found.name == name), None)
 
 
 def setups() -> tuple[Setup, ...]:

@@ -16,6 +16,7 @@ from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor
 MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module", "weights", "app", "app_state")
 OPTIMIZER_KEYS = (
     "optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizers", "opt",
+    "optimizer_states",
 )  # fmt: skip
 EXTRA_KEY = "extra"
 """Where our own outputs keep what is neither weight nor optimizer state."""
@@ -101,6 +102,8 @@ def _find_optimizer(leaves: Mapping[Path, Leaf], model_root: Path) -> Path | Non
     for depth in range(len(model_root), -1, -1):
         for name in OPTIMIZER_KEYS:
             root = (*model_root[:depth], name)
-            if any(_under(path, root) and len(path) > len(root) for path in leaves):
-                return root
+            inside = [path for path in leaves if _under(path, root) and len(path) > len(root)]
+            if inside:
+                alone = (*root, 0)  # a list of one optimizer
+                return alone if all(_under(path, alone) for path in inside) else root
     return None

@@ -278,6 +278,7 @@ class Index:
     world     how many ranks wrote it, where the container tells; else 1
     manifest  the manifest that lies inside the container itself, for one-file formats
     notes     what a reader should be told: stale files left aside, repaired metadata
+    beside    the directory whose files count as lying beside the weights; None: their own
     """
 
     container: str
@@ -287,3 +288,4 @@ class Index:
     world: int = 1
     notes: tuple[str, ...] = ()
     manifest: bytes | None = None
+    beside: str | None = None

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 READ_NBYTES = 4 << 20
+SHOWN = 20
+"""Problems that the text lists."""
 FEED_NUMEL = 1 << 19
 REQUANTIZED_TOLERANCE = 0.25
 """rms of the difference over rms of the values: 4-bit on 4-bit grids stays below it."""
@@ -62,7 +64,10 @@ class VerifyReport:
             lines.append(
                 f"  lossy: {len(self.errors)} tensors, worst {worst}: {self.errors[worst]:.3e} relative rms"
             )
-        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+        lines += [f"  {problem}" for problem in self.problems[:SHOWN]]
+        if len(self.problems) > SHOWN:
+            lines.append(f"  and {len(self.problems) - SHOWN} more (all of them with --json)")
+        return "\n".join(lines)
 
 
 def verify(
@@ -119,7 +124,7 @@ def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
 
 def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
     """Every tensor of the manifest is found where it says, by our own readers, and no other."""
-    base = Path(ckpt.path) if Path(ckpt.path).is_dir() else None
+    base = Path(ckpt.path).absolute() if Path(ckpt.path).is_dir() else None
     problems = [
         f"{name}: {size} bytes, expected {entry['nbytes']}"
         for name, entry in document["files"].items()
@@ -153,22 +158,28 @@ def _place_problems(
         return
     try:
         found = {
-            (chunk.region.offset, tuple(chunk.box.offsets), tuple(chunk.box.sizes)): chunk.region
-            for chunk in tensor.chunks
-        }
+            (_name(chunk.region.file, base), chunk.region.offset, chunk.box.offsets, chunk.box.sizes):
+            chunk.region
+            for chunk in (*tensor.chunks, *tensor.replicas)
+        }  # fmt: skip
     except CkptmapError as error:
         yield str(error)
         return
     for name, offset, nbytes, offsets, sizes, _ in entry["chunks"]:
-        region = found.get((offset, tuple(offsets), tuple(sizes)))
+        region = found.get((_name(name, base), offset, tuple(offsets), tuple(sizes)))
         if nbytes == 0:
             continue
         if region is None or region.nbytes != nbytes or not region.is_contiguous:
             yield f"{key}: no chunk {offsets}+{sizes} at byte {offset} of {name}"
-        elif base is not None and Path(region.file) != base / name:
+        elif base is not None and region.file != f"{base}/{name}" != str(Path(region.file)):
             yield f"{key}: lies in {region.file}, expected {name}"
     if len(found) != len(entry["chunks"]) and tensor.info.numel:
         yield f"{key}: {len(found)} chunks, expected {len(entry['chunks'])}"
+
+
+def _name(file: str, base: Path | None) -> str:
+    """A file of a directory by its name; a checkpoint of one file may have any."""
+    return "" if base is None else os.path.basename(file)
 
 
 # --------------------------------------------------------------------------------- digests
@@ -232,6 +243,8 @@ def _against(
 ) -> tuple[list[str], dict[str, float]]:
     problems: list[str] = []
     errors: dict[str, float] = {}
+    if source.optimizer_by_index:
+        _order_as(ckpt, source)
     for name, entry in document["logical"].items():
         role, _, fqn = name.rpartition(":") if ":" in name else ("model", "", name)
         mine, theirs = ckpt.find(role, fqn), source.find(role, fqn)
@@ -247,6 +260,17 @@ def _against(
     known = {*document["logical"], *document["dropped"], *document["tied"]}
     problems += [f"{fqn}: is in {source.path} only" for fqn in source if fqn not in known]
     return problems, errors
+
+
+def _order_as(ckpt: Checkpoint, source: Checkpoint) -> None:
+    """Name what an index means in the source as the output does; its groups are the source's. Not
+    where parameters were left behind: then the state cannot be compared, and that is reported."""
+    order = [group["params"] for group in ckpt.optimizer_groups]
+    try:
+        source.order_optimizer(order)
+    except CkptmapError:
+        source.optimizer_reader.given = None
+        source.optimizer_reader.ask()
 
 
 def _moved(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:

@@ -10,13 +10,16 @@ from . import options as ask
 from .output import Output
 
 if TYPE_CHECKING:
+    from ckptmap.conversion import Report
     from ckptmap.plans import Options, Plan
+    from ckptmap.ranks import Ranks
 
 EXAMPLES = (
     "ckptmap convert runs/step-2000 out/ --to hf --config-from base-model/",
     "ckptmap convert runs/step-2000 out/ --to fsdp2-nf4 --world-size 8",
     "ckptmap convert model.pt out.pt --to compiled --wrap ddp,compile",
     "ckptmap convert model.pt out/ --plan plan.json",
+    "torchrun --nproc-per-node 8 -m ckptmap convert runs/step-2000 out/ --to hf",
 )
 
 Dst = Annotated[str, typer.Argument(metavar="DST", help="Where to; made complete or not at all.")]
@@ -34,7 +37,7 @@ PlanFile = Annotated[
     typer.Option("--plan", metavar="FILE", show_default=False, help="Run exactly this saved plan."),
 ]
 MaxMemory = Annotated[
-    str, typer.Option("--max-memory", metavar="SIZE", help="Bound of all buffers together.")
+    str, typer.Option("--max-memory", metavar="SIZE", help="Bound of all buffers of a rank.")
 ]
 Digest = Annotated[
     str,
@@ -51,6 +54,15 @@ Threads = Annotated[
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace DST once the new one is whole.")
+]
+RankTimeout = Annotated[
+    float,
+    typer.Option(
+        "--rank-timeout",
+        metavar="SECONDS",
+        min=1.0,
+        help="Under torchrun: give up when a rank shows no sign of life for so long.",
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]
 
@@ -81,6 +93,7 @@ def command(
     max_shard_size: ask.MaxShardSize = None,
     config_from: ask.ConfigFrom = None,
     plan_file: PlanFile = None,
+    rank_timeout: RankTimeout = 120.0,
     dry_run: DryRun = False,
     quiet: ask.Quiet = False,
     json: ask.Json = False,
@@ -88,34 +101,51 @@ def command(
     """Convert a checkpoint into another setup.
 
     DST appears by one rename when it is complete; SRC is never written. A run that was stopped is
-    continued by the same command.
+    continued by the same command. Under torchrun the ranks share the work.
     """
+    from ckptmap.ranks import ShownElsewhere, join
+
     from .asked import options
 
     limit = ask.parse_nbytes(max_memory)
     asked = options(
         to or "", world_size=world_size, include=include, exclude=exclude, drop=drop,
-        optimizer=optimizer, optimizer_keys=optimizer_keys, param_order=param_order, like=like, root=root, source_root=source_root, wrap=wrap, names_like=names_like,
+        optimizer=optimizer, optimizer_keys=optimizer_keys, param_order=param_order, like=like,
+        root=root, source_root=source_root, wrap=wrap, names_like=names_like,
         encode=encode, no_encode=no_encode, max_shard_size=max_shard_size, config_from=config_from,
     )  # fmt: skip
-    plan = _plan(src, asked, plan_file)
-    out = Output(json, quiet)
-    if dry_run:
-        _show_only(plan, out)
-    else:
-        _run(plan, dst, out, device, threads, limit, overwrite, digest)
+    _check_usage(asked, plan_file)
+    out, report = Output(json, quiet), None
+    try:
+        with join(rank_timeout) as ranks:
+            plan = _plan(src, asked, plan_file)
+            if not dry_run:
+                report = _run(
+                    plan, dst, out, ranks, device, threads, limit, overwrite, digest
+                )  # fmt: skip
+    except ShownElsewhere as stopped:
+        Output.printed = True  # by that rank
+        raise typer.Exit(stopped.exit_code) from stopped
+    if ranks.rank == 0:
+        _show(plan, report, out)
+    if report is None and plan.unresolved:
+        raise typer.Exit(1)
+
+
+def _check_usage(asked: Options, plan_file: str | None) -> None:
+    from ckptmap.plans import Options
+
+    if plan_file is None and not asked.to:
+        raise typer.BadParameter("give --to SETUP, or --plan FILE")
+    if plan_file is not None and asked != Options(to=""):
+        raise typer.BadParameter("--plan holds the options of the conversion; give none beside it")
 
 
 def _plan(src: str, asked: Options, plan_file: str | None) -> Plan:
     import ckptmap
-    from ckptmap.plans import Options
 
     if plan_file is None:
-        if not asked.to:
-            raise typer.BadParameter("give --to SETUP, or --plan FILE")
         return ckptmap.plan(src, asked.to, options=asked)
-    if asked != Options(to=""):
-        raise typer.BadParameter("--plan holds the options of the conversion; give none beside it")
     return _saved(src, plan_file)
 
 
@@ -135,34 +165,36 @@ def _saved(src: str, plan_file: str) -> Plan:
     return plan
 
 
-def _show_only(plan: Plan, out: Output) -> None:
-    out.show(plan)
-    if plan.unresolved:
-        raise typer.Exit(1)
-
-
 def _run(
     plan: Plan,
     dst: str,
     out: Output,
+    ranks: Ranks,
     device: str,
     threads: int | None,
     max_memory: int,
     overwrite: bool,
     digest: str,
-) -> None:
+) -> Report:
+    from ckptmap.conversion import run
+
     from .progress import Progress
 
-    progress = None if out.quiet else Progress(plan.nbytes_out)
+    progress = None if out.quiet or ranks.rank else Progress(plan.nbytes_out)
     try:
-        report = plan.execute(
-            dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
-            digest=digest, progress=progress or False,
+        return run(
+            plan, dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
+            digest=digest, progress=progress or False, ranks=ranks,
         )  # fmt: skip
     finally:
         if progress is not None:
             progress.close()
-    if out.quiet and not out.json:
+
+
+def _show(plan: Plan, report: Report | None, out: Output) -> None:
+    if report is None:
+        out.show(plan)
+    elif out.quiet and not out.json:
         out.text(str(report.dst))
     else:
         out.show(report)

@@ -51,7 +51,8 @@ def command(
 
     asked = options(
         to, world_size=world_size, include=include, exclude=exclude, drop=drop,
-        optimizer=optimizer, optimizer_keys=optimizer_keys, param_order=param_order, like=like, root=root, source_root=source_root, wrap=wrap, names_like=names_like,
+        optimizer=optimizer, optimizer_keys=optimizer_keys, param_order=param_order, like=like,
+        root=root, source_root=source_root, wrap=wrap, names_like=names_like,
         encode=encode, no_encode=no_encode, max_shard_size=max_shard_size, config_from=config_from,
     )  # fmt: skip
     plan = ckptmap.plan(src, to, options=asked)

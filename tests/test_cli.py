@@ -139,7 +139,7 @@ def test_inspect_says_how_optimizer_state_is_keyed(run: Any, tmp_path: Path, nes
     if nested:
         names = ["fc.weight", "fc.bias"]
         state["state"] = {names[index]: states for index, states in state["state"].items()}
-    model = {f"fc.{name}": tensor for name, tensor in fc.state_dict().items()}
+    model = {f"fc.{name}": tensor for name, tensor in sorted(fc.state_dict().items())}
     torch.save({"model": model, "optimizer": state}, tmp_path / "run.pt")
     found = run("inspect", tmp_path / "run.pt", "--json").document["optimizer"]
     assert (found["keyed_by"], found["parameters"]) == ("fqn" if nested else "index", 2)

@@ -19,6 +19,7 @@ from ckptmap.protocols import Place
 from ckptmap.tensors import Index, Leaf, Opaque, Path, PerRank, StoredTensor
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.placement import mesh_ranks
+from ckptmap.wire.sharded import check_writer
 from ckptmap.wire.torch_zip_read import load
 from ckptmap.wire.tree import flatten
 
@@ -150,12 +151,12 @@ def _load_all(group: _Group) -> list[dict[Path, Leaf]]:
 def _check_ranks(group: _Group, trees: Mapping[int, Mapping[Path, Leaf]]) -> None:
     """Ranks are 0..N-1, N as the name says, else as the mesh of a DTensor says."""
     said = _WORLD.search(group.name)
-    mesh = mesh_ranks(leaf for tree in trees.values() for leaf in tree.values())
-    world = int(said[1] or said[2]) if said else len(mesh) or max(trees) + 1
-    if mesh and len(mesh) != world:
+    mesh = _ranks_inside(group, trees)
+    world = int(said[1] or said[2]) if said else mesh or max(trees) + 1
+    if mesh and mesh != world:
         raise SourceError(
             "CKM110",
-            f"{group.name}: its tensors are of {len(mesh)} ranks, its name says {world}",
+            f"{group.name}: its tensors are of {mesh} ranks, its name says {world}",
             "these files are not of one save",
         )
     count = world - sum(rank < world for rank in trees)
@@ -175,6 +176,24 @@ def _check_ranks(group: _Group, trees: Mapping[int, Mapping[Path, Leaf]]) -> Non
             f"{group.files[extra[0]]}: rank {extra[0]}, expected ranks below {world}",
             "remove files that an earlier save of more ranks left here",
         )
+
+
+def _ranks_inside(group: _Group, trees: Mapping[int, Mapping[Path, Leaf]]) -> int:
+    """How many ranks the tensors themselves say there are; 0: they do not."""
+    said: dict[int, int] = {}
+    for rank, tree in trees.items():
+        world = check_writer(tree.values(), rank, group.files[rank])
+        if world is not None:
+            said.setdefault(world, rank)
+    if len(said) > 1:
+        (one, first), (other, second) = list(said.items())[:2]
+        raise SourceError(
+            "CKM110",
+            f"{group.files[second]}: is of a save by {other} ranks, rank {first}'s file by {one}",
+            "copy the files of one save into a directory of their own",
+        )
+    mesh = mesh_ranks(leaf for tree in trees.values() for leaf in tree.values())
+    return next(iter(said), len(mesh))
 
 
 def _like(group: _Group, rank: int) -> str:

@@ -52,7 +52,7 @@ def _module() -> ModuleType:
             return importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-    raise LoadError("CKM501", "torchao has no NF4Tensor", "pip install -U torchao")
+    raise LoadError("CKM505", "torchao has no NF4Tensor", "pip install -U torchao")
 
 
 def to_torchao(

@@ -10,10 +10,11 @@ are replicated values: one is kept, and they are never concatenated.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from ckptmap.errors import SourceError
-from ckptmap.tensors import Box, Chunk, Cut, Leaf, Opaque, StoredTensor, TensorInfo
-from ckptmap.wire.placement import Placed, cut_rows, is_dtensor, read_placed
+from ckptmap.tensors import Box, Cut, Leaf, Opaque, StoredTensor, TensorInfo
+from ckptmap.wire.placement import Placed, cut_rows, is_dtensor, moved, read_placed
 
 _ONE_SAVE = "these files are not of one save, or hold 1-D pieces whose shapes are not in them"
 
@@ -67,7 +68,7 @@ def _kind(value: Leaf) -> str:
 def _join_replicated(values: Sequence[tuple[int, Leaf]], key: str) -> StoredTensor | Cut:
     info = _one_info([(rank, value.info) for rank, value in values], key)
     locals_ = [value for _, value in values]
-    return _assemble(info, [(Box.whole(info.shape), local) for local in locals_])
+    return _assemble(info, [(Box.whole(info.shape), local, None) for local in locals_], key)
 
 
 def _one_info(infos: Iterable[tuple[int, TensorInfo]], key: str) -> TensorInfo:
@@ -91,13 +92,13 @@ def _some(ranks: Sequence[int]) -> str:
 def _join_parts(parts: Sequence[tuple[int, Placed]], key: str) -> StoredTensor | Cut:
     info = _one_info([(rank, part.info) for rank, part in parts], key)
     _check_meshes(parts, key)
-    pieces = []
+    pieces: list[Piece] = []
     for rank, part in parts:
-        box = part.box
-        if _check_local(rank, part, box, key):
-            pieces.append((box, part.local))
-    _check_complete(info, parts, {box for box, _ in pieces}, key)
-    return _assemble(info, pieces)
+        _check_local(rank, part, key)
+        if 0 not in part.sizes or not info.numel:
+            pieces += [(box, part.local, local) for box, local in part.pieces]
+    _check_complete(info, parts, {box for box, _, _ in pieces}, key)
+    return _assemble(info, pieces, key)
 
 
 def _check_meshes(parts: Sequence[tuple[int, Placed]], key: str) -> None:
@@ -112,24 +113,25 @@ def _check_meshes(parts: Sequence[tuple[int, Placed]], key: str) -> None:
             )
 
 
-def _check_local(rank: int, part: Placed, box: Box, key: str) -> bool:
-    """Does the rank hold anything? Raises where that is not what its coordinate predicts."""
-    info = part.local.info
-    if info is None or (info.shape != box.sizes and (info.numel or box.numel)):
+def _check_local(rank: int, part: Placed, key: str) -> None:
+    """Raises where the rank holds another shape than its coordinate predicts."""
+    info, sizes = part.local.info, part.sizes
+    wrong_shape = info is None or (info.shape != sizes and (info.numel or 0 not in sizes))
+    if wrong_shape or not part.is_as_fsdp_cuts:
         found = list(info.shape) if info is not None else "no shape"
+        at = [runs[0][0] for runs in part.runs]
         raise SourceError(
             "CKM112",
-            f"{key}: rank {rank} holds {found}, expected {list(box.sizes)} at {list(box.offsets)} "
-            f"of {list(part.info.shape)}",
+            f"{key}: rank {rank} holds {found}, expected {list(sizes)} at {at} "
+            f"of {list(part.info.shape)}{'' if wrong_shape else ' in other rows than it says'}",
             "torch saves wrong metadata for some uneven TP + FSDP shards; save a full state dict",
         )
-    if isinstance(part.local, StoredTensor) and info.dtype != part.info.dtype:
+    if isinstance(part.local, StoredTensor) and part.local.info.dtype != part.info.dtype:
         raise SourceError(
             "CKM113",
-            f"{key}: rank {rank} holds {info.dtype}, its DTensor says {part.info.dtype}",
+            f"{key}: rank {rank} holds {part.local.info.dtype}, its DTensor says {part.info.dtype}",
             _ONE_SAVE,
         )
-    return bool(box.numel) or not part.info.numel
 
 
 def _check_complete(
@@ -153,34 +155,37 @@ def _check_complete(
     )
 
 
-def _assemble(info: TensorInfo, pieces: Sequence[tuple[Box, Leaf]]) -> StoredTensor | Cut:
+Piece: TypeAlias = tuple[Box, Leaf, Box | None]
+"""A box of the whole tensor, what a rank holds, and which part of that fills the box."""
+
+
+def _assemble(info: TensorInfo, pieces: Sequence[Piece], key: str) -> StoredTensor | Cut:
     """One tensor of pieces, of which those of the same box are replicas of the first."""
-    if any(isinstance(local, Opaque) for _, local in pieces):
-        return Cut(info, tuple(pieces))
-    first: dict[Box, StoredTensor] = {}
+    if any(isinstance(local, Opaque) for _, local, _ in pieces):
+        return _cut(info, pieces, key)
+    first: dict[Box, tuple[StoredTensor, Box | None]] = {}
     replicas = []
-    for box, local in pieces:
-        if first.setdefault(box, local) is not local:
-            replicas += _moved(box, local)
-    shares = tuple(local.share for local in first.values())
+    for box, local, within in pieces:
+        if first.setdefault(box, (local, within))[0] is not local:
+            replicas += moved(box, local, within)
+    shares = tuple((local.share, within) for local, within in first.values())
     return StoredTensor(
         info,
-        lambda: [chunk for box, local in first.items() for chunk in _moved(box, local)],
+        lambda: [
+            chunk for box, (local, within) in first.items() for chunk in moved(box, local, within)
+        ],
         replicas,
-        shares if None not in shares else None,
+        shares if all(share is not None for share, _ in shares) else None,
     )
 
 
-def _moved(box: Box, local: StoredTensor) -> list[Chunk]:
-    """A rank's chunks, in the coordinates of the whole tensor."""
-    return [
-        Chunk(
-            Box(
-                tuple(o + c for o, c in zip(box.offsets, chunk.box.offsets, strict=True)),
-                chunk.box.sizes,
-            ),
-            chunk.region,
-            chunk.crc32,
-        )
-        for chunk in local.chunks
-    ]
+def _cut(info: TensorInfo, pieces: Sequence[Piece], key: str) -> Cut:
+    for box, local, within in pieces:
+        if within is not None and within.sizes != local.info.shape:
+            raise SourceError(
+                "CKM112",
+                f"{key}: a {local.class_name} whose rows go to several places, one of them "
+                f"{list(box.offsets)}",
+                "save it as a full state dict",
+            )
+    return Cut(info, tuple((box, local) for box, local, _ in pieces))

@@ -200,12 +200,16 @@ class _Emitter:
         self._call(Global("__builtin__", name), (ordered,), path)
 
     def _instance(self, value: Instance, path: tuple[Any, ...]) -> None:
+        """One object for one `Instance`, however often it occurs: the mesh of many tensors."""
+        if self._memoised(("instance", id(value))):
+            return
         self._global(value.cls.module, value.cls.name)
         self._tuple(value.args, path)
         self.out.append(b"\x81")
         if value.state is not None:
             self.emit(value.state, path)
             self.out.append(b"b")
+        self._remember(("instance", id(value)))
 
     # ----------------------------------------------------------------- containers
 

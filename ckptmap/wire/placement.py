@@ -7,12 +7,16 @@ torch/distributed/tensor/_utils.py (`compute_local_shape_and_global_offset`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, TypeAlias
 
 from ckptmap.errors import SourceError
-from ckptmap.tensors import Box, Leaf, Opaque, StoredTensor, TensorInfo
+from ckptmap.tensors import Box, Chunk, Leaf, Opaque, StoredTensor, TensorInfo
+
+MAX_SPLIT = 1 << 16
+"""Of a _StridedShard: the ranks of the meshes inside it."""
 
 
 def chunk_of(numel: int, parts: int, index: int) -> tuple[int, int]:
@@ -39,13 +43,46 @@ def cut_rows(info: TensorInfo, world_size: int) -> list[tuple[int, Box]]:
     return boxes
 
 
+def moved(box: Box, tensor: StoredTensor, within: Box | None = None) -> list[Chunk]:
+    """A rank's chunks in the coordinates of the whole tensor: `box` is filled by the part `within`
+    of what the rank holds (default: all of it)."""
+    chunks = []
+    for chunk in tensor.chunks:
+        part = chunk.box if within is None else chunk.box.intersect(within)
+        if part is None:
+            continue
+        start = part.offsets if within is None else part.relative_to(within.offsets).offsets
+        whole = part is chunk.box or part == chunk.box
+        chunks.append(
+            Chunk(
+                Box(tuple(o + c for o, c in zip(box.offsets, start, strict=True)), part.sizes),
+                chunk.region if whole else chunk.region.crop(part.relative_to(chunk.box.offsets)),
+                chunk.crc32 if whole else None,
+            )
+        )
+    return chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """One Shard: tensor dim `dim` over mesh dim `axis`; `split` above 1: a _StridedShard."""
+
+    dim: int
+    axis: int
+    split: int = 1
+
+
+Runs: TypeAlias = tuple[tuple[int, int], ...]
+"""(start, length) of rows, in the order that the rank holds them."""
+
+
 @dataclass(frozen=True)
 class Placed:
     """One rank's part of a DTensor.
 
     ranks   every rank that takes part in the save, as the mesh knows
     shape   sizes of the mesh dims; coordinate: where this rank is in it
-    cuts    (tensor dim, mesh dim) of each Shard, in the order that they are applied
+    cuts    the shards, in the order that they are applied
     local   what the rank holds: a StoredTensor, or an Opaque of a tensor subclass
     """
 
@@ -53,17 +90,94 @@ class Placed:
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
     coordinate: tuple[int, ...]
-    cuts: tuple[tuple[int, int], ...]
+    cuts: tuple[Cutting, ...]
     local: Leaf
 
     @property
-    def box(self) -> Box:
-        """The part of the whole tensor that this rank holds; a size may be 0."""
-        offsets, sizes = [0] * len(self.info.shape), list(self.info.shape)
-        for dim, axis in self.cuts:
-            start, sizes[dim] = chunk_of(sizes[dim], self.shape[axis], self.coordinate[axis])
-            offsets[dim] += start
-        return Box(tuple(offsets), tuple(sizes))
+    def runs(self) -> tuple[Runs, ...]:
+        """What it holds along each tensor dim."""
+        return tuple(
+            self._runs(dim, size, [cut for cut in self.cuts if cut.dim == dim])
+            for dim, size in enumerate(self.info.shape)
+        )
+
+    def _runs(self, dim: int, size: int, cuts: Sequence[Cutting]) -> Runs:
+        runs: Runs = ((0, size),)
+        for cut in cuts:
+            runs = cut_runs(runs, self.shape[cut.axis], self.coordinate[cut.axis], cut.split)
+        return runs
+
+    @property
+    def is_as_fsdp_cuts(self) -> bool:
+        """Are the rows of its strided shards those that FSDP2 really holds? It cuts what TP has
+        cut, mesh dims right to left, by torch.chunk; the placements say the same only where that
+        divides (pytorch#161368)."""
+        for dim, size in enumerate(self.info.shape):
+            cuts = [cut for cut in self.cuts if cut.dim == dim]
+            plain = [cut for cut in cuts if cut.split == 1]
+            strided = sorted((c for c in cuts if c.split > 1), key=lambda c: -c.axis)
+            held = [Cutting(dim, cut.axis) for cut in (*plain, *strided)]
+            if strided and _filled(self._runs(dim, size, held)) != _filled(
+                self._runs(dim, size, cuts)
+            ):
+                return False
+        return True
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape that the local tensor must have; a size may be 0."""
+        return tuple(sum(length for _, length in runs) for runs in self.runs)
+
+    @property
+    def pieces(self) -> tuple[tuple[Box, Box], ...]:
+        """(box of the whole tensor, box of the local one that fills it), mostly a single pair."""
+        dims = []
+        for runs in self.runs:
+            at, spans = 0, []
+            for start, length in runs:
+                spans.append((start, at, length))
+                at += length
+            dims.append(spans)
+        return tuple(
+            (
+                Box(tuple(s[0] for s in spans), tuple(s[2] for s in spans)),
+                Box(tuple(s[1] for s in spans), tuple(s[2] for s in spans)),
+            )
+            for spans in product(*dims)
+        )
+
+
+def cut_runs(runs: Runs, parts: int, index: int, split: int = 1) -> Runs:
+    """Part `index` of `parts`; with `split`, of each of that many pieces, one after the other.
+
+    8 rows over 2, split 2: part 0 holds rows 0-1 and 4-5. As torch's `_StridedShard` documents.
+    """
+    total = sum(length for _, length in runs)
+    taken: list[tuple[int, int]] = []
+    for piece in range(split):
+        offset, numel = chunk_of(total, split, piece)
+        start, length = chunk_of(numel, parts, index)
+        for run in _slice(runs, offset + start, length):
+            if taken and sum(taken[-1]) == run[0]:
+                taken[-1] = (taken[-1][0], taken[-1][1] + run[1])
+            else:
+                taken.append(run)
+    return tuple(taken) or ((min(chunk_of(total, parts, index)[0], total), 0),)
+
+
+def _filled(runs: Runs) -> Runs:
+    """Without empty runs: where nothing begins is of no account."""
+    return tuple(run for run in runs if run[1])
+
+
+def _slice(runs: Runs, start: int, length: int) -> Iterator[tuple[int, int]]:
+    """Rows `start` to `start + length` of those that the runs hold, empty runs left out."""
+    at = 0
+    for first, numel in runs:
+        low, high = max(start, at), min(start + length, at + numel)
+        if low < high:
+            yield first + low - at, high - low
+        at += numel
 
 
 def is_dtensor(leaf: Leaf) -> bool:
@@ -77,7 +191,7 @@ def is_dtensor(leaf: Leaf) -> bool:
 
 def read_placed(leaf: Opaque, key: str) -> Placed:
     """Raises SourceError CKM112 where the DTensor is malformed, or placed in a way that is not
-    known (Partial, strided shards)."""
+    known (Partial)."""
     state = leaf.state if isinstance(leaf.state, Mapping) else {}
     spec = _attributes(state.get("_spec"))
     mesh = _attributes(spec.get("mesh"))
@@ -149,33 +263,34 @@ def _layout_shape(layout: Mapping[Any, Any]) -> tuple[int, ...] | None:
     return tuple(sizes) or None
 
 
-def _cuts(
-    placements: Sequence[Any], order: Any, ndim: int, key: str
-) -> tuple[tuple[int, int], ...]:
-    """(tensor dim, mesh dim) of the shards, mesh dims left to right unless the spec says other."""
+def _cuts(placements: Sequence[Any], order: Any, ndim: int, key: str) -> tuple[Cutting, ...]:
+    """The shards, mesh dims left to right unless the spec says other."""
     cuts = []
     for axis, placement in enumerate(placements):
         kind = placement.name if isinstance(placement, Opaque) else type(placement).__name__
         if kind == "Replicate":
             continue
-        dim = _attributes(placement).get("dim") if kind == "Shard" else None
-        if kind != "Shard":
+        said = _attributes(placement)
+        split = said.get("split_factor") if kind == "_StridedShard" else 1
+        if kind not in ("Shard", "_StridedShard") or type(split) is not int or split < 1:
             raise SourceError(
                 "CKM112",
                 f"{key}: placement {kind} on mesh dim {axis}, expected Shard or Replicate",
                 "save it as a full state dict, or with DCP",
             )
-        if type(dim) is not int or not -ndim <= dim < ndim:
-            raise _malformed(key, f"Shard({dim!r:.20}) of a tensor of {ndim} dims")
-        cuts.append((dim % ndim, axis))
+        dim = said.get("dim")
+        if type(dim) is not int or not -ndim <= dim < ndim or split > MAX_SPLIT:
+            raise _malformed(key, f"{kind}({dim!r:.20}) of a tensor of {ndim} dims")
+        cuts.append(Cutting(dim % ndim, axis, split))
     return tuple(_ordered(cuts, order))
 
 
-def _ordered(cuts: list[tuple[int, int]], order: Any) -> list[tuple[int, int]]:
+def _ordered(cuts: list[Cutting], order: Any) -> list[Cutting]:
     """By `shard_order` of newer specs: ((tensor dim, mesh dims in order), ...)."""
     given: list[tuple[int, int]] = []
     for entry in order if isinstance(order, list | tuple) else ():
         args = entry.args if isinstance(entry, Opaque) else entry
         if isinstance(args, tuple) and len(args) == 2 and type(args[0]) is int:
             given += [(args[0], axis) for axis in _ints(args[1]) or ()]
-    return given if sorted(given) == sorted(cuts) else cuts
+    known = {(cut.dim, cut.axis): cut for cut in cuts}
+    return [known[at] for at in given] if sorted(given) == sorted(known) else cuts

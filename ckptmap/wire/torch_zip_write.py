@@ -90,12 +90,21 @@ class ZipLayout:
         return f"{names:020d}{values:020d}".encode()
 
 
+_NOTHING: Mapping[str, bytes] = {}
+
+
 def layout_zip(
-    root: str, pickle: bytes, storages: Sequence[tuple[str, int]], *, align: int = 64
+    root: str,
+    pickle: bytes,
+    storages: Sequence[tuple[str, int]],
+    *,
+    align: int = 64,
+    ready: Mapping[str, bytes] = _NOTHING,
 ) -> ZipLayout:
     """Place a pickle and storages (key, nbytes) in an archive whose one folder is `root`.
 
-    Data starts are multiples of `align`.
+    Data starts are multiples of `align`. The content of storages in `ready` is known: `seal`
+    yields it with what is around it.
     """
     fixed = {
         "data.pkl": pickle,
@@ -114,6 +123,7 @@ def layout_zip(
     first = len(fixed)
     offsets = [member.offset for member in members[first : first + len(storages)]]
     fixed["version"] = b"3\n"
+    fixed.update({f"data/{key}": data for key, data in ready.items()})
     contents = {f"{root}/{name}".encode(): data for name, data in fixed.items()}
     return ZipLayout(root, _end_nbytes(members), offsets, align, members, first, contents)
 

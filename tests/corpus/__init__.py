@@ -14,9 +14,12 @@ from tests.corpus import (  # noqa: F401 - they register their cases
     writers_accelerate,
     writers_ddp,
     writers_fsdp1,
+    writers_fsdp1_local,
     writers_fsdp2,
     writers_hf,
+    writers_mesh,
     writers_nf4,
+    writers_optimizer,
     writers_single,
 )
 from tests.corpus.case import CASES, Case, Spec, names

@@ -36,7 +36,8 @@ class Spec:
     `container` is the on-disk format; `file` the checkpoint inside the case's folder ("" the folder
     itself). `root` is the path of the model's keys inside the tree, `prefix` a wrapper prefix of
     every model key and `wrappers` all wrapper segments that occur, outermost first. `tied` names
-    groups that share values, of which the file may hold only one. `extra` is what is stored beside
+    groups that share values, of which the file may hold only one. `order` is what tells which
+    parameter an index of the optimizer's state means, as `Checkpoint.optimizer_order` says it. `extra` is what is stored beside
     the tensors at the root, `opaque` the root keys that hold foreign classes. A `shimmed` writer changes state of its
     process and is built after all others.
     """
@@ -52,6 +53,7 @@ class Spec:
     wrappers: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     optimizer: Literal["", "fqn", "index"] = ""
+    order: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     opaque: tuple[str, ...] = ()
     encoding: Literal["dense", "nf4"] = "dense"

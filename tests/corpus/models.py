@@ -192,14 +192,14 @@ def compiled(model: nn.Module) -> nn.Module:
 # ------------------------------------------------------------------------------- training
 
 
-def optimizer_for(model: nn.Module) -> torch.optim.AdamW:
+def optimizer_for(model: nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
     """AdamW in two groups, by name and not by ndim, which FSDP1 flattens; norms do not decay."""
     named = list(model.named_parameters())
     groups = [
         {"params": [p for n, p in named if "norm" not in n], "weight_decay": 0.1},
         {"params": [p for n, p in named if "norm" in n], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=1e-2)
+    return torch.optim.AdamW(groups, lr=lr)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:

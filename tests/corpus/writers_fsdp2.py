@@ -200,7 +200,8 @@ def hsdp_ranks(path: Path) -> None:
 
 
 @case(
-    "fsdp2_ranks_nested_w2", 2, "ranks", root=("model",), optimizer="index", extra={"step": 3},
+    "fsdp2_ranks_nested_w2", 2, "ranks", root=("model",), optimizer="index",
+    order="the order of the saved model dict", extra={"step": 3},
     notes="each file {model, optimizer, step}; optimizer by index",
 )  # fmt: skip
 def fsdp2_ranks_nested(path: Path) -> Gathered:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.corpus.case import Gathered, case
-from tests.corpus.models import Recipe, Tiny, optimizer_for, tiny, train, truth
+from tests.corpus.models import Recipe, Tiny, optimizer_for, tiny, truth
 from tests.corpus.writers_fsdp2 import gathered, rank_file, sharded
 
 TP_PLAN: dict[str, ParallelStyle] = {
@@ -70,10 +69,6 @@ case(
 @case("fsdp_tp_dcp_w4", 4, "dcp", truth=truth, notes="2 x 2: chunks of both cuts")
 def fsdp_tp_dcp(path: Path) -> None:
     save_dcp(get_model_state_dict(fsdp_tp(tiny(), 2, 2, head=True)), checkpoint_id=path)
-
-
-def names_by_parameter(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_parameters()]
 
 
 @case(

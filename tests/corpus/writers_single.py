@@ -48,9 +48,10 @@ def torch_tied(path: Path) -> None:
 
 @case(
     "torch_nested", 1, "torch", file="checkpoint.pt", root=("model",), optimizer="index",
+    order="the order of the saved model dict",
     extra={"step": 7, "config": {"lr": 0.01, "betas": [0.9, 0.95], "name": "run é"}},
     opaque=("args",),
-    notes="optimizer.state_dict() keyed by index: not to be matched by name",
+    notes="optimizer.state_dict() keyed by index",
 )  # fmt: skip
 def torch_nested(path: Path) -> Gathered:
     model, optimizer = trained()
@@ -67,7 +68,7 @@ def torch_nested(path: Path) -> Gathered:
 
 @case(
     "torch_named_optimizer", 1, "torch", file="checkpoint.pt", root=("model",), optimizer="index",
-    extra={"step": 3}, notes="the optimizer's groups carry param_names",
+    order="param_names in the groups", extra={"step": 3}, notes="the optimizer's groups carry param_names",
 )  # fmt: skip
 def torch_named_optimizer(path: Path) -> Gathered:
     model, optimizer = trained(grouped=False, steps=1)

@@ -1,0 +1,150 @@
+"""DCP in safetensors form: torch's HuggingFaceStorageWriter, every rank its own shards.
+
+    shard-RRRRR-model-IIIII-of-NNNNN.safetensors
+        R  the rank, counted from 1; I of N  the file that a mapping puts a tensor into
+        `__metadata__`: {"DCP_SHARDING_INFO": json {fqn: {"saved_offsets": [...]}}}
+
+A tensor's parts lie under its whole name in several files; its shape is said nowhere and is what
+the parts reach. So a last rank that is missing cannot show; a note says how many were found.
+Source: torch 2.13, torch/distributed/checkpoint/hf_storage.py and _hf_utils.py. A consolidated
+directory is a plain Hugging Face one, whose `sharded/` holds such files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+from ckptmap.coverage import prove_tiling
+from ckptmap.errors import SourceError
+from ckptmap.files import Files
+from ckptmap.protocols import Place
+from ckptmap.tensors import Box, Chunk, Index, Leaf, Path, Region, StoredTensor, TensorInfo
+from ckptmap.wire.gc_pause import paused_gc
+from ckptmap.wire.inside import inside
+from ckptmap.wire.safetensors import MAX_NUMEL, Header, parse
+from ckptmap.wire.safetensors_file import refuse_text
+
+NAME = re.compile(
+    r"shard-(?P<rank>\d{5,})-model-(?P<file>\d{5,})-of-(?P<count>\d{5,})\.safetensors"
+)
+SHARDING = "DCP_SHARDING_INFO"
+OFFSETS = "saved_offsets"
+
+
+class DcpHf:
+    """Reads the shards of all ranks; each tensor is put together from its parts."""
+
+    name = "dcp-hf"
+
+    def claims(self, place: Place) -> bool:
+        return place.is_dir and any(NAME.fullmatch(name) for name in place.names)
+
+    def index(self, place: Place) -> Index:
+        """Raises SourceError CKM110 where files of ranks are missing or of several saves, CKM112
+        where parts overlap or leave holes, CKM107 for a header without offsets."""
+        root = str(FilePath(place.path).absolute())
+        names = [name for name in place.names if NAME.fullmatch(name)]
+        ranks = _check_names(names, root)
+        parts: dict[str, list[tuple[str, Chunk]]] = {}
+        files = Files()
+        try:
+            with paused_gc():
+                paths = [inside(root, name, root) for name in names]
+                for file in paths:
+                    refuse_text(files, file)
+                    _read(parse(files, file), file, parts)
+                leaves: dict[Path, Leaf] = {(k,): _joined(k, p, root) for k, p in parts.items()}
+        finally:
+            files.close()
+        note = f"the shards do not say how many ranks wrote them: the files of {ranks} are here"
+        return Index(self.name, leaves, tuple(paths), world=ranks, notes=(note,))
+
+
+def _check_names(names: list[str], root: str) -> int:
+    """How many ranks there are. Ranks are 1..R without a gap, files 1..N all there."""
+    found = [match for match in map(NAME.fullmatch, names) if match]
+    counts = {int(match["count"]) for match in found}
+    if len(counts) > 1:
+        raise SourceError(
+            "CKM110",
+            f"{root}: shards of several saves: of {' and of '.join(map(str, sorted(counts)))} files",
+            "move each save into a directory of its own",
+        )
+    for kind, group, last in (("rank", "rank", 0), ("file", "file", counts.pop())):
+        present = {int(match[group]) for match in found}
+        missing = sorted(set(range(1, max(last, *present) + 1)) - present)
+        if missing or min(present) < 1 or (last and max(present) > last):
+            where = f"{kind} {missing[0]}" if missing else f"a {kind} in 1..{last}"
+            raise SourceError(
+                "CKM110",
+                f"{root}: the shards of {where} are missing, found those of {len(present)} {kind}s"
+                f" up to {max(present)}",
+                "copy the shards of all ranks here",
+            )
+    return len({int(match["rank"]) for match in found})
+
+
+def _read(header: Header, file: str, parts: dict[str, list[tuple[str, Chunk]]]) -> None:
+    """Add the file's parts, by tensor, each with its dtype."""
+    sharding = _sharding(header, file)
+    for key, (info, begin, _) in header.tensors.items():
+        offsets = _offsets(sharding.get(key), info, key, file)
+        region = Region.contiguous(file, begin, info.shape, info.itemsize)
+        parts.setdefault(key, []).append((info.dtype, Chunk(Box(offsets, info.shape), region)))
+
+
+def _sharding(header: Header, file: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(header.metadata.get(SHARDING, "null"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise _bad(file, f"__metadata__[{SHARDING!r}], expected a JSON object")
+    return found
+
+
+def _offsets(entry: Any, info: TensorInfo, key: str, file: str) -> tuple[int, ...]:
+    offsets = entry.get(OFFSETS) if isinstance(entry, dict) else None
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != len(info.shape)
+        or not all(type(o) is int and 0 <= o <= MAX_NUMEL for o in offsets)
+    ):
+        raise _bad(file, f"{key!r}: {OFFSETS}, expected {len(info.shape)} integers, got {entry!r}")
+    return tuple(offsets)
+
+
+def _joined(key: str, parts: list[tuple[str, Chunk]], root: str) -> StoredTensor:
+    """One tensor of its parts; they tile what they reach."""
+    first_dtype, first = parts[0]
+    for dtype, chunk in parts[1:]:
+        if dtype != first_dtype or len(chunk.box.sizes) != len(first.box.sizes):
+            raise SourceError(
+                "CKM113",
+                f"{chunk.region.file}: {key!r} is {dtype}{list(chunk.box.sizes)}, in "
+                f"{FilePath(first.region.file).name} {first_dtype}{list(first.box.sizes)}",
+                "these shards are not of one save",
+            )
+    chunks = [chunk for _, chunk in parts]
+    boxes = [chunk.box for chunk in chunks]
+    shape = tuple(
+        max(box.offsets[d] + box.sizes[d] for box in boxes) for d in range(len(first.box.sizes))
+    )
+    wrong = prove_tiling(shape, boxes)
+    if wrong is not None:
+        raise SourceError(
+            "CKM112",
+            f"{root}: tensor {key!r}: {wrong}, expected parts that fill {list(shape)}",
+            "a rank's shards are missing or of another save; copy all of one save",
+        )
+    return StoredTensor(TensorInfo(shape, first_dtype), chunks)
+
+
+def _bad(file: str, what: str) -> SourceError:
+    return SourceError(
+        "CKM107", f"{file}: bad DCP shard: {what}", "save again, or copy the file again"
+    )

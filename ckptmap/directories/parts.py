@@ -1,0 +1,86 @@
+"""Names that accelerate gives to what it saves, which the directories of others hold too.
+
+transformers' Trainer saves FSDP models and optimizers with accelerate's own functions, so both
+have these files. Source: accelerate 1.15, utils/fsdp_utils.py and checkpointing.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ckptmap.protocols import Member, Place
+
+SECOND_MODEL = re.compile(
+    r"pytorch_model_fsdp_[1-9]\d*(\.bin|_rank\d+\.bin)?"
+    r"|model_[1-9]\d*\.safetensors|pytorch_model_[1-9]\d*\.bin"
+)
+"""`save_state` counts models from 0 where they are FSDP's, else leaves the first one's number out."""
+
+_RANK_MODEL = re.compile(r"pytorch_model_fsdp(_0)?_rank\d+\.bin")
+_RANK_OPTIMIZER = re.compile(r"optimizer_0_rank\d+\.bin")
+_HF = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+
+
+def matching(pattern: re.Pattern[str], place: Place) -> tuple[str, ...]:
+    """Entries whose whole name matches, in natural order."""
+    return tuple(name for name in place.names if pattern.fullmatch(name))
+
+
+def weights(place: Place) -> list[Member]:
+    """Every copy of the weights, the one that FSDP's own loading takes first; none: empty."""
+    found = [
+        _directory(place, "pytorch_model_fsdp_0", "model", "model"),
+        _ranks(place, _RANK_MODEL, "model"),
+        _file(place, "pytorch_model_fsdp.bin", "model"),
+        _ranks(place, _HF, "model"),
+        _file(place, "pytorch_model.bin", "model"),
+    ]
+    return [member for member in found if member is not None]
+
+
+def optimizers(place: Place) -> list[Member]:
+    """The optimizer's state in whatever form it lies there; none: empty."""
+    found = [
+        _directory(place, "optimizer_0", "optimizer", "optimizer"),
+        _ranks(place, _RANK_OPTIMIZER, "optimizer"),
+        _file(place, "optimizer.bin", "optimizer"),
+        _file(place, "optimizer.pt", "optimizer"),
+    ]
+    return [member for member in found if member is not None]
+
+
+def extras(place: Place, pattern: re.Pattern[str]) -> list[Member]:
+    """Files that hold neither weights nor optimizer state, each by its name without suffix."""
+    return [
+        Member(str(Path(place.path) / name), "extra", key=Path(name).stem)
+        for name in matching(pattern, place)
+    ]
+
+
+def world_of(place: Place, pattern: re.Pattern[str]) -> int:
+    """How many ranks there were, by files that each rank writes: group 1 is the rank."""
+    ranks = [int(match[1]) for match in map(pattern.fullmatch, place.names) if match]
+    return 1 + max(ranks, default=0)
+
+
+def unused(place: Place, members: Iterable[Member], pattern: re.Pattern[str]) -> list[str]:
+    """Entries that match and that no member has read."""
+    used = {name for m in members for name in (Path(m.path).name, *m.names)}
+    return [name for name in matching(pattern, place) if name not in used]
+
+
+def _directory(place: Place, name: str, role: str, root: str) -> Member | None:
+    path = Path(place.path) / name
+    return Member(str(path), role, (root,)) if name in place.names and path.is_dir() else None
+
+
+def _file(place: Place, name: str, role: str) -> Member | None:
+    path = Path(place.path) / name
+    return Member(str(path), role) if name in place.names and path.is_file() else None
+
+
+def _ranks(place: Place, pattern: re.Pattern[str], role: str) -> Member | None:
+    names: Sequence[str] = matching(pattern, place)
+    return Member(place.path, role, names=tuple(names)) if names else None

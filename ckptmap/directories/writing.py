@@ -1,0 +1,196 @@
+"""Directories that frameworks resume from, written: parts placed by the writers of their formats.
+
+    accelerate                                  trainer
+      pytorch_model_fsdp_0/  DCP {"model"}        model.safetensors (shards and index)
+      optimizer_0/           DCP {"optimizer"}    optimizer.pt      keyed by index
+      scheduler.bin                               scheduler.pt  trainer_state.json  config.json ...
+
+`accelerator.load_state` takes the first under FSDP1 or FSDP2 with SHARDED_STATE_DICT, at any world
+size; `Trainer.train(resume_from_checkpoint=...)` the second, in one process or under DDP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptmap import registry
+from ckptmap.errors import PlanError
+from ckptmap.protocols import Carrier, OutFile, OutState, OutTensor, Setup
+from ckptmap.tensors import Path, TensorInfo
+from ckptmap.wire.tree import nest
+
+MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
+STATE = "trainer_state"
+NEW_RUN: Mapping[str, Any] = {"epoch": 0.0, "global_step": 0, "max_steps": 0, "log_history": []}
+"""What Trainer needs to find, where the source is of no Trainer: it starts with step 0."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What goes where: `at` is a directory (ends in a slash), or the name of the one file.
+    `root` is the path inside; an extra value's role is its key."""
+
+    role: str
+    writer: str
+    at: str
+    root: Path = ()
+
+
+class HfCarrier:
+    """The carrier of the `hf` setup, found when it is first asked."""
+
+    def ties(
+        self, infos: Mapping[str, TensorInfo], siblings: Sequence[str], beside: str | None
+    ) -> Mapping[str, str]:
+        return _hf_carrier().ties(infos, siblings, beside)
+
+    def files(
+        self, siblings: Sequence[str], beside: str | None, dtypes: Collection[str]
+    ) -> tuple[dict[str, bytes], list[str]]:
+        return _hf_carrier().files(siblings, beside, dtypes)
+
+
+def _hf_carrier() -> Carrier:
+    found = next(setup.carrier for setup in registry.setups() if setup.name == "hf")
+    assert found is not None
+    return found
+
+
+ACCELERATE = Setup(
+    "accelerate",
+    layout="shard0",
+    writer="accelerate",
+    sharded=True,
+    rooted=True,
+    places=("scheduler",),
+    summary="directory for accelerator.load_state under FSDP, SHARDED_STATE_DICT",
+)
+TRAINER = Setup(
+    "trainer",
+    layout="full",
+    writer="trainer",
+    carrier=HfCarrier(),
+    rooted=True,
+    places=("scheduler", STATE),
+    optimizer_keys="index",
+    summary="directory for Trainer.train(resume_from_checkpoint=...), one process or DDP",
+)
+
+
+class _DirectoryWriter:
+    """Splits a state by role and hands each part to the writer of its format."""
+
+    name: str
+    one_file = False
+    shares_storage = False
+    model: _Part
+    optimizer: _Part
+    plain: Sequence[_Part] = ()
+
+    def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        """The parts' files, below one another. Raises what the parts' writers raise."""
+        roles: dict[str, list[OutTensor]] = {MODEL: [], OPTIMIZER: [], EXTRA: []}
+        for tensor in state.tensors:
+            roles[str(tensor.path[0])].append(tensor)
+        assert not roles[EXTRA], "the setup has no place for tensors beside weights and optimizer"
+        made = _placed(self.model, state, roles[MODEL], {})
+        plain = {path[1:]: value for path, value in state.extra.items() if path[0] == OPTIMIZER}
+        if roles[OPTIMIZER] or plain:
+            made += _placed(self.optimizer, state, roles[OPTIMIZER], plain)
+        for part in self.plain:
+            at = (EXTRA, part.role)
+            found = {p[2:]: value for p, value in state.extra.items() if p[:2] == at}
+            if found:
+                made += _extra(part, nest(found.items()))
+        return made
+
+
+class AccelerateWriter(_DirectoryWriter):
+    """As `save_state` leaves it under FSDP with SHARDED_STATE_DICT."""
+
+    name = "accelerate"
+    model = _Part(MODEL, "dcp", "pytorch_model_fsdp_0/", (MODEL,))
+    optimizer = _Part(OPTIMIZER, "dcp", "optimizer_0/", (OPTIMIZER,))
+    plain = (_Part("scheduler", "torch-zip", "scheduler.bin"),)
+
+
+class TrainerWriter(_DirectoryWriter):
+    """As Trainer leaves it in one process. Where the source is of no Trainer, the run is new."""
+
+    name = "trainer"
+    model = _Part(MODEL, "hf", "")
+    optimizer = _Part(OPTIMIZER, "torch-zip", "optimizer.pt")
+    plain = (
+        _Part("scheduler", "torch-zip", "scheduler.pt"),
+        _Part(STATE, "json", "trainer_state.json"),
+    )
+
+    def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        extra = dict(state.extra)
+        if not any(path[:2] == (EXTRA, STATE) for path in extra):
+            extra[EXTRA, STATE] = dict(NEW_RUN)
+        return super().files(replace(state, extra=extra), name)
+
+
+def _placed(
+    part: _Part,
+    state: OutState,
+    tensors: Sequence[OutTensor],
+    plain: Mapping[Path, Any],
+) -> list[OutFile]:
+    """One part's files, with slots named by the paths that the plan gave."""
+    inner = {(*part.root, *tensor.path[1:]): tensor.path for tensor in tensors}
+    moved = [
+        replace(tensor, path=path, alias_of=None)
+        for path, tensor in zip(inner, tensors, strict=True)
+    ]
+    extra = {(*part.root, *path): value for path, value in plain.items()}
+    records = _records(state, part.role, part.root)
+    writer = registry.writer(part.writer)
+    name = part.at.rpartition("/")[2]
+    made = writer.files(replace(state, tensors=moved, extra=extra, records=records), name)
+    folder = part.at.removesuffix(name)
+    return [_renamed(file, folder, name, inner) for file in made]
+
+
+def _records(state: OutState, role: str, root: Path) -> dict[str, Mapping[str, Any]]:
+    """The encoding records of this part's tensors, under the names that they have inside."""
+    return {
+        ".".join(map(str, (*root, key.removeprefix(f"{role}.")))): record
+        for key, record in state.records.items()
+        if key.startswith(f"{role}.")
+    }
+
+
+def _renamed(file: OutFile, folder: str, name: str, inner: Mapping[Path, Path]) -> OutFile:
+    slots = [replace(slot, path=inner[slot.path]) for slot in file.slots]
+    file_name = folder + (name or file.name)
+    return replace(file, name=file_name, slots=slots, holds_manifest=False)
+
+
+def _extra(part: _Part, value: Any) -> list[OutFile]:
+    """A file of plain values: torch.save's form, or JSON."""
+    if part.writer != "json":
+        if not isinstance(value, dict):
+            raise PlanError(
+                "CKM202",
+                f"{part.role}: expected a dict for {part.at}, found {type(value).__name__}",
+                f"leave it behind with --drop {part.role}",
+            )
+        state = OutState((), {(key,): item for key, item in value.items()})
+        made = registry.writer(part.writer).files(state, part.at)
+        return [replace(file, name=part.at, holds_manifest=False) for file in made]
+    try:
+        content = (json.dumps(value, indent=2) + "\n").encode()
+    except (TypeError, ValueError) as error:
+        raise PlanError(
+            "CKM202", f"{part.role}: {error}", f"leave it behind with --drop {part.role}"
+        ) from error
+    return [OutFile(part.at, len(content), (), _sealed(content))]
+
+
+def _sealed(content: bytes) -> Callable[[Sequence[int], bytes | None], Iterable[tuple[int, bytes]]]:
+    return lambda crcs, manifest: ((0, content),)

@@ -1,0 +1,139 @@
+"""What another checkpoint or a config.json says of a model: names, shapes and their order.
+
+Flat shards hold numbers alone; what they are comes from here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckptmap.errors import SourceError
+from ckptmap.tensors import Leaf, Path
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Like:
+    """A model's tensors by plain FQN, buffers among them.
+
+    shapes   in the order of the model's modules if `ordered`, else in any order
+    ties     FQN -> the FQN before it whose values it shares, as far as the source tells
+    equal    do two of its tensors hold the same bytes? None: it holds no values
+    """
+
+    name: str
+    shapes: Mapping[str, tuple[int, ...]]
+    ordered: bool = True
+    ties: Mapping[str, str] = field(default_factory=dict)
+    equal: Callable[[str, str], bool] | None = None
+
+
+Plain = Callable[[Collection[str]], Mapping[str, str]]
+"""Keys -> plain FQN by key: wrapper segments taken off."""
+
+
+class Unflattener(Protocol):
+    """A way of saving that puts several tensors into one: it sees all leaves at once."""
+
+    name: str
+
+    def unflatten(
+        self,
+        leaves: Mapping[Path, Leaf],
+        like: Callable[[], Like] | None,
+        plain: Plain,
+        where: str,
+    ) -> Mapping[Path, Leaf]:
+        """The leaves with each flat tensor replaced by the tensors in it; the same where there is
+        none. Raises SourceError CKM112 where `like`, asked only then, is missing or of another
+        model."""
+
+
+def is_alphabetical(names: Sequence[str], dtypes: Sequence[str]) -> bool:
+    """Are the names of each dtype sorted? A safetensors file lists them so, whatever the model's
+    own order; what was converted from one still does."""
+    by_dtype: dict[str, list[str]] = {}
+    for name, dtype in zip(names, dtypes, strict=True):
+        by_dtype.setdefault(dtype, []).append(name)
+    return all(_is_sorted(group) for group in by_dtype.values())
+
+
+def _is_sorted(names: Sequence[str]) -> bool:
+    natural = sorted(names, key=lambda name: [_natural(part) for part in name.split(".")])
+    return list(names) in (sorted(names), natural)
+
+
+def _natural(part: str) -> tuple[int, str]:
+    return (int(part), "") if part.isdecimal() else (-1, part)
+
+
+def like_config(config: FilePath) -> Like:
+    """The transformers class that a config.json names, built without memory for its values.
+
+    Only a class of the installed transformers is built, never code from beside the config. Raises
+    SourceError CKM101 where there is none, or transformers is not installed.
+    """
+    document = _read(config)
+    try:
+        import transformers
+    except ImportError:
+        raise _unusable(config, "needs the transformers package to build its model") from None
+    names = document.get("architectures") or [""]
+    found = getattr(transformers, str(names[0]), None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise _unusable(config, f"names the architecture {names[0]!r}, which transformers has not")
+    try:
+        model = _build(found, config)
+    except Exception as error:  # transformers raises nearly every type on an unfit config
+        raise _unusable(config, f"{type(error).__name__}: {str(error)[:200]}") from error
+    return _of_module(model, str(config))
+
+
+def _read(config: FilePath) -> dict[str, Any]:
+    try:
+        document = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unusable(config, f"is no JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise _unusable(config, "is no JSON object")
+    return document
+
+
+def _build(cls: Any, config: FilePath) -> nn.Module:
+    import torch
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(
+        str(config.parent), trust_remote_code=False, local_files_only=True
+    )
+    with torch.device("meta"):
+        model: nn.Module = cls(settings)
+    return model
+
+
+def _of_module(model: nn.Module, name: str) -> Like:
+    """Its state dict, in order; what is one parameter under two names is tied."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    ties: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        shapes[key] = tuple(tensor.shape)
+        if first.setdefault(id(tensor), key) != key:
+            ties[key] = first[id(tensor)]
+    return Like(name, shapes, ties=ties)
+
+
+def _unusable(config: FilePath, what: str) -> SourceError:
+    return SourceError(
+        "CKM101",
+        f"{config}: {what}",
+        "give a checkpoint of the same model instead: --like PATH",
+    )

@@ -1,0 +1,217 @@
+"""A framework's directory as one index: its members under `model`, `optimizer` and `extra`.
+
+A member is a checkpoint of its own, read by the container that claims it.
+
+    pytorch_model_fsdp_0/ {"model": {fqn: t}}            -> ("model", fqn): t
+    optimizer_0/          {"optimizer": {"state": ...}}  -> ("optimizer", "state", ...): t
+    scheduler.bin         {"last_epoch": 7, ...}         -> ("extra", "scheduler"): {...}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
+from typing import Any
+
+from ckptmap import registry
+from ckptmap.errors import SourceError
+from ckptmap.places import look
+from ckptmap.protocols import Directory, Member, Place
+from ckptmap.tensors import Index, Leaf, Opaque, Path, PerRank, StoredTensor
+from ckptmap.wire.tree import holds_tensor, nest
+
+MAX_DOCUMENT_NBYTES = 256 << 20
+"""A trainer's log of a long run is a few MB."""
+
+
+@dataclass
+class _Merge:
+    """The index as it grows, member by member."""
+
+    leaves: dict[Path, Leaf] = field(default_factory=dict)
+    records: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: dict[str, None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    world: int = 1
+    seen: dict[str, str] = field(default_factory=dict)
+    """Role -> the name of the member that has it."""
+
+
+def merged(directory: Directory, place: Place) -> Index:
+    """One index of all members. Raises SourceError where one is malformed, CKM111 where two
+    hold the same role."""
+    found = directory.members(place)
+    merge = _Merge(left=list(found.left))
+    for member in found.members:
+        if member.role == "extra":
+            _add_extra(merge, member)
+        elif member.role in merge.seen:
+            _add_copy(merge, member)
+        else:
+            _add(merge, member)
+    for key, name in found.documents.items():
+        file = FilePath(place.path).absolute() / name
+        merge.leaves["extra", key] = _document(file)
+        merge.files[str(file)] = None
+    if merge.left:
+        merge.notes.append(f"left behind: {', '.join(merge.left)}")
+    return Index(
+        directory.name,
+        merge.leaves,
+        tuple(merge.files),
+        records=merge.records,
+        world=max(found.world, merge.world),
+        notes=tuple(merge.notes),
+        beside=found.beside,
+    )
+
+
+def _opened(member: Member) -> Index | None:
+    """The member's own index; None: no container knows it."""
+    place = look(FilePath(member.path).absolute())
+    if member.names:
+        place = replace(place, names=member.names)
+    container = registry.container_for(place)
+    return None if container is None else container.index(place)
+
+
+def _required(merge: _Merge, member: Member) -> Index:
+    index = _opened(member)
+    if index is None:
+        raise SourceError(
+            "CKM111",
+            f"{member.path}: expected the {member.role}'s part of a checkpoint, found nothing"
+            " that ckptmap knows",
+            "copy the checkpoint again",
+        )
+    merge.files |= dict.fromkeys(index.files)
+    merge.notes += [f"{_name(member)}: {note}" for note in index.notes]
+    return index
+
+
+def _add(merge: _Merge, member: Member) -> None:
+    """Weights or optimizer state; what lies beside their root is extra."""
+    index = _required(merge, member)
+    merge.seen[member.role] = _name(member)
+    merge.world = max(merge.world, index.world)
+    for path, leaf in index.leaves.items():
+        merge.leaves[_place(member, path)] = leaf
+    old = ".".join(map(str, member.root))
+    for key, record in index.records.items():
+        bare = key.removeprefix(old + ".") if old else key
+        merge.records[f"{member.role}.{bare}"] = record
+
+
+def _place(member: Member, path: Path) -> Path:
+    depth = len(member.root)
+    if path[:depth] == member.root and len(path) > depth:
+        return (member.role, *path[depth:])
+    return ("extra", _name(member), *path)
+
+
+def _add_copy(merge: _Merge, member: Member) -> None:
+    """The same role a second time: tensors of one name must be equal, which the run proves."""
+    if member.role != "model":
+        raise SourceError(
+            "CKM111",
+            f"{member.path}: the {member.role} is stored twice, also as {merge.seen[member.role]}",
+            "move the copy of an earlier save away",
+        )
+    count = 0
+    for path, other in _required(merge, member).leaves.items():
+        target = _place(member, path)
+        both = _with_replica(merge.leaves.get(target), other)
+        if both is not None:
+            count += 1
+            merge.leaves[target] = both
+    merge.notes.append(
+        f"the weights are there twice: {merge.seen['model']} is used, and {count} tensors of "
+        f"{_name(member)} are compared with it"
+    )
+
+
+def _with_replica(mine: Leaf, other: Leaf) -> StoredTensor | None:
+    """The first, with the second to be compared with it; None: they are not of one kind."""
+    if not isinstance(mine, StoredTensor) or not isinstance(other, StoredTensor):
+        return None
+    if mine.info != other.info:
+        return None
+    replicas = (*mine.replicas, *other.chunks)
+    return StoredTensor(mine.info, lambda: mine.chunks, replicas, share=mine.share)
+
+
+def _add_extra(merge: _Merge, member: Member) -> None:
+    """Plain values as one leaf a key; what holds foreign classes, or differs by rank, stays."""
+    index = _opened(member)
+    if index is None:
+        merge.left.append(_name(member))
+        return
+    merge.files |= dict.fromkeys(index.files)
+    if any(map(_has_tensor, index.leaves.values())) or any(map(_stays, index.leaves.values())):
+        groups = _by_first(index.leaves)
+    else:
+        groups = {(): dict(index.leaves)}
+    for head, leaves in groups.items():
+        at: Path = ("extra", member.key, *head)
+        if any(map(_stays, leaves.values())):
+            inside = f"{head[0]} of " if head else ""
+            merge.left.append(inside + _name(member))
+        elif any(map(_has_tensor, leaves.values())):
+            merge.leaves |= {("extra", member.key, *path): leaf for path, leaf in leaves.items()}
+        else:
+            below = [(path[len(head) :], leaf) for path, leaf in leaves.items()]
+            merge.leaves[at] = nest(below)
+
+
+def _by_first(leaves: Mapping[Path, Leaf]) -> dict[Path, dict[Path, Leaf]]:
+    groups: dict[Path, dict[Path, Leaf]] = {}
+    for path, leaf in leaves.items():
+        groups.setdefault(path[:1], {})[path] = leaf
+    return groups
+
+
+def _has_tensor(leaf: Leaf) -> bool:
+    return holds_tensor(leaf)
+
+
+def _stays(leaf: Leaf) -> bool:
+    """Is there an object of a class that is never called, or one value a rank?"""
+    return any(isinstance(value, Opaque | PerRank) for value in _values(leaf))
+
+
+def _values(leaf: Leaf) -> Iterator[Any]:
+    yield leaf
+    if isinstance(leaf, Mapping):
+        for key, item in leaf.items():
+            yield from _values(key)
+            yield from _values(item)
+    elif isinstance(leaf, list | tuple | set | frozenset):
+        for item in leaf:
+            yield from _values(item)
+
+
+def _name(member: Member) -> str:
+    """As the user sees it: a file, a directory, or the first of a set of files."""
+    if not member.names:
+        return FilePath(member.path).name
+    more = f" and {len(member.names) - 1} more" if len(member.names) > 1 else ""
+    return f"{member.names[0]}{more}"
+
+
+def _document(file: FilePath) -> Any:
+    """A JSON file's value. Raises SourceError CKM101 or CKM103."""
+    try:
+        if file.stat().st_size > MAX_DOCUMENT_NBYTES:
+            raise ValueError(f"{file.stat().st_size} bytes long")
+        return json.loads(file.read_bytes())
+    except OSError as error:
+        raise SourceError(
+            "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise SourceError(
+            "CKM103", f"{file}: is no JSON: {error}", "copy the checkpoint again"
+        ) from error

@@ -1,0 +1,67 @@
+"""In how many ways can ordered groups be read off one ordered sequence?
+
+groups [[A, C], [B]] of the sequence A B C    group 0 takes places 0 and 2, group 1 place 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+MAX_STATES = 2000
+"""Readings followed at once; real models have one or two, more mean that shapes say nothing."""
+
+Item = TypeVar("Item")
+Place = TypeVar("Place")
+
+State = tuple[int, ...]
+"""How many items of each group are placed."""
+
+
+def align(
+    groups: Sequence[Sequence[Item]],
+    sequence: Sequence[Place],
+    fits: Callable[[Item, Place], bool],
+) -> list[list[int]] | str:
+    """Places of every group's items, ascending in each group, where there is exactly one such
+    reading; else the reason. Places may be skipped, items may not.
+
+    One pass over the sequence that keeps every reading still possible, with the number of ways to
+    it (2 stands for more) and its last step.
+    """
+    sizes = tuple(map(len, groups))
+    skips = len(sequence) - sum(sizes)
+    start: State = (0,) * len(groups)
+    ways: dict[State, int] = {start: 1}
+    steps: list[dict[State, int]] = []  # of each state after a place: the group that took it
+    for at, place in enumerate(sequence):
+        after: dict[State, int] = {}
+        took: dict[State, int] = {}
+        for state, count in ways.items():
+            for group, done in enumerate(state):
+                if done < sizes[group] and fits(groups[group][done], place):
+                    moved = (*state[:group], done + 1, *state[group + 1 :])
+                    after[moved] = min(2, after.get(moved, 0) + count)
+                    took[moved] = group
+            if at + 1 - sum(state) <= skips:
+                after[state] = min(2, after.get(state, 0) + count)
+                took[state] = -1
+        if len(after) > MAX_STATES:
+            return "the shapes allow many orders"
+        ways = after
+        steps.append(took)
+    found = ways.get(sizes, 0)
+    if found == 1:
+        return _walk(steps, sizes)
+    return "the shapes allow several orders" if found else "the shapes do not fit its order"
+
+
+def _walk(steps: Sequence[dict[State, int]], end: State) -> list[list[int]]:
+    places: list[list[int]] = [[] for _ in end]
+    state = end
+    for at in reversed(range(len(steps))):
+        group = steps[at][state]
+        if group >= 0:
+            places[group].append(at)
+            state = (*state[:group], state[group] - 1, *state[group + 1 :])
+    return [list(reversed(found)) for found in places]

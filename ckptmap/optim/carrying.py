@@ -1,0 +1,59 @@
+"""What of the optimizer's state goes with the weights that a plan carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptmap.optim.state import NAMES, PARAMS, Group, Optimizer
+
+
+@dataclass(frozen=True)
+class Carried:
+    """The state that goes along; `dropped` with reasons; `strangers` belong to no weight."""
+
+    optimizer: Optimizer
+    dropped: Mapping[str, str]
+    strangers: tuple[str, ...]
+
+
+def carried(
+    optimizer: Optimizer,
+    weights: Container[str],
+    left: Mapping[str, str],
+    drop: Callable[[str], str | None],
+) -> Carried:
+    """State of weights that are `left` behind, and what `drop` names, is dropped with it.
+
+    `drop` gives a reason for a key such as `optimizer.layers.0.weight`; `left` by FQN.
+    """
+    dropped: dict[str, str] = {}
+    strangers: list[str] = []
+    for fqn in optimizer.keys:
+        why = drop(f"optimizer.{fqn}")
+        if why is None and fqn not in weights:
+            strangers.append(fqn)
+            continue
+        if why is None and fqn in left:
+            why = f"with its weight: {left[fqn]}"
+        if why is not None:
+            dropped[f"optimizer.{fqn}"] = why
+    gone = {key.removeprefix("optimizer.") for key in dropped} | set(strangers)
+    leaves = [leaf for leaf in optimizer.leaves if leaf.key not in gone]
+    groups = [_without(group, gone) for group in optimizer.groups]
+    rest = {}
+    for path, value in optimizer.rest.items():
+        key = ".".join(map(str, ("optimizer", *path)))
+        why = drop(key)
+        if why is None:
+            rest[path] = value
+        else:
+            dropped[key] = why
+    kept = replace(optimizer, leaves=leaves, groups=groups, rest=rest)
+    return Carried(kept, dropped, tuple(strangers))
+
+
+def _without(group: Group, gone: set[str]) -> dict[str, Any]:
+    kept = [fqn for fqn in group[PARAMS] if fqn not in gone]
+    return {name: list(kept) if name in (PARAMS, NAMES) else value for name, value in group.items()}

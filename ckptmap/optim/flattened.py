@@ -1,0 +1,92 @@
+"""Keyed by name in one dotted key: "state.<fqn>.<name>" and "param_groups.<fqn>.<name>".
+
+What `get_optimizer_state_dict` makes with `flatten_optimizer_state_dict=True`, and with it
+torchtitan: every hyper-parameter is repeated for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptmap.errors import PlanError
+from ckptmap.optim.state import GROUPS, PARAMS, STATE, Keys, Optimizer
+from ckptmap.tensors import Leaf, Path, StoredTensor
+
+
+class Flattened:
+    """State by parameter name, one key an entry."""
+
+    name = "flattened"
+    whole = False
+
+    def read(self, leaves: Mapping[Path, Leaf]) -> Keys | None:
+        """Groups are made again of the parameters whose hyper-parameters are equal, in order."""
+        state: dict[Path, tuple[str, Path]] = {}
+        hyper: dict[str, dict[str, Path]] = {}
+        rest: list[Path] = []
+        for path in leaves:
+            kind, key, name = _split(path)
+            if kind == STATE:
+                state[path] = (key, (name,))
+            elif kind == GROUPS:
+                hyper.setdefault(key, {})[name] = path
+            else:
+                rest.append(path)
+        if not (state or hyper):
+            return None
+        groups = _regrouped(hyper, leaves)
+        found = {
+            path: (number, (name,))
+            for number, params in enumerate(groups)
+            for key in params
+            for name, path in hyper[key].items()
+        }
+        return Keys(False, state, found, groups, rest)
+
+    def write(self, optimizer: Optimizer) -> list[tuple[Path, Any]]:
+        """Raises PlanError CKM207 for what has no place in one key: a parameter listed without
+        state is left out, as torch does, but nested state is refused."""
+        found: list[tuple[Path, Any]] = []
+        for leaf in optimizer.leaves:
+            if len(leaf.name) > 1:
+                raise PlanError(
+                    "CKM207",
+                    f"{leaf.key}: its optimizer state is nested ({leaf.title}), a flattened key"
+                    " cannot say so",
+                    "write it with --optimizer-keys fqn",
+                )
+            found += [((f"{STATE}.{leaf.key}.{name}",), leaf.value) for name in leaf.name]
+        for group in optimizer.groups:
+            for fqn in group[PARAMS]:
+                found += [
+                    ((f"{GROUPS}.{fqn}.{name}",), value)
+                    for name, value in group.items()
+                    if name != PARAMS
+                ]
+        return found
+
+
+def _split(path: Path) -> tuple[str, str, str]:
+    """("state.layers.0.weight.exp_avg",) -> ("state", "layers.0.weight", "exp_avg")"""
+    if len(path) == 1 and isinstance(path[0], str):
+        kind, _, tail = path[0].partition(".")
+        key, _, name = tail.rpartition(".")
+        if key and kind in (STATE, GROUPS):
+            return kind, key, name
+    return "", "", ""
+
+
+def _regrouped(
+    hyper: Mapping[str, Mapping[str, Path]], leaves: Mapping[Path, Leaf]
+) -> list[list[str]]:
+    """A hyper-parameter that is a tensor does not part groups: its values are compared later."""
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for key, paths in hyper.items():
+        values = {name: leaves[path] for name, path in paths.items()}
+        mark = tuple(
+            (name, "a tensor" if isinstance(value, StoredTensor) else repr(value))
+            for name, value in sorted(values.items())
+        )
+        groups.setdefault(mark, []).append(key)
+    return list(groups.values())

@@ -1,0 +1,76 @@
+"""{"state": {key: {name: t}}, "param_groups": [{"params": [key, ...], "lr": 0.1}, ...]}, whatever
+the keys are: what is common to the forms that nest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ckptmap.lazy import LazyTensor
+from ckptmap.optim.state import GROUPS, PARAMS, STATE, Group, Keys, Optimizer
+from ckptmap.tensors import Leaf, Path
+from ckptmap.wire.tree import ListIndex
+
+
+def read_nested(leaves: Mapping[Path, Leaf]) -> Keys | None:
+    """None where there is neither state nor a group. By index: every key counts, as an integer or
+    as the string that DCP makes of it."""
+    state: dict[Path, tuple[str, Path]] = {}
+    hyper: dict[Path, tuple[int, Path]] = {}
+    params: dict[int, list[str]] = {}
+    rest: list[Path] = []
+    for path, leaf in leaves.items():
+        if path[0] == STATE and len(path) > 1:
+            state[path] = (str(path[1]), path[2:])
+        elif path[0] == GROUPS and len(path) > 2 and str(path[1]).isdigit():
+            number = int(path[1])
+            params.setdefault(number, [])
+            if path[2] == PARAMS:
+                params[number] += _keys(leaf)
+            else:
+                hyper[path] = (number, path[2:])
+        elif path not in ((STATE,), (GROUPS,)) or leaf:  # an empty dict or list is nothing
+            rest.append(path)
+    if not (state or params):
+        return None
+    at = {number: place for place, number in enumerate(sorted(params))}
+    hyper = {path: (at[number], name) for path, (number, name) in hyper.items()}
+    keys = [key for key, _ in state.values()] + [key for found in params.values() for key in found]
+    by_index = bool(keys) and all(key.isdecimal() for key in keys)
+    return Keys(by_index, state, hyper, [params[number] for number in sorted(params)], rest)
+
+
+def _keys(leaf: Leaf) -> list[str]:
+    """The parameters of a group, whole or, as older planners have it, one leaf each."""
+    return [str(key) for key in leaf] if isinstance(leaf, list | tuple) else [str(leaf)]
+
+
+def write_nested(
+    optimizer: Optimizer, groups: Sequence[Group], key: Callable[[str], str | int]
+) -> list[tuple[Path, Any]]:
+    """State under `key(fqn)`; groups as one list, or leaf by leaf where one holds a tensor."""
+    found: list[tuple[Path, Any]] = [
+        ((STATE, key(leaf.key), *leaf.name), leaf.value) for leaf in optimizer.leaves
+    ]
+    if not found:
+        found.append(((STATE,), {}))
+    if any(map(_holds_lazy, groups)):
+        for number, group in enumerate(groups):
+            found += _leaves((GROUPS, ListIndex(number)), group)
+    elif groups:
+        found.append(((GROUPS,), [dict(group) for group in groups]))
+    return found
+
+
+def _holds_lazy(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_lazy, value.values()))
+    return isinstance(value, LazyTensor)
+
+
+def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    if (isinstance(value, Mapping) and value and _holds_lazy(value)) or len(path) == 2:
+        for name, item in value.items():
+            yield from _leaves((*path, name), item)
+    else:
+        yield path, value

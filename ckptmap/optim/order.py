@@ -1,0 +1,193 @@
+"""Which parameter an index means, where a file keys optimizer state by index.
+
+The first of these that can tell: an order given by the user; `param_names` in the groups; the
+order of the weights in the same pickle; a transformers class built from config.json. Shapes only
+refute: two parameters of one shape are never told apart by anything but their order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+
+from ckptmap.errors import SourceError
+from ckptmap.like import is_alphabetical
+from ckptmap.optim.alignment import align
+from ckptmap.optim.state import NAMES, PARAMS, Optimizer
+from ckptmap.tensors import FLOATING, TensorInfo
+
+Order = Sequence[Sequence[str]]
+"""Names of the parameters of each group, in the groups' order."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""State name -> shape."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of the model dict, as it bears on the order: `share` is equal for tied names."""
+
+    fqn: str
+    info: TensorInfo
+    share: object = None
+
+
+def from_groups(optimizer: Optimizer) -> list[list[str]] | None:
+    """`param_names` as torch >= 2.6 keeps them for an optimizer built from named_parameters()."""
+    found: list[list[str]] = []
+    for group in optimizer.groups:
+        names = group.get(NAMES)
+        if not isinstance(names, list | tuple) or len(names) != len(group[PARAMS]):
+            return None
+        if not all(isinstance(name, str) for name in names):
+            return None
+        found.append(list(names))
+    return found if any(found) else None
+
+
+def read_order(path: str | os.PathLike[str]) -> tuple[tuple[str, ...], ...]:
+    """An order from a file: JSON (a list of names a group, or one list), or one name a line with an
+    empty line between groups; `#` starts a comment. Raises SourceError CKM207."""
+    try:
+        text = FilePath(path).read_text(encoding="utf-8")
+        found = json.loads(text) if text.lstrip().startswith("[") else _lines(text)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, str(error)) from error
+    if found and all(isinstance(name, str) for name in found):
+        found = [found]
+    lists = isinstance(found, list) and all(isinstance(group, list) for group in found)
+    if not lists or not all(isinstance(name, str) for group in found for name in group):
+        raise _unreadable(path, "expected a list of names a group")
+    return tuple(tuple(group) for group in found)
+
+
+def _lines(text: str) -> list[list[str]]:
+    blocks: list[list[str]] = [[]]
+    for line in text.splitlines():
+        name = line.partition("#")[0].strip()
+        if name:
+            blocks[-1].append(name)
+        elif not line.strip() and blocks[-1]:
+            blocks.append([])
+    return [block for block in blocks if block]
+
+
+def _unreadable(path: str | os.PathLike[str], what: str) -> SourceError:
+    return SourceError(
+        "CKM207",
+        f"{os.fspath(path)}: is no parameter order: {what}",
+        "write one name a line, an empty line between groups",
+    )
+
+
+def check_given(optimizer: Optimizer, order: Order, where: str) -> None:
+    """Raises SourceError CKM207 where an order given by the user does not count as the groups."""
+    expected = [len(group[PARAMS]) for group in optimizer.groups]
+    given = [len(names) for names in order]
+    if expected == given:
+        return
+    raise SourceError(
+        "CKM207",
+        f"{where}: the parameter order has {_counted(given)}, the optimizer {_counted(expected)}",
+        "give one list a group, with every parameter that was passed to the optimizer, frozen ones"
+        " too",
+    )
+
+
+def check_fits(
+    optimizer: Optimizer, names: Mapping[str, str], weights: Mapping[str, TensorInfo], where: str
+) -> None:
+    """Raises SourceError CKM207 where a shape refutes an order that was said to be right."""
+    for key, shapes in state_shapes(optimizer).items():
+        info = weights.get(names[key])
+        if info is not None and not any(
+            fits(name, shape, info.shape) for name, shape in shapes.items()
+        ):
+            title, shape = next(iter(shapes.items()))
+            raise SourceError(
+                "CKM207",
+                f"{where}: parameter {key} cannot be {names[key]}: its {title} has shape"
+                f" {list(shape)}, the weight {list(info.shape)}",
+                "check the parameter order",
+            )
+
+
+def from_model(optimizer: Optimizer, weights: Sequence[Weight]) -> list[list[str]] | str:
+    """The one way in which every group lists parameters in the order of the model dict; else why
+    there is none.
+
+    Buffers lie among the weights and frozen parameters may be in no group, so weights may be
+    skipped; a tied weight counts once. Where shapes allow a second way, or the order is no longer
+    the model's (alphabetical, as safetensors sorts), nothing is chosen.
+    """
+    candidates = _candidates(weights)
+    names = [weight.fqn for weight in candidates]
+    every = [weight.fqn for weight in weights]
+    sorted_anew = is_alphabetical(every, [weight.info.dtype for weight in weights])
+    if sorted_anew and len(set(map(_folded, names))) > 1:
+        return "the weights are in alphabetical order, not in the model's"
+    shapes = state_shapes(optimizer)
+    groups = [[shapes.get(key, {}) for key in group[PARAMS]] for group in optimizer.groups]
+    count = sum(map(len, groups))
+    if not count or count > len(candidates):
+        return f"the optimizer has {count} parameters, the model {len(candidates)}"
+    ways = align(groups, [weight.info.shape for weight in candidates], _all_fit)
+    if isinstance(ways, str):
+        return ways
+    return [[names[place] for place in places] for places in ways]
+
+
+BUFFERS = ("running_mean", "running_var", "inv_freq", "original_inv_freq")
+"""Floating tensors that torch and transformers register as buffers under these names."""
+
+
+def _candidates(weights: Sequence[Weight]) -> list[Weight]:
+    """Weights that can be parameters: floating, the first of a tied pair, no well-known buffer."""
+    seen: set[object] = set()
+    found = []
+    for weight in weights:
+        known = weight.fqn.rpartition(".")[2] in BUFFERS
+        if not known and weight.info.dtype in FLOATING and weight.share not in seen:
+            found.append(weight)
+        seen |= {weight.share} - {None}
+    return found
+
+
+def _folded(name: str) -> str:
+    return ".".join("N" if part.isdigit() else part for part in name.split("."))
+
+
+# ------------------------------------------------------------------ what shapes say
+
+
+def state_shapes(optimizer: Optimizer) -> dict[str, Shapes]:
+    """Per parameter the shapes that bear on its own: all but the step count, and 0-d ones only
+    where there are no others."""
+    found: dict[str, Shapes] = {}
+    for key, tensors in optimizer.tensors.items():
+        shapes = {name: lazy.shape for name, lazy in tensors.items() if name != "step"}
+        found[key] = {name: shape for name, shape in shapes.items() if shape} or shapes
+    return {key: shapes for key, shapes in found.items() if shapes}
+
+
+def fits(name: str, state: tuple[int, ...], weight: tuple[int, ...]) -> bool:
+    """Can a weight of this shape have such a state: its own shape or, where the name says that it
+    is a row or a column of a factored moment, with a dim taken out or reduced to 1."""
+    if state == weight:
+        return True
+    if not ("row" in name or "col" in name) or len(weight) < 2:
+        return False
+    if len(state) == len(weight):
+        return all(s in (1, w) for s, w in zip(state, weight, strict=True))
+    return any(state == weight[:dim] + weight[dim + 1 :] for dim in range(len(weight)))
+
+
+def _all_fit(shapes: Shapes, weight: tuple[int, ...]) -> bool:
+    return all(fits(name, shape, weight) for name, shape in shapes.items())
+
+
+def _counted(counts: Sequence[int]) -> str:
+    return f"{len(counts)} group(s) of {', '.join(map(str, counts)) or 'no'} parameter(s)"

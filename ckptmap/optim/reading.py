@@ -1,0 +1,211 @@
+"""Optimizer state of one checkpoint: read in the form it is keyed in, then by plain FQN.
+
+Names that cost nothing are found when first asked for; a transformers class is built only for who
+asks for the state itself, so that `inspect` stays without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path as FilePath
+from typing import Any
+
+from ckptmap.errors import SourceError
+from ckptmap.mapping.wrappers import ANYWHERE, HEAD
+from ckptmap.optim import order as orders
+from ckptmap.optim.classes import find_config, from_config
+from ckptmap.optim.order import Order, Weight
+from ckptmap.optim.state import (
+    GROUPS,
+    PARAMS,
+    STATE,
+    KeyForm,
+    Optimizer,
+    collect,
+    expanded,
+    plain_names,
+)
+from ckptmap.tensors import Leaf, Path, TensorInfo
+
+
+@dataclass(frozen=True)
+class Model:
+    """The weights that the state belongs to.
+
+    weights  in stored order
+    stored   key as stored -> plain FQN
+    ordered  is the stored order that of a dict? True for a pickled one
+    """
+
+    weights: Sequence[Weight]
+    stored: Mapping[str, str]
+    ordered: Callable[[], bool]
+
+
+class OptimizerReader:
+    """`form` is the name of the key form, None where none fits; `raw` the state in its own keys."""
+
+    def __init__(
+        self,
+        leaves: Mapping[Path, Leaf],
+        forms: Sequence[KeyForm],
+        make: Callable[[Path, Leaf], Any],
+        model: Model,
+        where: str,
+        beside: str | None = None,
+    ) -> None:
+        whole = expanded(leaves)
+        self.form: str | None = None
+        self.raw = Optimizer()
+        keys = None
+        for form in forms if whole else ():
+            keys = form.read(whole)
+            if keys is not None:
+                self.form = form.name
+                break
+        if keys is not None:
+            self.raw = collect(whole, keys, make)
+        elif whole:
+            self.raw = Optimizer(rest={path: make(path, leaf) for path, leaf in whole.items()})
+        self._by_index = keys is not None and keys.by_index
+        self._pickled = any(_is_pickled(path, leaf) for path, leaf in leaves.items())
+        self._model = model
+        self._where = where
+        self._beside = beside or where
+        self.given: Order | None = None
+        self.like: str | None = None
+        self._named: Optimizer | None = None
+        self._tried = False
+        self._order = ""
+        self.why = ""
+
+    @property
+    def present(self) -> bool:
+        return bool(self.raw.leaves or self.raw.groups or self.raw.rest)
+
+    def ask(self, given: Order | None = None, like: str | None = None) -> None:
+        """Use this order of the parameters, or the config.json in `like`, from now on."""
+        self.given = self.given if given is None else given
+        self.like = self.like if like is None else like
+        self._named, self._tried, self._order = None, False, ""
+        self.__dict__.pop("_cheap", None)
+
+    # ------------------------------------------------------------------ by name
+
+    @property
+    def by_index(self) -> bool:
+        """Is it keyed by index, and nothing that lies in the checkpoint says which is which?"""
+        if not self._by_index or self._named is not None:
+            return False
+        return self._tried or isinstance(self._cheap, str)
+
+    @property
+    def order(self) -> str:
+        """Where the names behind an index came from; "" where there was none, or none was found."""
+        self.named()
+        return self._order
+
+    def named(self) -> Optimizer:
+        """By plain FQN; without state and groups where no order is known."""
+        if not self._tried:
+            if self._by_index:
+                self._named = self._named_by_order()
+            else:
+                self._named = self.raw.named(self._plain(self.raw.keys))
+            self._tried = True
+        return self._named if self._named is not None else Optimizer()
+
+    def _named_by_order(self) -> Optimizer | None:
+        found = self._cheap
+        if isinstance(found, str):
+            self.why = found
+            found = self._by_class() or found
+        if isinstance(found, str):
+            return None
+        self._order, order = found
+        return self.raw.named(self._keyed(order))
+
+    @cached_property
+    def _cheap(self) -> tuple[str, Order] | str:
+        """(source, order) from what lies in the checkpoint or was given; else why there is none."""
+        if self.given is not None:
+            orders.check_given(self.raw, self.given, self._where)
+            self._check(self.given, known=True)
+            return "as given", self.given
+        named = orders.from_groups(self.raw)
+        if named is not None:
+            self._check(named, known=False)
+            return "param_names in the groups", named
+        if not (self._pickled and self._model.ordered()):
+            return "nothing in the checkpoint says which is which"
+        found = orders.from_model(self.raw, self._model.weights)
+        return found if isinstance(found, str) else ("the order of the saved model dict", found)
+
+    def _by_class(self) -> tuple[str, Order] | None:
+        config = find_config(self._beside, self.like)
+        if config is None:
+            return None
+        counts = [len(group[PARAMS]) for group in self.raw.groups]
+        found = from_config(config, counts, self._infos)
+        if found is None:
+            return None
+        try:
+            self._check(found, known=True)
+        except SourceError:
+            return None
+        groups = "" if len(counts) == 1 else ", in Trainer's decay and no-decay groups"
+        return f"the transformers class of {FilePath(config).name}{groups}", found
+
+    @cached_property
+    def _infos(self) -> dict[str, TensorInfo]:
+        return {weight.fqn: weight.info for weight in self._model.weights}
+
+    def _check(self, order: Order, known: bool) -> None:
+        """Raises SourceError CKM207 where shapes refute the order, or a name is no weight's."""
+        names = self._keyed(order)
+        strange = next((name for name in names.values() if name not in self._infos), None)
+        if known and strange is not None:
+            raise SourceError(
+                "CKM207",
+                f"{self._where}: the parameter order names {strange!r}, which is no weight of it",
+                "see `ckptmap inspect` for the names",
+            )
+        orders.check_fits(self.raw, names, self._infos, self._where)
+
+    def _keyed(self, order: Order) -> dict[str, str]:
+        """Index -> plain FQN."""
+        keys = [key for group in self.raw.groups for key in group[PARAMS]]
+        names = [name for group in order for name in group]
+        plain = self._plain(names)
+        found = {key: plain[name] for key, name in zip(keys, names, strict=True)}
+        lost = next((key for key in self.raw.keys if key not in found), None)
+        if lost is not None or len(plain) != len(keys):
+            raise SourceError(
+                "CKM207",
+                f"{self._where}: optimizer state of index {lost} belongs to no group"
+                if lost is not None
+                else f"{self._where}: the parameter order names a parameter twice",
+                "leave the optimizer behind with --optimizer drop",
+            )
+        return found
+
+    def _plain(self, keys: Sequence[str]) -> dict[str, str]:
+        return plain_names(keys, self._model.stored, _stripped, self._where)
+
+
+def _is_pickled(path: Path, leaf: Leaf) -> bool:
+    """Integer keys, and lists of groups in one piece: pickles keep them, DCP does not."""
+    if path == (GROUPS,):
+        return bool(leaf)
+    return len(path) > 1 and path[0] == STATE and isinstance(path[1], int)
+
+
+def _stripped(key: str) -> Iterator[str]:
+    """The key without wrapper segments: as the model's names are stripped, one head a step."""
+    path = [segment for segment in key.split(".") if segment not in ANYWHERE]
+    yield ".".join(path)
+    while len(path) > 1 and path[0] == HEAD:
+        path = path[1:]
+        yield ".".join(path)

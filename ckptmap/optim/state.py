@@ -1,0 +1,240 @@
+"""Optimizer state as values: what a key form finds in a file, and the same by parameter name.
+
+    {"state": {0: {"exp_avg": t}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        -> Keys       which leaf is whose state, in the file's own keys
+        -> Optimizer  the same as LazyTensors and plain values, then by plain FQN
+
+A key form is one way to say whose state a leaf is: by name, by name inside one dotted key, by
+index. `registry.py` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol, TypeAlias
+
+from ckptmap.errors import SourceError
+from ckptmap.lazy import LazyTensor
+from ckptmap.tensors import Leaf, Path
+
+STATE, GROUPS, PARAMS, NAMES = "state", "param_groups", "params", "param_names"
+"""The words of torch.optim's state dicts."""
+
+Group: TypeAlias = Mapping[str, Any]
+"""`{"params": [key, ...], "lr": 0.1, ...}`; a hyper-parameter that is a tensor is a LazyTensor."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Whose state each leaf is. Keys of parameters are strings here, also where they count.
+
+    state   leaf path -> (parameter, path of the state's name); an empty name: it has no state
+    hyper   leaf path -> (group, path of the hyper-parameter's name); the first path of several
+            holds the value, the others must hold the same
+    params  the parameters of each group, in order
+    rest    leaves that are neither
+    """
+
+    by_index: bool
+    state: Mapping[Path, tuple[str, Path]]
+    hyper: Mapping[Path, tuple[int, Path]]
+    params: Sequence[Sequence[str]]
+    rest: Sequence[Path] = ()
+
+
+class KeyForm(Protocol):
+    """One way to key optimizer state, read and written."""
+
+    name: str
+    whole: bool
+    """True: it holds only in one file of whole tensors, where integer keys stay integers."""
+
+    def read(self, leaves: Mapping[Path, Leaf]) -> Keys | None:
+        """Whose state these leaves, `expanded`, are; None: they are not keyed in this form."""
+
+    def write(self, optimizer: Optimizer) -> list[tuple[Path, Any]]:
+        """Where every state entry and hyper-parameter goes, by path below the optimizer's root:
+        LazyTensors and plain values.
+
+        Raises PlanError CKM207 where the form cannot name one of them."""
+
+
+@dataclass(frozen=True)
+class StateLeaf:
+    """One entry of one parameter's state: `value` is a LazyTensor, or plain (None, a number).
+
+    An empty `name`: the parameter is listed without state, and `value` is `{}`.
+    """
+
+    key: str
+    name: Path
+    value: Any
+
+    @property
+    def title(self) -> str:
+        return ".".join(map(str, self.name))
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Optimizer state; keyed by plain FQN once it is `named`.
+
+    leaves  every state entry, in stored order
+    groups  hyper-parameters and `"params"`, in stored order
+    rest    what lies beside state and groups: LazyTensors and plain values, by path
+    same    pairs of hyper-parameter tensors that a file repeats and that must agree
+    """
+
+    leaves: Sequence[StateLeaf] = ()
+    groups: Sequence[Group] = ()
+    rest: Mapping[Path, Any] = field(default_factory=dict)
+    same: Sequence[tuple[LazyTensor, LazyTensor]] = ()
+
+    @property
+    def keys(self) -> list[str]:
+        """Every parameter that is named, those of the groups first."""
+        found = dict.fromkeys(key for group in self.groups for key in group[PARAMS])
+        found.update(dict.fromkeys(leaf.key for leaf in self.leaves))
+        return list(found)
+
+    @cached_property
+    def tensors(self) -> dict[str, dict[str, LazyTensor]]:
+        """Parameter -> state name -> tensor."""
+        return self._by_key(lambda leaf: isinstance(leaf.value, LazyTensor))
+
+    @cached_property
+    def values(self) -> dict[str, dict[str, Any]]:
+        """Parameter -> state name -> what is no tensor."""
+        return self._by_key(lambda leaf: not isinstance(leaf.value, LazyTensor))
+
+    def _by_key(self, wanted: Callable[[StateLeaf], bool]) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for leaf in self.leaves:
+            if leaf.name and wanted(leaf):
+                found.setdefault(leaf.key, {})[leaf.title] = leaf.value
+        return found
+
+    @cached_property
+    def named_tensors(self) -> dict[str, LazyTensor]:
+        """Every tensor by the name that a plan gives it: state, hyper-parameters, the rest."""
+        return {lazy.fqn: lazy for lazy in self._all_tensors()}
+
+    def _all_tensors(self) -> Iterator[LazyTensor]:
+        values = [leaf.value for leaf in self.leaves]
+        values += [value for group in self.groups for value in group.values()]
+        yield from (v for v in (*values, *self.rest.values()) if isinstance(v, LazyTensor))
+
+    def named(self, names: Mapping[str, str]) -> Optimizer:
+        """The same with every key of a parameter replaced by its name."""
+        leaves = [_named(leaf, names[leaf.key]) for leaf in self.leaves]
+        groups = [
+            {
+                name: _renamed(name, value, [names[key] for key in group[PARAMS]])
+                for name, value in group.items()
+            }
+            for group in self.groups
+        ]
+        return replace(self, leaves=leaves, groups=groups)
+
+
+def _named(leaf: StateLeaf, fqn: str) -> StateLeaf:
+    value = leaf.value
+    if isinstance(value, LazyTensor):
+        value = value.named(f"{fqn}.{leaf.title}")
+    return StateLeaf(fqn, leaf.name, value)
+
+
+def _renamed(name: str, value: Any, params: list[str]) -> Any:
+    return list(params) if name in (PARAMS, NAMES) else value
+
+
+# ------------------------------------------------------------------ from leaves
+
+
+REFUSED = object()
+"""What stands for a leaf of a class that is never called."""
+
+
+def expanded(leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
+    """A list of groups that is one leaf, taken apart as it is where some leaf is a tensor:
+    ("param_groups",): [{"lr": 0.1}] -> ("param_groups", 0, "lr"): 0.1"""
+    found: dict[Path, Leaf] = {}
+    for path, leaf in leaves.items():
+        if path == (GROUPS,) and isinstance(leaf, list) and all(isinstance(g, dict) for g in leaf):
+            for number, group in enumerate(leaf):
+                found.update({(GROUPS, number, name): value for name, value in group.items()})
+        else:
+            found[path] = leaf
+    return found
+
+
+def collect(
+    leaves: Mapping[Path, Leaf], keys: Keys, make: Callable[[Path, Leaf], Any]
+) -> Optimizer:
+    """The state in its file's own keys, of `expanded` leaves. `make` gives a LazyTensor or plain
+    value for a leaf, and `REFUSED` for one that cannot be carried."""
+    made = {path: make(path, leaf) for path, leaf in leaves.items()}
+    taken = {path: value for path, value in made.items() if value is not REFUSED}
+    state = [
+        StateLeaf(key, name, taken[path])
+        for path, (key, name) in keys.state.items()
+        if path in taken
+    ]
+    groups: list[dict[str, Any]] = [{PARAMS: list(params)} for params in keys.params]
+    same: list[tuple[LazyTensor, LazyTensor]] = []
+    for path, (number, name) in keys.hyper.items():
+        if path in taken:
+            first = _put(groups[number], name, _titled(taken[path], (GROUPS, number, *name)))
+            if isinstance(first, LazyTensor):
+                same.append((first, taken[path]))
+    rest = {path: taken[path] for path in keys.rest if path in taken}
+    return Optimizer(state, groups, rest, same)
+
+
+def _titled(value: Any, path: Path) -> Any:
+    return value.named(".".join(map(str, path))) if isinstance(value, LazyTensor) else value
+
+
+def _put(group: dict[str, Any], name: Path, value: Any) -> Any:
+    """Set a hyper-parameter, which may lie in a dict of its own; what was there, if anything."""
+    node: dict[Any, Any] = group
+    for segment in name[:-1]:
+        node = node.setdefault(segment, {})
+    if name[-1] in node:
+        return node[name[-1]]
+    node[name[-1]] = value
+    return None
+
+
+# ------------------------------------------------------------------ names
+
+
+def plain_names(
+    keys: Sequence[str],
+    stored: Mapping[str, str],
+    strip: Callable[[str], Iterator[str]],
+    where: str,
+) -> dict[str, str]:
+    """Plain FQN of every key: the weight that is stored under it, else the first of the names that
+    `strip` makes of it that is a weight's, else the last one.
+
+    `stored` is the model's own key -> plain FQN. Raises SourceError CKM114 on a collision.
+    """
+    weights = set(stored.values())
+    result: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for key in keys:
+        names = [stored[key]] if key in stored else list(strip(key))
+        fqn = next((name for name in names if name in weights), names[-1])
+        if fqn in taken:
+            raise SourceError(
+                "CKM114",
+                f"{where}: optimizer keys {taken[fqn]!r} and {key!r} are both {fqn!r} without their"
+                " wrapper segments",
+                "leave the optimizer behind with --optimizer drop",
+            )
+        taken[fqn] = key
+        result[key] = fqn
+    return result

@@ -1,0 +1,114 @@
+"""What a pickled ShardedTensor says: its shape, and the shards that this rank holds.
+
+torch/distributed/_shard/sharded_tensor/api.py `ShardedTensor.__getstate__`:
+(local_shards, metadata, ProcessGroupState, sharding_spec, init_rrefs). FSDP1 writes it for
+SHARDED_STATE_DICT (the chunks of dim 0) and LOCAL_STATE_DICT (one-dimensional flat parameters)
+where it was given no device mesh. A rank that holds no rows has no shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ckptmap.errors import SourceError
+from ckptmap.tensors import Box, Leaf, Opaque, StoredTensor, TensorInfo
+
+CLASS = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """One rank's ShardedTensor: `shards` are the boxes that it holds, with what fills each.
+
+    `rank` is what the file says of who wrote it, `world` how many ranks the job had; `boxes` are
+    all shards of all ranks, as every rank's metadata lists them.
+    """
+
+    info: TensorInfo
+    shards: tuple[tuple[Box, StoredTensor], ...]
+    boxes: tuple[Box, ...]
+    rank: int
+    world: int
+
+
+def is_sharded(leaf: Leaf) -> bool:
+    return isinstance(leaf, Opaque) and leaf.class_name == CLASS
+
+
+def read_sharded(leaf: Opaque, key: str) -> Sharded:
+    """Raises SourceError CKM112 where it is malformed, or a shard has another shape than it says."""
+    state = leaf.state
+    if leaf.info is None or not isinstance(state, tuple) or len(state) < 3:
+        raise _malformed(key, "a ShardedTensor without its shape or state")
+    shards, whole = state[0], _attributes(state[1])
+    if not isinstance(shards, list) or not isinstance(whole.get("shards_metadata"), list):
+        raise _malformed(key, "a ShardedTensor without its shards")
+    ndim = len(leaf.info.shape)
+    group = _attributes(state[2])
+    rank, world = group.get("global_rank"), group.get("global_world_size")
+    if type(rank) is not int or type(world) is not int or not 0 <= rank < world:
+        raise _malformed(key, f"a ShardedTensor of rank {rank!r:.20} of {world!r:.20}")
+    held = tuple(_shard(shard, leaf.info, key) for shard in shards)
+    boxes = tuple(_box(_attributes(each), ndim, key) for each in whole["shards_metadata"])
+    return Sharded(leaf.info, held, boxes, rank, world)
+
+
+def check_writer(leaves: Iterable[Leaf], rank: int, file: str) -> int | None:
+    """How many ranks the job of this file had, by its first ShardedTensor; None: it has none.
+
+    Raises SourceError CKM110 where another rank wrote it than its name says.
+    """
+    for leaf in islice((leaf for leaf in leaves if is_sharded(leaf)), 1):
+        found = read_sharded(leaf, file)
+        if found.rank != rank:
+            raise SourceError(
+                "CKM110",
+                f"{file}: was written by rank {found.rank}, its name says rank {rank}",
+                "give each file the name that its rank wrote it under",
+            )
+        return found.world
+    return None
+
+
+def _shard(shard: Any, whole: TensorInfo, key: str) -> tuple[Box, StoredTensor]:
+    fields = _attributes(shard)
+    tensor = fields.get("tensor")
+    box = _box(_attributes(fields.get("metadata")), len(whole.shape), key)
+    if not isinstance(tensor, StoredTensor):
+        raise _malformed(key, "a shard that holds no plain tensor")
+    if tensor.info != TensorInfo(box.sizes, whole.dtype):
+        raise SourceError(
+            "CKM112",
+            f"{key}: a shard holds {tensor.info}, expected {whole.dtype}{list(box.sizes)} at "
+            f"{list(box.offsets)}",
+            "the file is damaged, or its tensors were cast after they were cut",
+        )
+    return box, tensor
+
+
+def _box(metadata: Mapping[Any, Any], ndim: int, key: str) -> Box:
+    offsets, sizes = (_ints(metadata.get(name)) for name in ("shard_offsets", "shard_sizes"))
+    if offsets is None or sizes is None or not len(offsets) == len(sizes) == ndim:
+        raise _malformed(key, f"a shard without {ndim} offsets and sizes")
+    return Box(offsets, sizes)
+
+
+def _ints(values: Any) -> tuple[int, ...] | None:
+    if isinstance(values, list | tuple) and all(type(n) is int and n >= 0 for n in values):
+        return tuple(values)
+    return None
+
+
+def _attributes(value: Any) -> Mapping[Any, Any]:
+    """Of an inert object: what it was given as state, or the slots of (None, slots)."""
+    state = value.state if isinstance(value, Opaque) else None
+    if isinstance(state, Sequence) and len(state) == 2 and state[0] is None:
+        state = state[1]
+    return state if isinstance(state, Mapping) else {}
+
+
+def _malformed(key: str, what: str) -> SourceError:
+    return SourceError("CKM112", f"{key}: {what}", "the file is damaged or of an unknown release")

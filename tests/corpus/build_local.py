@@ -1,0 +1,32 @@
+"""Build the cases of the table LOCAL: `python -m tests.corpus.build_local --out DIR` on each rank."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.corpus.build import COLLECTIVE_TIMEOUT_S, build
+from tests.corpus.writers_fsdp1_local import LOCAL
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # the writers' own deprecations
+    dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    for spec in LOCAL.values():
+        if spec.world_size == dist.get_world_size():
+            build(spec, options.out, dist.get_rank())
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

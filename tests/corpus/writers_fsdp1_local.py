@@ -1,0 +1,177 @@
+"""FSDP1 rank files: SHARDED_STATE_DICT (ShardedTensor, DTensor) and LOCAL_STATE_DICT (flat).
+
+The flat ones open only with `like`, so they are no cases of the corpus but in a table of their own,
+LOCAL, which `tests.corpus.build_local` builds.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import (
+    LocalStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tests.corpus.case import Gathered, Spec, case
+from tests.corpus.models import (
+    Attention,
+    Layer,
+    Mlp,
+    Recipe,
+    optimizer_for,
+    tiny,
+    train,
+    truth,
+)
+from tests.corpus.writers_fsdp1 import gathered, sharded_type, wrapped
+from tests.corpus.writers_fsdp2 import rank_file
+from tests.corpus.writers_single import BF16, TIED, TIED_NAMES, compile_layers
+
+# --------------------------------------------------------------------- SHARDED_STATE_DICT
+
+
+def save_sharded_ranks(recipe: Recipe, use_orig_params: bool, path: Path) -> None:
+    model = wrapped(tiny(recipe), use_orig_params)
+    sharded_type(model)
+    torch.save(model.state_dict(), rank_file(path))
+
+
+for world_size in (2, 4):
+    case(
+        f"fsdp1_ranks_w{world_size}", world_size, "ranks", truth=truth,
+        notes="ShardedTensors; at 4 ranks one without shards",
+    )(partial(save_sharded_ranks, Recipe(), True))  # fmt: skip
+case(
+    "fsdp1_ranks_flat_bf16_w2", 2, "ranks", truth=partial(truth, BF16),
+    notes="use_orig_params=False",
+)(partial(save_sharded_ranks, BF16, False))  # fmt: skip
+
+
+@case("fsdp1_ranks_optimizer_w2", 2, "ranks", root=("model",), optimizer="fqn", extra={"step": 3})
+def fsdp1_ranks_optimizer(path: Path) -> Gathered:
+    model = wrapped(tiny())
+    optimizer = optimizer_for(model)
+    train(model, optimizer)
+    sharded_type(model)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": FSDP.optim_state_dict(model, optimizer),
+        "step": 3,
+    }
+    torch.save(state, rank_file(path))
+    return gathered(model, optimizer)
+
+
+@case(
+    "fsdp1_ranks_mesh_w2", 2, "ranks", truth=truth, notes="a device mesh: DTensors in place of them"
+)  # fmt: skip
+def fsdp1_ranks_mesh(path: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = wrapped(tiny(), device_mesh=mesh)
+    sharded_type(model)
+    torch.save(model.state_dict(), rank_file(path))
+
+
+@case(
+    "fsdp1_ranks_hybrid_w4", 4, "ranks", truth=truth,
+    notes="HYBRID_SHARD over process groups: ShardedTensors, each on two ranks",
+)  # fmt: skip
+def fsdp1_ranks_hybrid(path: Path) -> None:
+    rank = dist.get_rank()
+    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = wrapped(
+        tiny(),
+        process_group=(shards[rank // 2], replicas[rank % 2]),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+    )
+    sharded_type(model)
+    torch.save(model.state_dict(), rank_file(path))
+
+
+# --------------------------------------------------------------------- LOCAL_STATE_DICT
+
+LOCAL: dict[str, Spec] = {}
+"""Cases that open only with the shapes of another checkpoint."""
+
+
+def local_state(model: FSDP) -> dict[str, Any]:
+    config = LocalStateDictConfig(offload_to_cpu=False)
+    FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT, config)
+    state: dict[str, Any] = model.state_dict()
+    return state
+
+
+def save_local(recipe: Recipe, options: dict[str, Any], path: Path) -> None:
+    torch.save(local_state(wrapped(tiny(recipe), **options)), rank_file(path))
+
+
+def save_nested(use_orig_params: bool, path: Path) -> None:
+    """Units inside units: each layer, and in it its attention and its MLP."""
+    model = FSDP(
+        tiny(),
+        device_id=torch.device("cpu"),
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=ModuleWrapPolicy({Layer, Attention, Mlp}),
+    )
+    torch.save(local_state(model), rank_file(path))
+
+
+def save_ignored(use_orig_params: bool, path: Path) -> None:
+    """A matrix, and a module with a vector, that FSDP leaves alone."""
+    model = tiny()
+    ignored: list[nn.Parameter] = [model.score.weight, *model.layers[0].input_norm.parameters()]
+    torch.save(
+        local_state(wrapped(model, use_orig_params, ignored_states=ignored)), rank_file(path)
+    )
+
+
+def save_compiled(use_orig_params: bool, path: Path) -> None:
+    """`layers.N._orig_mod.` in names and in flat parameters' names."""
+    model = compile_layers(tiny())
+    torch.save(local_state(wrapped(model, use_orig_params)), rank_file(path))
+
+
+MIXED = MixedPrecision(param_dtype=torch.bfloat16)
+
+
+def _register() -> None:
+    def add(name: str, world_size: int, write: Any, **about: Any) -> None:
+        LOCAL[name] = Spec(name, world_size, "ranks", write, **about)
+
+    for orig in (True, False):
+        kind = "named" if orig else "flat"
+        plain: dict[str, Any] = {"use_orig_params": orig}
+        for world in (2, 4):
+            add(f"local_{kind}_w{world}", world, partial(save_local, Recipe(), plain), truth=truth)
+        add(
+            f"local_{kind}_tied_w2", 2, partial(save_local, TIED, plain),
+            truth=partial(truth, TIED), tied=TIED_NAMES,
+        )  # fmt: skip
+        add(
+            f"local_{kind}_bf16_w2", 2, partial(save_local, BF16, plain), truth=partial(truth, BF16)
+        )
+        add(
+            f"local_{kind}_mixed_w2", 2,
+            partial(save_local, Recipe(), {**plain, "mixed_precision": MIXED}), truth=truth,
+        )  # fmt: skip
+        add(f"local_{kind}_nested_w4", 4, partial(save_nested, orig), truth=truth)
+        add(f"local_{kind}_ignored_w2", 2, partial(save_ignored, orig), truth=truth)
+        add(
+            f"local_{kind}_compiled_w2", 2, partial(save_compiled, orig), truth=truth,
+            wrappers=("_orig_mod",) if orig else (),
+        )  # fmt: skip
+
+
+_register()

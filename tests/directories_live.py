@@ -1,0 +1,84 @@
+"""Frameworks resume from directories that ckptmap wrote: run by test_directories.py.
+
+python -m tests.directories_live accelerate DIR TRUTH    on 2 ranks, FSDP1 and FSDP2
+python -m tests.directories_live run DIR                 a Trainer run of 4 steps, in DIR
+python -m tests.directories_live resume DIR FROM         the same, from a checkpoint of step 2
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def accelerate(folder: str, truth_file: str) -> None:
+    """load_state into fresh models whose values are all zero; every value must be the truth's."""
+    from tests.corpus.writers_accelerate import fsdp_plugin
+    from tests.corpus.writers_directories import prepared
+    from tests.corpus.writers_fsdp1 import gathered as gathered_fsdp1
+    from tests.corpus.writers_fsdp2 import gathered as gathered_fsdp2
+
+    truth = torch.load(truth_file, weights_only=True)
+    for version, gather in ((1, gathered_fsdp1), (2, gathered_fsdp2)):
+        made, model, optimizer = prepared(
+            fsdp_plugin(version, "SHARDED_STATE_DICT"), with_rest=True, custom=False
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+            for state in optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+        made.load_state(folder)
+        got = gather(model, optimizer)
+        same(got.model, truth["model"])
+        assert set(got.optimizer) == set(truth["optimizer"])
+        for name, state in truth["optimizer"].items():
+            same(got.optimizer[name], state)
+        if dist.get_rank() == 0:
+            print(f"fsdp{version}: {len(got.model)} weights, {len(got.optimizer)} states")
+
+
+def same(got: Any, truth: dict[str, Tensor]) -> None:
+    assert set(got) == set(truth)
+    for name, value in truth.items():
+        assert torch.equal(got[name].cpu(), value), name
+
+
+def trainer(folder: str, source: str | None = None) -> None:
+    """Losses and learning rates of each step, as JSON."""
+    from tests.corpus.writers_directories import fresh_accelerate, trainer
+
+    fresh_accelerate()
+    made = trainer(Path(folder), steps=4)
+    if source is not None:
+        with torch.no_grad():
+            for parameter in made.model.parameters():
+                parameter.zero_()
+    made.train(resume_from_checkpoint=source)
+    kept = ("step", "loss", "grad_norm", "learning_rate")
+    log = [{key: e[key] for key in kept} for e in made.state.log_history if "loss" in e]
+    (Path(folder) / "losses.json").write_text(json.dumps(log))
+
+
+def main(what: str, *args: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if what == "accelerate":
+        dist.init_process_group("gloo")
+        accelerate(*args)
+        dist.barrier()
+        dist.destroy_process_group()
+    else:
+        trainer(*args)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

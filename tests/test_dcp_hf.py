@@ -1,0 +1,160 @@
+"""DCP in safetensors form: what torch's HuggingFaceStorageWriter leaves at two ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptmap
+from ckptmap.errors import SourceError
+from ckptmap.wire.safetensors import METADATA
+from tests.corpus.ranks import run_ranks
+from tests.corpus.writers_directories import SAMPLES, sample
+from tests.test_open import assert_same
+
+NAMES = [name for name in SAMPLES if name.startswith("dcp_hf")]
+SHARDED = [name for name in NAMES if "consolidated" not in name]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dcp_hf")
+    args = ["--out", str(out), "--only", *NAMES]
+    run_ranks("tests.corpus.writers_directories", 2, args, timeout=240)
+    return out
+
+
+@pytest.fixture
+def shards(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the simplest one, to be damaged."""
+    return Path(shutil.copytree(folder / "dcp_hf_w2", tmp_path / "shards"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values(name: str, folder: Path) -> None:
+    case = sample(folder, name)
+    with ckptmap.open(case.path) as ckpt:
+        assert set(ckpt) == set(case.truth)
+        for fqn, expected in case.truth.items():
+            assert_same(ckpt[fqn].read(), expected, fqn)
+            if expected.ndim == 2:
+                assert_same(ckpt[fqn].read((1, 2), (2, 5)), expected[1:3, 2:7], fqn)
+        assert ckpt.index.container == ("dcp-hf" if name in SHARDED else "hf")
+        assert ckpt.world_size == (2 if name in SHARDED else 1)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("to", ["hf", "fsdp2", "full"])
+def test_converts(name: str, to: str, folder: Path, tmp_path: Path) -> None:
+    case = sample(folder, name)
+    ckptmap.convert(case.path, tmp_path / "out", to=to)
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        assert set(ckpt) == set(case.truth)
+        for fqn, expected in case.truth.items():
+            assert_same(ckpt[fqn].read(), expected, fqn)
+
+
+def test_the_consolidated_directory_is_not_mixed_with_its_parts(folder: Path) -> None:
+    whole = sample(folder, "dcp_hf_consolidated_w2")
+    assert (whole.path / "sharded").is_dir()
+    with ckptmap.open(whole.path / "sharded") as parts:
+        assert set(parts) == set(whole.truth)
+        assert parts.world_size == 2
+
+
+def test_a_note_says_how_many_ranks_were_found(shards: Path) -> None:
+    with ckptmap.open(shards) as ckpt:
+        note = "the shards do not say how many ranks wrote them: the files of 2 are here"
+        assert ckpt.notes == [note]
+
+
+# ------------------------------------------------------------------------------- broken sets
+
+
+def rewrite(file: Path, change: Any) -> None:
+    """The file again, by safetensors' own writer, after `change(tensors, sharding)`."""
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    sharding = json.loads(header[METADATA]["DCP_SHARDING_INFO"])
+    tensors = load_file(file)
+    change(tensors, sharding)
+    metadata = {**header[METADATA], "DCP_SHARDING_INFO": json.dumps(sharding)}
+    save_file(tensors, file, metadata)
+
+
+def first(shards: Path, rank: int = 1) -> Path:
+    return shards / f"shard-{rank:05d}-model-00001-of-00001.safetensors"
+
+
+def refused(path: Path, says: str, code: str) -> None:
+    with pytest.raises(SourceError, match=says) as caught:
+        ckptmap.plan(path, "hf")
+    assert caught.value.code == code
+
+
+def test_a_first_rank_that_is_missing(shards: Path) -> None:
+    first(shards).unlink()
+    refused(shards, "the shards of rank 1 are missing", "CKM110")
+
+
+def test_a_file_of_the_mapping_that_is_missing(folder: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(folder / "dcp_hf_files_w2", tmp_path / "files"))
+    for file in path.glob("*-model-00003-of-*"):
+        file.unlink()
+    refused(path, "the shards of file 3 are missing", "CKM110")
+
+
+def test_shards_of_several_saves(shards: Path, folder: Path) -> None:
+    name = "shard-00001-model-00001-of-00003.safetensors"
+    shutil.copy(folder / "dcp_hf_files_w2" / name, shards / name)
+    refused(shards, "several saves: of 1 and of 3 files", "CKM110")
+
+
+def test_parts_that_overlap(shards: Path) -> None:
+    def change(tensors: Any, sharding: Any) -> None:
+        sharding["embed.weight"]["saved_offsets"][0] -= 1
+
+    rewrite(first(shards, 2), change)
+    refused(shards, r"'embed\.weight': chunks .* overlap", "CKM112")
+
+
+def test_parts_that_leave_a_hole(shards: Path) -> None:
+    def change(tensors: Any, sharding: Any) -> None:
+        sharding["embed.weight"]["saved_offsets"][0] += 1
+
+    rewrite(first(shards, 2), change)
+    refused(shards, r"'embed\.weight': chunks cover 48048 of 48096", "CKM112")
+
+
+def test_parts_of_different_dtypes(shards: Path) -> None:
+    def change(tensors: Any, sharding: Any) -> None:
+        tensors["embed.weight"] = tensors["embed.weight"].to(torch.bfloat16)
+
+    rewrite(first(shards, 2), change)
+    refused(shards, r"'embed\.weight' is bfloat16", "CKM113")
+
+
+@pytest.mark.parametrize("offsets", [None, [0], [-1, 0], ["0", 0], [0.5, 0], 7, [True, 0]])
+def test_offsets_that_are_none(shards: Path, offsets: Any) -> None:
+    def change(tensors: Any, sharding: Any) -> None:
+        sharding["embed.weight"] = {"saved_offsets": offsets}
+
+    rewrite(first(shards), change)
+    refused(shards, r"'embed\.weight': saved_offsets, expected 2 integers", "CKM107")
+
+
+def test_a_shard_without_sharding_info(shards: Path) -> None:
+    save_file(load_file(first(shards)), first(shards), {"format": "pt"})
+    refused(shards, "expected a JSON object", "CKM107")
+
+
+def test_a_truncated_shard(shards: Path) -> None:
+    file = first(shards, 2)
+    file.write_bytes(file.read_bytes()[:-1])
+    refused(shards, r"shard-00002.*truncated", "CKM104")

@@ -1,0 +1,401 @@
+"""Directories as frameworks leave them: opened whole, weights and optimizer moments bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptmap
+from ckptmap.errors import CkptmapError, PlanError, RunError, SourceError
+from tests.corpus.case import Case
+from tests.corpus.ranks import run_ranks
+from tests.corpus.writers_directories import SAMPLES, sample
+from tests.test_open import assert_same
+
+NAMES = [n for n in SAMPLES if not n.startswith("dcp_hf") and "two_models" not in n]
+BY_INDEX = {"accelerate_w1"}
+"""safetensors forgets the model's order and no config is there: which index is which is unknown."""
+INNER = {"verl_w2": "actor", "titan_w2": "step-2"}
+FRAMEWORK = {"accelerate": "accelerate", "trainer": "trainer", "verl": "verl", "titan": "fsdp2"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("directories")
+    for world in (1, 2):
+        only = [n for n, s in SAMPLES.items() if s.world_size == world and "dcp_hf" not in n]
+        args = ["--out", str(out), "--only", *only]
+        run_ranks("tests.corpus.writers_directories", world, args, timeout=240)
+    return out
+
+
+def inner(case: Case) -> Path:
+    """The framework's directory itself, below its run's directory."""
+    step = "checkpoint-2" if case.name.startswith("trainer") else ""
+    return case.path / INNER.get(case.name, step)
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Any:
+    """A copy to be damaged."""
+
+    def copy(name: str) -> Path:
+        target = tmp_path / name
+        shutil.copytree(inner(sample(folder, name)), target)
+        return target
+
+    return copy
+
+
+# ------------------------------------------------------------------------------- what is read
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_and_moments(name: str, folder: Path) -> None:
+    case = sample(folder, name)
+    with ckptmap.open(case.path) as ckpt:
+        assert set(ckpt) == set(case.truth)
+        for fqn, expected in case.truth.items():
+            assert_same(ckpt[fqn].read(), expected, fqn)
+        assert ckpt.world_size == case.world_size
+        assert ckpt.index.container == FRAMEWORK[name.split("_")[0]].replace("fsdp2", "dcp")
+        if name not in BY_INDEX:
+            assert_same_moments(ckpt, case)
+
+
+def assert_same_moments(ckpt: ckptmap.Checkpoint, case: Case) -> None:
+    assert set(ckpt.optimizer) == set(case.optimizer)
+    for fqn, states in case.optimizer.items():
+        assert set(ckpt.optimizer[fqn]) == set(states)
+        for state, expected in states.items():
+            assert_same(ckpt.optimizer[fqn][state].read(), expected, f"{fqn} {state}")
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in BY_INDEX])
+@pytest.mark.parametrize("to", ["fsdp2", "full"])
+def test_converts_with_its_optimizer(name: str, to: str, folder: Path, tmp_path: Path) -> None:
+    case = sample(folder, name)
+    out = tmp_path / "out"
+    ckptmap.convert(inner(case), out, to=to)
+    with ckptmap.open(out) as ckpt:
+        for fqn, expected in case.truth.items():
+            assert_same(ckpt[fqn].read(), expected, fqn)
+        assert_same_moments(ckpt, case)
+    ckptmap.verify(out)
+
+
+@pytest.mark.parametrize("name", ["accelerate_w1", "trainer_fsdp_full_w2", "verl_w2"])
+def test_converts_to_hf(name: str, folder: Path, tmp_path: Path) -> None:
+    case = sample(folder, name)
+    ckptmap.convert(inner(case), tmp_path / "out", to="hf")
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        assert set(ckpt) == set(case.truth)
+        for fqn, expected in case.truth.items():
+            assert_same(ckpt[fqn].read(), expected, fqn)
+
+
+@pytest.mark.parametrize("name", ["trainer_w1", "verl_w2"])
+def test_config_is_found_where_the_framework_puts_it(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    case = sample(folder, name)
+    ckptmap.convert(case.path, tmp_path / "out", to="hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    for fqn, value in model.state_dict().items():
+        assert_same(value, case.truth[fqn], fqn)
+
+
+# ------------------------------------------------------------------------------- the rest
+
+
+def test_what_accelerate_keeps_beside(folder: Path) -> None:
+    for name in ("accelerate_w1", "accelerate_bin_w2", "accelerate_fsdp2_w2"):
+        case = sample(folder, name)
+        with ckptmap.open(case.path) as ckpt:
+            state = torch.load(case.path / "scheduler.bin", weights_only=True)
+            assert ckpt.extra["scheduler"] == state
+            assert ckpt.extra["custom_checkpoint_0"] == {"seen": 41}
+            (window,) = ckpt.other.values()
+            assert_same(window.read(), torch.arange(5.0), "window")
+            ranks = range(case.world_size)
+            left = ", ".join(f"random_states_{rank}.pkl" for rank in ranks)
+            assert ckpt.notes == [f"left behind: {left}"]
+            assert ckpt.refused == []
+
+
+def test_what_trainer_keeps_beside(folder: Path, tmp_path: Path) -> None:
+    path = inner(sample(folder, "trainer_ddp_w2"))
+    with ckptmap.open(path) as ckpt:
+        state = json.loads((path / "trainer_state.json").read_text())
+        assert state["global_step"] == 2
+        assert ckpt.extra["trainer_state"] == state
+        assert ckpt.extra["scheduler"] == torch.load(path / "scheduler.pt", weights_only=True)
+        assert ckpt.notes == ["left behind: rng_state_0.pth, rng_state_1.pth, training_args.bin"]
+    ckptmap.convert(path, tmp_path / "out.pt", to="full")
+    saved = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert saved["extra"]["trainer_state"] == state
+    plan = ckptmap.plan(path, "hf")
+    assert {"optimizer", "scheduler", "trainer_state"} <= set(plan.dropped)
+
+
+def test_what_verl_keeps_beside(folder: Path) -> None:
+    path = inner(sample(folder, "verl_w2"))
+    with ckptmap.open(path) as ckpt:
+        saved = torch.load(path / "extra_state_world_size_2_rank_0.pt", weights_only=False)
+        assert ckpt.extra["extra_state"] == {"lr_scheduler": saved["lr_scheduler"]}
+        assert ckpt.extra["fsdp_config"] == {"FSDP_version": 2, "world_size": 2}
+        note = "left behind: rng of extra_state_world_size_2_rank_0.pt and 1 more"
+        assert ckpt.notes == [note]
+
+
+def test_weights_that_are_there_twice_are_compared(copied: Any, tmp_path: Path) -> None:
+    path = copied("trainer_fsdp_full_w2")
+    with ckptmap.open(path) as ckpt:
+        twice = [note for note in ckpt.notes if "twice" in note]
+        assert twice == [
+            "the weights are there twice: pytorch_model_fsdp.bin is used, and 21 tensors of "
+            "model.safetensors are compared with it"
+        ]
+    ckptmap.convert(path, tmp_path / "good", to="hf")
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RunError, match=r"model\.safetensors"):
+        ckptmap.convert(path, tmp_path / "out", to="hf")
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------------------- what is written
+
+
+def test_accelerate_loads_what_is_written(folder: Path, tmp_path: Path) -> None:
+    """load_state of FSDP1 and FSDP2, at two ranks, of a DDP run's state cut for three."""
+    name = "accelerate_bin_w2"
+    plan = ckptmap.plan(folder / name, "accelerate", world_size=3)
+    plan.execute(tmp_path / "out")
+    assert set(plan.dropped) == {"custom_checkpoint_0.seen", "custom_checkpoint_0.window"}
+    truth = str(folder / f"{name}.truth")
+    done = run_ranks("tests.directories_live", 2, ["accelerate", str(tmp_path / "out"), truth])
+    assert "fsdp1: 44 weights, 41 states" in done[0].stdout
+    assert "fsdp2: 44 weights, 41 states" in done[0].stdout
+
+
+def test_trainer_goes_on_from_what_is_written(tmp_path: Path) -> None:
+    """By way of an FSDP2 directory of three ranks; the next losses are those of the whole run."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    live("run", whole)
+    ckptmap.convert(whole / "checkpoint-2", tmp_path / "dcp", to="fsdp2", world_size=3)
+    ckptmap.convert(
+        tmp_path / "dcp",
+        tmp_path / "trainer",
+        to="trainer",
+        config_from=str(whole / "checkpoint-2"),
+    )
+    live("resume", again, tmp_path / "trainer")
+    expected = json.loads((whole / "losses.json").read_text())
+    found = json.loads((again / "losses.json").read_text())
+    assert [entry["step"] for entry in expected] == [1, 2, 3, 4]
+    assert found == expected
+    with ckptmap.open(whole / "checkpoint-4") as one, ckptmap.open(again / "checkpoint-4") as two:
+        for fqn in one:
+            assert_same(two[fqn].read(), one[fqn].read(), fqn)
+
+
+def live(*args: str | Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.directories_live", *map(str, args)],
+        capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_weights_alone_become_a_new_run(folder: Path, tmp_path: Path) -> None:
+    case = sample(folder, "trainer_w1")
+    ckptmap.convert(inner(case), tmp_path / "hf", to="hf")
+    ckptmap.convert(tmp_path / "hf", tmp_path / "trainer", to="trainer")
+    with ckptmap.open(tmp_path / "trainer") as ckpt:
+        assert ckpt.setup == "trainer"
+        assert ckpt.extra["trainer_state"]["global_step"] == 0
+        for fqn, expected in case.truth.items():
+            assert_same(ckpt[fqn].read(), expected, fqn)
+    ckptmap.verify(tmp_path / "trainer")
+
+
+@pytest.mark.parametrize("to", ["accelerate-nf4", "trainer-bf16"])
+def test_encodings_are_kept_in_directories(to: str, folder: Path, tmp_path: Path) -> None:
+    path = inner(sample(folder, "trainer_w1"))
+    ckptmap.convert(path, tmp_path / "out", to=to)
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        assert ckpt.setup == to.removesuffix("-bf16")
+        lazy = ckpt["model.layers.0.mlp.up_proj.weight"]
+        assert lazy.encoding == ("nf4" if to.endswith("nf4") else "dense")
+        assert lazy.shape == (128, 64)
+    ckptmap.verify(tmp_path / "out")
+
+
+def test_a_root_of_ones_own_is_refused(folder: Path) -> None:
+    with pytest.raises(PlanError, match="accelerate has its own"):
+        ckptmap.plan(folder / "accelerate_full_w2", "accelerate", root="net")
+
+
+# ------------------------------------------------------------------------------- parents
+
+
+def test_the_only_checkpoint_below_is_opened_and_named(folder: Path, tmp_path: Path) -> None:
+    with ckptmap.open(folder / "trainer_w1") as ckpt:
+        assert ckpt.path.endswith("checkpoint-2")
+        assert ckpt.notes[0] == "opened checkpoint-2, the only one there"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "global_step_2").symlink_to(folder / "verl_w2")
+    with ckptmap.open(tmp_path / "run") as ckpt:
+        assert ckpt.notes[0] == "opened global_step_2/actor, the only one there"
+
+
+def test_several_checkpoints_below_are_listed(folder: Path, tmp_path: Path) -> None:
+    source = folder / "trainer_w1" / "checkpoint-2"
+    for step in (2, 10):
+        (tmp_path / f"checkpoint-{step}").symlink_to(source)
+    with pytest.raises(SourceError, match=r"none itself: checkpoint-2, checkpoint-10") as caught:
+        ckptmap.open(tmp_path)
+    assert caught.value.code == "CKM111"
+
+
+def test_several_models_are_refused_with_a_way_on(folder: Path) -> None:
+    path = folder / "accelerate_two_models_w1"
+    with pytest.raises(SourceError, match=r"several models .* also model_1\.safetensors") as caught:
+        ckptmap.open(path)
+    assert caught.value.code == "CKM205"
+    way = caught.value.hint.rpartition(": ")[2]
+    with ckptmap.open(way) as ckpt:
+        assert set(ckpt) == {"weight", "bias"}
+
+
+# ------------------------------------------------------------------------------- broken sets
+
+
+class Sampler:
+    """Of no class that torch knows, as accelerate's sampler.bin may be."""
+
+    def __init__(self) -> None:
+        self.seed = 7
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (os.mkdir, ("/tmp/ckptmap-was-executed",))
+
+
+def test_foreign_pickles_are_left_behind(copied: Any) -> None:
+    path = copied("accelerate_w1")
+    torch.save(Sampler(), path / "sampler.bin")
+    torch.save({"inner": Sampler(), "epoch": 3}, path / "scheduler.bin")
+    (path / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(Sampler()))
+    with ckptmap.open(path) as ckpt:
+        left = set(ckpt.notes[0].removeprefix("left behind: ").split(", "))
+        assert left == {
+            "random_states_0.pkl", "sampler.bin", "inner of scheduler.bin", "custom_checkpoint_0.pkl"
+        }  # fmt: skip
+        assert ckpt.extra == {"scheduler": {"epoch": 3}}
+        assert ckpt.refused == []
+
+
+def test_a_hostile_scheduler_is_refused(copied: Any) -> None:
+    path = copied("accelerate_w1")
+    torch.save({"evil": Evil()}, path / "scheduler.bin")
+    with pytest.raises(SourceError, match=r"scheduler\.bin.*nothing was run") as caught:
+        ckptmap.open(path)
+    assert caught.value.code == "CKM106"
+    assert not Path("/tmp/ckptmap-was-executed").exists()
+
+
+def damaged_state(path: Path) -> None:
+    (path / "trainer_state.json").write_text("{")
+
+
+def truncated_scheduler(path: Path) -> None:
+    file = path / "scheduler.pt"
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def two_optimizers(path: Path) -> None:
+    shutil.copy(path / "optimizer.bin", path / "optimizer.pt")
+
+
+def lone_metadata(path: Path) -> None:
+    (path / "optimizer.bin").unlink()
+    (path / "optimizer_0").mkdir()
+    (path / "optimizer_0" / "notes.txt").touch()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says", "code"),
+    [
+        (damaged_state, r"trainer_state\.json: is no JSON", "CKM103"),
+        (truncated_scheduler, r"scheduler\.pt", "CKM104"),
+        (two_optimizers, r"optimizer is stored twice, also as optimizer\.bin", "CKM111"),
+        (lone_metadata, r"optimizer_0: expected the optimizer's part", "CKM111"),
+    ],
+)
+def test_broken_members_are_refused(copied: Any, damage: Any, says: str, code: str) -> None:
+    path = copied("trainer_fsdp_full_w2")
+    damage(path)
+    with pytest.raises(SourceError, match=says) as caught:
+        ckptmap.open(path)
+    assert caught.value.code == code
+
+
+def test_a_rank_that_is_missing(copied: Any) -> None:
+    path = copied("verl_w2")
+    (path / "optim_world_size_2_rank_1.pt").unlink()
+    with pytest.raises(SourceError, match="rank 1 of 2 is missing") as caught:
+        ckptmap.open(path)
+    assert caught.value.code == "CKM110"
+
+
+def test_roles_of_several_saves(copied: Any) -> None:
+    path = copied("verl_w2")
+    for rank in (0, 1):
+        old = path / f"optim_world_size_2_rank_{rank}.pt"
+        old.rename(path / f"optim_world_size_3_rank_{rank}.pt")
+    with pytest.raises(SourceError, match="several saves: of 2 and of 3 ranks") as caught:
+        ckptmap.open(path)
+    assert caught.value.code == "CKM110"
+
+
+def test_the_directory_of_an_adapter_is_not_claimed(copied: Any) -> None:
+    path = copied("trainer_w1")
+    (path / "model.safetensors").rename(path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CkptmapError, match="adapter without its base weights"):
+        ckptmap.open(path)
+
+
+def test_a_plain_hf_directory_is_nobody_elses(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.zeros(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with ckptmap.open(tmp_path) as ckpt:
+        assert ckpt.index.container == "hf"
+
+
+def test_a_changed_copy_is_found_by_diff(folder: Path, copied: Any) -> None:
+    """The directory as a whole is what `diff` compares: optimizer state too."""
+    path = copied("accelerate_full_w2")
+    state = torch.load(path / "optimizer.bin", weights_only=True)
+    state["state"]["norm.weight"]["exp_avg"][0] += 1
+    torch.save(state, path / "optimizer.bin")
+    found = ckptmap.diff(folder / "accelerate_full_w2", path, values=True)
+    assert "norm.weight" in str(found)
