@@ -242,7 +242,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return None
 
     def _model(self, plain: Mapping[str, str]) -> Model:
-        weights = [Weight(fqn, group.info, _share(group)) for fqn, group in self._groups.items()]
+        groups = self._groups if self.roles.optimizer else {}  # nobody else asks for them
+        weights = [Weight(fqn, group.info, _share(group)) for fqn, group in groups.items()]
         return Model(weights, plain, self._is_pickled)
 
     def _is_pickled(self) -> bool:

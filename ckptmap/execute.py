@@ -1,10 +1,11 @@
 """Move the bytes of a plan: units of work over threads, under a memory budget, journaled.
 
 A unit is a span of small slots, one large slot, one tensor to be encoded, or one replica to be
-compared. Several ranks split the units and put together what they wrote. Every byte is read once and written once; its digest (and CRC-32, where the container
-stores one) is taken on the way, in row-major order of its slot. Parallelism is over units: the
-digest of one slot is sequential. Torch is imported only where values change; its own threads are
-held at one then, because Python threads over units share the cores better.
+compared. Several ranks split the units and put together what they wrote. Every byte is read once
+and written once; its digest (and CRC-32, where the container stores one) is taken on the way, in
+row-major order of its slot. Parallelism is over units: the digest of one slot is sequential. Torch
+is imported only where values change; its own threads are held at one then, because Python threads
+over units share the cores better.
 
 On a device other than the CPU values go there before they are encoded and results come back, one
 box after the other: overlap by pinned buffers and side streams is not done here yet.

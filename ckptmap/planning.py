@@ -96,8 +96,10 @@ class _Planner:
         self.options = options
         self.writer: Writer = registry.writer(aim.setup.writer)
         self.layout = self._layout()
+        # Asked once: a look at a protocol's methods costs as much as the planning of a tensor.
+        self.mesh = self.layout if isinstance(self.layout, MeshLayout) else None
         self.world_size = self._world_size()
-        self.some_are_cut = any(_is_cut(ckpt.group(fqn)) for fqn in ckpt)
+        self.some_are_cut = self.mesh is not None and any(_is_cut(ckpt.group(fqn)) for fqn in ckpt)
         self.draft = _Draft()
         self.fingerprints = {file: Fingerprint.of(file) for file in ckpt.index.files}
         self.names = self._names()
@@ -140,8 +142,8 @@ class _Planner:
         return mesh.over(options.mesh, options.tp_plan, world_size, list(self.ckpt))
 
     def _world_size(self) -> int:
-        if isinstance(self.layout, MeshLayout):
-            return self.layout.world_size
+        if self.mesh is not None:
+            return self.mesh.world_size
         asked = self.options.world_size
         if asked is not None and asked < 1:
             raise PlanError(
@@ -423,9 +425,9 @@ class _Planner:
         alias = self._alias(fqn, path, stored)
         self.draft.sources[path] = stored
         self.draft.keys[path] = fqn
-        if isinstance(self.layout, MeshLayout):
-            placement = self.layout.placement(fqn, info, self._is_whole(fqn))
-            chunks = self.layout.chunks(placement, info)
+        if self.mesh is not None:
+            placement = self.mesh.placement(fqn, info, self._is_whole(fqn))
+            chunks = self.mesh.chunks(placement, info)
         else:
             placement, chunks = None, self.layout.cut(info, self.world_size)
         self.draft.out.append(OutTensor(path, info, chunks, alias, placement))

@@ -36,6 +36,7 @@ WRITERS = (
     "ckptmap.containers.torch_zip:TorchZipWriter",
     "ckptmap.containers.dcp_write:DcpWriter",
     "ckptmap.containers.rank_files_write:RankFilesWriter",
+    "ckptmap.containers.dcp_hf_write:DcpHfWriter",
     "ckptmap.directories.writing:AccelerateWriter",
     "ckptmap.directories.writing:TrainerWriter",
 )
@@ -66,6 +67,7 @@ SETUPS = (
     "ckptmap.containers.dcp_write:FSDP1",
     "ckptmap.containers.dcp_write:FSDP2",
     "ckptmap.containers.rank_files_write:FSDP2_RANKS",
+    "ckptmap.containers.dcp_hf_write:DCP_HF",
     "ckptmap.directories.writing:ACCELERATE",
     "ckptmap.directories.writing:TRAINER",
 )

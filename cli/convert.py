@@ -19,7 +19,6 @@ EXAMPLES = (
     "ckptmap convert runs/step-2000 out/ --to fsdp2-nf4 --world-size 8",
     "ckptmap convert model.pt out.pt --to compiled --wrap ddp,compile",
     "ckptmap convert model.pt out/ --plan plan.json",
-    "torchrun --nproc-per-node 8 -m ckptmap convert runs/step-2000 out/ --to hf",
 )
 
 Dst = Annotated[str, typer.Argument(metavar="DST", help="Where to; made complete or not at all.")]
@@ -101,7 +100,8 @@ def command(
     """Convert a checkpoint into another setup.
 
     DST appears by one rename when it is complete; SRC is never written. A run that was stopped is
-    continued by the same command. Under torchrun the ranks share the work.
+    continued by the same command. Under torchrun the ranks share the work:
+    torchrun --nproc-per-node 8 -m ckptmap convert SRC DST --to hf
     """
     from ckptmap.ranks import ShownElsewhere, join
 
@@ -176,15 +176,18 @@ def _run(
     overwrite: bool,
     digest: str,
 ) -> Report:
+    from functools import partial
+
     from ckptmap.conversion import run
 
     from .progress import Progress
 
     progress = None if out.quiet or ranks.rank else Progress(plan.nbytes_out)
+    execute = plan.execute if ranks.world_size == 1 else partial(run, plan, ranks=ranks)
     try:
-        return run(
-            plan, dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
-            digest=digest, progress=progress or False, ranks=ranks,
+        return execute(
+            dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
+            digest=digest, progress=progress or False,
         )  # fmt: skip
     finally:
         if progress is not None:

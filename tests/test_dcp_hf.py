@@ -74,7 +74,69 @@ def test_a_note_says_how_many_ranks_were_found(shards: Path) -> None:
         assert ckpt.notes == [note]
 
 
+# ------------------------------------------------------------------------------- what is written
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_torch_loads_what_is_written(world_size: int, folder: Path, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    case = sample(folder, "dcp_hf_w2")
+    out = tmp_path / "out"
+    ckptmap.convert(case.path, out, to="dcp-hf", world_size=world_size)
+    assert len(list(out.glob("shard-*"))) == world_size
+    state = {name: torch.zeros_like(value) for name, value in case.truth.items()}
+    load(state, storage_reader=HuggingFaceStorageReader(str(out)), no_dist=True)
+    for name, expected in case.truth.items():
+        assert_same(state[name], expected, name)
+    with ckptmap.open(out) as ckpt:
+        assert ckpt.setup == "dcp-hf"
+        for name, expected in case.truth.items():
+            assert_same(ckpt[name].read(), expected, name)
+    ckptmap.verify(out)
+
+
+def test_the_bytes_are_those_of_torch(folder: Path, tmp_path: Path) -> None:
+    """Of what FSDP2 cut, the same parts at the same offsets; buffers it keeps whole."""
+    case = sample(folder, "dcp_hf_w2")
+    ckptmap.convert(case.path, tmp_path / "out", to="dcp-hf", world_size=2)
+    ours: dict[str, list[Any]] = {}
+    theirs: dict[str, list[Any]] = {}
+    for path, found in ((tmp_path / "out", ours), (case.path, theirs)):
+        for rank in (1, 2):
+            file = first(path, rank)
+            for key, offsets in sharding_of(file).items():
+                found.setdefault(key, []).append((offsets, load_file(file)[key]))
+    assert set(ours) == set(theirs)
+    cut = {key: parts for key, parts in theirs.items() if len(parts) == 2}
+    assert len(cut) == 41
+    for key, parts in cut.items():
+        ordered = sorted(parts, key=lambda part: str(part[0]))
+        for (at, value), (want_at, want) in zip(ours[key], ordered, strict=True):
+            assert at == want_at
+            assert_same(value, want, key)
+
+
+def test_a_quantized_tensor_is_found_again_without_its_manifest(
+    folder: Path, tmp_path: Path
+) -> None:
+    case = sample(folder, "dcp_hf_w2")
+    ckptmap.convert(case.path, tmp_path / "out", to="dcp-hf-nf4", encode=("*q_proj.weight",))
+    (tmp_path / "out" / "ckptmap.manifest.json").unlink()
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        lazy = ckpt["layers.0.self_attn.q_proj.weight"]
+        assert (lazy.encoding, lazy.shape) == ("nf4", (48, 48))
+
+
 # ------------------------------------------------------------------------------- broken sets
+
+
+def sharding_of(file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    found: dict[str, Any] = json.loads(header[METADATA]["DCP_SHARDING_INFO"])
+    return found
 
 
 def rewrite(file: Path, change: Any) -> None:

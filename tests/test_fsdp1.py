@@ -175,6 +175,19 @@ def test_flat_parameters_are_unflattened(
         check_there_and_back(ckpt, case, tmp_path)
 
 
+def test_plans_take_like_and_outputs_verify(flat: Callable[[str], Case], tmp_path: Path) -> None:
+    """By path and option, as the command line does; cast on the way, cut over other ranks."""
+    case = flat("local_flat_w2")
+    known = like(case, tmp_path / "like.pt")
+    report = ckptmap.convert(
+        case.path, tmp_path / "out", to="fsdp2-bf16", world_size=3, like=str(known)
+    )
+    assert report.fidelity["cast"] > 30
+    with ckptmap.open(case.path, like=known) as source:
+        verified = ckptmap.verify(tmp_path / "out", against=source)
+    assert verified.ok, str(verified)
+
+
 @pytest.mark.parametrize("name", ["local_named_w2", "local_flat_w2"])
 def test_without_shapes_the_next_step_is_said(name: str, flat: Callable[[str], Case]) -> None:
     refused(flat(name).path, "carry no shapes; give --like PATH", "CKM112")

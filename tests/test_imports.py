@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("containers", "encodings", "layouts", "mapping"),
     ("optim",),
     ("registry", "roots", "places", "steps", "compare"),
-    ("setups", "moves"),
+    ("setups", "moves", "members", "directories"),
     ("checkpoint",),
     ("plans",),
     ("planning", "manifest", "execute"),

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptmap import registry
 from ckptmap.containers.rank_files import RankFiles
 from ckptmap.containers.torch_zip import TorchZip
 from ckptmap.errors import SourceError
@@ -45,7 +46,8 @@ def index(path: Path) -> Index:
 
 def joined(leaf: Leaf, key: str) -> Any:
     values = leaf.values if isinstance(leaf, PerRank) else (leaf,)
-    return DTensorLayout().join(values, key) or leaf
+    found = (layout.join(values, key) for layout in registry.layouts())
+    return next((tensor for tensor in found if tensor is not None), leaf)
 
 
 # ------------------------------------------------------------------------------ real rank files

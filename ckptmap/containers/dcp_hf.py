@@ -26,7 +26,7 @@ from ckptmap.tensors import Box, Chunk, Index, Leaf, Path, Region, StoredTensor,
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.inside import inside
 from ckptmap.wire.safetensors import MAX_NUMEL, Header, parse
-from ckptmap.wire.safetensors_file import refuse_text
+from ckptmap.wire.safetensors_file import records_of, refuse_text
 
 NAME = re.compile(
     r"shard-(?P<rank>\d{5,})-model-(?P<file>\d{5,})-of-(?P<count>\d{5,})\.safetensors"
@@ -50,18 +50,21 @@ class DcpHf:
         names = [name for name in place.names if NAME.fullmatch(name)]
         ranks = _check_names(names, root)
         parts: dict[str, list[tuple[str, Chunk]]] = {}
+        records: dict[str, Mapping[str, Any]] = {}
         files = Files()
         try:
             with paused_gc():
                 paths = [inside(root, name, root) for name in names]
                 for file in paths:
                     refuse_text(files, file)
-                    _read(parse(files, file), file, parts)
+                    header = parse(files, file)
+                    _read(header, file, parts)
+                    records |= records_of(header, file)
                 leaves: dict[Path, Leaf] = {(k,): _joined(k, p, root) for k, p in parts.items()}
         finally:
             files.close()
         note = f"the shards do not say how many ranks wrote them: the files of {ranks} are here"
-        return Index(self.name, leaves, tuple(paths), world=ranks, notes=(note,))
+        return Index(self.name, leaves, tuple(paths), records, world=ranks, notes=(note,))
 
 
 def _check_names(names: list[str], root: str) -> int:

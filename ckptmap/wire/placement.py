@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -93,7 +94,7 @@ class Placed:
     cuts: tuple[Cutting, ...]
     local: Leaf
 
-    @property
+    @cached_property
     def runs(self) -> tuple[Runs, ...]:
         """What it holds along each tensor dim."""
         return tuple(
@@ -123,7 +124,7 @@ class Placed:
                 return False
         return True
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The shape that the local tensor must have; a size may be 0."""
         return tuple(sum(length for _, length in runs) for runs in self.runs)

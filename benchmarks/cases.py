@@ -1,0 +1,159 @@
+"""What is measured: the cases, their contestants and what is to be reached.
+
+Times are ratios to `cp -r` of the same source, so a slow disk or a busy machine cancels out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PEERS = Path(__file__).with_name("peers.py")
+MIB = 1 << 20
+OURS, COPY = "ckptmap", "cp -r"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be reached, by the median; None: only shown.
+
+    cpu, wall        at most, times `cp`
+    anon_nbytes      at most, at the peak
+    peer_cpu         at least, times ckptmap's CPU time
+    peer_wall        at least, times ckptmap's wall time
+    item_s           CPU seconds an item (tensor or chunk) beyond those of `cp`, at most
+    own_wall_s       wall seconds, at most
+    """
+
+    cpu: float | None = None
+    wall: float | None = None
+    anon_nbytes: int | None = None
+    peer_cpu: float | None = None
+    peer_wall: float | None = None
+    item_s: float | None = None
+    own_wall_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job: `args` of `ckptmap`, with SRC and DST in them; `peers` do the same job.
+
+    items       tensors or chunks, where the cost of each is what is measured
+    peer_source the source of the peers, where their tool reads another format
+    copies      compare with `cp -r`: not where only headers are read
+    """
+
+    name: str
+    title: str
+    source: str
+    args: tuple[str, ...]
+    peers: tuple[str, ...]
+    target: Target
+    peer_source: str = ""
+    items: int = 0
+    copies: bool = True
+    slow: bool = False
+    """Peers that take so long that they run once, without a warm-up."""
+
+    def commands(self, source: Path, peer_source: Path, destination: Path) -> dict[str, list[str]]:
+        """Contestant -> command line."""
+        names = {"SRC": str(source), "DST": str(destination)}
+        python = [sys.executable, "-m", "ckptmap"]
+        found = {COPY: ["cp", "-r", str(source), str(destination)]} if self.copies else {}
+        found[OURS] = [*python, *(names.get(word, word) for word in self.args)]
+        places = [str(peer_source), *([str(destination)] if self.copies else [])]
+        for peer in self.peers:
+            found[peer] = [sys.executable, str(PEERS), peer, *places]
+        return found
+
+
+def _convert(to: str, *more: str) -> tuple[str, ...]:
+    return ("convert", "SRC", "DST", "--to", to, "--quiet", *more)
+
+
+MOVES = Target(cpu=1.5, wall=1.3, anon_nbytes=96 * MIB, peer_cpu=4, peer_wall=4)
+MANY_RANKS = Target(cpu=2.5, wall=2.5, anon_nbytes=96 * MIB, peer_cpu=4, peer_wall=4)
+NF4 = Target(cpu=5, anon_nbytes=300 * MIB, peer_cpu=20, peer_wall=20)
+MANY_NBYTES = 96 * MIB + 100_000 * 2048
+
+MODEL: Sequence[Case] = (
+    Case(
+        "dcp-hf", "DCP of 4 ranks -> HF safetensors", "dcp", _convert("hf"),
+        ("accelerate_merge",), MOVES,
+    ),
+    Case(
+        "dcp-full", "DCP of 4 ranks -> one torch.save file", "dcp", _convert("full"),
+        ("dcp_to_torch_save",), MOVES,
+    ),
+    Case(
+        "dcp-columns-hf", "DCP of 4 ranks, cut by columns -> HF safetensors", "dcp_columns",
+        _convert("hf"), ("accelerate_merge",), MOVES,
+    ),
+    Case(
+        "ranks-hf", "4 rank files of DTensors -> HF safetensors", "ranks", _convert("hf"),
+        ("rank_files",), MOVES,
+    ),
+    Case(
+        "pt-hf", "`module._orig_mod.` torch.save file -> HF safetensors", "pt", _convert("hf"),
+        ("load_and_save_file",), MOVES,
+    ),
+    Case(
+        "shards-hf", "HF shards -> one safetensors file", "hf_shards",
+        _convert("hf", "--max-shard-size", "5GB"), ("load_file_and_save_file",), MOVES,
+    ),
+    Case(
+        "hf-dcp8", "HF safetensors -> DCP of 8 ranks", "hf", _convert("fsdp2", "--world-size", "8"),
+        ("torch_save_to_dcp",), MANY_RANKS, peer_source="pt",
+    ),
+    Case(
+        "fp32-bf16", "HF safetensors fp32 -> bf16", "hf_fp32", _convert("hf-bf16"), ("cast_bf16",),
+        Target(anon_nbytes=300 * MIB),
+    ),
+    Case(
+        "nf4", "HF safetensors bf16 -> NF4, DCP of 8 ranks", "hf",
+        _convert("fsdp2-nf4", "--world-size", "8"), ("torchao_nf4",), NF4, slow=True,
+    ),
+)  # fmt: skip
+
+GROWTH: Sequence[Case] = (
+    Case(
+        "many-safetensors", "100,000 x 4 KB: safetensors -> torch.save", "many_safetensors",
+        _convert("full"), (), Target(item_s=15e-6, anon_nbytes=MANY_NBYTES), items=100_000,
+    ),
+    Case(
+        "many-pt", "100,000 x 4 KB: torch.save -> safetensors", "many_pt", _convert("hf"),
+        ("load_and_save_file",), Target(item_s=15e-6, anon_nbytes=MANY_NBYTES, peer_cpu=4),
+        items=100_000,
+    ),
+    Case(
+        "many-dcp", "100,000 x 4 KB: DCP -> torch.save", "many_dcp", _convert("full"),
+        ("dcp_to_torch_save",), Target(item_s=40e-6, anon_nbytes=MANY_NBYTES, peer_cpu=4),
+        items=100_000,
+    ),
+    Case(
+        "files-dcp", "DCP of 1,024 files -> HF safetensors", "dcp_files", _convert("hf"),
+        ("accelerate_merge",), MOVES,
+    ),
+)  # fmt: skip
+
+SMALL = Target(own_wall_s=0.15)
+LARGE = Target(own_wall_s=0.65, anon_nbytes=MANY_NBYTES)
+
+
+def _inspect(source: str, title: str, peer: str, target: Target) -> Case:
+    args = ("inspect", "SRC")
+    return Case(f"inspect-{source}", title, source, args, (peer,), target, copies=False)
+
+
+INSPECT: Sequence[Case] = (
+    _inspect("hf", "inspect: safetensors", "list_safetensors", SMALL),
+    _inspect("pt", "inspect: torch.save", "list_pt", SMALL),
+    _inspect("dcp", "inspect: DCP", "list_dcp", SMALL),
+    _inspect("many_safetensors", "inspect: 100,000 in safetensors", "list_safetensors", LARGE),
+    _inspect("many_pt", "inspect: 100,000 in torch.save", "list_pt", LARGE),
+    _inspect("many_dcp", "inspect: 100,000 in DCP", "list_dcp", LARGE),
+)
+
+GROUPS = {"model": MODEL, "growth": GROWTH, "inspect": INSPECT}

@@ -1,0 +1,142 @@
+"""What people run today, one function a job; each is measured as a process of its own.
+
+    python benchmarks/peers.py NAME SRC [DST]
+
+Each is the shortest correct use of that library on one machine, with its own default settings.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+PREFIX = "module._orig_mod."
+NOT_LINEAR = ("embed_tokens", "norm", "lm_head")
+
+
+def accelerate_merge(src: str, dst: str) -> None:
+    """DCP directory -> safetensors."""
+    from accelerate.utils import merge_fsdp_weights
+
+    merge_fsdp_weights(src, dst, safe_serialization=True)
+
+
+def dcp_to_torch_save(src: str, dst: str) -> None:
+    """DCP directory -> one torch.save file."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(src, dst)
+
+
+def torch_save_to_dcp(src: str, dst: str) -> None:
+    """One torch.save file -> DCP directory, of one rank."""
+    from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
+
+    torch_save_to_dcp(src, dst)
+
+
+def load_and_save_file(src: str, dst: str) -> None:
+    """torch.save file -> safetensors, wrapper prefixes taken off."""
+    from pathlib import Path
+
+    import torch
+    from safetensors.torch import save_file
+
+    state = torch.load(src, weights_only=True)
+    Path(dst).mkdir()
+    state = {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+    save_file(state, f"{dst}/model.safetensors", metadata={"format": "pt"})
+
+
+def load_file_and_save_file(src: str, dst: str) -> None:
+    """Every safetensors file of a directory -> a file of all tensors."""
+    from pathlib import Path
+
+    from safetensors.torch import load_file, save_file
+
+    state = {}
+    for file in sorted(Path(src).glob("*.safetensors")):
+        state |= load_file(file)
+    Path(dst).mkdir()
+    save_file(state, f"{dst}/model.safetensors", metadata={"format": "pt"})
+
+
+def rank_files(src: str, dst: str) -> None:
+    """Rank files of DTensors -> safetensors, local tensors concatenated by their placements."""
+    from pathlib import Path
+
+    import torch
+    import torch.distributed.tensor  # the classes that the files name
+    from safetensors.torch import save_file
+
+    files = sorted(Path(src).glob("*_rank_*.pt"))
+    parts = [torch.load(file, weights_only=False) for file in files]
+    state = {
+        name: torch.cat([part[name]._local_tensor for part in parts], value.placements[0].dim)
+        for name, value in parts[0].items()
+    }
+    Path(dst).mkdir()
+    save_file(state, f"{dst}/model.safetensors", metadata={"format": "pt"})
+
+
+def cast_bf16(src: str, dst: str) -> None:
+    """safetensors fp32 -> bf16."""
+    from pathlib import Path
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(f"{src}/model.safetensors")
+    Path(dst).mkdir()
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+    save_file(state, f"{dst}/model.safetensors", metadata={"format": "pt"})
+
+
+def torchao_nf4(src: str, dst: str) -> None:
+    """safetensors bf16 -> torch.save of NF4 linear weights, the others as they are."""
+    import torch
+    from safetensors.torch import load_file
+    from torchao.quantization import to_nf4
+
+    state = load_file(f"{src}/model.safetensors")
+    for name in state:
+        if not any(part in name for part in NOT_LINEAR):
+            state[name] = to_nf4(state[name], 64, 256)
+    torch.save(state, dst)
+
+
+def list_safetensors(src: str) -> None:
+    """Names, dtypes and shapes of a safetensors file."""
+    from safetensors import safe_open
+
+    with safe_open(f"{src}/model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 (no mapping)
+            slices = file.get_slice(name)
+            print(name, slices.get_dtype(), slices.get_shape())
+
+
+def list_pt(src: str) -> None:
+    """Names, dtypes and shapes of a torch.save file."""
+    import torch
+
+    for name, tensor in torch.load(src, weights_only=True, mmap=True).items():
+        print(name, tensor.dtype, tuple(tensor.shape))
+
+
+def list_dcp(src: str) -> None:
+    """Names, dtypes and shapes of a DCP directory."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    for name, item in FileSystemReader(src).read_metadata().state_dict_metadata.items():
+        print(name, getattr(item, "properties", None), getattr(item, "size", None))
+
+
+PEERS: tuple[Callable[..., None], ...] = (
+    accelerate_merge, dcp_to_torch_save, torch_save_to_dcp, load_and_save_file,
+    load_file_and_save_file, rank_files, cast_bf16, torchao_nf4, list_safetensors, list_pt,
+    list_dcp,
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    {peer.__name__: peer for peer in PEERS}[sys.argv[1]](*sys.argv[2:])

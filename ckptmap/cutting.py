@@ -1,0 +1,111 @@
+"""Over how many ranks the output is cut, and where each of its tensors goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ckptmap import registry
+from ckptmap.coverage import prove_tiling
+from ckptmap.errors import PlanError
+from ckptmap.protocols import Group, Layout, MeshLayout, OutTensor, Placement, Setup
+from ckptmap.steps import FilePlan
+from ckptmap.tensors import Box, Path, TensorInfo
+
+if TYPE_CHECKING:
+    from ckptmap.checkpoint import Checkpoint
+    from ckptmap.plans import Options
+
+
+class Cutter:
+    """The layout of one plan: the setup's own, or over the mesh that is asked for."""
+
+    def __init__(self, ckpt: Checkpoint, setup: Setup, options: Options) -> None:
+        self._ckpt = ckpt
+        self._setup = setup
+        self._options = options
+        self._ranks = self._asked()
+        self._layout = self._chosen()
+        self.world_size = self._ranks
+        if isinstance(self._layout, MeshLayout):
+            self.world_size = self._layout.world_size
+
+    def cut(self, fqn: str, info: TensorInfo) -> tuple[Sequence[tuple[int, Box]], Placement | None]:
+        """(rank, box) that tile the tensor once, and how a mesh's ranks hold it."""
+        layout = self._layout
+        if not isinstance(layout, MeshLayout):
+            return layout.cut(info, self.world_size), None
+        placement = layout.placement(fqn, info, self._is_whole(fqn))
+        return layout.chunks(placement, info), placement
+
+    def _asked(self) -> int:
+        """`--world-size`, else the source's. Raises PlanError CKM204."""
+        asked = self._options.world_size
+        if asked is not None and asked < 1:
+            raise PlanError(
+                "CKM204",
+                f"--world-size {asked}: expected 1 or more",
+                "give the ranks that will load it",
+            )
+        if self._setup.sharded:
+            return asked or self._ckpt.world_size
+        if asked not in (None, 1):
+            raise PlanError(
+                "CKM204",
+                f"--world-size {asked}: setup {self._setup.name} is not cut over ranks",
+                "leave it out, or choose fsdp1 or fsdp2",
+            )
+        return 1
+
+    def _chosen(self) -> Layout:
+        layout, options = registry.layout(self._setup.layout), self._options
+        if options.mesh is None and options.tp_plan is None and not isinstance(layout, MeshLayout):
+            return layout
+        if not self._setup.sharded:
+            raise PlanError(
+                "CKM204",
+                f"--mesh: setup {self._setup.name} is not cut over ranks",
+                "leave it out, or choose fsdp2 or fsdp2-ranks",
+            )
+        mesh = layout if isinstance(layout, MeshLayout) else registry.layout("mesh")
+        assert isinstance(mesh, MeshLayout), "the registry's mesh layout is one"
+        ranks = options.world_size if options.mesh is not None else self._ranks
+        return mesh.over(options.mesh, options.tp_plan, ranks, list(self._ckpt))
+
+    @cached_property
+    def _some_are_cut(self) -> bool:
+        return any(_is_cut(self._ckpt.group(fqn)) for fqn in self._ckpt)
+
+    def _is_whole(self, fqn: str) -> bool:
+        """Did the source, which cut others over its ranks, not cut this one? So it does with
+        buffers."""
+        if fqn not in self._ckpt or not self._some_are_cut:
+            return False
+        group = self._ckpt.group(fqn)
+        return not _is_cut(group) and group.info.shape[:1] > (1,)
+
+
+def _is_cut(group: Group) -> bool:
+    return any(len(part.chunks) > 1 for part in group.parts.values())
+
+
+def prove_output(tensors: Sequence[OutTensor], files: Sequence[FilePlan]) -> None:
+    """Our own invariant: no two slots share a byte, and the slots of a tensor tile it. Ranks of a
+    mesh may hold the same box, each in its own file."""
+    boxes: dict[Path, dict[Box, set[int]]] = {}
+    placed = {tensor.path for tensor in tensors if tensor.placement is not None}
+    for number, file in enumerate(files):
+        end = 0
+        for slot in sorted(file.out.slots, key=lambda s: s.offset):
+            assert slot.offset >= end, f"{file.out.name}: slots overlap at {slot.offset}"
+            end = slot.offset + slot.nbytes
+            held = boxes.setdefault(slot.path, {}).setdefault(slot.box, set())
+            again = number in held or (held and slot.path not in placed)
+            assert not again, f"{slot.path}: {slot.box} is written twice"
+            held.add(number)
+        assert end <= file.out.nbytes, f"{file.out.name}: a slot leaves the file"
+    for tensor in tensors:
+        if tensor.path in boxes or (tensor.alias_of is None and tensor.info.numel):
+            wrong = prove_tiling(tensor.info.shape, list(boxes.get(tensor.path, ())))
+            assert wrong is None, f"{tensor.path}: {wrong}"
