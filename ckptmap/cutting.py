@@ -27,17 +27,16 @@ class Cutter:
         self._options = options
         self._ranks = self._asked()
         self._layout = self._chosen()
-        self.world_size = self._ranks
-        if isinstance(self._layout, MeshLayout):
-            self.world_size = self._layout.world_size
+        # Asked once: a look at a protocol's methods costs as much as the planning of a tensor.
+        self._mesh = self._layout if isinstance(self._layout, MeshLayout) else None
+        self.world_size = self._ranks if self._mesh is None else self._mesh.world_size
 
     def cut(self, fqn: str, info: TensorInfo) -> tuple[Sequence[tuple[int, Box]], Placement | None]:
         """(rank, box) that tile the tensor once, and how a mesh's ranks hold it."""
-        layout = self._layout
-        if not isinstance(layout, MeshLayout):
-            return layout.cut(info, self.world_size), None
-        placement = layout.placement(fqn, info, self._is_whole(fqn))
-        return layout.chunks(placement, info), placement
+        if self._mesh is None:
+            return self._layout.cut(info, self.world_size), None
+        placement = self._mesh.placement(fqn, info, self._is_whole(fqn))
+        return self._mesh.chunks(placement, info), placement
 
     def _asked(self) -> int:
         """`--world-size`, else the source's. Raises PlanError CKM204."""

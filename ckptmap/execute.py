@@ -317,12 +317,11 @@ def _reserved(
     plan: Sequence[FilePlan], paths: Sequence[Path], direct: bool, ranks: Ranks
 ) -> Outputs:
     """The files, made and reserved by rank 0 before any other opens them."""
-    sizes = [item.out.nbytes for item in plan]
     if ranks.rank:
         ranks.barrier()
-        return Outputs(paths, sizes, direct)
-    outputs = Outputs(paths, sizes, direct)
-    ranks.barrier()
+    outputs = Outputs(paths, [item.out.nbytes for item in plan], direct)
+    if ranks.rank == 0:
+        ranks.barrier()
     return outputs
 
 

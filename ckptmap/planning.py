@@ -17,6 +17,7 @@ from typing import Any
 from ckptmap import registry, setups
 from ckptmap.checkpoint import Checkpoint, join, nest, open
 from ckptmap.coverage import prove_tiling
+from ckptmap.cutting import Cutter, prove_output
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.files import Fingerprint
 from ckptmap.foreign import foreign_tensors
@@ -28,9 +29,6 @@ from ckptmap.optim.state import KeyForm
 from ckptmap.plans import Options, Plan, Step, Unresolved
 from ckptmap.protocols import (
     Encoding,
-    Group,
-    Layout,
-    MeshLayout,
     OutState,
     OutTensor,
     Refusal,
@@ -38,7 +36,7 @@ from ckptmap.protocols import (
 )
 from ckptmap.setups import Aim
 from ckptmap.steps import Compare, Encode, FilePlan, Target
-from ckptmap.tensors import FLOATING, Box, Path, StoredTensor, TensorInfo
+from ckptmap.tensors import FLOATING, Path, StoredTensor, TensorInfo
 from ckptmap.wire.gc_pause import paused_gc
 
 
@@ -95,11 +93,8 @@ class _Planner:
         self.aim = aim
         self.options = options
         self.writer: Writer = registry.writer(aim.setup.writer)
-        self.layout = self._layout()
-        # Asked once: a look at a protocol's methods costs as much as the planning of a tensor.
-        self.mesh = self.layout if isinstance(self.layout, MeshLayout) else None
-        self.world_size = self._world_size()
-        self.some_are_cut = self.mesh is not None and any(_is_cut(ckpt.group(fqn)) for fqn in ckpt)
+        self.cutter = Cutter(ckpt, aim.setup, options)
+        self.world_size = self.cutter.world_size
         self.draft = _Draft()
         self.fingerprints = {file: Fingerprint.of(file) for file in ckpt.index.files}
         self.names = self._names()
@@ -122,44 +117,6 @@ class _Planner:
         return self._finish(carried)
 
     # ------------------------------------------------------------------ what is asked
-
-    def _layout(self) -> Layout:
-        """The setup's own, or over the mesh that is asked for."""
-        layout, options = registry.layout(self.aim.setup.layout), self.options
-        if options.mesh is None and options.tp_plan is None and not isinstance(layout, MeshLayout):
-            return layout
-        if not self.aim.setup.sharded:
-            raise PlanError(
-                "CKM204",
-                f"--mesh: setup {self.aim.setup.name} is not cut over ranks",
-                "leave it out, or choose fsdp2 or fsdp2-ranks",
-            )
-        mesh = layout if isinstance(layout, MeshLayout) else registry.layout("mesh")
-        assert isinstance(mesh, MeshLayout), "the registry's mesh layout is one"
-        world_size = options.world_size
-        if options.mesh is None:
-            world_size = world_size or self.ckpt.world_size
-        return mesh.over(options.mesh, options.tp_plan, world_size, list(self.ckpt))
-
-    def _world_size(self) -> int:
-        if self.mesh is not None:
-            return self.mesh.world_size
-        asked = self.options.world_size
-        if asked is not None and asked < 1:
-            raise PlanError(
-                "CKM204",
-                f"--world-size {asked}: expected 1 or more",
-                "give the ranks that will load it",
-            )
-        if not self.aim.setup.sharded:
-            if asked not in (None, 1):
-                raise PlanError(
-                    "CKM204",
-                    f"--world-size {asked}: setup {self.aim.setup.name} is not cut over ranks",
-                    "leave it out, or choose fsdp1 or fsdp2",
-                )
-            return 1
-        return asked or self.ckpt.world_size
 
     def _names(self) -> dict[str, str]:
         """Plain FQN -> name in the output."""
@@ -362,12 +319,24 @@ class _Planner:
         return None if self.options.encode else scheme.target(lazy.fqn, lazy.info)
 
     def _tensor(self, lazy: LazyTensor, role: str, path: Path, encoding: Encoding | None) -> None:
+        self._check_dense(lazy, encoding)
         for stored in lazy.parts.values():
             self._prove(lazy.fqn, stored)
         if encoding is None or (encoding == lazy.encoding_):
             self._copy(lazy, role, path)
         else:
             self._encode(lazy, role, path, encoding)
+
+    def _check_dense(self, lazy: LazyTensor, encoding: Encoding | None) -> None:
+        name = (encoding or lazy.encoding_).name
+        if self.aim.setup.dense and name != "dense":
+            setup = self.aim.setup.name
+            raise PlanError(
+                "CKM203",
+                f"{lazy.fqn}: would be {name}, {setup} holds dense tensors only: what loads it knows"
+                " no payloads with scales",
+                f"decode it, for example --to {setup}-bf16, or choose fsdp2-{name}",
+            )
 
     def _prove(self, fqn: str, stored: StoredTensor) -> None:
         """Chunks tile the tensor, every region lies inside its file; replicas will be compared."""
@@ -425,20 +394,8 @@ class _Planner:
         alias = self._alias(fqn, path, stored)
         self.draft.sources[path] = stored
         self.draft.keys[path] = fqn
-        if self.mesh is not None:
-            placement = self.mesh.placement(fqn, info, self._is_whole(fqn))
-            chunks = self.mesh.chunks(placement, info)
-        else:
-            placement, chunks = None, self.layout.cut(info, self.world_size)
+        chunks, placement = self.cutter.cut(fqn, info)
         self.draft.out.append(OutTensor(path, info, chunks, alias, placement))
-
-    def _is_whole(self, fqn: str) -> bool:
-        """Did the source, which cut others over its ranks, not cut this one? So it does with
-        buffers."""
-        if not self.some_are_cut or fqn not in self.ckpt:
-            return False
-        group = self.ckpt.group(fqn)
-        return not _is_cut(group) and group.info.shape[:1] > (1,)
 
     def _alias(self, fqn: str, path: Path, stored: StoredTensor | None) -> Path | None:
         """The earlier path whose storage this tensor shares, where the source says so."""
@@ -518,7 +475,7 @@ class _Planner:
             for index, (slot, stored) in enumerate(zip(out.slots, sources, strict=True)):
                 if stored is None:
                     targets.setdefault(slot.path, []).append(Target(number, index))
-        _prove_output(draft.out, files)
+        prove_output(draft.out, files)
         encodes = [
             Encode(lazy, encoding, {part: _in_order(targets.get(p, ()), files) for part, p in paths.items()}, fidelity)
             for lazy, encoding, paths, fidelity in draft.encodes
@@ -546,10 +503,6 @@ def _unnamed(reader: OptimizerReader) -> Unresolved:
     )
 
 
-def _is_cut(group: Group) -> bool:
-    return any(len(part.chunks) > 1 for part in group.parts.values())
-
-
 def _part_path(path: Path, part: str) -> Path:
     return (*path[:-1], f"{path[-1]}.{part}") if part else path
 
@@ -566,25 +519,6 @@ def _fidelity(lazy: LazyTensor, encoding: Encoding, parts: Mapping[str, TensorIn
 
 def _in_order(targets: Iterable[Target], files: Sequence[FilePlan]) -> tuple[Target, ...]:
     return tuple(sorted(targets, key=lambda t: files[t.file].out.slots[t.slot].box.offsets))
-
-
-def _prove_output(tensors: Sequence[OutTensor], files: Sequence[FilePlan]) -> None:
-    """Our own invariant: no two slots share a byte, and the slots of a tensor tile it. Ranks of a
-    mesh may hold the same box, each in its own file."""
-    boxes: dict[Path, dict[Box, int]] = {}
-    placed = {tensor.path for tensor in tensors if tensor.placement is not None}
-    for number, file in enumerate(files):
-        end = 0
-        for slot in sorted(file.out.slots, key=lambda s: s.offset):
-            assert slot.offset >= end, f"{file.out.name}: slots overlap at {slot.offset}"
-            end = slot.offset + slot.nbytes
-            before = boxes.setdefault(slot.path, {}).setdefault(slot.box, number)
-            assert before == number or slot.path in placed, f"{slot.path}: {slot.box} twice"
-        assert end <= file.out.nbytes, f"{file.out.name}: a slot leaves the file"
-    for tensor in tensors:
-        if tensor.path in boxes or (tensor.alias_of is None and tensor.info.numel):
-            wrong = prove_tiling(tensor.info.shape, list(boxes.get(tensor.path, ())))
-            assert wrong is None, f"{tensor.path}: {wrong}"
 
 
 def _writable(extra: Mapping[Path, Any]) -> dict[Path, Any]:

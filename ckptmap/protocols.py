@@ -367,6 +367,8 @@ class Setup:
     """True: the weights are at `model` and the optimizer at `optimizer`, whatever there is."""
     places: tuple[str, ...] | None = None
     """Extra values that it has a place for, plain ones only; None: any."""
+    dense: bool = False
+    """True: its own loader knows plain tensors only, no payload with scales beside it."""
     optimizer_keys: str = ""
     """The one key form of optimizer state that it takes; empty: any."""
     summary: str = ""

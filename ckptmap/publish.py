@@ -98,11 +98,8 @@ class Workspace:
         self._lock.release()
 
     def _drop_if_nothing_done(self) -> None:
-        try:
-            units = self.journal_path.read_bytes().count(b"\n") - 1
-        except FileNotFoundError:
-            units = 0
-        if units <= 0:
+        journals = self.path.glob("journal*.jsonl")  # one a rank
+        if all(journal.read_bytes().count(b"\n") <= 1 for journal in journals):
             _discard(self.path)
 
     def publish(self) -> None:

@@ -85,7 +85,7 @@ class OutputFile:
     def __init__(self, path: Path, nbytes: int, direct: bool = True) -> None:
         self.path = path
         self._declined = False
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._fd = os.open(path, flags, 0o666)
         except OSError as error:

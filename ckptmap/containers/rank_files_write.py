@@ -29,6 +29,7 @@ FSDP2_RANKS = Setup(
     layout="mesh",
     writer="rank-files",
     sharded=True,
+    dense=True,
     summary="one torch.save file a rank, DTensors on a mesh, as FSDP2 and verl save",
 )
 RANK_MAP = "ranks"
@@ -43,14 +44,8 @@ class RankFilesWriter:
     shares_storage = True
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """Raises PlanError CKM203 for a quantized tensor, CKM202 for a value that is not plain,
-        CKM114 where keys collide."""
-        if state.records:
-            raise PlanError(
-                "CKM203",
-                f"{next(iter(state.records))}: is quantized, rank files hold dense tensors",
-                "decode it with --to fsdp2-ranks-bf16, or write --to fsdp2",
-            )
+        """Raises PlanError CKM202 for a value that is not plain, CKM114 where keys collide."""
+        assert not state.records, "a setup of dense tensors has no encoding records"
         with paused_gc():
             held = {t.path: _held(t) for t in state.tensors}
             return [_file(state, rank, held) for rank in range(state.world_size)]

@@ -65,6 +65,7 @@ ACCELERATE = Setup(
     writer="accelerate",
     sharded=True,
     rooted=True,
+    dense=True,
     places=("scheduler",),
     summary="directory for accelerator.load_state under FSDP, SHARDED_STATE_DICT",
 )
@@ -74,6 +75,7 @@ TRAINER = Setup(
     writer="trainer",
     carrier=HfCarrier(),
     rooted=True,
+    dense=True,
     places=("scheduler", STATE),
     optimizer_keys="index",
     summary="directory for Trainer.train(resume_from_checkpoint=...), one process or DDP",

@@ -131,7 +131,8 @@ def save_nested(use_orig_params: bool, path: Path) -> None:
 def save_ignored(use_orig_params: bool, path: Path) -> None:
     """A matrix, and a module with a vector, that FSDP leaves alone."""
     model = tiny()
-    ignored: list[nn.Parameter] = [model.score.weight, *model.layers[0].input_norm.parameters()]
+    named = dict(model.named_parameters())
+    ignored: list[nn.Parameter] = [named["score.weight"], named["layers.0.input_norm.weight"]]
     torch.save(
         local_state(wrapped(model, use_orig_params, ignored_states=ignored)), rank_file(path)
     )

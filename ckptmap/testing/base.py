@@ -1,0 +1,122 @@
+"""What every check of the kit stands on: a clear failure, and adapters registered for a while."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ckptmap import registry
+from ckptmap.checkpoint import Checkpoint
+from ckptmap.checkpoint import open as open_checkpoint
+from ckptmap.files import Files
+from ckptmap.members import merged
+from ckptmap.places import look
+from ckptmap.protocols import Container, Directory, Layout, Scheme, Setup, Writer
+from ckptmap.tensors import Index, StoredTensor
+
+Adapter: TypeAlias = Container | Directory | Layout | Scheme | Setup | Writer
+
+_MARKS = (
+    ("containers", "index"),
+    ("directories", "members"),
+    ("layouts", "cut"),
+    ("schemes", "adopt"),
+    ("writers", "one_file"),
+)
+"""Registry group -> an attribute that only adapters of that group have."""
+
+
+def expect(holds: object, message: str) -> None:
+    """Raises AssertionError with the message where it does not hold, under `python -O` too."""
+    if not holds:
+        raise AssertionError(message)
+
+
+def group_of(adapter: Adapter) -> str:
+    """The registry's group that an adapter belongs to, by its shape."""
+    if isinstance(adapter, Setup):
+        return "setups"
+    found = [group for group, mark in _MARKS if hasattr(adapter, mark)]
+    expect(found, f"{adapter!r}: is no container, directory, layout, scheme, setup or writer")
+    return found[0]
+
+
+@contextmanager
+def registered(*adapters: Adapter) -> Iterator[None]:
+    """The registry with these adapters first, in place of those of the same name.
+
+    Not for two threads at once: it is the registry of the whole process that changes.
+    """
+    mine: dict[str, list[Any]] = {}
+    for adapter in adapters:
+        mine.setdefault(group_of(adapter), []).append(adapter)
+    everything = registry._all
+
+    def with_mine(specs: Iterable[str], group: str) -> Iterator[Any]:
+        first = mine.get(group, [])
+        yield from first
+        taken = {adapter.name for adapter in first}
+        yield from (
+            found for found in everything(specs, group) if getattr(found, "name", "") not in taken
+        )
+
+    registry._all = with_mine
+    try:
+        yield
+    finally:
+        registry._all = everything
+
+
+@contextmanager
+def bytes_read() -> Iterator[list[int]]:
+    """`[n]`, which counts the bytes that the block reads from files, by whatever call but mmap.
+
+    Where there is no /proc it counts what goes through `Files` alone.
+    """
+    counter = [0]
+    before, plain = _rchar(), Files.read_into
+
+    def counted(self: Files, file: str, offset: int, buffers: Any) -> None:
+        counter[0] += sum(buffer.nbytes for buffer in buffers)
+        plain(self, file, offset, buffers)
+
+    Files.read_into = counted  # type: ignore[method-assign]
+    try:
+        yield counter
+    finally:
+        Files.read_into = plain  # type: ignore[method-assign]
+        counter[0] = max(counter[0], _rchar() - before)
+
+
+def _rchar() -> int:
+    """Bytes that this process has read, as Linux counts them; 0 elsewhere."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return int(lines[0].split()[1])
+
+
+def claims(reader: Container | Directory, path: Path) -> bool:
+    return reader.claims(look(path))
+
+
+def indexed(reader: Container | Directory, path: Path) -> Index:
+    """What the reader itself says of a path."""
+    place = look(path)
+    with registered(reader):
+        return reader.index(place) if hasattr(reader, "index") else merged(reader, place)
+
+
+def opened(path: str | os.PathLike[str], *adapters: Adapter) -> Checkpoint:
+    """The checkpoint, read with these adapters registered."""
+    with registered(*adapters):
+        return open_checkpoint(path)
+
+
+def stored_tensors(ckpt: Checkpoint) -> list[tuple[str, StoredTensor]]:
+    """Every stored tensor of the weights, with its FQN."""
+    return [(fqn, part) for fqn in ckpt for part in ckpt.group(fqn).parts.values()]

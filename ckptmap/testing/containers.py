@@ -1,0 +1,384 @@
+"""Checks of a container and its writer: what goes in comes out, or nothing is there at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptmap import manifest as manifests
+from ckptmap.conversion import convert
+from ckptmap.errors import PlanError, SourceError
+from ckptmap.mapping.wrappers import strip_wrappers
+from ckptmap.planning import plan
+from ckptmap.plans import Plan
+from ckptmap.protocols import Container, Directory, OutFile, OutState, Setup, Writer
+from ckptmap.roots import is_tensor
+from ckptmap.tensors import Path as LeafPath
+from ckptmap.testing import samples
+from ckptmap.testing.base import bytes_read, claims, expect, indexed, opened, registered
+from ckptmap.testing.images import Broken, Tensors, Watched, check_files, image
+from ckptmap.testing.killed import killed
+from ckptmap.testing.reading import ReaderKit
+
+if TYPE_CHECKING:
+    import torch
+
+EXTRA: Mapping[str, Any] = {"step": 7, "name": "größe", "lr": 0.1, "betas": [0.9, 0.95]}
+SPARE_NBYTES = 256 << 10
+"""How much more of a checkpoint may be read for its index when its tensors grow: windows at the
+ends of files, but no tensor."""
+
+
+def check_container(
+    container: Container | Directory,
+    writer: Writer,
+    setup: Setup,
+    tmp_path: Path,
+    world_size: int = 2,
+) -> None:
+    """Raises AssertionError where the format breaks the protocol, or loses a bit.
+
+        from ckptmap.testing import check_container
+        def test_my_format(tmp_path):
+            check_container(MyReader(), MyWriter(), MY_SETUP, tmp_path)
+
+    All three need not be registered. `container` may be a directory adapter, for a writer of a
+    framework's directory. Files are made below `tmp_path`, by torch.save and by the writer. What
+    is checked is in `ContainerKit.CHECKS`.
+    """
+    kit = ContainerKit(container, writer, setup, tmp_path, world_size)
+    for name in ContainerKit.CHECKS:
+        getattr(kit, name)()
+
+
+@dataclass
+class ContainerKit:
+    """The checks one by one, for who wants a test each: `getattr(kit, name)()`.
+
+    `world_size` is what a sharded setup is cut over.
+    """
+
+    container: Container | Directory
+    writer: Writer
+    setup: Setup
+    tmp_path: Path
+    world_size: int = 2
+    watched: Watched = field(init=False)
+
+    CHECKS = (
+        "agrees", "slots", "seals", "round_trips", "dtypes", "reads", "deterministic",
+        "names", "empties", "records", "duplicates", "crashes", "killed", "headers_only",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        self.watched = Watched(self.writer)
+        self.tmp_path.mkdir(parents=True, exist_ok=True)
+
+    # ------------------------------------------------------------------ what it works on
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By plain FQN."""
+        return self.sample(1, ("float32", "bfloat16", "int64", "bool", "uint8", "float64"))
+
+    def sample(self, seed: int, dtypes: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Override it for a format that cannot hold some of the samples."""
+        return samples.state(seed, dtypes)
+
+    @cached_property
+    def source(self) -> Path:
+        return samples.save(self.tmp_path / "source.pt", self.tensors, EXTRA)
+
+    def planned(self, source: Path, **options: Any) -> Plan:
+        """Made with the adapters registered; what the writer answers is checked on the way."""
+        if self.setup.sharded:
+            options.setdefault("world_size", self.world_size)
+        with self.together():
+            return plan(source, self.setup.name, **options)
+
+    def together(self, writer: Writer | None = None) -> Any:
+        return registered(self.container, writer or self.watched, self.setup)
+
+    def converted(self, source: Path, name: str, **how: Any) -> Path:
+        out = self.tmp_path / name
+        made = self.planned(source)
+        with self.together():
+            made.execute(out, **how)
+        return out
+
+    @cached_property
+    def output(self) -> Path:
+        return self.converted(self.source, "out")
+
+    @cached_property
+    def _one(self) -> torch.Tensor:
+        return samples.bits((4, 2), "float32", 99)
+
+    def held(self, made: Plan) -> Tensors:
+        """What each stored tensor of the output must hold."""
+        return {path: self.tensors[fqn] for path, fqn in made.keys.items()}
+
+    def _seen(self, made: Plan) -> tuple[OutState, str, Sequence[OutFile]]:
+        last = self.watched.seen[-1]
+        expect(
+            [out.name for out in last.files] == [file.out.name for file in made.files],
+            f"{self.setup.name}: the plan has other files than the writer gave",
+        )
+        return last.state, last.name, last.files
+
+    # ------------------------------------------------------------------ checks
+
+    def agrees(self) -> None:
+        """Reader, writer and setup are one format, by name."""
+        names = (self.container.name, self.writer.name, self.setup.writer)
+        expect(len(set(names)) == 1 and names[0], f"reader, writer and setup disagree: {names}")
+        expect(
+            strip_wrappers([".".join((*self.setup.wrap, "w"))])
+            == {".".join((*self.setup.wrap, "w")): "w"},
+            f"{self.setup.name}: the wrappers {self.setup.wrap} are not recognised again",
+        )
+
+    def slots(self) -> None:
+        """Slots lie apart, inside files whose names stay inside the destination; every element
+        of every tensor has a slot."""
+        for world_size in (1, 2, 3) if self.setup.sharded else (1,):
+            options = {"world_size": world_size} if self.setup.sharded else {}
+            made = self.planned(self.source, **options)
+            state, name, files = self._seen(made)
+            check_files(files, self.setup.name)
+            expect(
+                not self.writer.one_file or len(files) == 1,
+                f"{self.setup.name}: one_file, but {len(files)} files",
+            )
+            again = self.writer.files(state, name)
+            for a, b in zip(files, again, strict=True):
+                same = (a.name, a.nbytes, list(a.slots)) == (b.name, b.nbytes, list(b.slots))
+                expect(
+                    same, f"{self.setup.name}: {a.name} is laid out differently when asked again"
+                )
+
+    def seals(self) -> None:
+        """Slots and seal together write every byte, whatever was there before, to the size said."""
+        made = self.planned(self.source)
+        _, _, files = self._seen(made)
+        tensors = self.held(made)
+        for out in files:
+            for manifest in (None, b'{"kit": 1}') if out.holds_manifest else (None,):
+                dark = image(out, tensors, 0xAA, manifest)
+                light = image(out, tensors, 0x55, manifest)
+                left = [i for i, (a, b) in enumerate(zip(dark, light, strict=True)) if a != b]
+                expect(
+                    not left,
+                    f"{self.setup.name}: {out.name}: nothing writes byte {left[:1]} ({len(left)} such)",
+                )
+                expect(
+                    manifest is not None or len(dark) == out.nbytes,
+                    f"{self.setup.name}: {out.name}: {len(dark)} bytes, {out.nbytes} were said",
+                )
+                again = image(out, tensors, 0xAA, manifest)
+                expect(again == dark, f"{self.setup.name}: {out.name}: sealed again, other bytes")
+
+    def round_trips(self) -> None:
+        """Tensors, names, ties and plain values come back; the files are those that were planned."""
+        made = self.planned(self.source)
+        _, _, files = self._seen(made)
+        tensors = self.held(made)
+        with opened(self.output, self.container) as ckpt:
+            for out in files:
+                file = self.output if self.writer.one_file else self.output / out.name
+                expected = image(out, tensors, 0, ckpt.index.manifest)
+                expect(
+                    file.read_bytes() == expected,
+                    f"{self.setup.name}: {out.name}: other bytes than slots and seal give",
+                )
+            for key, value in EXTRA.items():
+                if self.setup.has_place_for((key,)):
+                    found = ckpt.extra.get(key)
+                    expect(
+                        found == value, f"{self.setup.name}: extra {key}: {found!r}, was {value!r}"
+                    )
+        for seed in (2, 3):
+            self._round_trip(f"state_{seed}", self.sample(seed, ("bfloat16", "int32")))
+
+    def _round_trip(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        source = samples.save(self.tmp_path / f"{name}.pt", tensors, {})
+        out = self.converted(source, f"{name}_out")
+        ReaderKit(self.container, out, tensors, self.tmp_path / f"{name}_read").values()
+
+    def dtypes(self) -> None:
+        """Every dtype is held bit for bit, or refused by PlanError before a byte is written."""
+        accepted: dict[str, torch.Tensor] = {}
+        for dtype in samples.dtypes():
+            tensors = samples.of_dtype(dtype)
+            source = samples.save(self.tmp_path / f"{dtype}.pt", tensors, {})
+            try:
+                self.planned(source)
+            except PlanError:
+                continue
+            accepted |= {f"{dtype}.{key}": tensor for key, tensor in tensors.items()}
+        for dtype in ("float32", "bfloat16", "float16", "int64"):
+            expect(f"{dtype}.w" in accepted, f"{self.setup.name}: refuses {dtype}")
+        self._round_trip("dtypes", accepted)
+
+    def reads(self) -> None:
+        """All that `check_reader` asks, of what was written."""
+        kit = ReaderKit(self.container, self.output, self.tensors, self.tmp_path / "reading")
+        for name in ReaderKit.CHECKS:
+            getattr(kit, name)()
+
+    def deterministic(self) -> None:
+        """The same bytes from any number of threads, in a second run, of any background."""
+        first = contents(self.output)
+        for threads in (1, 4):
+            again = contents(self.converted(self.source, f"threads_{threads}", threads=threads))
+            differ = [name for name in first | again if first.get(name) != again.get(name)]
+            expect(not differ, f"{self.setup.name}: {threads} threads: {differ[:1]} differs")
+
+    def names(self) -> None:
+        """An odd name is held, or refused by PlanError before a byte is written."""
+        wrong = {}
+        for number, key in enumerate(samples.ODD_KEYS):
+            tensors = {key: samples.bits((2, 3), "float32", number), "other": self._one}
+            try:
+                self._round_trip(f"odd_{number}", tensors)
+            except (SourceError, PlanError):
+                continue
+            except Exception as error:
+                wrong[key] = f"{type(error).__name__}: {error}"
+        for key, text in wrong.items():
+            expect(False, f"{self.setup.name}: {key!r:.40} ({len(wrong)} such names): {text}")
+
+    def empties(self) -> None:
+        """Tensors without elements, and without dims, keep their shapes."""
+        shapes = ((), (0,), (0, 3), (3, 0), (1, 0, 2))
+        tensors = {f"e{i}.weight": samples.bits(s, "float32", i) for i, s in enumerate(shapes)}
+        self._round_trip("empties", {**tensors, "other": self._one})
+
+    def records(self) -> None:
+        """Encoding records are read again from the files alone, without the manifest; a format
+        that cannot hold them refuses by PlanError, or its setup is dense."""
+        if self.setup.dense:
+            return
+        state, name, _ = self._seen(self.planned(self.source))
+        key = ".".join(map(str, state.tensors[0].path))
+        records = {key: {"scheme": "kit", "version": 1, "shape": [2, 3], "größe": None}}
+        state = replace(state, extra={}, records=records)
+        try:
+            outs = self.writer.files(state, name)
+        except PlanError:
+            return
+        tensors = self.held(self.planned(self.source))
+        folder = self.tmp_path / "records"
+        folder.mkdir()
+        for out in outs:
+            (folder / out.name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / out.name).write_bytes(image(out, tensors))
+        path = folder / outs[0].name if self.writer.one_file else folder
+        expect(claims(self.container, path), f"{self.setup.name}: with records it is not claimed")
+        found = indexed(self.container, path)
+        expect(found.records == records, f"{self.setup.name}: records {found.records}, {records}")
+        keys = {".".join(map(str, path)) for path, leaf in found.leaves.items() if is_tensor(leaf)}
+        expect(key in keys, f"{self.setup.name}: without a manifest {key} is not read")
+
+    def duplicates(self) -> None:
+        """A tensor path that occurs twice is refused by PlanError, and so is a value in its place."""
+        made = self.planned(self.source)
+        state, name, _ = self._seen(made)
+        tensor = next(t for t in state.tensors if t.alias_of is None)
+        self._refused(replace(state, tensors=[*state.tensors, tensor]), name, tensor.path)
+        if self.setup.holds_extra and self.setup.places is None:
+            extra = {**state.extra, tensor.path: 7}
+            self._refused(replace(state, extra=extra), name, tensor.path)
+
+    def _refused(self, state: OutState, name: str, path: LeafPath) -> None:
+        try:
+            self.writer.files(state, name)
+        except PlanError:
+            return
+        except Exception as error:
+            kind = type(error).__name__
+            raise AssertionError(
+                f"{self.setup.name}: {path} twice raises {kind}, expected PlanError: {error}"
+            ) from error
+        raise AssertionError(f"{self.setup.name}: {path} twice, and it is written")
+
+    # ------------------------------------------------------------------ faults
+
+    def crashes(self) -> None:
+        """Where sealing fails nothing is published, and the same command then continues."""
+
+        def full() -> None:
+            raise OSError(errno.ENOSPC, "no space, says the kit")
+
+        self._interrupted("crashed", full)
+
+    def killed(self) -> None:
+        """The same where the process is killed."""
+        if hasattr(os, "fork"):
+            self._interrupted("killed", None)
+
+    def _interrupted(self, name: str, fault: Any) -> None:
+        out = self.tmp_path / name / "out"
+        out.parent.mkdir()
+        world_size = self.world_size if self.setup.sharded else None
+
+        def run(fault: Any) -> None:
+            with self.together(Broken(self.writer, fault)):
+                convert(self.source, out, self.setup.name, world_size=world_size)
+
+        if fault is None:
+            killed(run)
+        else:
+            try:
+                run(fault)
+            except Exception:
+                pass
+            else:
+                raise AssertionError(f"{self.setup.name}: a failing seal went unnoticed")
+        expect(
+            not out.exists(), f"{self.setup.name}: {name} while sealing, and {out.name} is there"
+        )
+        with self.together():
+            convert(self.source, out, self.setup.name, world_size=world_size)
+        self._equal(contents(out), contents(self.output), name)
+        left = [path.name for path in out.parent.iterdir() if path != out]
+        expect(not left, f"{self.setup.name}: {name}, continued, and {left[:1]} is left beside it")
+
+    def _equal(self, found: Mapping[str, bytes], whole: Mapping[str, bytes], name: str) -> None:
+        differ = [file for file in {**found, **whole} if found.get(file) != whole.get(file)]
+        differ = [file for file in differ if file != manifests.NAME]
+        expect(not differ, f"{self.setup.name}: {name}, continued, and {differ[:1]} differs")
+
+    def headers_only(self) -> None:
+        """Opening and planning read as much of a small checkpoint as of a large one."""
+        import torch
+
+        counts = []
+        for rows in (8, 512):
+            tensors = {f"layers.{i}.weight": torch.zeros(rows, 1024) for i in range(4)}
+            source = samples.save(self.tmp_path / f"rows_{rows}.pt", tensors, {})
+            out = self.converted(source, f"rows_{rows}_out")
+            for _ in range(2):  # the first time modules are imported, which reads them
+                with bytes_read() as count, opened(out, self.container) as ckpt:
+                    expect(len(ckpt) == 4, f"{self.setup.name}: {len(ckpt)} tensors of 4")
+            counts.append(count[0])
+        grown = counts[1] - counts[0]
+        expect(
+            grown <= SPARE_NBYTES,
+            f"{self.setup.name}: opening 8 MiB reads {grown} bytes more than opening 128 KiB",
+        )
+        shutil.rmtree(self.tmp_path / "rows_512_out", ignore_errors=True)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file's bytes by name below `path`; `""` for a file itself."""
+    if path.is_file():
+        return {"": path.read_bytes()}
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}

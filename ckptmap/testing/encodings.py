@@ -1,0 +1,347 @@
+"""Checks of an encoding scheme: what it says it stores, what it stores, and what comes back."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.files import Files
+from ckptmap.lazy import LazyTensor
+from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Scheme, Write
+from ckptmap.tensors import ITEMSIZE, Box, Chunk, Opaque, Region, StoredTensor, TensorInfo
+from ckptmap.testing.base import expect
+from ckptmap.testing.samples import cut, info_of, random_box, raw, same
+
+if TYPE_CHECKING:
+    import torch
+
+SHAPES = ((), (1,), (0, 4), (7,), (64,), (128,), (64, 64), (32, 96), (3, 5, 7), (16, 1024))
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8", "bool", "complex64")
+MAX_ERROR = 0.5
+"""Relative rms error of decoded normal values: one bit a value does better, garbage does not."""
+BOXES = 6
+
+Parts = dict[str, "torch.Tensor"]
+
+
+def check_scheme(scheme: Scheme) -> None:
+    """Raises AssertionError where the scheme, or an encoding that it gives, breaks its protocol.
+
+        from ckptmap.testing import check_scheme
+        check_scheme(MyScheme())
+
+    Every shape and dtype that the scheme does not refuse is encoded whole and in pieces, decoded
+    whole and by boxes, and recognised again from its parts and record.
+    """
+    kit = SchemeKit(scheme)
+    for name in SchemeKit.CHECKS:
+        getattr(kit, name)()
+
+
+class SchemeKit:
+    """The checks one by one, for who wants a test each: `getattr(SchemeKit(s), name)()`."""
+
+    CHECKS = ("takes", "describes", "pieces", "values", "boxes", "empty_boxes", "recognised",
+              "strangers")  # fmt: skip
+
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme = scheme
+
+    @cached_property
+    def tries(self) -> list[_Try]:
+        infos = (TensorInfo(shape, dtype) for dtype in DTYPES for shape in SHAPES)
+        found = ((_encoding(self.scheme, info), info) for info in infos)
+        return [_Try(self.scheme, encoding, info) for encoding, info in found if encoding]
+
+    def takes(self) -> None:
+        """A target takes something; what it refuses, it refuses with a reason."""
+        name, suffix = self.scheme.name, self.scheme.suffix
+        expect(name, "a scheme needs a name")
+        expect(self.tries or not suffix, f"{name}: is a target, but refuses every tensor")
+
+    def describes(self) -> None:
+        """parts() says what the encoder yields: names, shapes, dtypes, every element once."""
+        for each in self.tries:
+            for name, part in each.parts.items():
+                found = info_of(part)
+                expect(found == each.described[name], f"{each.what}: part {name!r} is {found}")
+
+    def pieces(self) -> None:
+        """How the values are fed makes no difference to a bit."""
+        for each in self.tries:
+            each.pieces_make_no_difference()
+
+    def values(self) -> None:
+        """What comes back is what torch's cast gives, or near where it is lossy; and again so."""
+        for each in self.tries:
+            each.values_survive()
+
+    def boxes(self) -> None:
+        """A box is that of the whole, from no more of the parts than part_box says."""
+        for each in self.tries:
+            each.boxes(empty=False)
+
+    def empty_boxes(self) -> None:
+        """Boxes of no elements are asked for like any other, at the very end too."""
+        for each in self.tries:
+            each.boxes(empty=True)
+
+    def recognised(self) -> None:
+        """group() finds it again among other tensors, by its record as JSON carries it."""
+        for each in self.tries:
+            each.recognised()
+
+    def strangers(self) -> None:
+        """What is not this scheme's is left alone."""
+        name, dense = self.scheme.name, TensorInfo((4, 4), "float32")
+        plain = {key: _stored("nowhere", 0, dense) for key in ("a.weight", "b.bias")}
+        expect(self.scheme.group(plain, {}) == [], f"{name}: groups plain tensors")
+        expect(self.scheme.group({}, {}) == [], f"{name}: groups nothing")
+        stranger = Opaque("kit.nowhere", "Stranger", (), {}, dense)
+        expect(self.scheme.adopt("w", stranger) is None, f"{name}: adopts an unknown class")
+
+
+def _encoding(scheme: Scheme, info: TensorInfo) -> Encoding | None:
+    """What the scheme forces on such a tensor, held against what it would do by itself."""
+    forced = scheme.encoding(info)
+    target = scheme.target("layers.0.fc.weight", info)
+    what = f"{scheme.name}: {info}"
+    if isinstance(forced, Refusal):
+        expect(forced.reason.strip(), f"{what}: refused without a reason")
+        expect(target is None, f"{what}: refused by encoding(), but target() takes it")
+        return None
+    expect(target is None or target == forced, f"{what}: target() {target}, encoding() {forced}")
+    expect(scheme.encoding(info) == forced, f"{what}: another encoding when asked again")
+    expect(hash(forced) == hash(scheme.encoding(info)), f"{what}: {forced} is no frozen value")
+    return forced
+
+
+@dataclass(frozen=True)
+class _Try:
+    """One encoding of one logical tensor."""
+
+    scheme: Scheme
+    encoding: Encoding
+    info: TensorInfo
+
+    @property
+    def what(self) -> str:
+        return f"{self.scheme.name}: {self.info}"
+
+    @cached_property
+    def given(self) -> torch.Tensor:
+        import torch
+
+        maker = torch.Generator().manual_seed(self.info.numel)
+        values = torch.randn(self.info.shape, generator=maker, dtype=torch.float32)
+        return values.mul_(3).to(getattr(torch, self.info.dtype))
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Encoded in one feed."""
+        return self.encoded([self.info.numel])
+
+    @cached_property
+    def whole(self) -> torch.Tensor:
+        """Encoded and decoded."""
+        return self.decoded(Box.whole(self.info.shape))
+
+    # ------------------------------------------------------------------ what it says
+
+    @cached_property
+    def described(self) -> Mapping[str, TensorInfo]:
+        parts = self.encoding.parts(self.info)
+        expect(not isinstance(parts, Refusal), f"{self.what}: encoding() gives it, parts() refuses")
+        assert not isinstance(parts, Refusal)
+        expect(parts, f"{self.what}: no parts")
+        for name, part in parts.items():
+            good = part.dtype in ITEMSIZE and not name.startswith(".") and not name.endswith(".")
+            expect(good, f"{self.what}: part {name!r} of {part}")
+        expect(
+            self.encoding.parts(self.info) == parts, f"{self.what}: other parts when asked again"
+        )
+        return parts
+
+    # ------------------------------------------------------------------ encoding
+
+    def encoded(self, counts: Sequence[int]) -> Parts:
+        """The parts, from feeds of these many elements each, in row-major order."""
+        encoder = self.encoding.encoder(self.info, "cpu")
+        expect(encoder.step >= 1, f"{self.what}: a step of {encoder.step}")
+        feeds, at = [], 0
+        for count in counts:
+            feeds.append((at, count))
+            at += count
+        return self._collected(encoder, feeds)
+
+    def _collected(self, encoder: Encoder, feeds: Iterable[tuple[int, int]]) -> Parts:
+        flat = self.given.reshape(-1)
+        assembly = _Assembly(self.what, self.described, in_order=not encoder.splittable)
+        for offset, count in feeds:
+            given = flat[offset : offset + count].clone()
+            for write in encoder.feed(offset, given):
+                assembly.take(write)
+        for write in encoder.finish():
+            assembly.take(write)
+        return assembly.parts()
+
+    def pieces_make_no_difference(self) -> None:
+        """Any cut into multiples of the step; for a splittable encoder, any order too."""
+        encoder = self.encoding.encoder(self.info, "cpu")
+        numel, step = self.info.numel, encoder.step
+        for size in (step, 3 * step):
+            if numel > 64 * size:
+                size = -(-numel // 64 // step) * step
+            counts = [min(size, numel - at) for at in range(0, numel, size)]
+            again = self.encoded(counts)
+            self._equal(again, f"fed {size} elements at a time")
+        if encoder.splittable and numel:
+            feeds = [(at, min(step, numel - at)) for at in range(0, numel, step)]
+            feeds = feeds if len(feeds) < 64 else [(0, step), (step, numel - step)]
+            again = self._collected(encoder, reversed(feeds))
+            self._equal(again, "fed backwards")
+
+    def _equal(self, again: Parts, how: str) -> None:
+        for name, part in self.parts.items():
+            expect(same(part, again[name]), f"{self.what}: part {name!r} differs when {how}")
+
+    # ------------------------------------------------------------------ decoding
+
+    def decoded(self, box: Box) -> torch.Tensor:
+        import torch
+
+        given = {}
+        for name, part in self.parts.items():
+            where = self.encoding.part_box(self.info, name, box)
+            expect(where is not None, f"{self.what}: part {name!r} cannot be cut at {box}")
+            assert where is not None
+            self._inside(name, where, info_of(part))
+            given[name] = cut(part, where).contiguous()
+        out = torch.full(box.sizes, 1, dtype=getattr(torch, self.info.dtype))
+        self.encoding.decode(self.info, given, box, out)
+        return out
+
+    def _inside(self, name: str, where: Box, part: TensorInfo) -> None:
+        good = len(where.sizes) == len(part.shape) and all(
+            o >= 0 and n >= 0 and o + n <= limit
+            for o, n, limit in zip(where.offsets, where.sizes, part.shape, strict=True)
+        )
+        expect(good, f"{self.what}: part_box of {name!r} gives {where}, outside {part}")
+
+    def values_survive(self) -> None:
+        import torch
+
+        values, parts, whole = self.given, self.parts, self.whole
+        again = self.decoded(Box.whole(self.info.shape))
+        expect(same(whole, again), f"{self.what}: decodes differently the second time")
+        if list(parts) == [""] and parts[""].shape == values.shape:
+            expected = values.to(parts[""].dtype)
+            expect(same(parts[""], expected), f"{self.what}: the part is not values.to(dtype)")
+            expect(same(whole, expected.to(values.dtype)), f"{self.what}: other values come back")
+        elif values.numel():
+            wide = torch.float64
+            difference = (whole.to(wide) - values.to(wide)).square().mean().sqrt()
+            error = float(difference / values.to(wide).square().mean().sqrt())
+            expect(error <= MAX_ERROR, f"{self.what}: a relative rms error of {error:.3f}")
+
+    def boxes(self, empty: bool) -> None:
+        draw = random.Random(self.info.numel)
+        drawn = [random_box(self.info.shape, draw) for _ in range(BOXES)]
+        for box in (box for box in drawn if bool(box.numel) != empty):
+            cuts = [self.encoding.part_box(self.info, name, box) for name in self.parts]
+            if None in cuts:
+                continue  # such a box must be decoded whole: allowed, and slower
+            same_values = same(self.decoded(box), cut(self.whole, box))
+            expect(same_values, f"{self.what}: decoded at {box}, other values than the whole has")
+
+    # ------------------------------------------------------------------ recognised again
+
+    def recognised(self) -> None:
+        record = self.encoding.record(self.info)
+        if record is None and list(self.parts) == [""]:
+            return  # a plain tensor: nobody's to claim
+        records = json.loads(json.dumps({"a.w": record})) if record is not None else {}
+        with tempfile.TemporaryDirectory() as folder:
+            stored = _on_disk(Path(folder) / "parts", self.parts, "a.w")
+            other = {"a.bias": _stored("nowhere", 0, TensorInfo((4,), "float32"))}
+            found = self.scheme.group({**other, **stored}, records)
+            expect(len(found) == 1, f"{self.what}: stored once, group() finds {len(found)}")
+            group, consumed = found[0]
+            self._check_group(group, consumed, stored)
+            files = Files()
+            read = LazyTensor("a.w", group, files).read()
+            files.close()
+            expect(same(read, self.whole), f"{self.what}: other values when read again")
+
+    def _check_group(self, group: Group, used: Sequence[str], stored: Mapping[str, Any]) -> None:
+        expect(group.fqn == "a.w", f"{self.what}: found again as {group.fqn!r}")
+        expect(group.info == self.info, f"{self.what}: found again as {group.info}")
+        expect(group.encoding == self.encoding, f"{self.what}: found again as {group.encoding}")
+        expect(
+            sorted(used) == sorted(stored),
+            f"{self.what}: consumes {sorted(used)}, expected its parts {sorted(stored)}",
+        )
+
+
+class _Assembly:
+    """Parts put together of writes: flat ranges, each element once, in order where required."""
+
+    def __init__(self, what: str, infos: Mapping[str, TensorInfo], in_order: bool) -> None:
+        import torch
+
+        self._what, self._infos, self._in_order = what, infos, in_order
+        self._flat = {
+            name: torch.empty(info.numel, dtype=getattr(torch, info.dtype))
+            for name, info in infos.items()
+        }
+        self._seen = {
+            name: torch.zeros(info.numel, dtype=torch.uint8) for name, info in infos.items()
+        }
+        self._end = dict.fromkeys(infos, 0)
+
+    def take(self, write: Write) -> None:
+        what = f"{self._what}: a write to {write.part!r}"
+        expect(write.part in self._infos, f"{what}: parts() does not name it")
+        start, count = (write.box.offsets or (0,))[0], write.box.numel
+        flat, info = self._flat[write.part], self._infos[write.part]
+        expect(len(write.box.sizes) <= 1, f"{what}: box {write.box}, expected a flat range")
+        expect(write.values.numel() == count, f"{what}: {write.values.numel()} values for {count}")
+        expect(write.values.dtype == flat.dtype, f"{what}: {write.values.dtype}, expected {info}")
+        expect(start + count <= info.numel, f"{what}: ends at {start + count} of {info.numel}")
+        late = self._in_order and start != self._end[write.part]
+        expect(not late, f"{what}: at {start}, expected {self._end[write.part]}: not in order")
+        self._end[write.part] = start + count
+        flat[start : start + count] = write.values.reshape(-1)
+        self._seen[write.part][start : start + count] += 1
+
+    def parts(self) -> Parts:
+        """Raises AssertionError where an element was not written, or twice."""
+        for name, seen in self._seen.items():
+            once = int((seen == 1).sum())
+            expect(
+                once == seen.numel(),
+                f"{self._what}: part {name!r}: {once} of {seen.numel()} elements written once",
+            )
+        return {name: self._flat[name].reshape(info.shape) for name, info in self._infos.items()}
+
+
+def _stored(file: str, offset: int, info: TensorInfo) -> StoredTensor:
+    region = Region.contiguous(file, offset, info.shape, info.itemsize)
+    return StoredTensor(info, [Chunk(Box.whole(info.shape), region)])
+
+
+def _on_disk(file: Path, parts: Parts, fqn: str) -> dict[str, StoredTensor]:
+    """The parts as a container would find them, one after the other in one file."""
+    stored, content = {}, bytearray()
+    for name, part in parts.items():
+        key = f"{fqn}.{name}" if name else fqn
+        stored[key] = _stored(str(file), len(content), info_of(part))
+        content += raw(part)
+    file.write_bytes(content)
+    return stored

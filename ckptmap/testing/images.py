@@ -1,0 +1,116 @@
+"""Output files as a writer plans them, made in memory, and writers that watch or break."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from ckptmap.protocols import OutFile, OutState, Writer
+from ckptmap.tensors import Path
+from ckptmap.testing.base import expect
+from ckptmap.testing.samples import cut, raw
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors = Mapping[Path, "torch.Tensor"]
+"""What the slots of an output hold, by the path that the plan gives each stored tensor."""
+
+
+def image(
+    out: OutFile, tensors: Tensors, background: int = 0, manifest: bytes | None = None
+) -> bytes:
+    """The file, made of its slots and what `seal` yields, on a background of one byte."""
+    datas = [raw(cut(tensors[slot.path], slot.box)) for slot in out.slots]
+    crcs = [zlib.crc32(data) for data in datas] if out.needs_crc else []
+    pieces = [(offset, bytes(piece)) for offset, piece in out.seal(crcs, manifest)]
+    end = max([out.nbytes, *(offset + len(piece) for offset, piece in pieces)])
+    content = bytearray([background]) * end
+    for slot, data in zip(out.slots, datas, strict=True):
+        at = f"{out.name}: slot of {slot.path}"
+        expect(len(data) == slot.nbytes, f"{at}: {slot.nbytes} bytes for {len(data)}")
+        content[slot.offset : slot.offset + slot.nbytes] = data
+    for offset, piece in pieces:
+        for slot in out.slots:
+            clear = offset + len(piece) <= slot.offset or slot.offset + slot.nbytes <= offset
+            empty = not slot.nbytes or not piece
+            expect(clear or empty, f"{out.name}: seal writes over the slot of {slot.path}")
+        content[offset : offset + len(piece)] = piece
+    return bytes(content)
+
+
+def check_files(outs: Sequence[OutFile], what: str) -> None:
+    """Names that stay inside the destination, each once; slots inside the file, none on another."""
+    names = [out.name for out in outs]
+    expect(names, f"{what}: no file at all")
+    expect(len(set(names)) == len(names), f"{what}: a file name occurs twice in {sorted(names)}")
+    for out in outs:
+        path = PurePosixPath(out.name)
+        safe = not path.is_absolute() and ".." not in path.parts and path.parts
+        expect(safe and "\0" not in out.name, f"{what}: file {out.name!r} leaves the destination")
+        for slot in out.slots:
+            inside = slot.offset >= 0 and slot.offset + slot.nbytes <= out.nbytes
+            expect(inside, f"{what}: {out.name}: the slot of {slot.path} leaves the file")
+        filled = sorted((s for s in out.slots if s.nbytes), key=lambda slot: slot.offset)
+        for before, after in pairwise(filled):
+            expect(
+                before.offset + before.nbytes <= after.offset,
+                f"{what}: {out.name}: slots overlap: {before.path} and {after.path}",
+            )
+
+
+class Wrapped:
+    """A writer as another, in its place."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        self.name, self.one_file = writer.name, writer.one_file
+        self.shares_storage = writer.shares_storage
+
+    def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        return self.writer.files(state, name)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a writer was asked for, and what it made of it."""
+
+    state: OutState
+    name: str
+    files: Sequence[OutFile]
+
+
+class Watched(Wrapped):
+    """Remembers what it is asked for, and checks what it answers before the spine does."""
+
+    def __init__(self, writer: Writer) -> None:
+        super().__init__(writer)
+        self.seen: list[Seen] = []
+
+    def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        made = self.writer.files(state, name)
+        check_files(made, self.name)
+        self.seen.append(Seen(state, name, made))
+        return made
+
+
+class Broken(Wrapped):
+    """Calls `fault` in the middle of sealing the last file, when all data is written."""
+
+    def __init__(self, writer: Writer, fault: Callable[[], None]) -> None:
+        super().__init__(writer)
+        self.fault = fault
+
+    def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        *others, last = self.writer.files(state, name)
+
+        def seal(crcs: Sequence[int], manifest: bytes | None) -> Iterator[tuple[int, bytes]]:
+            for offset, piece in islice(last.seal(crcs, manifest), 1):
+                yield offset, piece[: len(piece) // 2]
+            self.fault()
+
+        return [*others, replace(last, seal=seal)]

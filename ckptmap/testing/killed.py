@@ -1,0 +1,43 @@
+"""A process that dies by SIGKILL in the middle of its work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+
+from ckptmap.testing.base import expect
+
+PATIENCE_S = 60.0
+
+
+def killed(run: Callable[[Callable[[], None]], None]) -> None:
+    """`run(fault)` in a child process, where `fault()` kills it at once.
+
+    Raises AssertionError where the child lives to its end, fails otherwise, or hangs.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of torch
+        child = os.fork()
+    if child == 0:
+        try:
+            run(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        finally:
+            os._exit(1)
+    status = _waited(child)
+    died = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    expect(died, "a run that was to be killed while sealing ended by itself")
+
+
+def _waited(child: int) -> int:
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError(f"a run that was to be killed while sealing hung for {PATIENCE_S:.0f} s")

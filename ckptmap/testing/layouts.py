@@ -1,0 +1,132 @@
+"""Checks of a layout: what it cuts tiles the tensor, and what ranks hold joins to it again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from ckptmap.coverage import prove_tiling
+from ckptmap.errors import PlanError, SourceError
+from ckptmap.protocols import Layout, MeshLayout
+from ckptmap.tensors import Box, Chunk, Leaf, Region, StoredTensor, TensorInfo
+from ckptmap.testing.base import expect
+
+SHAPES = ((), (0,), (1,), (7,), (0, 4), (4, 0), (1, 3), (5, 3), (16, 2), (2, 3, 4), (1001, 48))
+WORLD_SIZES = (1, 2, 3, 4, 7, 8, 64)
+MESHES = ("shard=1", "shard=3", "replicate=2,shard=2", "replicate=4", "ddp=2")
+
+Parts: TypeAlias = Callable[[TensorInfo, int], Sequence[Leaf]]
+"""What each rank's file holds of a tensor, as the reader gives it, before the layout joins it."""
+
+
+def check_layout(layout: Layout, parts: Parts | None = None) -> None:
+    """Raises AssertionError where the layout breaks its protocol.
+
+        from ckptmap.testing import check_layout
+        check_layout(MyLayout())
+        check_layout(MyLayout(), parts=lambda info, world_size: [my_leaf(info, rank), ...])
+
+    With `parts` the layout must join what they give to a tensor of the same boxes as its own cut,
+    and refuse them with SourceError where the last is missing.
+    """
+    expect(layout.name, "a layout needs a name")
+    for shape in SHAPES:
+        info = TensorInfo(shape, "float32")
+        for world_size in WORLD_SIZES:
+            _check_cut(layout, info, world_size)
+    if isinstance(layout, MeshLayout):
+        _check_meshes(layout)
+    _check_strangers(layout)
+    if parts is not None:
+        for shape in SHAPES:
+            for world_size in (1, 2, 3):
+                _check_join(layout, parts, TensorInfo(shape, "float32"), world_size)
+
+
+def check_chunks(
+    chunks: Sequence[tuple[int, Box]], info: TensorInfo, world_size: int, what: str
+) -> None:
+    """(rank, box): in rank order, ranks that exist, a tiling, and no empty box in vain."""
+    ranks = [rank for rank, _ in chunks]
+    expect(ranks == sorted(ranks), f"{what}: ranks {ranks} are not in order")
+    wrong = [rank for rank in ranks if not 0 <= rank < world_size]
+    expect(not wrong, f"{what}: rank {wrong[:1]} of {world_size} ranks")
+    boxes = [box for _, box in chunks]
+    problem = prove_tiling(info.shape, boxes)
+    expect(problem is None, f"{what}: {problem}")
+    expect(boxes, f"{what}: no box at all, an empty tensor needs one too")
+    empty = [box for box in boxes if not box.numel]
+    expect(not info.numel or not empty, f"{what}: an empty box {empty[:1]}")
+
+
+def _check_cut(layout: Layout, info: TensorInfo, world_size: int) -> None:
+    what = f"{layout.name}: {info} over {world_size} ranks"
+    chunks = list(layout.cut(info, world_size))
+    check_chunks(chunks, info, world_size, what)
+    expect(
+        list(layout.cut(info, world_size)) == chunks, f"{what}: cut differently when asked again"
+    )
+
+
+def _check_meshes(layout: MeshLayout) -> None:
+    for mesh in MESHES:
+        made = layout.over(mesh, None, None, ["fc.weight", "fc.bias"])
+        sizes = [int(part.partition("=")[2]) for part in mesh.split(",")]
+        expect(
+            made.world_size == math.prod(sizes),
+            f"{layout.name} over {mesh}: a world of {made.world_size}",
+        )  # fmt: skip
+        for shape in SHAPES:
+            info = TensorInfo(shape, "float32")
+            what = f"{layout.name} over {mesh}: {info}"
+            placement = made.placement("fc.weight", info, whole=False)
+            expect(
+                placement.world_size == made.world_size,
+                f"{what}: placed on {placement.world_size} ranks of {made.world_size}",
+            )
+            check_chunks(list(made.chunks(placement, info)), info, made.world_size, what)
+    _refuses_meshes(layout)
+
+
+def _refuses_meshes(layout: MeshLayout) -> None:
+    for mesh, world_size in (("shard=2", 3), ("shard=0", None), ("shard", None), ("", None)):
+        try:
+            layout.over(mesh, None, world_size, ["fc.weight"])
+        except PlanError:
+            continue
+        raise AssertionError(f"{layout.name}: took --mesh {mesh!r} --world-size {world_size}")
+
+
+def _stored(info: TensorInfo) -> StoredTensor:
+    region = Region.contiguous("nowhere", 0, info.shape, info.itemsize)
+    return StoredTensor(info, [Chunk(Box.whole(info.shape), region)])
+
+
+def _check_strangers(layout: Layout) -> None:
+    """Values that are no parts of a tensor are not this layout's, and nothing raises."""
+    for values in ([7], [1, 2], ["a", None], [{"a": 1}, {"a": 1}], [None]):
+        found = layout.join(values, "key")
+        expect(found is None, f"{layout.name}: joined {values} to {found!r}")
+    lone = layout.join([_stored(TensorInfo((2, 3), "float32"))], "key")
+    expect(lone is None, f"{layout.name}: joined a plain tensor of one rank to {lone!r}")
+
+
+def _check_join(layout: Layout, parts: Parts, info: TensorInfo, world_size: int) -> None:
+    what = f"{layout.name}: {info} of {world_size} ranks, joined"
+    values = list(parts(info, world_size))
+    joined = layout.join(values, "key")
+    expect(isinstance(joined, StoredTensor), f"{what}: is {joined!r}, expected a StoredTensor")
+    assert isinstance(joined, StoredTensor)
+    expect(joined.info == info, f"{what}: is {joined.info}")
+    found = [chunk.box for chunk in joined.chunks if chunk.box.numel]
+    wrong = prove_tiling(info.shape, found)
+    expect(wrong is None, f"{what}: {wrong}")
+    expected = {box for _, box in layout.cut(info, world_size) if box.numel}
+    expect(set(found) == expected, f"{what}: boxes {found}, cut gave {sorted(map(str, expected))}")
+    if len(expected) == world_size > 1:
+        try:
+            layout.join(values[:-1], "key")
+        except SourceError:
+            return
+        raise AssertionError(f"{what}: took {world_size - 1} parts of {world_size} for the whole")

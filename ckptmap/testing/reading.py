@@ -1,0 +1,226 @@
+"""Checks of a reader on a checkpoint that is there: values, boxes, damage, and what it imports."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptmap import manifest as manifests
+from ckptmap.coverage import prove_tiling
+from ckptmap.errors import CkptmapError, SourceError
+from ckptmap.protocols import Container, Directory
+from ckptmap.testing.base import claims, expect, opened, stored_tensors
+from ckptmap.testing.samples import cut, random_box, same
+from ckptmap.testing.strangers import strangers
+
+if TYPE_CHECKING:
+    import torch
+
+BOXES = 4
+LOST_BYTES = (1, 2, 9, 100)
+"""Truncated by so many bytes, besides the lengths of `_lengths`."""
+
+
+def check_reader(
+    container: Container | Directory,
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    """Raises AssertionError where the reader gives other values than `tensors`, by plain FQN, or
+    takes damage for data. For a format that ckptmap does not write.
+
+        from ckptmap.testing import check_reader
+        safetensors.torch.save_file(tensors, path)
+        check_reader(MyReader(), path, tensors, tmp_path)
+
+    Works on copies below `tmp_path`. What is checked is in `ReaderKit.CHECKS`.
+    """
+    kit = ReaderKit(container, path, tensors, tmp_path)
+    for name in ReaderKit.CHECKS:
+        getattr(kit, name)()
+
+
+@dataclass
+class ReaderKit:
+    """The checks one by one, for who wants a test each: `getattr(kit, name)()`."""
+
+    container: Container | Directory
+    path: Path
+    tensors: Mapping[str, torch.Tensor]
+    tmp_path: Path
+
+    CHECKS = ("claims", "indexes", "values", "boxes", "truncated", "outside", "without_torch")
+
+    def __post_init__(self) -> None:
+        self.tmp_path.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def name(self) -> str:
+        return self.container.name
+
+    @cached_property
+    def own_files(self) -> list[str]:
+        """Files of the checkpoint, relative to it; `"."` where it is one file."""
+        with opened(self.path, self.container) as ckpt:
+            files = [Path(file) for file in ckpt.index.files]
+        base = self.path.absolute()
+        return [str(file.relative_to(base)) for file in files if file.name != manifests.NAME]
+
+    # ------------------------------------------------------------------ checks
+
+    def claims(self) -> None:
+        """It claims the checkpoint, and no path that is none."""
+        expect(claims(self.container, self.path), f"{self.name}: does not claim {self.path.name}")
+        folder = self.tmp_path / "strangers"
+        folder.mkdir()
+        for stranger in strangers(folder):
+            wrong = claims(self.container, stranger)
+            expect(not wrong, f"{self.name}: claims {stranger.name}, which is not its own")
+
+    def indexes(self) -> None:
+        """Files are absolute and inside, chunks tile, regions lie inside their files."""
+        with opened(self.path, self.container) as ckpt:
+            found = ckpt.index.container
+            expect(found == self.name, f"{self.name}: the index says it is of {found}")
+            sizes = {file: Path(file).stat().st_size for file in ckpt.index.files}
+            for file in sizes:
+                expect(Path(file).is_absolute(), f"{self.name}: file {file} is not absolute")
+            for fqn, stored in stored_tensors(ckpt):
+                wrong = prove_tiling(stored.info.shape, [chunk.box for chunk in stored.chunks])
+                expect(wrong is None, f"{self.name}: {fqn}: {wrong}")
+                for region in (chunk.region for chunk in stored.chunks):
+                    expect(region.file in sizes, f"{self.name}: {fqn}: {region.file} is not listed")
+                    end = region.offset + region.span_nbytes
+                    expect(
+                        end <= sizes[region.file],
+                        f"{self.name}: {fqn} ends at byte {end} of {sizes[region.file]}",
+                    )
+
+    def values(self) -> None:
+        """Every tensor, bit for bit, under its plain FQN; no more, no fewer."""
+        with opened(self.path, self.container) as ckpt:
+            lost, new = set(self.tensors) - set(ckpt), set(ckpt) - set(self.tensors)
+            expect(not lost, f"{self.name}: {sorted(lost)[:1]} is not read")
+            expect(not new, f"{self.name}: {sorted(new)[:1]} is read, but was never written")
+            for fqn, tensor in self.tensors.items():
+                expect(ckpt[fqn].info.shape == tuple(tensor.shape), f"{self.name}: {fqn}: shape")
+                expect(same(ckpt[fqn].read(), tensor), f"{self.name}: {fqn} has other values")
+
+    def boxes(self) -> None:
+        """A random box is the slice of the tensor."""
+        draw = random.Random(5)
+        with opened(self.path, self.container) as ckpt:
+            for fqn, tensor in self.tensors.items():
+                for _ in range(BOXES):
+                    box = random_box(tuple(tensor.shape), draw)
+                    found = ckpt[fqn].read(box.offsets, box.sizes)
+                    expect(same(found, cut(tensor, box)), f"{self.name}: {fqn} at {box} differs")
+
+    def truncated(self) -> None:
+        """A file that ends early is refused, or what is read of it is right: never another error,
+        never other values."""
+        for name in self.own_files:
+            size = (self.path / name).stat().st_size
+            for length in _lengths(size):
+                copy = self._copied("truncated")
+                with (copy / name).open("r+b") as file:
+                    file.truncate(length)
+                self._survives(copy, f"{name} truncated to {length} of {size} bytes")
+
+    def outside(self) -> None:
+        """A name inside the format that leads out of the directory is never followed."""
+        if self.path.is_file():
+            return
+        for holder, name, evil in _named(self.path, self.own_files):
+            copy = self._copied("outside")
+            target = (copy / holder).parent / evil
+            shutil.copy(self.path / name, target)
+            content = (copy / holder).read_bytes()
+            (copy / holder).write_bytes(content.replace(Path(name).name.encode(), evil.encode()))
+            what = f"{holder} names {evil!r}"
+            self._survives(copy, what)
+            try:
+                with opened(copy, self.container) as ckpt:
+                    files = [Path(file).resolve() for file in ckpt.index.files]
+                left = [file for file in files if copy.resolve() not in file.parents]
+                expect(not left, f"{self.name}: {what}, and it is read: {left[:1]}")
+            except SourceError:
+                pass
+            finally:
+                target.unlink(missing_ok=True)
+
+    def without_torch(self) -> None:
+        """Opening imports no torch, in a process of its own; not for a class inside a function."""
+        kind = type(self.container)
+        if "<locals>" in kind.__qualname__ or kind.__module__ == "__main__":
+            return
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM, kind.__module__, kind.__qualname__, str(self.path)],
+            capture_output=True, text=True, timeout=60, env={"PYTHONPATH": ":".join(sys.path)},
+        )  # fmt: skip
+        expect(done.returncode == 0, f"{self.name}: opened in a new process: {done.stderr}")
+        expect(done.stdout == "", f"{self.name}: opening imports {done.stdout}")
+
+    # ------------------------------------------------------------------ damage
+
+    def _copied(self, name: str) -> Path:
+        """A fresh copy, one directory deeper, so that what leads out stays inside tmp_path."""
+        folder = self.tmp_path / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        copy = folder / self.path.name
+        if self.path.is_file():
+            return Path(shutil.copy(self.path, copy))
+        return Path(shutil.copytree(self.path, copy))
+
+    def _survives(self, copy: Path, what: str) -> None:
+        try:
+            with opened(copy, self.container) as ckpt:
+                expect(set(ckpt) == set(self.tensors), f"{self.name}: {what}: other keys, no error")
+                for fqn, tensor in self.tensors.items():
+                    good = same(ckpt[fqn].read(), tensor)
+                    expect(good, f"{self.name}: {what}: {fqn} has other values, and no error")
+        except CkptmapError:
+            return
+        except AssertionError:
+            raise
+        except Exception as error:
+            kind = type(error).__name__
+            raise AssertionError(
+                f"{self.name}: {what} raises {kind}, expected SourceError: {error}"
+            ) from error
+
+
+_PROGRAM = """
+import functools, importlib, sys
+from ckptmap.testing.base import opened
+module, name, path = sys.argv[1:]
+kind = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+opened(path, kind()).close()
+sys.stdout.write(" ".join({"torch", "numpy"} & set(sys.modules)))
+"""
+
+
+def _lengths(size: int) -> list[int]:
+    """Nothing, a few bytes, parts of it, and a few bytes less than all."""
+    some = [0, 1, 7, 8, 9, 64, size // 4, size // 2, 3 * size // 4]
+    return sorted({n for n in (*some, *(size - lost for lost in LOST_BYTES)) if 0 <= n < size})
+
+
+def _named(base: Path, names: list[str]) -> Iterator[tuple[str, str, str]]:
+    """(file, a file whose name occurs in it, a name of equal length that leads out)."""
+    for holder in names:
+        content = (base / holder).read_bytes()
+        for name in names:
+            last = Path(name).name
+            if name != holder and last.encode() in content and len(last) > 4:
+                yield holder, name, "../" + last[3:]
+                break
