@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap import registry, setups
-from ckptmap.checkpoint import Checkpoint, join, nest, open
-from ckptmap.coverage import prove_tiling
-from ckptmap.cutting import Cutter, prove_output
-from ckptmap.errors import PlanError, SourceError
+from ckptmap.checkpoint import Checkpoint, join, open
+from ckptmap.cutting import Cutter
+from ckptmap.drafting import Draft
+from ckptmap.errors import PlanError
 from ckptmap.files import Fingerprint
 from ckptmap.foreign import foreign_tensors
 from ckptmap.lazy import LazyTensor
@@ -26,37 +26,14 @@ from ckptmap.mapping.wrappers import wrap_prefix
 from ckptmap.optim.carrying import carried
 from ckptmap.optim.reading import OptimizerReader
 from ckptmap.optim.state import KeyForm
-from ckptmap.plans import Options, Plan, Step, Unresolved
+from ckptmap.plans import Options, Plan, Unresolved
 from ckptmap.protocols import (
     Encoding,
-    OutState,
-    OutTensor,
     Refusal,
-    Writer,
 )
 from ckptmap.setups import Aim
-from ckptmap.steps import Compare, Encode, FilePlan, Target
-from ckptmap.tensors import FLOATING, Path, StoredTensor, TensorInfo
+from ckptmap.tensors import FLOATING, Path
 from ckptmap.wire.gc_pause import paused_gc
-
-
-@dataclass
-class _Draft:
-    """What planning gathers, tensor by tensor."""
-
-    steps: list[Step] = field(default_factory=list)
-    out: list[OutTensor] = field(default_factory=list)
-    sources: dict[Path, StoredTensor | None] = field(default_factory=dict)
-    keys: dict[Path, str] = field(default_factory=dict)
-    encodes: list[tuple[LazyTensor, Encoding, dict[str, Path], str]] = field(default_factory=list)
-    compares: list[Compare] = field(default_factory=list)
-    dropped: dict[str, str] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    unresolved: list[Unresolved] = field(default_factory=list)
-    records: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    extra: dict[Path, Any] = field(default_factory=dict)
-    shared: dict[object, Path] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
 
 
 def plan(
@@ -92,11 +69,11 @@ class _Planner:
         self.ckpt = ckpt
         self.aim = aim
         self.options = options
-        self.writer: Writer = registry.writer(aim.setup.writer)
-        self.cutter = Cutter(ckpt, aim.setup, options)
-        self.world_size = self.cutter.world_size
-        self.draft = _Draft()
+        writer = registry.writer(aim.setup.writer)
+        cutter = Cutter(ckpt, aim.setup, options)
+        self.world_size = cutter.world_size
         self.fingerprints = {file: Fingerprint.of(file) for file in ckpt.index.files}
+        self.draft = Draft(ckpt, aim.setup, writer, cutter, self.fingerprints)
         self.names = self._names()
         self.siblings = self._siblings()
 
@@ -111,10 +88,15 @@ class _Planner:
             self._optimizer_state()
         if self.aim.setup.holds_extra:
             for path, lazy in self._others().items():
-                self._tensor(lazy, "other", ("extra", *path), None)
+                self.draft.tensor(lazy, "other", ("extra", *path), None)
         self.draft.extra.update(extra)
-        carried = self._carried()
-        return self._finish(carried)
+        carried, draft = self._carried(), self.draft
+        files, encodes = draft.placed(self.options.max_shard_nbytes)
+        return Plan(
+            self.ckpt, self.aim, self.options, self.world_size, draft.steps, files, encodes,
+            draft.compares, carried, draft.dropped, draft.tied, draft.unresolved, draft.keys,
+            draft.records, self.fingerprints, (*self.ckpt.notes, *draft.notes),
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ what is asked
 
@@ -227,7 +209,7 @@ class _Planner:
             else:
                 lazy = self.ckpt[fqn]
                 encoding = None if self._keeps_foreign(fqn, foreign) else self._encoding(lazy)
-                self._tensor(lazy, "model", (*root, self.names[fqn]), encoding)
+                self.draft.tensor(lazy, "model", (*root, self.names[fqn]), encoding)
         if not any(step.role == "model" for step in self.draft.steps):
             raise PlanError(
                 "CKM206",
@@ -276,11 +258,11 @@ class _Planner:
         entries = [*form.write(found.optimizer), *found.optimizer.rest.items()]
         for path, value in entries:
             if isinstance(value, LazyTensor):
-                self._tensor(value, "optimizer", ("optimizer", *path), None)
+                self.draft.tensor(value, "optimizer", ("optimizer", *path), None)
             else:
                 self.draft.extra["optimizer", *path] = value
         for kept, other in found.optimizer.same:
-            self._must_equal(kept, other, f"{kept.fqn} of {other.fqn}")
+            self.draft.must_equal(kept, other, f"{kept.fqn} of {other.fqn}")
 
     def _key_form(self) -> KeyForm:
         name = self.aim.setup.optimizer_keys or self.options.optimizer_keys
@@ -318,107 +300,6 @@ class _Planner:
             return forced
         return None if self.options.encode else scheme.target(lazy.fqn, lazy.info)
 
-    def _tensor(self, lazy: LazyTensor, role: str, path: Path, encoding: Encoding | None) -> None:
-        self._check_dense(lazy, encoding)
-        for stored in lazy.parts.values():
-            self._prove(lazy.fqn, stored)
-        if encoding is None or (encoding == lazy.encoding_):
-            self._copy(lazy, role, path)
-        else:
-            self._encode(lazy, role, path, encoding)
-
-    def _check_dense(self, lazy: LazyTensor, encoding: Encoding | None) -> None:
-        name = (encoding or lazy.encoding_).name
-        if self.aim.setup.dense and name != "dense":
-            setup = self.aim.setup.name
-            raise PlanError(
-                "CKM203",
-                f"{lazy.fqn}: would be {name}, {setup} holds dense tensors only: what loads it knows"
-                " no payloads with scales",
-                f"decode it, for example --to {setup}-bf16, or choose fsdp2-{name}",
-            )
-
-    def _prove(self, fqn: str, stored: StoredTensor) -> None:
-        """Chunks tile the tensor, every region lies inside its file; replicas will be compared."""
-        wrong = prove_tiling(stored.info.shape, [chunk.box for chunk in stored.chunks])
-        if wrong is not None:
-            raise SourceError(
-                "CKM112", f"{self.ckpt.path}: {fqn}: {wrong}, expected to fill {stored.info}",
-                "a rank's file may be missing or from another run; save it again",
-            )  # fmt: skip
-        for chunk in (*stored.chunks, *stored.replicas) if stored.replicas else stored.chunks:
-            region = chunk.region
-            limit = self.fingerprints[region.file].nbytes
-            if region.offset + region.span_nbytes > limit:
-                raise SourceError(
-                    "CKM104",
-                    f"{region.file}: {fqn} ends at byte {region.offset + region.span_nbytes},"
-                    f" the file at {limit}",
-                    "it is truncated; copy it again",
-                )
-        self.draft.compares += [Compare(fqn, stored, replica) for replica in stored.replicas]
-
-    def _copy(self, lazy: LazyTensor, role: str, path: Path) -> None:
-        rearranged = False
-        for part, stored in lazy.parts.items():
-            self._place(lazy.fqn, _part_path(path, part), stored.info, stored)
-            for chunk in stored.chunks:
-                rearranged = rearranged or not chunk.region.is_contiguous
-        self._record(lazy.encoding_, lazy.info, path)
-        kind = _kind(lazy.encoding_, lazy.info)
-        self._step(lazy, role, kind, "exact" if rearranged else "bytes", lazy.nbytes)
-
-    def _encode(self, lazy: LazyTensor, role: str, path: Path, encoding: Encoding) -> None:
-        parts = encoding.parts(lazy.info)
-        if isinstance(parts, Refusal):
-            raise PlanError(
-                "CKM203", f"{lazy.fqn}: cannot be {encoding.name}: {parts.reason}",
-                f"leave it as it is with --no-encode '{lazy.fqn}'",
-            )  # fmt: skip
-        for part, info in parts.items():
-            self._place(lazy.fqn, _part_path(path, part), info, None)
-        fidelity = _fidelity(lazy, encoding, parts)
-        paths = {part: _part_path(path, part) for part in parts}
-        self.draft.encodes.append((lazy, encoding, paths, fidelity))
-        self._record(encoding, lazy.info, path)
-        out = parts.get("", lazy.info)
-        self._step(
-            lazy, role, _kind(encoding, out), fidelity, sum(p.nbytes for p in parts.values())
-        )
-
-    def _place(self, fqn: str, path: Path, info: TensorInfo, stored: StoredTensor | None) -> None:
-        if path in self.draft.sources:
-            raise PlanError(
-                "CKM114", f"{fqn}: {join(path)} would be written twice", "use --exclude"
-            )
-        alias = self._alias(fqn, path, stored)
-        self.draft.sources[path] = stored
-        self.draft.keys[path] = fqn
-        chunks, placement = self.cutter.cut(fqn, info)
-        self.draft.out.append(OutTensor(path, info, chunks, alias, placement))
-
-    def _alias(self, fqn: str, path: Path, stored: StoredTensor | None) -> Path | None:
-        """The earlier path whose storage this tensor shares, where the source says so."""
-        if stored is None or stored.share is None or not stored.info.numel:
-            return None
-        if not self.writer.shares_storage:
-            return None
-        first = self.draft.shared.setdefault(stored.share, path)
-        if first == path:
-            return None
-        self.draft.tied[fqn] = self.draft.keys[first]
-        return first
-
-    def _record(self, encoding: Encoding, info: TensorInfo, path: Path) -> None:
-        record = encoding.record(info)
-        if record is not None:
-            self.draft.records[join(path)] = record
-
-    def _step(self, lazy: LazyTensor, role: str, target: str, fidelity: str, nbytes: int) -> None:
-        source = _kind(lazy.encoding_, lazy.info)
-        step = Step(lazy.fqn, role, lazy.shape, source, target, fidelity, lazy.nbytes, nbytes)
-        self.draft.steps.append(step)
-
     # ------------------------------------------------------------------ ties
 
     def _declared_ties(self) -> Mapping[str, str]:
@@ -438,15 +319,7 @@ class _Planner:
         """Left out because the config ties it; its bytes must equal the kept tensor's."""
         lazy, other = self.ckpt[fqn], self.ckpt[kept]
         self.draft.tied[fqn] = kept
-        self._must_equal(other, lazy, f"{fqn} (tied to {kept})")
-
-    def _must_equal(self, kept: LazyTensor, other: LazyTensor, title: str) -> None:
-        """The other is not written, so its bytes must be those of the kept tensor."""
-        for part, stored in other.parts.items():
-            self._prove(other.fqn, stored)
-            self.draft.compares += [
-                Compare(title, kept.parts[part], chunk) for chunk in stored.chunks
-            ]
+        self.draft.must_equal(other, lazy, f"{fqn} (tied to {kept})")
 
     def _carried(self) -> dict[str, bytes]:
         carrier = self.aim.setup.carrier
@@ -457,34 +330,6 @@ class _Planner:
         carried, notes = carrier.files(self.siblings, self.options.config_from, sorted(dtypes))
         self.draft.notes += notes
         return carried
-
-    # ------------------------------------------------------------------ the whole
-
-    def _finish(self, carried: Mapping[str, bytes]) -> Plan:
-        draft = self.draft
-        state = OutState(
-            draft.out, _writable(draft.extra), draft.records, self.world_size,
-            self.options.max_shard_nbytes,
-        )  # fmt: skip
-        outs = self.writer.files(state, "archive")
-        targets: dict[Path, list[Target]] = {}
-        files = []
-        for number, out in enumerate(outs):
-            sources = [draft.sources[slot.path] for slot in out.slots]
-            files.append(FilePlan(out, sources))
-            for index, (slot, stored) in enumerate(zip(out.slots, sources, strict=True)):
-                if stored is None:
-                    targets.setdefault(slot.path, []).append(Target(number, index))
-        prove_output(draft.out, files)
-        encodes = [
-            Encode(lazy, encoding, {part: _in_order(targets.get(p, ()), files) for part, p in paths.items()}, fidelity)
-            for lazy, encoding, paths, fidelity in draft.encodes
-        ]  # fmt: skip
-        return Plan(
-            self.ckpt, self.aim, self.options, self.world_size, draft.steps, files, encodes,
-            draft.compares, carried, draft.dropped, draft.tied, draft.unresolved, draft.keys,
-            draft.records, self.fingerprints, (*self.ckpt.notes, *draft.notes),
-        )  # fmt: skip
 
 
 def _unnamed(reader: OptimizerReader) -> Unresolved:
@@ -501,39 +346,6 @@ def _unnamed(reader: OptimizerReader) -> Unresolved:
         "give the names in order with --param-order FILE, or convert the weights alone with"
         " --optimizer drop",
     )
-
-
-def _part_path(path: Path, part: str) -> Path:
-    return (*path[:-1], f"{path[-1]}.{part}") if part else path
-
-
-def _kind(encoding: Encoding, info: TensorInfo) -> str:
-    return info.dtype if encoding.name == "dense" else f"{encoding.name}({info.dtype})"
-
-
-def _fidelity(lazy: LazyTensor, encoding: Encoding, parts: Mapping[str, TensorInfo]) -> str:
-    if encoding.name != "dense":
-        return "quantize" if lazy.encoding == "dense" else "requantize"
-    return "exact" if parts[""].dtype == lazy.dtype else "cast"
-
-
-def _in_order(targets: Iterable[Target], files: Sequence[FilePlan]) -> tuple[Target, ...]:
-    return tuple(sorted(targets, key=lambda t: files[t.file].out.slots[t.slot].box.offsets))
-
-
-def _writable(extra: Mapping[Path, Any]) -> dict[Path, Any]:
-    """Plain values by path, lists whole again: a list of dicts is read leaf by leaf from DCP."""
-    whole: dict[Path, Any] = {}
-    lists: dict[Path, dict[Path, Any]] = {}
-    for path, value in extra.items():
-        at = next((i for i, segment in enumerate(path) if type(segment) is int), None)
-        if at is None:
-            whole[path] = value
-        else:
-            lists.setdefault(path[:at], {})[path[at:]] = value
-    for path, values in lists.items():
-        whole[path] = nest({("list", *rest): value for rest, value in values.items()})["list"]
-    return whole
 
 
 def replan(path: str | os.PathLike[str]) -> Plan:

@@ -123,7 +123,13 @@ class Plan:
     def _digest(self) -> str:
         """The same on every machine for the same source and options; changes with either."""
         seen = hashlib.sha256()
-        options = {**asdict(self.options), "names_like": None, "config_from": None, "like": None, "tp_plan": None}
+        options = {
+            **asdict(self.options),
+            "names_like": None,
+            "config_from": None,
+            "like": None,
+            "tp_plan": None,
+        }
         seen.update(json.dumps([__version__, SCHEMA, options, self.world_size]).encode())
         for name, mark in sorted(self._sources().items()):
             seen.update(f"{name} {mark.nbytes} {mark.mtime_ns}\n".encode())

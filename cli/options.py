@@ -100,6 +100,22 @@ Like = Annotated[
         help="Another checkpoint of the same model, or its config.json: names, shapes, order.",
     ),
 ]
+Mesh = Annotated[
+    str | None,
+    _option(
+        "--mesh",
+        metavar="DIMS",
+        help="The mesh that DTensors are cut over: replicate=2,shard=4 or dp=2,tp=4.",
+    ),
+]
+TpPlan = Annotated[
+    str | None,
+    _option(
+        "--tp-plan",
+        metavar="FILE",
+        help="How the mesh dim tp cuts, TOML or JSON: name pattern to colwise, rowwise, replicate.",
+    ),
+]
 Root = Annotated[
     str | None,
     _option("--root", help="The dict to put weights in, as model or app/model; '' for none."),

@@ -27,6 +27,8 @@ def command(
     optimizer_keys: ask.OptimizerKeys = "fqn",
     param_order: ask.ParamOrder = None,
     like: ask.Like = None,
+    mesh: ask.Mesh = None,
+    tp_plan: ask.TpPlan = None,
     root: ask.Root = None,
     source_root: ask.SourceRoot = None,
     wrap: ask.Wrap = None,
@@ -52,6 +54,7 @@ def command(
     asked = options(
         to, world_size=world_size, include=include, exclude=exclude, drop=drop,
         optimizer=optimizer, optimizer_keys=optimizer_keys, param_order=param_order, like=like,
+        mesh=mesh, tp_plan=tp_plan,
         root=root, source_root=source_root, wrap=wrap, names_like=names_like,
         encode=encode, no_encode=no_encode, max_shard_size=max_shard_size, config_from=config_from,
     )  # fmt: skip

@@ -27,7 +27,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("setups", "moves", "split", "cutting", "members", "directories"),
     ("checkpoint",),
     ("plans",),
-    ("planning", "manifest", "execute"),
+    ("drafting", "manifest", "execute"),
+    ("planning",),
     ("verification", "difference"),
     ("conversion", "resume"),
 )

@@ -35,6 +35,24 @@ def expect(holds: object, message: str) -> None:
         raise AssertionError(message)
 
 
+@contextmanager
+def required(what: str) -> Iterator[None]:
+    """Any other exception in the block becomes an AssertionError that says what was going on."""
+    try:
+        yield
+    except AssertionError:
+        raise
+    except Exception as error:
+        raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def run_all(kit: Any) -> None:
+    """Every check of a kit, in order."""
+    for name in kit.CHECKS:
+        with required(f"{type(kit).__name__}.{name}"):
+            getattr(kit, name)()
+
+
 def group_of(adapter: Adapter) -> str:
     """The registry's group that an adapter belongs to, by its shape."""
     if isinstance(adapter, Setup):

@@ -21,7 +21,7 @@ from ckptmap.protocols import Container, Directory, OutFile, OutState, Setup, Wr
 from ckptmap.roots import is_tensor
 from ckptmap.tensors import Path as LeafPath
 from ckptmap.testing import samples
-from ckptmap.testing.base import bytes_read, claims, expect, indexed, opened, registered
+from ckptmap.testing.base import bytes_read, claims, expect, indexed, opened, registered, run_all
 from ckptmap.testing.images import Broken, Tensors, Watched, check_files, image
 from ckptmap.testing.killed import killed
 from ckptmap.testing.reading import ReaderKit
@@ -52,9 +52,7 @@ def check_container(
     framework's directory. Files are made below `tmp_path`, by torch.save and by the writer. What
     is checked is in `ContainerKit.CHECKS`.
     """
-    kit = ContainerKit(container, writer, setup, tmp_path, world_size)
-    for name in ContainerKit.CHECKS:
-        getattr(kit, name)()
+    run_all(ContainerKit(container, writer, setup, tmp_path, world_size))
 
 
 @dataclass
@@ -228,9 +226,7 @@ class ContainerKit:
 
     def reads(self) -> None:
         """All that `check_reader` asks, of what was written."""
-        kit = ReaderKit(self.container, self.output, self.tensors, self.tmp_path / "reading")
-        for name in ReaderKit.CHECKS:
-            getattr(kit, name)()
+        run_all(ReaderKit(self.container, self.output, self.tensors, self.tmp_path / "reading"))
 
     def deterministic(self) -> None:
         """The same bytes from any number of threads, in a second run, of any background."""

@@ -15,7 +15,7 @@ from ckptmap.files import Files
 from ckptmap.lazy import LazyTensor
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Scheme, Write
 from ckptmap.tensors import ITEMSIZE, Box, Chunk, Opaque, Region, StoredTensor, TensorInfo
-from ckptmap.testing.base import expect
+from ckptmap.testing.base import expect, registered, run_all
 from ckptmap.testing.samples import cut, info_of, random_box, raw, same
 
 if TYPE_CHECKING:
@@ -39,16 +39,14 @@ def check_scheme(scheme: Scheme) -> None:
     Every shape and dtype that the scheme does not refuse is encoded whole and in pieces, decoded
     whole and by boxes, and recognised again from its parts and record.
     """
-    kit = SchemeKit(scheme)
-    for name in SchemeKit.CHECKS:
-        getattr(kit, name)()
+    run_all(SchemeKit(scheme))
 
 
 class SchemeKit:
     """The checks one by one, for who wants a test each: `getattr(SchemeKit(s), name)()`."""
 
     CHECKS = ("takes", "describes", "pieces", "values", "boxes", "empty_boxes", "recognised",
-              "strangers")  # fmt: skip
+              "strangers", "untouched")  # fmt: skip
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
@@ -105,6 +103,23 @@ class SchemeKit:
         expect(self.scheme.group({}, {}) == [], f"{name}: groups nothing")
         stranger = Opaque("kit.nowhere", "Stranger", (), {}, dense)
         expect(self.scheme.adopt("w", stranger) is None, f"{name}: adopts an unknown class")
+
+    def untouched(self) -> None:
+        """What target() leaves alone moves as bytes; what it takes is decoded from what is read."""
+        if not self.scheme.suffix:
+            return
+        names = ("layers.0.fc.weight", "norm.weight", "ids", "mask", "embed_tokens.weight", "s")
+        dtypes = ("float32", "bfloat16", "int64", "bool", "float16", "float64")
+        tensors = {n: bits((64, 64), d, 3) for n, d in zip(names, dtypes, strict=True)}
+        tensors["layers.0.fc.weight"] = tensors["layers.0.fc.weight"].isfinite().to(tensors["layers.0.fc.weight"].dtype)
+        with tempfile.TemporaryDirectory() as folder, registered(self.scheme):
+            source = save(Path(folder) / "source.pt", tensors, {})
+            made = plan(source, f"full-{self.scheme.suffix}")
+            for step in made.steps:
+                info = info_of(tensors[step.fqn])
+                left = self.scheme.target(step.fqn, info) is None
+                same_bytes = (step.source, step.fidelity) == (step.target, "bytes")
+                expect(not left or same_bytes, f"{self.scheme.name}: {step.fqn}: {step}")
 
 
 def _encoding(scheme: Scheme, info: TensorInfo) -> Encoding | None:

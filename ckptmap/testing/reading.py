@@ -16,7 +16,7 @@ from ckptmap import manifest as manifests
 from ckptmap.coverage import prove_tiling
 from ckptmap.errors import CkptmapError, SourceError
 from ckptmap.protocols import Container, Directory
-from ckptmap.testing.base import claims, expect, opened, stored_tensors
+from ckptmap.testing.base import claims, expect, opened, run_all, stored_tensors
 from ckptmap.testing.samples import cut, random_box, same
 from ckptmap.testing.strangers import strangers
 
@@ -43,9 +43,7 @@ def check_reader(
 
     Works on copies below `tmp_path`. What is checked is in `ReaderKit.CHECKS`.
     """
-    kit = ReaderKit(container, path, tensors, tmp_path)
-    for name in ReaderKit.CHECKS:
-        getattr(kit, name)()
+    run_all(ReaderKit(container, path, tensors, tmp_path))
 
 
 @dataclass

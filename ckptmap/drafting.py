@@ -1,0 +1,215 @@
+"""The way of one tensor into the output: as bytes or encoded anew, every byte accounted for.
+
+A draft gathers them; when all are in, the writer places every chunk, and each placed byte is traced
+to a source region or to an encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptmap.checkpoint import Checkpoint, join, nest
+from ckptmap.coverage import prove_tiling
+from ckptmap.cutting import Cutter, prove_output
+from ckptmap.errors import PlanError, SourceError
+from ckptmap.files import Fingerprint
+from ckptmap.lazy import LazyTensor
+from ckptmap.plans import Step, Unresolved
+from ckptmap.protocols import Encoding, OutState, OutTensor, Refusal, Setup, Writer
+from ckptmap.steps import Compare, Encode, FilePlan, Target
+from ckptmap.tensors import Path, StoredTensor, TensorInfo
+
+
+@dataclass
+class Draft:
+    """What planning gathers, tensor by tensor."""
+
+    ckpt: Checkpoint
+    setup: Setup
+    writer: Writer
+    cutter: Cutter
+    fingerprints: Mapping[str, Fingerprint]
+    steps: list[Step] = field(default_factory=list)
+    out: list[OutTensor] = field(default_factory=list)
+    sources: dict[Path, StoredTensor | None] = field(default_factory=dict)
+    keys: dict[Path, str] = field(default_factory=dict)
+    encodes: list[tuple[LazyTensor, Encoding, dict[str, Path], str]] = field(default_factory=list)
+    compares: list[Compare] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    unresolved: list[Unresolved] = field(default_factory=list)
+    records: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    extra: dict[Path, Any] = field(default_factory=dict)
+    shared: dict[object, Path] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    # ------------------------------------------------------------------ one tensor
+
+    def tensor(self, lazy: LazyTensor, role: str, path: Path, encoding: Encoding | None) -> None:
+        self._check_dense(lazy, encoding)
+        for stored in lazy.parts.values():
+            self._prove(lazy.fqn, stored)
+        if encoding is None or (encoding == lazy.encoding_):
+            self._copy(lazy, role, path)
+        else:
+            self._encode(lazy, role, path, encoding)
+
+    def _check_dense(self, lazy: LazyTensor, encoding: Encoding | None) -> None:
+        name = (encoding or lazy.encoding_).name
+        if self.setup.dense and name != "dense":
+            setup = self.setup.name
+            raise PlanError(
+                "CKM203",
+                f"{lazy.fqn}: would be {name}, {setup} holds dense tensors only: what loads it knows"
+                " no payloads with scales",
+                f"decode it, for example --to {setup}-bf16, or choose fsdp2-{name}",
+            )
+
+    def _prove(self, fqn: str, stored: StoredTensor) -> None:
+        """Chunks tile the tensor, every region lies inside its file; replicas will be compared."""
+        wrong = prove_tiling(stored.info.shape, [chunk.box for chunk in stored.chunks])
+        if wrong is not None:
+            raise SourceError(
+                "CKM112", f"{self.ckpt.path}: {fqn}: {wrong}, expected to fill {stored.info}",
+                "a rank's file may be missing or from another run; save it again",
+            )  # fmt: skip
+        for chunk in (*stored.chunks, *stored.replicas) if stored.replicas else stored.chunks:
+            region = chunk.region
+            limit = self.fingerprints[region.file].nbytes
+            if region.offset + region.span_nbytes > limit:
+                raise SourceError(
+                    "CKM104",
+                    f"{region.file}: {fqn} ends at byte {region.offset + region.span_nbytes},"
+                    f" the file at {limit}",
+                    "it is truncated; copy it again",
+                )
+        self.compares += [Compare(fqn, stored, replica) for replica in stored.replicas]
+
+    def _copy(self, lazy: LazyTensor, role: str, path: Path) -> None:
+        rearranged = False
+        for part, stored in lazy.parts.items():
+            self._place(lazy.fqn, _part_path(path, part), stored.info, stored)
+            for chunk in stored.chunks:
+                rearranged = rearranged or not chunk.region.is_contiguous
+        self._record(lazy.encoding_, lazy.info, path)
+        kind = _kind(lazy.encoding_, lazy.info)
+        self._step(lazy, role, kind, "exact" if rearranged else "bytes", lazy.nbytes)
+
+    def _encode(self, lazy: LazyTensor, role: str, path: Path, encoding: Encoding) -> None:
+        parts = encoding.parts(lazy.info)
+        if isinstance(parts, Refusal):
+            raise PlanError(
+                "CKM203", f"{lazy.fqn}: cannot be {encoding.name}: {parts.reason}",
+                f"leave it as it is with --no-encode '{lazy.fqn}'",
+            )  # fmt: skip
+        for part, info in parts.items():
+            self._place(lazy.fqn, _part_path(path, part), info, None)
+        fidelity = _fidelity(lazy, encoding, parts)
+        paths = {part: _part_path(path, part) for part in parts}
+        self.encodes.append((lazy, encoding, paths, fidelity))
+        self._record(encoding, lazy.info, path)
+        out = parts.get("", lazy.info)
+        self._step(
+            lazy, role, _kind(encoding, out), fidelity, sum(p.nbytes for p in parts.values())
+        )
+
+    def _place(self, fqn: str, path: Path, info: TensorInfo, stored: StoredTensor | None) -> None:
+        if path in self.sources:
+            raise PlanError(
+                "CKM114", f"{fqn}: {join(path)} would be written twice", "use --exclude"
+            )
+        alias = self._alias(fqn, path, stored)
+        self.sources[path] = stored
+        self.keys[path] = fqn
+        chunks, placement = self.cutter.cut(fqn, info)
+        self.out.append(OutTensor(path, info, chunks, alias, placement))
+
+    def _alias(self, fqn: str, path: Path, stored: StoredTensor | None) -> Path | None:
+        """The earlier path whose storage this tensor shares, where the source says so."""
+        if stored is None or stored.share is None or not stored.info.numel:
+            return None
+        if not self.writer.shares_storage:
+            return None
+        first = self.shared.setdefault(stored.share, path)
+        if first == path:
+            return None
+        self.tied[fqn] = self.keys[first]
+        return first
+
+    def _record(self, encoding: Encoding, info: TensorInfo, path: Path) -> None:
+        record = encoding.record(info)
+        if record is not None:
+            self.records[join(path)] = record
+
+    def _step(self, lazy: LazyTensor, role: str, target: str, fidelity: str, nbytes: int) -> None:
+        source = _kind(lazy.encoding_, lazy.info)
+        step = Step(lazy.fqn, role, lazy.shape, source, target, fidelity, lazy.nbytes, nbytes)
+        self.steps.append(step)
+
+    def must_equal(self, kept: LazyTensor, other: LazyTensor, title: str) -> None:
+        """The other is not written, so its bytes must be those of the kept tensor."""
+        for part, stored in other.parts.items():
+            self._prove(other.fqn, stored)
+            self.compares += [Compare(title, kept.parts[part], chunk) for chunk in stored.chunks]
+
+    # ------------------------------------------------------------------ the whole
+
+    def placed(self, max_shard_nbytes: int) -> tuple[list[FilePlan], list[Encode]]:
+        """Every file with the source of each slot, and what is to be encoded into which slots."""
+        state = OutState(
+            self.out, _writable(self.extra), self.records, self.cutter.world_size, max_shard_nbytes
+        )
+        targets: dict[Path, list[Target]] = {}
+        files = []
+        for number, out in enumerate(self.writer.files(state, "archive")):
+            sources = [self.sources[slot.path] for slot in out.slots]
+            files.append(FilePlan(out, sources))
+            for index, (slot, stored) in enumerate(zip(out.slots, sources, strict=True)):
+                if stored is None:
+                    targets.setdefault(slot.path, []).append(Target(number, index))
+        prove_output(self.out, files)
+        encodes = [
+            Encode(
+                lazy,
+                encoding,
+                {part: _in_order(targets.get(path, ()), files) for part, path in paths.items()},
+                fidelity,
+            )
+            for lazy, encoding, paths, fidelity in self.encodes
+        ]
+        return files, encodes
+
+
+def _part_path(path: Path, part: str) -> Path:
+    return (*path[:-1], f"{path[-1]}.{part}") if part else path
+
+
+def _kind(encoding: Encoding, info: TensorInfo) -> str:
+    return info.dtype if encoding.name == "dense" else f"{encoding.name}({info.dtype})"
+
+
+def _fidelity(lazy: LazyTensor, encoding: Encoding, parts: Mapping[str, TensorInfo]) -> str:
+    if encoding.name != "dense":
+        return "quantize" if lazy.encoding == "dense" else "requantize"
+    return "exact" if parts[""].dtype == lazy.dtype else "cast"
+
+
+def _in_order(targets: Iterable[Target], files: Sequence[FilePlan]) -> tuple[Target, ...]:
+    return tuple(sorted(targets, key=lambda t: files[t.file].out.slots[t.slot].box.offsets))
+
+
+def _writable(extra: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Plain values by path, lists whole again: a list of dicts is read leaf by leaf from DCP."""
+    whole: dict[Path, Any] = {}
+    lists: dict[Path, dict[Path, Any]] = {}
+    for path, value in extra.items():
+        at = next((i for i, segment in enumerate(path) if type(segment) is int), None)
+        if at is None:
+            whole[path] = value
+        else:
+            lists.setdefault(path[:at], {})[path[at:]] = value
+    for path, values in lists.items():
+        whole[path] = nest({("list", *rest): value for rest, value in values.items()})["list"]
+    return whole
