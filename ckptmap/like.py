@@ -5,13 +5,12 @@ Flat shards hold numbers alone; what they are comes from here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ckptmap.errors import SourceError
+from ckptmap.meta_model import on_meta
 from ckptmap.tensors import Leaf, Path
 
 if TYPE_CHECKING:
@@ -81,42 +80,8 @@ def like_config(config: FilePath) -> Like:
     Only a class of the installed transformers is built, never code from beside the config. Raises
     SourceError CKM101 where there is none, or transformers is not installed.
     """
-    document = _read(config)
-    try:
-        import transformers
-    except ImportError:
-        raise _unusable(config, "needs the transformers package to build its model") from None
-    names = document.get("architectures") or [""]
-    found = getattr(transformers, str(names[0]), None)
-    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
-        raise _unusable(config, f"names the architecture {names[0]!r}, which transformers has not")
-    try:
-        model = _build(found, config)
-    except Exception as error:  # transformers raises nearly every type on an unfit config
-        raise _unusable(config, f"{type(error).__name__}: {str(error)[:200]}") from error
+    model = on_meta(config)
     return _of_module(model, str(config))
-
-
-def _read(config: FilePath) -> dict[str, Any]:
-    try:
-        document = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unusable(config, f"is no JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise _unusable(config, "is no JSON object")
-    return document
-
-
-def _build(cls: Any, config: FilePath) -> nn.Module:
-    import torch
-    from transformers import AutoConfig
-
-    settings = AutoConfig.from_pretrained(
-        str(config.parent), trust_remote_code=False, local_files_only=True
-    )
-    with torch.device("meta"):
-        model: nn.Module = cls(settings)
-    return model
 
 
 def _of_module(model: nn.Module, name: str) -> Like:
@@ -129,11 +94,3 @@ def _of_module(model: nn.Module, name: str) -> Like:
         if first.setdefault(id(tensor), key) != key:
             ties[key] = first[id(tensor)]
     return Like(name, shapes, ties=ties)
-
-
-def _unusable(config: FilePath, what: str) -> SourceError:
-    return SourceError(
-        "CKM101",
-        f"{config}: {what}",
-        "give a checkpoint of the same model instead: --like PATH",
-    )

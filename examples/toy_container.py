@@ -32,7 +32,8 @@ from typing import Any
 import ckptmap
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.protocols import OutFile, OutState, OutTensor, Place, Setup, Slot
-from ckptmap.tensors import ITEMSIZE, Box, Chunk, Index, Region, StoredTensor, TensorInfo
+from ckptmap.tensors import ITEMSIZE, Box, Chunk, Index, Leaf, Region, StoredTensor, TensorInfo
+from ckptmap.tensors import Path as LeafPath
 
 INDEX = "index.json"
 FORMAT, VERSION = "toy-bin", 1
@@ -59,7 +60,8 @@ class ToyReader:
         """Raises SourceError CKM108 for a malformed index, CKM104 where a file is too short."""
         root = Path(place.path).absolute()
         tree = _parsed(root / INDEX)
-        leaves, files = {}, [str(root / INDEX)]
+        leaves: dict[LeafPath, Leaf] = {}
+        files = [str(root / INDEX)]
         for key, entry in tree["tensors"].items():
             tensor = _tensor(root, key, entry)
             leaves[(key,)] = tensor

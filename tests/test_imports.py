@@ -16,7 +16,7 @@ HEAVY = {"torch", "torchao", "numpy", "safetensors", "xxhash", "transformers", "
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("version", "errors", "codes", "collapse"),
-    ("tensors", "files", "locks", "foreign", "journal", "sink"),
+    ("tensors", "files", "locks", "foreign", "journal", "sink", "meta_model"),
     ("heartbeat",),
     ("ranks",),
     ("protocols", "coverage", "gather", "publish", "like"),

@@ -6,12 +6,13 @@ never run. Trainer puts parameters into two groups, those that decay and those t
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ckptmap.errors import SourceError
+from ckptmap.meta_model import on_meta
 from ckptmap.tensors import TensorInfo
 
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ def from_config(
     """Names of the parameters of each group, of which there are `counts`: all in one group, or
     Trainer's two. None: no such class is installed, or its parameters are not these weights.
     """
-    model = _on_meta(config, len(weights))
-    if model is None:
+    try:
+        model = on_meta(config, len(weights))
+    except SourceError:  # it then tells no order
         return None
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if any(name not in weights or weights[name].shape != shapes[name] for name in shapes):
@@ -62,54 +64,3 @@ def _no_decay(model: torch.nn.Module) -> set[str]:
         if isinstance(module, torch.nn.LayerNorm):
             found |= {f"{prefix}.{name}" for name, _ in module.named_parameters()}
     return found
-
-
-def _on_meta(config: Path, max_layers: int) -> torch.nn.Module | None:
-    """The model that the config describes, without data; None where it cannot be built, or has
-    more layers than there are weights."""
-    described = _described(config, max_layers)
-    if described is None:
-        return None
-    try:
-        import torch
-        import transformers
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    except ImportError:
-        return None
-    cls: Any = getattr(transformers, described["architectures"][0], None)
-    known = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
-    if not known or described.get("model_type") not in CONFIG_MAPPING:
-        return None
-    try:
-        made = CONFIG_MAPPING[described["model_type"]].from_dict(described)
-        with torch.device("meta"):
-            model: torch.nn.Module = cls(made)
-    except Exception:  # whatever a config can do wrong: it then tells no order
-        return None
-    return model
-
-
-def _described(config: Path, max_layers: int) -> dict[str, Any] | None:
-    """The config, without what would make transformers fetch or run code of others."""
-    try:
-        found = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict):
-        return None
-    layers = [value for key, value in found.items() if "layer" in key and isinstance(value, int)]
-    names = found.get("architectures")
-    one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
-    return _harmless(found) if one and all(count <= max_layers for count in layers) else None
-
-
-def _harmless(value: Any) -> Any:
-    """Kernels are named by `*_implementation`, and may be repositories; classes by `auto_map`."""
-    if isinstance(value, dict):
-        return {
-            key: _harmless(item)
-            for key, item in value.items()
-            if not key.endswith(("_implementation", "_implementation_internal", "auto_map"))
-            and key != "quantization_config"
-        }
-    return value

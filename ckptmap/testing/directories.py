@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptmap.errors import SourceError
 from ckptmap.places import look
 from ckptmap.protocols import Directory, Member, Members, Place
-from ckptmap.testing.base import bytes_read, expect, opened
+from ckptmap.testing.base import bytes_read, expect, opened, required
 from ckptmap.testing.strangers import strangers
 
 ROLES = ("model", "optimizer", "extra")
@@ -27,6 +27,11 @@ def check_directory(directory: Directory, path: str | os.PathLike[str]) -> None:
 
     The directory itself is not changed.
     """
+    with required(f"directory {directory.name}"):
+        _check(directory, path)
+
+
+def _check(directory: Directory, path: str | os.PathLike[str]) -> None:
     place = look(Path(path).absolute())
     _check_claims(directory, place)
     found = directory.members(place)

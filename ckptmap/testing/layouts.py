@@ -10,7 +10,7 @@ from ckptmap.coverage import prove_tiling
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.protocols import Layout, MeshLayout
 from ckptmap.tensors import Box, Chunk, Leaf, Region, StoredTensor, TensorInfo
-from ckptmap.testing.base import expect
+from ckptmap.testing.base import expect, required
 
 SHAPES = ((), (0,), (1,), (7,), (0, 4), (4, 0), (1, 3), (5, 3), (16, 2), (2, 3, 4), (1001, 48))
 WORLD_SIZES = (1, 2, 3, 4, 7, 8, 64)
@@ -28,8 +28,14 @@ def check_layout(layout: Layout, parts: Parts | None = None) -> None:
         check_layout(MyLayout(), parts=lambda info, world_size: [my_leaf(info, rank), ...])
 
     With `parts` the layout must join what they give to a tensor of the same boxes as its own cut,
-    and refuse them with SourceError where the last is missing.
+    and refuse them with SourceError where the last is missing. They give nothing for a tensor that
+    is not cut at all.
     """
+    with required(f"layout {layout.name}"):
+        _check(layout, parts)
+
+
+def _check(layout: Layout, parts: Parts | None) -> None:
     expect(layout.name, "a layout needs a name")
     for shape in SHAPES:
         info = TensorInfo(shape, "float32")
@@ -98,7 +104,7 @@ def _refuses_meshes(layout: MeshLayout) -> None:
         raise AssertionError(f"{layout.name}: took --mesh {mesh!r} --world-size {world_size}")
 
 
-def _stored(info: TensorInfo) -> StoredTensor:
+def stored(info: TensorInfo) -> StoredTensor:
     region = Region.contiguous("nowhere", 0, info.shape, info.itemsize)
     return StoredTensor(info, [Chunk(Box.whole(info.shape), region)])
 
@@ -108,13 +114,15 @@ def _check_strangers(layout: Layout) -> None:
     for values in ([7], [1, 2], ["a", None], [{"a": 1}, {"a": 1}], [None]):
         found = layout.join(values, "key")
         expect(found is None, f"{layout.name}: joined {values} to {found!r}")
-    lone = layout.join([_stored(TensorInfo((2, 3), "float32"))], "key")
+    lone = layout.join([stored(TensorInfo((2, 3), "float32"))], "key")
     expect(lone is None, f"{layout.name}: joined a plain tensor of one rank to {lone!r}")
 
 
 def _check_join(layout: Layout, parts: Parts, info: TensorInfo, world_size: int) -> None:
     what = f"{layout.name}: {info} of {world_size} ranks, joined"
     values = list(parts(info, world_size))
+    if not values:
+        return
     joined = layout.join(values, "key")
     expect(isinstance(joined, StoredTensor), f"{what}: is {joined!r}, expected a StoredTensor")
     assert isinstance(joined, StoredTensor)

@@ -1,0 +1,171 @@
+"""The kit over everything that the registry knows; what is added there is checked here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckptmap import registry
+from ckptmap.containers.rank_files import RankFiles
+from ckptmap.containers.rank_files_write import RankFilesWriter
+from ckptmap.containers.safetensors import SafetensorsFile
+from ckptmap.layouts.mesh import Mesh
+from ckptmap.places import look
+from ckptmap.protocols import Layout, OutState, OutTensor, Setup
+from ckptmap.tensors import Leaf, Opaque, PerRank, TensorInfo
+from ckptmap.testing import (
+    ContainerKit,
+    ReaderKit,
+    SchemeKit,
+    check_directory,
+    check_layout,
+)
+from ckptmap.testing.images import image
+from ckptmap.testing.layouts import stored
+from ckptmap.testing.samples import bits
+from tests.corpus.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+READERS = {
+    found.name: found
+    for specs in (registry.CONTAINERS, registry.DIRECTORIES)
+    for found in map(registry._load, specs)
+}
+SETUPS = {setup.name: setup for setup in registry.setups()}
+ONLY_READ = {"safetensors", "verl"}
+"""Checked by `check_reader` and `check_directory` alone."""
+
+
+# ------------------------------------------------------------------------------- containers
+
+
+@pytest.mark.parametrize("check", ContainerKit.CHECKS)
+@pytest.mark.parametrize("name", SETUPS)
+def test_container(name: str, check: str, tmp_path: Path) -> None:
+    setup = SETUPS[name]
+    kit = ContainerKit(READERS[setup.writer], registry.writer(setup.writer), setup, tmp_path)
+    getattr(kit, check)()
+
+
+def test_every_reader_has_a_writer_or_is_checked_without() -> None:
+    assert {setup.writer for setup in SETUPS.values()} | ONLY_READ == set(READERS)
+
+
+@pytest.mark.parametrize("check", ReaderKit.CHECKS)
+def test_safetensors_file(check: str, tmp_path: Path) -> None:
+    dtypes = ("float32", "bfloat16", "int64", "bool")
+    shapes = ((), (0,), (3, 0), (7,), (5, 3), (2, 3, 4))
+    tensors = {
+        f"{dtype}.größe.{number}": bits(shape, dtype, number)
+        for dtype in dtypes
+        for number, shape in enumerate(shapes)
+    }
+    save_file(tensors, tmp_path / "some.safetensors")
+    kit = ReaderKit(SafetensorsFile(), tmp_path / "some.safetensors", tensors, tmp_path / "kit")
+    getattr(kit, check)()
+
+
+# ------------------------------------------------------------------------------- layouts
+
+
+def dtensors(info: TensorInfo, world_size: int, folder: Path) -> Sequence[Leaf]:
+    """What rank files hold of a tensor, as their reader gives it; nothing where it is plain."""
+    mesh = Mesh((("", world_size),))
+    placement = mesh.placement("fc.weight", info, whole=False)
+    if placement.shards is None:
+        return ()
+    tensor = OutTensor(("fc.weight",), info, mesh.chunks(placement, info), placement=placement)
+    folder.mkdir(exist_ok=True)
+    for old in folder.iterdir():
+        old.unlink()
+    values = {("fc.weight",): torch.zeros(info.shape)}
+    for out in RankFilesWriter().files(OutState([tensor], world_size=world_size), ""):
+        (folder / out.name).write_bytes(image(out, values))
+    leaf = RankFiles().index(look(folder)).leaves["fc.weight",]
+    return leaf.values if isinstance(leaf, PerRank) else [leaf]
+
+
+def sharded_tensors(info: TensorInfo, world_size: int) -> Sequence[Leaf]:
+    """As `ShardedTensor.__getstate__` gives them: every rank lists all shards and holds its own."""
+    module = "torch.distributed._shard.sharded_tensor"
+    cut = registry.layout("shard0").cut(info, world_size)
+    listed = {
+        rank: Opaque("m", "ShardMetadata", (), {"shard_offsets": b.offsets, "shard_sizes": b.sizes})
+        for rank, b in cut
+    }
+    whole = Opaque(module, "ShardedTensorMetadata", (), {"shards_metadata": list(listed.values())})
+    values = []
+    for rank in range(world_size):
+        held = [
+            Opaque("m", "Shard", (), {"tensor": stored(TensorInfo(b.sizes, info.dtype)), "metadata": listed[r]})
+            for r, b in cut
+            if r == rank
+        ]  # fmt: skip
+        group = Opaque("m", "State", (), {"global_rank": rank, "global_world_size": world_size})
+        values.append(Opaque(f"{module}.api", "ShardedTensor", (), (held, whole, group), info))
+    return values
+
+
+@pytest.mark.parametrize("layout", registry.layouts(), ids=lambda layout: layout.name)
+def test_layout(layout: Layout, tmp_path: Path) -> None:
+    parts: Any = {
+        "dtensor": lambda info, world_size: dtensors(info, world_size, tmp_path / "ranks"),
+        "sharded-tensor": sharded_tensors,
+    }
+    check_layout(layout, parts.get(layout.name))
+
+
+# ------------------------------------------------------------------------------- encodings
+
+
+@pytest.mark.parametrize("check", SchemeKit.CHECKS)
+@pytest.mark.parametrize("scheme", registry.schemes(), ids=lambda scheme: scheme.name)
+def test_scheme(scheme: Any, check: str) -> None:
+    getattr(SchemeKit(scheme), check)()
+
+
+# ------------------------------------------------------------------------------- directories
+
+DIRECTORIES = {
+    "accelerate": (1, "accelerate_w1", ""),
+    "trainer": (1, "trainer_w1", "checkpoint-2"),
+    "verl": (2, "verl_w2", "actor"),
+}
+"""Adapter -> ranks, sample and the place in it: what each framework itself has written."""
+
+
+def test_every_directory_has_a_sample() -> None:
+    assert set(DIRECTORIES) == {registry._load(spec).name for spec in registry.DIRECTORIES}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("directories")
+    for world in sorted({world for world, _, _ in DIRECTORIES.values()}):
+        only = [sample for ranks, sample, _ in DIRECTORIES.values() if ranks == world]
+        args = ["--out", str(out), "--only", *only]
+        run_ranks("tests.corpus.writers_directories", world, args, timeout=120)
+    return out
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_directory(name: str, folder: Path) -> None:
+    _, sample, inner = DIRECTORIES[name]
+    check_directory(next(d for n, d in READERS.items() if n == name), folder / sample / inner)
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_no_directory_claims_another(name: str, folder: Path) -> None:
+    for other, (_, sample, inner) in DIRECTORIES.items():
+        claimed = READERS[name].claims(look(folder / sample / inner))
+        assert claimed == (other == name), other
+
+
+def test_setups_are_those_of_the_registry() -> None:
+    assert all(isinstance(setup, Setup) for setup in SETUPS.values()) and len(SETUPS) > 5
