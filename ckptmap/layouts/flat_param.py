@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ckptmap.coverage import prove_tiling
 from ckptmap.errors import SourceError
-from ckptmap.layouts.flat_rectangles import rectangles
+from ckptmap.layouts.flat_rectangles import InUnit, Slices, rectangles
 from ckptmap.like import Like, Plain
 from ckptmap.tensors import Box, Chunk, Leaf, Path, PerRank, Region, StoredTensor, TensorInfo
 from ckptmap.wire.sharded import Sharded, is_sharded, read_sharded
@@ -179,8 +179,8 @@ class _Dict:
                 "a rank's file is of another save, or --like is of another model",
             )
         info = TensorInfo(shape, slices[0].info.dtype)
-        shares = tuple(part.share for part in slices)
-        return StoredTensor(info, lambda: list(_chunks(info, _runs_of(slices), 0)), share=shares)
+        share = Slices(tuple(part.share for part in slices), tuple(p.info.numel for p in slices))
+        return StoredTensor(info, lambda: list(_chunks(info, _runs_of(slices), 0)), share=share)
 
     # ------------------------------------------------------------- use_orig_params=False
 
@@ -198,7 +198,7 @@ class _Dict:
         offset = 0
         for fqn in names:
             info = TensorInfo(self.like.shapes[fqn], unit.info.dtype)
-            share = (unit.stored, unit.runs[0].region, offset) if unit.runs else None
+            share = InUnit(unit.stored, unit.runs[0].region, offset) if unit.runs else None
             chunks = list(_chunks(info, unit.runs, offset))
             result[fqn] = StoredTensor(info, chunks, share=share)
             offset += info.numel

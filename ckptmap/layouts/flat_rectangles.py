@@ -13,8 +13,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from ckptmap.tensors import Box
+from ckptmap.tensors import Box, Region
+
+
+@dataclass(frozen=True, slots=True)
+class InUnit:
+    """Share of a tensor that lies in a flat parameter of several, from flat element `offset` on;
+    `unit` is the flat parameter's key, `first` where its first element is."""
+
+    unit: str
+    first: Region
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Share of a tensor that ranks hold flat slices of: the share and the numel of each rank's."""
+
+    shares: tuple[object, ...]
+    counts: tuple[int, ...]
 
 
 def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, int]]:
