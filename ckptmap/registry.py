@@ -21,6 +21,7 @@ from ckptmap.protocols import Container, Directory, Layout, Place, Scheme, Setup
 CONTAINERS = (  # asked in this order: a directory's own marks before what its files look like
     "ckptmap.containers.dcp:Dcp",
     "ckptmap.containers.hf:HfDirectory",
+    "ckptmap.containers.hf_bin:HfBin",
     "ckptmap.containers.dcp_hf:DcpHf",
     "ckptmap.containers.rank_files:RankFiles",
     "ckptmap.containers.safetensors:SafetensorsFile",
@@ -52,7 +53,10 @@ KEY_FORMS = (  # of optimizer state, asked in this order
     "ckptmap.optim.index:ByIndex",
     "ckptmap.optim.fqn:ByFqn",
 )
-UNFLATTENERS = ("ckptmap.layouts.flat_param:FlatParams",)
+UNFLATTENERS = (  # one after the other: the optimizer's goes by what became of the weights
+    "ckptmap.layouts.flat_param:FlatParams",
+    "ckptmap.optim.flat:FlatOptimizer",
+)
 SCHEMES = (
     "ckptmap.encodings.nf4:NF4Scheme",
     "ckptmap.encodings.dense:CastBf16",

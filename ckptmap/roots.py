@@ -39,8 +39,12 @@ def is_tensor(leaf: Leaf) -> bool:
 
 def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Roles:
     """Raises SourceError CKM205 where several dicts could be the weights, CKM206 where none is."""
+    _require_dict(leaves, where)
     tensors = [path for path, leaf in leaves.items() if is_tensor(leaf)]
+    if not tensors:
+        raise _no_tensors(leaves, where)
     model_root = _find_root(tensors, (), where) if root is None else _given(tensors, root, where)
+    has_root = bool(model_root) or root is not None
     optimizer_root = _find_optimizer(leaves, model_root)
     model: dict[Path, Leaf] = {}
     optimizer: dict[Path, Leaf] = {}
@@ -48,13 +52,37 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
     for path, leaf in leaves.items():
         if optimizer_root is not None and _under(path, optimizer_root):
             optimizer[path[len(optimizer_root) :]] = leaf
-        elif _under(path, model_root) and _is_weight(
-            path[len(model_root) :], leaf, bool(model_root)
-        ):
+        elif _under(path, model_root) and _is_weight(path[len(model_root) :], leaf, has_root):
             model[path[len(model_root) :]] = leaf
         else:
             rest[path[1:] if len(path) > 1 and path[0] == EXTRA_KEY else path] = leaf
     return Roles(model_root, model, optimizer_root, optimizer, rest)
+
+
+def _require_dict(leaves: Mapping[Path, Leaf], where: str) -> None:
+    """A file that holds one object, and no dict of names, has no checkpoint in it."""
+    if () not in leaves:
+        return
+    leaf = leaves[()]
+    if isinstance(leaf, Opaque) and leaf.info is None:
+        what = f"one pickled object of class {leaf.class_name}, and classes are never called"
+    else:
+        what = "one bare tensor" if is_tensor(leaf) else f"one {type(leaf).__name__}"
+    raise SourceError(
+        "CKM206",
+        f"{where}: holds {what}, expected a dict of names and tensors",
+        "save the state dict instead: torch.save(model.state_dict(), PATH)",
+    )
+
+
+def _no_tensors(leaves: Mapping[Path, Leaf], where: str) -> SourceError:
+    classes = sorted({leaf.class_name for leaf in leaves.values() if isinstance(leaf, Opaque)})
+    what = (
+        f"; it has objects of {', '.join(classes[:3])}, which are never called" if classes else ""
+    )
+    return SourceError(
+        "CKM206", f"{where}: holds no model weights{what}", "save a state dict of plain tensors"
+    )
 
 
 def _is_weight(path: Path, leaf: Leaf, has_root: bool) -> bool:
@@ -90,10 +118,16 @@ def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
     if len(dicts) == 1:
         return _find_root(tensors, (*prefix, dicts[0]), where)
     if not dicts:
-        raise SourceError("CKM206", f"{where}: holds no model weights", "see `ckptmap inspect`")
+        raise SourceError(
+            "CKM206",
+            f"{where}: holds no model weights, only what is named as optimizer state",
+            "name the dict of the weights: --source-root NAME",
+        )
     names = ", ".join("/".join(map(str, (*prefix, name))) for name in dicts)
     raise SourceError(
-        "CKM205", f"{where}: several dicts could be the weights: {names}", "choose one with --root"
+        "CKM205",
+        f"{where}: several dicts could be the weights: {names}",
+        "choose one with --source-root NAME, or '' for all of them as one model",
     )
 
 

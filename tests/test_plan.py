@@ -245,5 +245,7 @@ def test_root_chooses_among_several_models(tmp_path: Path) -> None:
         ckptmap.open(tmp_path / "gan.pt")
     with ckptmap.open(tmp_path / "gan.pt", root="disc") as ckpt:
         assert_same(ckpt["w"].read(), torch.zeros(2), "w")
+    with ckptmap.open(tmp_path / "gan.pt", root="") as ckpt:
+        assert set(ckpt) == {"gen.w", "disc.w"}
     with pytest.raises(SourceError, match="no tensors under root 'nope'"):
         ckptmap.open(tmp_path / "gan.pt", root="nope")

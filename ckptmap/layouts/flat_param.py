@@ -52,7 +52,9 @@ class FlatParams:
 
 
 def _is_flat(path: Path, leaf: Leaf) -> bool:
-    return str(path[-1]).split(".")[-1] == KEY and any(map(is_sharded, _values(leaf)))
+    if not path or str(path[-1]).split(".")[-1] != KEY:
+        return False
+    return any(map(is_sharded, _values(leaf)))
 
 
 def _values(leaf: Leaf) -> Sequence[Leaf]:

@@ -23,6 +23,7 @@ from ckptmap.optim.state import (
     STATE,
     KeyForm,
     Optimizer,
+    Told,
     collect,
     expanded,
     plain_names,
@@ -57,6 +58,8 @@ class OptimizerReader:
         beside: str | None = None,
     ) -> None:
         whole = expanded(leaves)
+        told = next((leaf for leaf in whole.values() if isinstance(leaf, Told)), Told())
+        whole = {path: leaf for path, leaf in whole.items() if leaf is not told}
         self.form: str | None = None
         self.raw = Optimizer()
         keys = None
@@ -79,11 +82,12 @@ class OptimizerReader:
         self._named: Optimizer | None = None
         self._tried = False
         self._order = ""
-        self.why = ""
+        self._told = told
+        self.why = told.refused
 
     @property
     def present(self) -> bool:
-        return bool(self.raw.leaves or self.raw.groups or self.raw.rest)
+        return bool(self.raw.leaves or self.raw.groups or self.raw.rest or self.why)
 
     def ask(self, given: Order | None = None, like: str | None = None) -> None:
         """Use this order of the parameters, or the config.json in `like`, from now on."""
@@ -105,7 +109,7 @@ class OptimizerReader:
     def order(self) -> str:
         """Where the names behind an index came from; "" where there was none, or none was found."""
         self.named()
-        return self._order
+        return self._order or self._told.order
 
     def named(self) -> Optimizer:
         """By plain FQN; without state and groups where no order is known."""

@@ -15,10 +15,11 @@ from ckptmap.checkpoint import open as open_checkpoint
 from ckptmap.conversion import convert
 from ckptmap.files import Files
 from ckptmap.lazy import LazyTensor
-from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Scheme, Write
-from ckptmap.tensors import ITEMSIZE, Box, Chunk, Opaque, Region, StoredTensor, TensorInfo
+from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Scheme
+from ckptmap.tensors import ITEMSIZE, Box, Opaque, TensorInfo
 from ckptmap.testing.base import expect, registered, run_all
-from ckptmap.testing.samples import cut, info_of, random_box, raw, same, save
+from ckptmap.testing.parts import Assembly, Parts, on_disk, stored
+from ckptmap.testing.samples import cut, info_of, random_box, same, save
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,6 @@ MAX_ERROR = 0.5
 """Relative rms error of decoded normal values: one bit a value does better, garbage does not."""
 BOXES = 6
 
-Parts = dict[str, "torch.Tensor"]
 
 
 def check_scheme(scheme: Scheme) -> None:
@@ -100,7 +100,7 @@ class SchemeKit:
     def strangers(self) -> None:
         """What is not this scheme's is left alone."""
         name, dense = self.scheme.name, TensorInfo((4, 4), "float32")
-        plain = {key: _stored("nowhere", 0, dense) for key in ("a.weight", "b.bias")}
+        plain = {key: stored("nowhere", 0, dense) for key in ("a.weight", "b.bias")}
         expect(self.scheme.group(plain, {}) == [], f"{name}: groups plain tensors")
         expect(self.scheme.group({}, {}) == [], f"{name}: groups nothing")
         stranger = Opaque("kit.nowhere", "Stranger", (), {}, dense)
@@ -204,7 +204,7 @@ class _Try:
 
     def _collected(self, encoder: Encoder, feeds: Iterable[tuple[int, int]]) -> Parts:
         flat = self.given.reshape(-1)
-        assembly = _Assembly(self.what, self.described, in_order=not encoder.splittable)
+        assembly = Assembly(self.what, self.described, in_order=not encoder.splittable)
         for offset, count in feeds:
             given = flat[offset : offset + count].clone()
             for write in encoder.feed(offset, given):
@@ -290,12 +290,12 @@ class _Try:
             return  # a plain tensor: nobody's to claim
         records = json.loads(json.dumps({"a.w": record})) if record is not None else {}
         with tempfile.TemporaryDirectory() as folder:
-            stored = _on_disk(Path(folder) / "parts", self.parts, "a.w")
-            other = {"a.bias": _stored("nowhere", 0, TensorInfo((4,), "float32"))}
-            found = self.scheme.group({**other, **stored}, records)
+            lying = on_disk(Path(folder) / "parts", self.parts, "a.w")
+            other = {"a.bias": stored("nowhere", 0, TensorInfo((4,), "float32"))}
+            found = self.scheme.group({**other, **lying}, records)
             expect(len(found) == 1, f"{self.what}: stored once, group() finds {len(found)}")
             group, consumed = found[0]
-            self._check_group(group, consumed, stored)
+            self._check_group(group, consumed, lying)
             files = Files()
             read = LazyTensor("a.w", group, files).read()
             files.close()
@@ -309,61 +309,3 @@ class _Try:
             sorted(used) == sorted(stored),
             f"{self.what}: consumes {sorted(used)}, expected its parts {sorted(stored)}",
         )
-
-
-class _Assembly:
-    """Parts put together of writes: flat ranges, each element once, in order where required."""
-
-    def __init__(self, what: str, infos: Mapping[str, TensorInfo], in_order: bool) -> None:
-        import torch
-
-        self._what, self._infos, self._in_order = what, infos, in_order
-        self._flat = {
-            name: torch.empty(info.numel, dtype=getattr(torch, info.dtype))
-            for name, info in infos.items()
-        }
-        self._seen = {
-            name: torch.zeros(info.numel, dtype=torch.uint8) for name, info in infos.items()
-        }
-        self._end = dict.fromkeys(infos, 0)
-
-    def take(self, write: Write) -> None:
-        what = f"{self._what}: a write to {write.part!r}"
-        expect(write.part in self._infos, f"{what}: parts() does not name it")
-        start, count = (write.box.offsets or (0,))[0], write.box.numel
-        flat, info = self._flat[write.part], self._infos[write.part]
-        expect(len(write.box.sizes) <= 1, f"{what}: box {write.box}, expected a flat range")
-        expect(write.values.numel() == count, f"{what}: {write.values.numel()} values for {count}")
-        expect(write.values.dtype == flat.dtype, f"{what}: {write.values.dtype}, expected {info}")
-        expect(start + count <= info.numel, f"{what}: ends at {start + count} of {info.numel}")
-        late = self._in_order and start != self._end[write.part]
-        expect(not late, f"{what}: at {start}, expected {self._end[write.part]}: not in order")
-        self._end[write.part] = start + count
-        flat[start : start + count] = write.values.reshape(-1)
-        self._seen[write.part][start : start + count] += 1
-
-    def parts(self) -> Parts:
-        """Raises AssertionError where an element was not written, or twice."""
-        for name, seen in self._seen.items():
-            once = int((seen == 1).sum())
-            expect(
-                once == seen.numel(),
-                f"{self._what}: part {name!r}: {once} of {seen.numel()} elements written once",
-            )
-        return {name: self._flat[name].reshape(info.shape) for name, info in self._infos.items()}
-
-
-def _stored(file: str, offset: int, info: TensorInfo) -> StoredTensor:
-    region = Region.contiguous(file, offset, info.shape, info.itemsize)
-    return StoredTensor(info, [Chunk(Box.whole(info.shape), region)])
-
-
-def _on_disk(file: Path, parts: Parts, fqn: str) -> dict[str, StoredTensor]:
-    """The parts as a container would find them, one after the other in one file."""
-    stored, content = {}, bytearray()
-    for name, part in parts.items():
-        key = f"{fqn}.{name}" if name else fqn
-        stored[key] = _stored(str(file), len(content), info_of(part))
-        content += raw(part)
-    file.write_bytes(content)
-    return stored

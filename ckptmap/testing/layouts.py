@@ -9,8 +9,9 @@ from typing import TypeAlias
 from ckptmap.coverage import prove_tiling
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.protocols import Layout, MeshLayout
-from ckptmap.tensors import Box, Chunk, Leaf, Region, StoredTensor, TensorInfo
+from ckptmap.tensors import Box, Leaf, StoredTensor, TensorInfo
 from ckptmap.testing.base import expect, required
+from ckptmap.testing.parts import stored
 
 SHAPES = ((), (0,), (1,), (7,), (0, 4), (4, 0), (1, 3), (5, 3), (16, 2), (2, 3, 4), (1001, 48))
 WORLD_SIZES = (1, 2, 3, 4, 7, 8, 64)
@@ -57,7 +58,7 @@ def check_chunks(
     ranks = [rank for rank, _ in chunks]
     expect(ranks == sorted(ranks), f"{what}: ranks {ranks} are not in order")
     wrong = [rank for rank in ranks if not 0 <= rank < world_size]
-    expect(not wrong, f"{what}: rank {wrong[:1]} of {world_size} ranks")
+    expect(not wrong, f"{what}: rank {wrong[0] if wrong else 0} of {world_size} ranks")
     boxes = [box for _, box in chunks]
     problem = prove_tiling(info.shape, boxes)
     expect(problem is None, f"{what}: {problem}")
@@ -102,11 +103,6 @@ def _refuses_meshes(layout: MeshLayout) -> None:
         except PlanError:
             continue
         raise AssertionError(f"{layout.name}: took --mesh {mesh!r} --world-size {world_size}")
-
-
-def stored(info: TensorInfo) -> StoredTensor:
-    region = Region.contiguous("nowhere", 0, info.shape, info.itemsize)
-    return StoredTensor(info, [Chunk(Box.whole(info.shape), region)])
 
 
 def _check_strangers(layout: Layout) -> None:

@@ -1,0 +1,339 @@
+"""Raw `optimizer.state_dict()` of FSDP1, one a rank: state is cut as the flat parameters are.
+
+    use_orig_params=False   {0: {exp_avg: [ceil(numel / N)]}}   an index a FlatParameter, padded
+    use_orig_params=True    {0: {exp_avg: [n]}, 3: ...}         an index a parameter, its slice of
+                                                                this rank; none where that is empty
+
+Indices count the same on every rank: through the groups, as the parameters were passed. Which is
+which comes from `param_names` in the groups, else from the order of the model's own dict, which is
+that of its modules, where what each rank holds fits that in one way only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ckptmap.layouts.flat_rectangles import InUnit, Slices, rectangles
+from ckptmap.like import Like, Plain
+from ckptmap.optim.alignment import align
+from ckptmap.optim.nested import read_nested
+from ckptmap.optim.state import GROUPS, NAMES, PARAMS, STATE, Keys, Told, expanded
+from ckptmap.tensors import (
+    FLOATING,
+    Chunk,
+    Leaf,
+    Opaque,
+    Path,
+    PerRank,
+    Region,
+    StoredTensor,
+    TensorInfo,
+)
+from ckptmap.wire.sharded import is_sharded
+
+Counts = tuple[int, ...]
+"""Elements that each rank holds."""
+
+
+class FlatOptimizer:
+    """Replaces flat state by that of the parameters, by name; comes after the weights' turn."""
+
+    name = "flat-optimizer"
+
+    def unflatten(
+        self,
+        leaves: Mapping[Path, Leaf],
+        like: Callable[[], Like] | None,
+        plain: Plain,
+        where: str,
+    ) -> Mapping[Path, Leaf]:
+        """Where the state cannot be resolved, one leaf stands for it that says why."""
+        root = _root_of(leaves)
+        if root is None:
+            return leaves
+        depth = len(root)
+        inside = {path[depth:]: leaf for path, leaf in leaves.items() if path[:depth] == root}
+        weights = _weights(leaves, root)
+        inside = expanded(inside)
+        keys = read_nested(inside)
+        if keys is None or not keys.by_index or not _is_flat(inside, keys, weights):
+            return leaves
+        try:
+            found = _State(inside, keys, weights, plain).by_name()
+        except _Unresolved as error:
+            found = {(STATE,): Told(refused=str(error))}
+        kept = {path: leaf for path, leaf in leaves.items() if path[:depth] != root}
+        return {**kept, **{(*root, *path): leaf for path, leaf in found.items()}}
+
+
+class _Unresolved(Exception):
+    """Why the state cannot be given to parameters."""
+
+
+def _root_of(leaves: Mapping[Path, Leaf]) -> Path | None:
+    """Where state by index, of several ranks, is."""
+    for path, leaf in leaves.items():
+        at = path.index(STATE) if STATE in path else len(path)
+        if at + 2 < len(path) and type(path[at + 1]) is int and isinstance(leaf, PerRank):
+            return path[:at]
+    return None
+
+
+def _weights(leaves: Mapping[Path, Leaf], root: Path) -> dict[str, Leaf]:
+    """The dict that holds cut weights, by key; empty where none does."""
+    cut = [path[:-1] for path, leaf in leaves.items() if path[: len(root)] != root and _cut(leaf)]
+    return {
+        str(path[-1]): leaf for path, leaf in leaves.items() if cut and path[:-1] == cut[0] != root
+    }
+
+
+def _cut(leaf: Leaf) -> bool:
+    if isinstance(leaf, StoredTensor):
+        return isinstance(leaf.share, InUnit | Slices)
+    return isinstance(leaf, PerRank) and any(
+        is_sharded(value) or (isinstance(value, Opaque) and value.info) for value in leaf.values
+    )
+
+
+def _is_flat(leaves: Mapping[Path, Leaf], keys: Keys, weights: Mapping[str, Leaf]) -> bool:
+    """Plain tensors of one dim, and no DTensor, beside weights that are cut."""
+    values = [v for p in keys.state if isinstance(leaves[p], PerRank) for v in leaves[p].values]
+    stored = [value for value in values if isinstance(value, StoredTensor)]
+    if len(stored) != sum(isinstance(value, StoredTensor | Opaque) for value in values):
+        return False
+    return bool(weights) and any(len(value.info.shape) == 1 for value in stored)
+
+
+# --------------------------------------------------------------------------------- parameters
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What an index can mean: a flat parameter with its tensors, or one tensor.
+
+    `key` as stored; `members` key -> (info, flat element that it begins at); `counts` what each
+    rank holds, without padding, None: not known
+    """
+
+    key: str
+    members: Mapping[str, tuple[TensorInfo, int]]
+    counts: Counts | None
+    is_unit: bool = False
+
+    @property
+    def numel(self) -> int:
+        return sum(info.numel for info, _ in self.members.values())
+
+    def fits(self, held: _Held) -> bool:
+        """Is this what the ranks' state is of?"""
+        if not held.counts:
+            return True  # frozen, or never stepped: without state
+        if self.is_unit:
+            return set(held.counts) == {-(-self.numel // len(held.counts))}
+        ((info, _),) = self.members.values()
+        if set(held.shapes) == {info.shape}:
+            return self.counts is None or self.counts == held.counts
+        if any(len(shape) != 1 for shape in held.shapes) or sum(held.counts) != self.numel:
+            return False
+        return self.counts is None or self.counts == held.counts
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The shapes of an index's largest state, and how many elements each rank holds of it."""
+
+    shapes: Sequence[tuple[int, ...]] = ()
+    counts: Counts = ()
+
+
+def _places(weights: Mapping[str, Leaf]) -> list[_Place]:
+    """Parameters in the order of the model's dict, tied ones once."""
+    units: dict[str, dict[str, tuple[TensorInfo, int]]] = {}
+    found: dict[str, _Place | None] = {}
+    seen: set[object] = set()
+    for key, leaf in weights.items():
+        info, share = _described(leaf)
+        if info is None or info.dtype not in FLOATING or (share is not None and share in seen):
+            continue
+        seen.add(share)
+        if isinstance(share, InUnit):
+            found.setdefault(share.unit, None)
+            units.setdefault(share.unit, {})[key] = (info, share.offset)
+        else:
+            counts = share.counts if isinstance(share, Slices) else None
+            found[key] = _Place(key, {key: (info, 0)}, counts)
+    return [
+        place or _Place(key, dict(_in_order(units[key])), None, True)
+        for key, place in found.items()
+    ]
+
+
+def _in_order(
+    members: Mapping[str, tuple[TensorInfo, int]],
+) -> Iterator[tuple[str, tuple[TensorInfo, int]]]:
+    yield from sorted(members.items(), key=lambda item: item[1][1])
+
+
+def _described(leaf: Leaf) -> tuple[TensorInfo | None, object]:
+    first = leaf.values[0] if isinstance(leaf, PerRank) else leaf
+    return getattr(first, "info", None), getattr(first, "share", None)
+
+
+# --------------------------------------------------------------------------------- state
+
+
+class _State:
+    """The optimizer's leaves below its root, with the weights' beside them."""
+
+    def __init__(
+        self, leaves: Mapping[Path, Leaf], keys: Keys, weights: Mapping[str, Leaf], plain: Plain
+    ) -> None:
+        self.leaves = leaves
+        self.keys = keys
+        self.plain = plain
+        self.places = _places(weights)
+
+    def by_name(self) -> dict[Path, Leaf]:
+        """The same keyed by the weights' stored keys. Raises _Unresolved."""
+        if any(isinstance(self.leaves[path], PerRank) for path in self._listing):
+            raise _Unresolved("the ranks list different parameters in their groups")
+        source, order = self._order()
+        state: dict[Path, Leaf] = {}
+        for path, (key, name) in self.keys.state.items():
+            for weight, (info, start) in order[key].members.items():
+                title = f"{key}.{'.'.join(map(str, name))}"
+                state[STATE, weight, *name] = self._leaf(
+                    title, self.leaves[path], order[key], info, start
+                )
+        groups = {
+            (GROUPS, number, PARAMS): [w for key in params for w in order[key].members]
+            for number, params in enumerate(self.keys.params)
+        }
+        hyper = {
+            (GROUPS, number, *name): self.leaves[path]
+            for path, (number, name) in self.keys.hyper.items()
+            if name != (NAMES,)
+        }
+        rest = {path: self.leaves[path] for path in self.keys.rest}
+        return {(STATE,): Told(order=source), **state, **groups, **hyper, **rest}
+
+    @cached_property
+    def _listing(self) -> list[Path]:
+        return [
+            p for p in self.leaves if p[0] == GROUPS and (len(p) < 3 or p[2] in (PARAMS, NAMES))
+        ]
+
+    # ------------------------------------------------------------------ which is which
+
+    def _order(self) -> tuple[str, Mapping[str, _Place]]:
+        """(source, index -> what it means), proven by what the ranks hold."""
+        listed = [key for params in self.keys.params for key in params]
+        lost = next((key for key, _ in self.keys.state.values() if key not in listed), None)
+        if lost is not None:
+            raise _Unresolved(f"the state of index {lost} belongs to no group")
+        names = self._names()
+        if names is None:
+            return "the order of the saved model dict", self._aligned()
+        order = dict(zip(listed, self._named(names), strict=True))
+        for key, place in order.items():
+            if not place.fits(self._held[key]):
+                raise _Unresolved(
+                    f"index {key} is named {place.key}, but the ranks hold "
+                    f"{list(self._held[key].counts)} elements of it"
+                )
+        return "param_names in the groups", order
+
+    def _names(self) -> list[str] | None:
+        found: list[str] = []
+        for number, params in enumerate(self.keys.params):
+            names = self.leaves.get((GROUPS, number, NAMES))
+            if not isinstance(names, list) or len(names) != len(params):
+                return None
+            found += map(str, names)
+        return found
+
+    def _named(self, names: Sequence[str]) -> list[_Place]:
+        known = self.plain([place.key for place in self.places])
+        by_name = {known[place.key]: place for place in self.places}
+        plain = self.plain(names)
+        lost = next((name for name in names if plain[name] not in by_name), None)
+        if lost is not None:
+            raise _Unresolved(f"param_names has {lost}, which is no weight of the files")
+        return [by_name[plain[name]] for name in names]
+
+    def _aligned(self) -> Mapping[str, _Place]:
+        held = [[self._held[key] for key in params] for params in self.keys.params]
+        ways = align(held, self.places, lambda item, place: place.fits(item))
+        if isinstance(ways, str):
+            flat = any(place.is_unit for place in self.places)
+            kind = "flat parameters" if flat else "weights"
+            raise _Unresolved(
+                f"its {sum(map(len, held))} parameters are flat shards, and {ways} to match them"
+                f" with the {len(self.places)} {kind} of the model files"
+            )
+        pairs = zip(self.keys.params, ways, strict=True)
+        return {
+            key: self.places[at]
+            for keys, found in pairs
+            for key, at in zip(keys, found, strict=True)
+        }
+
+    @cached_property
+    def _held(self) -> Mapping[str, _Held]:
+        found = {key: _Held() for params in self.keys.params for key in params}
+        for path, (key, _) in self.keys.state.items():
+            values = _values(self.leaves[path])
+            shapes = [v.info.shape for v in values if isinstance(v, StoredTensor)]
+            if any(shapes) and key in found and not found[key].counts:
+                counts = tuple(v.info.numel if isinstance(v, StoredTensor) else 0 for v in values)
+                found[key] = _Held(shapes, counts)
+        return found
+
+    # ------------------------------------------------------------------ one entry
+
+    def _leaf(self, title: str, leaf: Leaf, place: _Place, info: TensorInfo, start: int) -> Leaf:
+        """A state entry of one of an index's tensors."""
+        values = [value for value in _values(leaf) if value is not None]
+        stored = [value for value in values if isinstance(value, StoredTensor)]
+        if not stored:
+            if any(value != values[0] for value in values):
+                raise _Unresolved(f"state {title} differs between ranks: {values[:3]!r:.80}")
+            return values[0] if values else None
+        if len(stored) < len(values) or len({value.info.dtype for value in stored}) > 1:
+            raise _Unresolved(f"state {title} is of different kinds on the ranks")
+        shapes = {value.info.shape for value in stored}
+        held = sum(value.info.numel for value in stored)
+        if shapes == {()} or (shapes == {info.shape} and held > info.numel and not place.is_unit):
+            return _same_on_all(stored)
+        if any(len(shape) != 1 for shape in shapes) or held < place.numel:
+            raise _Unresolved(f"state {title} is no slice of its parameter: {list(min(shapes))}")
+        if any(len(v.chunks) > 1 or not v.chunks[0].region.is_contiguous for v in stored):
+            raise _Unresolved(f"state {title} is no contiguous tensor")
+        made = TensorInfo(info.shape, stored[0].info.dtype)
+        return StoredTensor(made, lambda: list(_chunks(made, stored, start)))
+
+
+def _values(leaf: Leaf) -> Sequence[Leaf]:
+    return leaf.values if isinstance(leaf, PerRank) else (leaf,)
+
+
+def _same_on_all(stored: Sequence[StoredTensor]) -> StoredTensor:
+    """The first rank's; the others' must be equal. Each parameter has one of its own: no share."""
+    others = [chunk for each in stored[1:] for chunk in each.chunks]
+    return StoredTensor(stored[0].info, list(stored[0].chunks), others)
+
+
+def _chunks(info: TensorInfo, stored: Sequence[StoredTensor], start: int) -> Iterator[Chunk]:
+    """What the ranks' flat shards hold of the tensor that begins at flat element `start`."""
+    at = 0
+    for shard in stored:
+        low, high = max(at, start), min(at + shard.info.numel, start + math.prod(info.shape))
+        for box, first in rectangles(info.shape, low - start, high - start):
+            (chunk,) = shard.chunks
+            where = chunk.region.offset + (start + first - at) * info.itemsize
+            yield Chunk(box, Region.contiguous(chunk.region.file, where, box.sizes, info.itemsize))
+        at += shard.info.numel

@@ -1,0 +1,76 @@
+"""An encoded tensor's parts, put together of an encoder's writes, and laid down in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptmap.protocols import Write
+from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
+from ckptmap.testing.base import expect
+from ckptmap.testing.samples import info_of, raw
+
+if TYPE_CHECKING:
+    import torch
+
+Parts = dict[str, "torch.Tensor"]
+"""Part name -> what is stored."""
+
+
+class Assembly:
+    """Parts put together of writes: flat ranges, each element once, in order where required."""
+
+    def __init__(self, what: str, infos: Mapping[str, TensorInfo], in_order: bool) -> None:
+        import torch
+
+        self._what, self._infos, self._in_order = what, infos, in_order
+        self._flat = {
+            name: torch.empty(info.numel, dtype=getattr(torch, info.dtype))
+            for name, info in infos.items()
+        }
+        self._seen = {
+            name: torch.zeros(info.numel, dtype=torch.uint8) for name, info in infos.items()
+        }
+        self._end = dict.fromkeys(infos, 0)
+
+    def take(self, write: Write) -> None:
+        what = f"{self._what}: a write to {write.part!r}"
+        expect(write.part in self._infos, f"{what}: parts() does not name it")
+        start, count = (write.box.offsets or (0,))[0], write.box.numel
+        flat, info = self._flat[write.part], self._infos[write.part]
+        expect(len(write.box.sizes) <= 1, f"{what}: box {write.box}, expected a flat range")
+        expect(write.values.numel() == count, f"{what}: {write.values.numel()} values for {count}")
+        expect(write.values.dtype == flat.dtype, f"{what}: {write.values.dtype}, expected {info}")
+        expect(start + count <= info.numel, f"{what}: ends at {start + count} of {info.numel}")
+        late = self._in_order and start != self._end[write.part]
+        expect(not late, f"{what}: at {start}, expected {self._end[write.part]}: not in order")
+        self._end[write.part] = start + count
+        flat[start : start + count] = write.values.reshape(-1)
+        self._seen[write.part][start : start + count] += 1
+
+    def parts(self) -> Parts:
+        """Raises AssertionError where an element was not written, or twice."""
+        for name, seen in self._seen.items():
+            once = int((seen == 1).sum())
+            expect(
+                once == seen.numel(),
+                f"{self._what}: part {name!r}: {once} of {seen.numel()} elements written once",
+            )
+        return {name: self._flat[name].reshape(info.shape) for name, info in self._infos.items()}
+
+
+def stored(file: str, offset: int, info: TensorInfo) -> StoredTensor:
+    region = Region.contiguous(file, offset, info.shape, info.itemsize)
+    return StoredTensor(info, [Chunk(Box.whole(info.shape), region)])
+
+
+def on_disk(file: Path, parts: Parts, fqn: str) -> dict[str, StoredTensor]:
+    """The parts as a container would find them, one after the other in one file."""
+    found, content = {}, bytearray()
+    for name, part in parts.items():
+        key = f"{fqn}.{name}" if name else fqn
+        found[key] = stored(str(file), len(content), info_of(part))
+        content += raw(part)
+    file.write_bytes(content)
+    return found

@@ -1,0 +1,69 @@
+"""Hugging Face directories of torch.save shards, as huggingface_hub writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import save_torch_state_dict
+
+import ckptmap
+from ckptmap.errors import SourceError
+from tests.corpus.models import tiny_llama
+from tests.test_open import assert_same
+
+INDEX = "pytorch_model.bin.index.json"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    state = dict(tiny_llama().state_dict())
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    save_torch_state_dict(state, folder, safe_serialization=False, max_shard_size="100KB")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert (folder / INDEX).exists()
+    return folder, state
+
+
+def test_shards_are_one_checkpoint(
+    saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder, state = saved
+    with ckptmap.open(folder) as ckpt:
+        assert set(ckpt) == set(state)
+        for fqn, value in state.items():
+            assert_same(ckpt[fqn].read(), value, fqn)
+    ckptmap.convert(folder, tmp_path / "out", to="hf")
+    assert ckptmap.diff(folder, tmp_path / "out", values=True).equal
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_one_file_beside_its_config(tmp_path: Path) -> None:
+    state = dict(tiny_llama().state_dict())
+    save_torch_state_dict(state, tmp_path, safe_serialization=False)
+    with ckptmap.open(tmp_path) as ckpt:
+        assert set(ckpt) == set(state)
+
+
+def test_index_and_shards_that_disagree(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, _ = saved
+    index = json.loads((folder / INDEX).read_text())
+    names = sorted(set(index["weight_map"].values()))
+    key = next(k for k, name in index["weight_map"].items() if name == names[0])
+    moved = {**index, "weight_map": {**index["weight_map"], key: names[1]}}
+    (folder / INDEX).write_text(json.dumps(moved))
+    with pytest.raises(
+        SourceError, match=rf"'{key}' is stored in '{names[0]}', expected '{names[1]}'"
+    ):
+        ckptmap.open(folder)
+    (folder / INDEX).write_text(json.dumps(index))
+    (folder / names[0]).unlink()
+    with pytest.raises(SourceError, match=f"lists '{names[0]}', which is not there"):
+        ckptmap.open(folder)
+    index["weight_map"][key] = "../" + names[0]
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(SourceError, match="leads out of the directory"):
+        ckptmap.open(folder)
