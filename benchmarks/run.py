@@ -28,6 +28,10 @@ ROOT = HERE.parent
 MANY = ("many_safetensors", "many_pt", "many_dcp", "dcp_files")
 """Sources that do not depend on the size; kept apart so that both sizes share them."""
 
+LEFT_OUT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONDONTWRITEBYTECODE")
+"""Of the environment: threads are as each library chooses them, and what runs from a clone is
+compiled once, by its warm-up, as an installed package was by pip."""
+
 
 def main() -> int:
     asked = _arguments()
@@ -99,8 +103,7 @@ def _measure(case: Case, work: Path, size: str, count: int, filler: Filler | Non
     peer_source = path_of(_folder(work, size, other), other)
     destination = work / "out" / case.name
     destination.parent.mkdir(exist_ok=True)
-    # Threads as each library chooses them, whatever the caller's shell or make sets.
-    env = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    env = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
 
     def once(command: list[str], reads: Path) -> Sample:
         prepare(destination, reads, filler)

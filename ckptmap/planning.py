@@ -336,7 +336,7 @@ def _unnamed(reader: OptimizerReader) -> Unresolved:
     if reader.form is None:
         return Unresolved(
             "optimizer",
-            "its state is keyed in no form that is known",
+            reader.why or "its state is keyed in no form that is known",
             "convert the weights alone with --optimizer drop",
         )
     return Unresolved(

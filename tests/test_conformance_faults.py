@@ -7,8 +7,8 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +19,14 @@ from safetensors.torch import save_file
 from ckptmap import registry
 from ckptmap.containers.safetensors import SafetensorsFile
 from ckptmap.containers.torch_zip import FULL, TorchZip, TorchZipWriter
-from ckptmap.directories.verl import Verl
-from ckptmap.encodings.dense import CastBf16, DenseAs, flat
-from ckptmap.encodings.nf4 import NF4Scheme
-from ckptmap.encodings.nf4_encoding import NF4
-from ckptmap.layouts.shard import Shard0
 from ckptmap.places import look
-from ckptmap.protocols import OutFile, OutState, Place, Write
-from ckptmap.tensors import Box, Chunk, Index, StoredTensor, TensorInfo
+from ckptmap.protocols import OutFile, OutState, Place
+from ckptmap.tensors import Chunk, Index, StoredTensor, TensorInfo
 from ckptmap.testing import (
     ContainerKit,
-    SchemeKit,
     check_container,
-    check_directory,
-    check_layout,
     check_reader,
-    check_scheme,
 )
-from ckptmap.testing.base import required
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 toy: Any = importlib.import_module("toy_container")
@@ -282,251 +272,6 @@ def test_reader_that_follows_names_out(tmp_path: Path, monkeypatch: pytest.Monke
     kit = ContainerKit(toy.ToyReader(), toy.ToyWriter(), toy.TOY, tmp_path)
     with pytest.raises(AssertionError, match=r"names '\.\./00\.bin', and it is read"):
         kit.reads()
-
-
-# ------------------------------------------------------------------------------- layouts
-
-
-@dataclass
-class Cutter(Shard0):
-    """Shard0 with a fault."""
-
-    fault: Callable[[list[tuple[int, Box]]], list[tuple[int, Box]]]
-
-    def cut(self, info: TensorInfo, world_size: int) -> list[tuple[int, Box]]:
-        return self.fault(list(super().cut(info, world_size)))
-
-
-def hole(chunks: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
-    return chunks[:-1] if len(chunks) > 1 else chunks
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (hole, "chunks cover"),
-        (lambda chunks: [*chunks, chunks[0]], "not in order|overlap|empty"),
-        (lambda chunks: [(rank + 1, box) for rank, box in chunks], "rank 1 of 1 ranks"),
-        (lambda chunks: list(reversed(chunks)), "not in order"),
-        (lambda chunks: [*chunks, (chunks[-1][0], Box.whole((0,) * len(chunks[0][1].sizes)))],
-         "an empty box|overlap"),
-        (lambda chunks: [c for c in chunks if c[1].numel], "no box at all"),
-        (lambda chunks: chunks[1 << 40], "IndexError"),
-    ],
-)  # fmt: skip
-def test_faulty_cut(fault: Any, message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        check_layout(Cutter(fault))
-
-
-def test_layout_that_joins_strangers() -> None:
-    class Greedy(Shard0):
-        def join(self, values: Sequence[Any], key: str) -> Any:
-            return StoredTensor(TensorInfo((), "float32"), [])
-
-    with pytest.raises(AssertionError, match="joined"):
-        check_layout(Greedy())
-
-
-def test_layout_that_joins_what_is_not_whole() -> None:
-    class Careless(Shard0):
-        """Its parts are (box, info of the whole); it never asks whether all are there."""
-
-        def join(self, values: Sequence[Any], key: str) -> Any:
-            if not all(isinstance(value, tuple) for value in values):
-                return None
-            return StoredTensor(values[0][1], [Chunk(box, None) for box, _ in values])  # type: ignore[arg-type]
-
-    def parts(info: TensorInfo, world_size: int) -> list[Any]:
-        return [(box, info) for _, box in Shard0().cut(info, world_size)]
-
-    with pytest.raises(AssertionError, match="took 1 parts of 2 for the whole"):
-        check_layout(Careless(), parts)
-
-
-# ------------------------------------------------------------------------------- encodings
-
-
-@dataclass(frozen=True)
-class FaultyNF4(NF4):
-    """NF4 with a fault named by its scheme."""
-
-    fault: str = ""
-
-    def encoder(self, info: TensorInfo, device: str) -> Any:
-        encoder: Any = super().encoder(info, device)
-        feed, finish = encoder.feed, encoder.finish
-        if self.fault == "finish":
-            encoder.finish = lambda: (finish(), ())[1]
-        if self.fault == "twice":
-            encoder.feed = lambda offset, values: (*feed(offset, values), *feed(offset, values))
-        if self.fault == "offset":
-            encoder.feed = lambda offset, values: feed(0, values)
-        if self.fault == "dtype":
-            encoder.finish = lambda: [replace(w, values=w.values.double()) for w in finish()]
-        return encoder
-
-    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
-        found = super().part_box(info, part, box)
-        if self.fault == "part_box" and found and part == "quantized_scalers" and box.numel:
-            return Box(found.offsets, tuple(max(0, n - 1) for n in found.sizes))
-        return found
-
-    def decode(self, info: TensorInfo, parts: Mapping[str, Any], box: Box, out: Any) -> None:
-        super().decode(info, parts, box, out)
-        if self.fault == "decode":
-            out.mul_(-1)
-        if self.fault == "random":
-            out += torch.randn(())
-
-    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
-        record = dict(super().record(info) or {})
-        if self.fault == "record":
-            record["shape"] = [info.numel]
-        if self.fault == "json":
-            record["shape"] = torch.Size(info.shape) if len(info.shape) < 2 else {1, 2}
-        return record
-
-
-class Faults(NF4Scheme):
-    def __init__(self, fault: str) -> None:
-        object.__setattr__(self, "fault", fault)
-
-    def encoding(self, info: TensorInfo) -> Any:
-        found: Any = super().encoding(info)
-        if not isinstance(found, NF4):
-            return found
-        return FaultyNF4(found.block_size, found.scaler_block_size, self.fault)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("fault", "check", "message"),
-    [
-        ("finish", "describes", "part 'quantized_scalers': 0 of 1 elements written once"),
-        ("twice", "describes", "not in order"),
-        ("offset", "pieces", "not in order"),
-        ("dtype", "describes", "torch.float64, expected"),
-        ("part_box", "boxes", "size of tensor|shape|other values"),
-        ("decode", "values", "a relative rms error of"),
-        ("random", "values", "decodes differently"),
-        ("record", "recognised", "found again as"),
-        ("json", "recognised", "not JSON serializable"),
-    ],
-)
-def test_faulty_encoding(fault: str, check: str, message: str) -> None:
-    with pytest.raises(AssertionError, match=message), required(check):
-        getattr(SchemeKit(Faults(fault)), check)()
-
-
-def test_faulty_encoding_in_one_call() -> None:
-    with pytest.raises(AssertionError, match="written once"):
-        check_scheme(Faults("finish"))
-
-
-class Truncating(CastBf16):
-    """Rounds towards zero, where torch rounds to nearest."""
-
-    def encoding(self, info: TensorInfo) -> Any:
-        found = super().encoding(info)
-        return TruncatedAs("bfloat16") if info.dtype == "float32" else found
-
-
-class TruncatedAs(DenseAs):
-    def encoder(self, info: TensorInfo, device: str) -> Any:
-        encoder: Any = super().encoder(info, device)
-
-        def feed(offset: int, values: torch.Tensor) -> Iterable[Write]:
-            cut = values.view(torch.int32).bitwise_right_shift(16).to(torch.int16)
-            yield Write("", flat(offset, values.numel()), cut.view(torch.bfloat16))
-
-        encoder.feed = feed
-        return encoder
-
-
-def test_cast_that_is_not_torchs() -> None:
-    with pytest.raises(AssertionError, match=r"the part is not values\.to\(dtype\)"):
-        SchemeKit(Truncating()).values()
-
-
-def test_scheme_that_touches_what_it_leaves_alone() -> None:
-    class Fickle(CastBf16):
-        """Takes an embedding when the plan asks, and says later that it does not."""
-
-        asked = 0
-
-        def target(self, fqn: str, info: TensorInfo) -> Any:
-            Fickle.asked += 1
-            return None if Fickle.asked > 6 else super().target(fqn, info)
-
-    with pytest.raises(AssertionError, match=r"target\(\) is None, yet it changes"):
-        SchemeKit(Fickle()).untouched()
-
-
-# ------------------------------------------------------------------------------- directories
-
-
-@pytest.fixture
-def verl(tmp_path: Path) -> Path:
-    """Rank files of our own writer; that adapters know real ones is tested elsewhere."""
-    import ckptmap
-
-    torch.save({"fc.weight": torch.ones(4, 2)}, tmp_path / "a.pt")
-    ckptmap.convert(tmp_path / "a.pt", tmp_path / "verl", to="fsdp2-ranks", world_size=2)
-    (tmp_path / "verl" / "fsdp_config.json").write_text("{}")
-    return tmp_path / "verl"
-
-
-def test_sound_directory(verl: Path) -> None:
-    check_directory(Verl(), verl)
-
-
-class ClaimsAnyDirectory(Verl):
-    def claims(self, place: Place) -> bool:
-        return place.is_dir
-
-
-class ReadsToClaim(Verl):
-    def claims(self, place: Place) -> bool:
-        if place.is_dir:
-            for _ in range(20):
-                [f.read_bytes() for f in Path(place.path).iterdir() if f.is_file()]
-        return super().claims(place)
-
-
-class NamesTheAbsent(Verl):
-    def members(self, place: Place) -> Any:
-        found = super().members(place)
-        return replace(found, left=["rng_state.pt"])
-
-
-class RaisesKeyError(Verl):
-    def members(self, place: Place) -> Any:
-        if "model_world_size_2_rank_1.pt" not in place.names:
-            raise KeyError("model_world_size_2_rank_1.pt")
-        return super().members(place)
-
-
-class LeadsOut(Verl):
-    def members(self, place: Place) -> Any:
-        found = super().members(place)
-        outside = replace(found.members[0], path=str(Path(place.path).parent))
-        return replace(found, members=(outside,))
-
-
-@pytest.mark.parametrize(
-    ("directory", "message"),
-    [
-        (ClaimsAnyDirectory(), "which is not its own"),
-        (ReadsToClaim(), "claims\\(\\) reads"),
-        (NamesTheAbsent(), "left behind: rng_state.pt is not there"),
-        (RaisesKeyError(), "raises KeyError, expected SourceError"),
-        (LeadsOut(), "lies outside"),
-    ],
-    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
-)
-def test_faulty_directory(directory: Any, message: str, verl: Path) -> None:
-    with pytest.raises(AssertionError, match=message):
-        check_directory(directory, verl)
 
 
 def test_the_registry_is_whole_again() -> None:

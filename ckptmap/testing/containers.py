@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +14,19 @@ from ckptmap import manifest as manifests
 from ckptmap.conversion import convert
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.mapping.wrappers import strip_wrappers
-from ckptmap.planning import plan
-from ckptmap.plans import Plan
-from ckptmap.protocols import Container, Directory, OutFile, OutState, Setup, Writer
+from ckptmap.protocols import Container, Directory, OutState, Setup, Writer
 from ckptmap.roots import is_tensor
 from ckptmap.tensors import Path as LeafPath
 from ckptmap.testing import samples
-from ckptmap.testing.base import bytes_read, claims, expect, indexed, opened, registered, run_all
-from ckptmap.testing.images import Broken, Tensors, Watched, check_files, image
+from ckptmap.testing.base import bytes_read, claims, expect, indexed, opened, run_all
+from ckptmap.testing.images import Broken, check_files, image
 from ckptmap.testing.killed import killed
 from ckptmap.testing.reading import ReaderKit
+from ckptmap.testing.workbench import EXTRA, Workbench
 
 if TYPE_CHECKING:
     import torch
 
-EXTRA: Mapping[str, Any] = {"step": 7, "name": "größe", "lr": 0.1, "betas": [0.9, 0.95]}
 SPARE_NBYTES = 256 << 10
 """How much more of a checkpoint may be read for its index when its tensors grow: windows at the
 ends of files, but no tensor."""
@@ -56,79 +53,16 @@ def check_container(
 
 
 @dataclass
-class ContainerKit:
+class ContainerKit(Workbench):
     """The checks one by one, for who wants a test each: `getattr(kit, name)()`.
 
     `world_size` is what a sharded setup is cut over.
     """
 
-    container: Container | Directory
-    writer: Writer
-    setup: Setup
-    tmp_path: Path
-    world_size: int = 2
-    watched: Watched = field(init=False)
-
     CHECKS = (
         "agrees", "slots", "seals", "round_trips", "dtypes", "reads", "deterministic",
         "names", "empties", "records", "duplicates", "crashes", "killed", "headers_only",
     )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        self.watched = Watched(self.writer)
-        self.tmp_path.mkdir(parents=True, exist_ok=True)
-
-    # ------------------------------------------------------------------ what it works on
-
-    @cached_property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By plain FQN."""
-        return self.sample(1, ("float32", "bfloat16", "int64", "bool", "uint8", "float64"))
-
-    def sample(self, seed: int, dtypes: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Override it for a format that cannot hold some of the samples."""
-        return samples.state(seed, dtypes)
-
-    @cached_property
-    def source(self) -> Path:
-        return samples.save(self.tmp_path / "source.pt", self.tensors, EXTRA)
-
-    def planned(self, source: Path, **options: Any) -> Plan:
-        """Made with the adapters registered; what the writer answers is checked on the way."""
-        if self.setup.sharded:
-            options.setdefault("world_size", self.world_size)
-        with self.together():
-            return plan(source, self.setup.name, **options)
-
-    def together(self, writer: Writer | None = None) -> Any:
-        return registered(self.container, writer or self.watched, self.setup)
-
-    def converted(self, source: Path, name: str, **how: Any) -> Path:
-        out = self.tmp_path / name
-        made = self.planned(source)
-        with self.together():
-            made.execute(out, **how)
-        return out
-
-    @cached_property
-    def output(self) -> Path:
-        return self.converted(self.source, "out")
-
-    @cached_property
-    def _one(self) -> torch.Tensor:
-        return samples.bits((4, 2), "float32", 99)
-
-    def held(self, made: Plan) -> Tensors:
-        """What each stored tensor of the output must hold."""
-        return {path: self.tensors[fqn] for path, fqn in made.keys.items()}
-
-    def _seen(self, made: Plan) -> tuple[OutState, str, Sequence[OutFile]]:
-        last = self.watched.seen[-1]
-        expect(
-            [out.name for out in last.files] == [file.out.name for file in made.files],
-            f"{self.setup.name}: the plan has other files than the writer gave",
-        )
-        return last.state, last.name, last.files
 
     # ------------------------------------------------------------------ checks
 
@@ -148,7 +82,7 @@ class ContainerKit:
         for world_size in (1, 2, 3) if self.setup.sharded else (1,):
             options = {"world_size": world_size} if self.setup.sharded else {}
             made = self.planned(self.source, **options)
-            state, name, files = self._seen(made)
+            state, name, files = self.seen(made)
             check_files(files, self.setup.name)
             expect(
                 not self.writer.one_file or len(files) == 1,
@@ -164,7 +98,7 @@ class ContainerKit:
     def seals(self) -> None:
         """Slots and seal together write every byte, whatever was there before, to the size said."""
         made = self.planned(self.source)
-        _, _, files = self._seen(made)
+        _, _, files = self.seen(made)
         tensors = self.held(made)
         for out in files:
             for manifest in (None, b'{"kit": 1}') if out.holds_manifest else (None,):
@@ -185,7 +119,7 @@ class ContainerKit:
     def round_trips(self) -> None:
         """Tensors, names, ties and plain values come back; the files are those that were planned."""
         made = self.planned(self.source)
-        _, _, files = self._seen(made)
+        _, _, files = self.seen(made)
         tensors = self.held(made)
         with opened(self.output, self.container) as ckpt:
             for out in files:
@@ -240,7 +174,7 @@ class ContainerKit:
         """An odd name is held, or refused by PlanError before a byte is written."""
         wrong = {}
         for number, key in enumerate(samples.ODD_KEYS):
-            tensors = {key: samples.bits((2, 3), "float32", number), "other": self._one}
+            tensors = {key: samples.bits((2, 3), "float32", number), "other": self.one}
             try:
                 self._round_trip(f"odd_{number}", tensors)
             except (SourceError, PlanError):
@@ -254,14 +188,14 @@ class ContainerKit:
         """Tensors without elements, and without dims, keep their shapes."""
         shapes = ((), (0,), (0, 3), (3, 0), (1, 0, 2))
         tensors = {f"e{i}.weight": samples.bits(s, "float32", i) for i, s in enumerate(shapes)}
-        self._round_trip("empties", {**tensors, "other": self._one})
+        self._round_trip("empties", {**tensors, "other": self.one})
 
     def records(self) -> None:
         """Encoding records are read again from the files alone, without the manifest; a format
         that cannot hold them refuses by PlanError, or its setup is dense."""
         if self.setup.dense:
             return
-        state, name, _ = self._seen(self.planned(self.source))
+        state, name, _ = self.seen(self.planned(self.source))
         key = ".".join(map(str, state.tensors[0].path))
         records = {key: {"scheme": "kit", "version": 1, "shape": [2, 3], "größe": None}}
         state = replace(state, extra={}, records=records)
@@ -285,7 +219,7 @@ class ContainerKit:
     def duplicates(self) -> None:
         """A tensor path that occurs twice is refused by PlanError, and so is a value in its place."""
         made = self.planned(self.source)
-        state, name, _ = self._seen(made)
+        state, name, _ = self.seen(made)
         tensor = next(t for t in state.tensors if t.alias_of is None)
         self._refused(replace(state, tensors=[*state.tensors, tensor]), name, tensor.path)
         if self.setup.holds_extra and self.setup.places is None:

@@ -31,7 +31,6 @@ MAX_ERROR = 0.5
 BOXES = 6
 
 
-
 def check_scheme(scheme: Scheme) -> None:
     """Raises AssertionError where the scheme, or an encoding that it gives, breaks its protocol.
 
@@ -100,7 +99,7 @@ class SchemeKit:
     def strangers(self) -> None:
         """What is not this scheme's is left alone."""
         name, dense = self.scheme.name, TensorInfo((4, 4), "float32")
-        plain = {key: stored("nowhere", 0, dense) for key in ("a.weight", "b.bias")}
+        plain = {key: stored(dense) for key in ("a.weight", "b.bias")}
         expect(self.scheme.group(plain, {}) == [], f"{name}: groups plain tensors")
         expect(self.scheme.group({}, {}) == [], f"{name}: groups nothing")
         stranger = Opaque("kit.nowhere", "Stranger", (), {}, dense)
@@ -291,7 +290,7 @@ class _Try:
         records = json.loads(json.dumps({"a.w": record})) if record is not None else {}
         with tempfile.TemporaryDirectory() as folder:
             lying = on_disk(Path(folder) / "parts", self.parts, "a.w")
-            other = {"a.bias": stored("nowhere", 0, TensorInfo((4,), "float32"))}
+            other = {"a.bias": stored(TensorInfo((4,), "float32"))}
             found = self.scheme.group({**other, **lying}, records)
             expect(len(found) == 1, f"{self.what}: stored once, group() finds {len(found)}")
             group, consumed = found[0]

@@ -60,7 +60,8 @@ class Assembly:
         return {name: self._flat[name].reshape(info.shape) for name, info in self._infos.items()}
 
 
-def stored(file: str, offset: int, info: TensorInfo) -> StoredTensor:
+def stored(info: TensorInfo, file: str = "nowhere", offset: int = 0) -> StoredTensor:
+    """A whole tensor as one chunk; by default of a file that is not there, for the info alone."""
     region = Region.contiguous(file, offset, info.shape, info.itemsize)
     return StoredTensor(info, [Chunk(Box.whole(info.shape), region)])
 
@@ -70,7 +71,7 @@ def on_disk(file: Path, parts: Parts, fqn: str) -> dict[str, StoredTensor]:
     found, content = {}, bytearray()
     for name, part in parts.items():
         key = f"{fqn}.{name}" if name else fqn
-        found[key] = stored(str(file), len(content), info_of(part))
+        found[key] = stored(info_of(part), str(file), len(content))
         content += raw(part)
     file.write_bytes(content)
     return found

@@ -1,4 +1,4 @@
-"""Build the cases of the table LOCAL: `python -m tests.corpus.build_local --out DIR` on each rank."""
+"""Build the cases of the table LOCAL, or RAW: `python -m tests.corpus.build_local --out DIR` on each rank."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 import torch.distributed as dist
 
 from tests.corpus.build import COLLECTIVE_TIMEOUT_S, build
-from tests.corpus.writers_fsdp1_local import LOCAL
+from tests.corpus.writers_fsdp1_local import LOCAL, RAW
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--table", choices=("local", "raw"), default="local")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the writers' own deprecations
     dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
-    for spec in LOCAL.values():
+    for spec in (RAW if options.table == "raw" else LOCAL).values():
         if spec.world_size == dist.get_world_size():
             build(spec, options.out, dist.get_rank())
     dist.barrier()

@@ -6,6 +6,7 @@ LOCAL, which `tests.corpus.build_local` builds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,50 @@ def save_compiled(use_orig_params: bool, path: Path) -> None:
     torch.save(local_state(wrapped(model, use_orig_params)), rank_file(path))
 
 
+def save_raw(
+    recipe: Recipe, options: dict[str, Any], make: Callable[[FSDP], torch.optim.Optimizer],
+    file: Callable[[FSDP, torch.optim.Optimizer, Path], None], path: Path,
+) -> Gathered:  # fmt: skip
+    """Trained, with the rank's own `optimizer.state_dict()`; the truth is FSDP's own gathering."""
+    model = wrapped(tiny(recipe), **options)
+    optimizer = make(model)
+    train(model, optimizer)
+    file(model, optimizer, path)
+    return gathered(model, optimizer)
+
+
+def in_one_file(model: FSDP, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    state = {"model": local_state(model), "optimizer": optimizer.state_dict(), "step": 3}
+    torch.save(state, rank_file(path))
+
+
+def in_two_files(model: FSDP, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """As verl names them."""
+    torch.save(local_state(model), rank_file(path))
+    rank = rank_file(path).name.replace("model", "optim")
+    torch.save(optimizer.state_dict(), path / rank)
+
+
+def sharded_in_two_files(model: FSDP, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    sharded_type(model)
+    torch.save(model.state_dict(), rank_file(path))
+    rank = rank_file(path).name.replace("model", "optim")
+    torch.save(optimizer.state_dict(), path / rank)
+
+
+def adam(model: FSDP) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+
+
+def named_adam(model: FSDP) -> torch.optim.Optimizer:
+    """Parameters in an order of its own, by name."""
+    return torch.optim.AdamW(list(model.named_parameters())[::-1], lr=1e-2)
+
+
+def momentum(model: FSDP) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
 MIXED = MixedPrecision(param_dtype=torch.bfloat16)
 
 
@@ -175,4 +220,34 @@ def _register() -> None:
         )  # fmt: skip
 
 
+RAW: dict[str, Spec] = {}
+"""Those with raw optimizer state, built with LOCAL's."""
+
+
+def _register_raw() -> None:
+    def add(name: str, world: int, orig: bool, make: Any, file: Any, **options: Any) -> None:
+        recipe = options.pop("recipe", Recipe())
+        about: dict[str, Any] = {"root": ("model",)} if file is in_one_file else {}
+        about["order"] = (
+            "param_names in the groups" if make is named_adam
+            else "the order of the saved model dict"
+        )  # fmt: skip
+        if recipe is TIED:
+            about["tied"] = TIED_NAMES
+        write = partial(save_raw, recipe, {"use_orig_params": orig, **options}, make, file)
+        RAW[name] = Spec(name, world, "ranks", write, optimizer="fqn", **about)
+
+    add("raw_flat_w2", 2, False, adam, in_two_files)
+    add("raw_flat_w4", 4, False, momentum, in_two_files)
+    add("raw_flat_tied_w2", 2, False, adam, in_two_files, recipe=TIED)
+    add("raw_flat_named_w2", 2, False, named_adam, in_one_file)
+    add("raw_named_w2", 2, True, optimizer_for, in_one_file)
+    add("raw_named_w4", 4, True, adam, in_two_files)
+    add("raw_named_tied_w2", 2, True, adam, in_one_file, recipe=TIED)
+    add("raw_named_named_w2", 2, True, named_adam, in_two_files)
+    add("raw_sharded_named_w2", 2, True, adam, sharded_in_two_files)
+    add("raw_sharded_flat_w2", 2, False, adam, sharded_in_two_files)
+
+
 _register()
+_register_raw()

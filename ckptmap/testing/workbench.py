@@ -1,0 +1,87 @@
+"""What the checks of a container and its writer work on: a source, its plan, and its conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.planning import plan
+from ckptmap.plans import Plan
+from ckptmap.protocols import Container, Directory, OutFile, OutState, Setup, Writer
+from ckptmap.testing import samples
+from ckptmap.testing.base import expect, registered
+from ckptmap.testing.images import Tensors, Watched
+
+if TYPE_CHECKING:
+    import torch
+
+EXTRA: Mapping[str, Any] = {"step": 7, "name": "größe", "lr": 0.1, "betas": [0.9, 0.95]}
+
+
+@dataclass
+class Workbench:
+    """A format with all its parts; `world_size` is what a sharded setup is cut over."""
+
+    container: Container | Directory
+    writer: Writer
+    setup: Setup
+    tmp_path: Path
+    world_size: int = 2
+    watched: Watched = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watched = Watched(self.writer)
+        self.tmp_path.mkdir(parents=True, exist_ok=True)
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By plain FQN."""
+        return self.sample(1, ("float32", "bfloat16", "int64", "bool", "uint8", "float64"))
+
+    def sample(self, seed: int, dtypes: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Override it for a format that cannot hold some of the samples."""
+        return samples.state(seed, dtypes)
+
+    @cached_property
+    def source(self) -> Path:
+        return samples.save(self.tmp_path / "source.pt", self.tensors, EXTRA)
+
+    def planned(self, source: Path, **options: Any) -> Plan:
+        """Made with the adapters registered; what the writer answers is checked on the way."""
+        if self.setup.sharded:
+            options.setdefault("world_size", self.world_size)
+        with self.together():
+            return plan(source, self.setup.name, **options)
+
+    def together(self, writer: Writer | None = None) -> Any:
+        return registered(self.container, writer or self.watched, self.setup)
+
+    def converted(self, source: Path, name: str, **how: Any) -> Path:
+        out = self.tmp_path / name
+        made = self.planned(source)
+        with self.together():
+            made.execute(out, **how)
+        return out
+
+    @cached_property
+    def output(self) -> Path:
+        return self.converted(self.source, "out")
+
+    @cached_property
+    def one(self) -> torch.Tensor:
+        return samples.bits((4, 2), "float32", 99)
+
+    def held(self, made: Plan) -> Tensors:
+        """What each stored tensor of the output must hold."""
+        return {path: self.tensors[fqn] for path, fqn in made.keys.items()}
+
+    def seen(self, made: Plan) -> tuple[OutState, str, Sequence[OutFile]]:
+        last = self.watched.seen[-1]
+        expect(
+            [out.name for out in last.files] == [file.out.name for file in made.files],
+            f"{self.setup.name}: the plan has other files than the writer gave",
+        )
+        return last.state, last.name, last.files

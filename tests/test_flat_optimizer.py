@@ -1,0 +1,88 @@
+"""Raw per-rank optimizer state of FSDP1: flat shards become the state of parameters, by name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ckptmap
+from ckptmap.errors import PlanError
+from tests.corpus import Case
+from tests.corpus.ranks import run_ranks
+from tests.corpus.writers_fsdp1_local import RAW
+from tests.test_fsdp1 import assert_is, like
+from tests.test_open import assert_same
+
+REFUSED = ("raw_sharded_flat_w2",)
+RESOLVED = sorted(set(RAW) - set(REFUSED))
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    folder = tmp_path_factory.mktemp("raw")
+
+    def get(name: str) -> Case:
+        spec = RAW[name]
+        out = folder / f"world{spec.world_size}"
+        if not out.exists():
+            args = ["--out", str(out), "--table", "raw"]
+            run_ranks("tests.corpus.build_local", spec.world_size, args, 120.0)
+        return Case(spec, out)
+
+    return get
+
+
+def assert_state_is(ckpt: ckptmap.Checkpoint, case: Case) -> None:
+    assert case.optimizer and set(ckpt.optimizer) == set(case.optimizer)
+    for fqn, states in case.optimizer.items():
+        assert set(ckpt.optimizer[fqn]) == set(states)
+        for state, value in states.items():
+            assert_same(ckpt.optimizer[fqn][state].read(), value, f"{fqn} {state}")
+
+
+@pytest.mark.parametrize("name", RESOLVED)
+def test_flat_state_is_keyed_by_fqn(name: str, raw: Callable[[str], Case], tmp_path: Path) -> None:
+    """As it is, and through a plan, its coverage proof and its comparison of replicas."""
+    case = raw(name)
+    known = like(case, tmp_path / "like.pt")
+    with ckptmap.open(case.path, like=known) as ckpt:
+        assert not ckpt.optimizer_by_index
+        assert ckpt.optimizer_order == case.spec.order
+        assert_is(ckpt, case)
+        assert_state_is(ckpt, case)
+        listed = [fqn for group in ckpt.optimizer_groups for fqn in group["params"]]
+        assert set(listed) == set(case.optimizer) and ckpt.optimizer_groups[0]["lr"] == 1e-2
+        ckptmap.convert(ckpt, tmp_path / "dcp", to="fsdp2", world_size=3)
+    with ckptmap.open(tmp_path / "dcp") as back:
+        assert_is(back, case)
+        assert_state_is(back, case)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unresolved_state_is_refused_in_one_line(
+    name: str, raw: Callable[[str], Case], tmp_path: Path
+) -> None:
+    """Sharded weights do not say which of them make a flat parameter."""
+    case = raw(name)
+    with pytest.raises(PlanError, match="flat shards.*--optimizer drop") as caught:
+        ckptmap.convert(case.path, tmp_path / "out", to="full")
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    ckptmap.convert(case.path, tmp_path / "out.pt", to="full", optimizer="drop")
+    with ckptmap.open(tmp_path / "out.pt") as back:
+        assert_is(back, case)
+
+
+def test_state_of_another_model_is_refused(raw: Callable[[str], Case], tmp_path: Path) -> None:
+    """The optimizer's files of the tied model: as many flat parameters, one of another size."""
+    case, other = raw("raw_flat_tied_w2"), raw("raw_flat_w2")
+    path = Path(shutil.copytree(case.path, tmp_path / "ranks"))
+    for file in other.path.glob("optim_*"):
+        shutil.copy(file, path)
+    known = like(case, tmp_path / "like.pt")
+    with ckptmap.open(path, like=known) as ckpt:
+        assert not ckpt.optimizer
+        with pytest.raises(PlanError, match="do not fit"):
+            ckptmap.convert(ckpt, tmp_path / "out", to="full")
