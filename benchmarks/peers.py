@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 PREFIX = "module._orig_mod."
 NOT_LINEAR = ("embed_tokens", "norm", "lm_head")
@@ -54,7 +55,7 @@ def load_file_and_save_file(src: str, dst: str) -> None:
 
     from safetensors.torch import load_file, save_file
 
-    state = {}
+    state: dict[str, Any] = {}
     for file in sorted(Path(src).glob("*.safetensors")):
         state |= load_file(file)
     Path(dst).mkdir()
@@ -125,7 +126,7 @@ def list_pt(src: str) -> None:
 
 def list_dcp(src: str) -> None:
     """Names, dtypes and shapes of a DCP directory."""
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     for name, item in FileSystemReader(src).read_metadata().state_dict_metadata.items():
         print(name, getattr(item, "properties", None), getattr(item, "size", None))

@@ -93,7 +93,7 @@ def _make(work: Path, size: str, name: str) -> None:
         return
     print(f"making {name} ({size})", flush=True)
     needs = [] if name in MANY else ["hf"]
-    command = [sys.executable, HERE / "sources.py", folder, size, *needs, name]
+    command = [sys.executable, str(HERE / "sources.py"), str(folder), size, *needs, name]
     subprocess.run(command, check=True)
 
 

@@ -70,7 +70,7 @@ def hf(folder: Path, size: str) -> None:
     state = {}
     for name, shape in shapes(size):
         state[name] = torch.empty(shape, dtype=torch.bfloat16)
-        for rows in state[name].view(-1).split(1 << 22):
+        for rows in torch.split(state[name].view(-1), 1 << 22):
             rows.copy_(torch.randn(len(rows), generator=generator) * 0.02)
     folder.mkdir()
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -80,7 +80,8 @@ def hf(folder: Path, size: str) -> None:
 def _weights(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(folder.parent / "hf" / "model.safetensors")
+    state: dict[str, Tensor] = load_file(folder.parent / "hf" / "model.safetensors")
+    return state
 
 
 def hf_shards(folder: Path, size: str) -> None:
@@ -159,12 +160,12 @@ def ranks(folder: Path, size: str) -> None:
 
 
 def _on_ranks(save: Callable[..., None], folder: Path, size: str, cut: str) -> None:
-    import torch.multiprocessing
+    from torch.multiprocessing.spawn import spawn
 
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     store = folder.resolve().parent / f"{folder.name}.store"
     store.unlink(missing_ok=True)
-    torch.multiprocessing.spawn(_rank, (save, folder, size, cut, store), nprocs=RANKS)
+    spawn(_rank, (save, folder, size, cut, store), nprocs=RANKS)  # type: ignore[no-untyped-call]
     store.unlink(missing_ok=True)
 
 
@@ -220,7 +221,8 @@ def _blocks() -> Iterator[tuple[str, Any]]:
 
 
 def _save_dcp(state: dict[str, Any], folder: Path, cut: str) -> None:
-    from torch.distributed.checkpoint import FileSystemWriter, save
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     writer = FileSystemWriter(folder, single_file_per_rank=cut != "files")
     save(state, storage_writer=writer)

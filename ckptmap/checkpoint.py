@@ -20,7 +20,7 @@ from ckptmap.encodings.dense import Dense
 from ckptmap.errors import MissingKeyError, SourceError
 from ckptmap.files import Files
 from ckptmap.lazy import LazyTensor
-from ckptmap.like import CONFIG, Like, is_alphabetical, like_config
+from ckptmap.like import CONFIG, MANIFEST, Like, is_alphabetical, like_config, like_manifest
 from ckptmap.mapping.wrappers import describe_wrappers, strip_wrappers
 from ckptmap.members import merged
 from ckptmap.optim.order import Order, Weight
@@ -70,6 +70,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
             roles.optimizer, registry.key_forms(), self._optimizer_leaf, self._model(plain), path,
             index.beside,
         )  # fmt: skip
+        if self.optimizer_reader.form is None and self.optimizer_reader.why:
+            self.notes.append(f"optimizer state cannot be read: {self.optimizer_reader.why}")
         self.other = {
             path: lazy
             for path, leaf in roles.rest.items()
@@ -296,11 +298,18 @@ def open(
     """
     place, notes = find(look(FilePath(path)), registry.knows)
     with paused_gc():
-        known = partial(read_like, like) if like is not None else None
+        known = partial(read_like, like) if like is not None else _own(place)
         index = _index(place)
         ckpt = _opened(place, replace(index, notes=(*notes, *index.notes)), root, known)
     ckpt.order_optimizer(param_order, like)
     return ckpt
+
+
+def _own(place: Place) -> Callable[[], Like] | None:
+    """Our own outputs say themselves what lies flat in them."""
+    if MANIFEST not in place.names:
+        return None
+    return partial(like_manifest, FilePath(place.path) / MANIFEST)
 
 
 def _index(place: Place) -> Index:

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ckptmap import registry
 from ckptmap.coverage import prove_tiling
 from ckptmap.errors import PlanError
-from ckptmap.protocols import Group, Layout, MeshLayout, OutTensor, Placement, Setup
+from ckptmap.protocols import (
+    FlatUnit,
+    Group,
+    Layout,
+    MeshLayout,
+    OutTensor,
+    Placement,
+    Setup,
+)
 from ckptmap.steps import FilePlan
 from ckptmap.tensors import Box, Path, TensorInfo
 
 if TYPE_CHECKING:
     from ckptmap.checkpoint import Checkpoint
     from ckptmap.plans import Options
+
+
+@runtime_checkable
+class UnitLayout(Layout, Protocol):
+    """A layout that cuts what several tensors make together."""
+
+    def over_units(self, units: Sequence[str], named: bool, names: Collection[str]) -> UnitLayout:
+        """For the modules that are units, by pattern. Raises PlanError CKM206 where one matches
+        none of `names`."""
+
+    def unit(self, fqn: str, info: TensorInfo) -> FlatUnit | None:
+        """The unit that a tensor lies in; None: it is no parameter and whole on every rank."""
 
 
 class Cutter:
@@ -30,13 +50,45 @@ class Cutter:
         # Asked once: a look at a protocol's methods costs as much as the planning of a tensor.
         self._mesh = self._layout if isinstance(self._layout, MeshLayout) else None
         self.world_size = self._ranks if self._mesh is None else self._mesh.world_size
+        self._units = self._over_units()
+        self.by_order = self._units is not None
+        """Does the order of the tensors decide where their bytes go?"""
 
     def cut(self, fqn: str, info: TensorInfo) -> tuple[Sequence[tuple[int, Box]], Placement | None]:
         """(rank, box) that tile the tensor once, and how a mesh's ranks hold it."""
+        if self._units is not None:
+            everywhere = Placement((("", self.world_size),), None)
+            return self._units.cut(info, self.world_size), (
+                everywhere if self.unit(fqn, info) is None else None
+            )
         if self._mesh is None:
             return self._layout.cut(info, self.world_size), None
         placement = self._mesh.placement(fqn, info, self._is_whole(fqn))
         return self._mesh.chunks(placement, info), placement
+
+    def unit(self, fqn: str, info: TensorInfo) -> FlatUnit | None:
+        """The FSDP1 unit that it is flattened in."""
+        return None if self._units is None else self._units.unit(fqn, info)
+
+    def _over_units(self) -> UnitLayout | None:
+        options = self._options
+        if isinstance(self._layout, UnitLayout):
+            if options.wrap or options.names_like:
+                raise PlanError(
+                    "CKM204",
+                    f"--wrap, --names-like: {self._setup.name} has the names of its units",
+                    "leave them out",
+                )
+            return self._layout.over_units(
+                options.fsdp_units, options.use_orig_params, list(self._ckpt)
+            )
+        if options.fsdp_units or options.use_orig_params:
+            raise PlanError(
+                "CKM204",
+                f"--fsdp-units, --use-orig-params: setup {self._setup.name} has no flat parameters",
+                "leave them out, or choose fsdp1-local",
+            )
+        return None
 
     def _asked(self) -> int:
         """`--world-size`, else the source's. Raises PlanError CKM204."""

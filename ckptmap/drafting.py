@@ -120,11 +120,18 @@ class Draft:
             raise PlanError(
                 "CKM114", f"{fqn}: {join(path)} would be written twice", "use --exclude"
             )
+        if not fqn.isprintable() and any("\ud800" <= char <= "\udfff" for char in fqn):
+            raise PlanError(
+                "CKM202",
+                f"{fqn!r}: a name with half a character in it (a lone surrogate), no file holds that",
+                "leave it out with --exclude, or rename it where it is saved",
+            )
         alias = self._alias(fqn, path, stored)
         self.sources[path] = stored
         self.keys[path] = fqn
         chunks, placement = self.cutter.cut(fqn, info)
-        self.out.append(OutTensor(path, info, chunks, alias, placement))
+        unit = self.cutter.unit(fqn, info)
+        self.out.append(OutTensor(path, info, chunks, alias, placement, unit))
 
     def _alias(self, fqn: str, path: Path, stored: StoredTensor | None) -> Path | None:
         """The earlier path whose storage this tensor shares, where the source says so."""

@@ -5,11 +5,13 @@ Flat shards hold numbers alone; what they are comes from here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Protocol
 
+from ckptmap.errors import SourceError
 from ckptmap.meta_model import on_meta
 from ckptmap.tensors import Leaf, Path
 
@@ -72,6 +74,30 @@ def _is_sorted(names: Sequence[str]) -> bool:
 
 def _natural(part: str) -> tuple[int, str]:
     return (int(part), "") if part.isdecimal() else (-1, part)
+
+
+MANIFEST = "ckptmap.manifest.json"
+
+
+def like_manifest(manifest: FilePath) -> Like:
+    """What our own output was made of: its tensors in the order that they were planned in.
+
+    Raises SourceError CKM403 where it does not say so."""
+    try:
+        document = json.loads(manifest.read_text(encoding="utf-8"))
+        shapes = {
+            fqn: tuple(map(int, about["shape"]))
+            for fqn, about in document["logical"].items()
+            if ":" not in fqn
+        }
+        ties = {str(fqn): str(kept) for fqn, kept in document["tied"].items() if kept in shapes}
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise SourceError(
+            "CKM403",
+            f"{manifest}: does not list what was written: {type(error).__name__}",
+            "give --like PATH: a checkpoint or config.json of the same model",
+        ) from error
+    return Like(str(manifest), shapes, ties=ties)
 
 
 def like_config(config: FilePath) -> Like:

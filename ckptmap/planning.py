@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
@@ -23,6 +23,7 @@ from ckptmap.files import Fingerprint
 from ckptmap.foreign import foreign_tensors
 from ckptmap.lazy import LazyTensor
 from ckptmap.mapping.wrappers import wrap_prefix
+from ckptmap.model_order import model_order
 from ckptmap.optim.carrying import carried
 from ckptmap.optim.reading import OptimizerReader
 from ckptmap.optim.state import KeyForm
@@ -200,7 +201,7 @@ class _Planner:
     def _weights(self, root: Path) -> None:
         ties = self._declared_ties()
         foreign = foreign_tensors(self.ckpt.keys()) if self.aim.scheme is not None else {}
-        for fqn in self.ckpt:
+        for fqn in self._ordered():
             why = self._excluded(fqn)
             if why is not None:
                 self.draft.dropped[fqn] = why
@@ -216,6 +217,24 @@ class _Planner:
                 f"{self.ckpt.path}: no tensor is left to convert of {len(self.ckpt)}",
                 "check --include and --exclude",
             )
+
+    def _ordered(self) -> Sequence[str]:
+        """As stored, or in the model's order where that decides what the output is."""
+        if not self.draft.cutter.by_order:
+            return list(self.ckpt)
+        cutter = self.draft.cutter
+        left = {
+            fqn
+            for fqn in self.ckpt
+            if cutter.unit(fqn, self.ckpt[fqn].info) and self._excluded(fqn) is not None
+        }
+        order, source = model_order(self.ckpt, self.options.like or self.options.config_from, left)
+        units = "".join(f"{pattern}, " for pattern in self.options.fsdp_units)
+        self.draft.notes.append(
+            f"FSDP units: {units}the root; use_orig_params={self.options.use_orig_params}; order of"
+            f" parameters: {source}"
+        )
+        return order
 
     def _keeps_foreign(self, fqn: str, foreign: Mapping[str, str]) -> bool:
         """A part of a quantized tensor that cannot be decoded here moves as bytes, if so asked."""

@@ -37,6 +37,10 @@ class Options:
     """`"replicate=2,shard=4"`: the mesh that DTensors are cut over."""
     tp_plan: str | None = None
     """A file that says how the mesh dim `tp` cuts: pattern -> style."""
+    fsdp_units: tuple[str, ...] = ()
+    """Patterns of the modules that FSDP1 wraps, beside the root: `"layers.*"`."""
+    use_orig_params: bool = False
+    """Is the FSDP1 model that loads flat parameters built so?"""
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()

@@ -137,6 +137,17 @@ class MeshLayout(Layout, Protocol):
         PlanError CKM504 where torch cannot hold it so."""
 
 
+@dataclass(frozen=True, slots=True)
+class FlatUnit:
+    """An FSDP1 unit, by the name of its module ("" the root), which flattens the parameters in it.
+
+    `named`: with `use_orig_params=True`, each is there by its own name, too.
+    """
+
+    prefix: str
+    named: bool
+
+
 # ------------------------------------------------------------------------------- encodings
 
 
@@ -271,6 +282,8 @@ class OutTensor:
     alias_of: Path | None = None
     """A tie: the same storage as that earlier tensor; set only for a writer that shares it."""
     placement: Placement | None = None
+    unit: FlatUnit | None = None
+    """Cut with the others of its unit, in the order of the state's tensors; `chunks` is whole."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ WRITERS = (
     "ckptmap.containers.torch_zip:TorchZipWriter",
     "ckptmap.containers.dcp_write:DcpWriter",
     "ckptmap.containers.rank_files_write:RankFilesWriter",
+    "ckptmap.containers.fsdp1_local_write:Fsdp1LocalWriter",
     "ckptmap.containers.dcp_hf_write:DcpHfWriter",
     "ckptmap.directories.writing:AccelerateWriter",
     "ckptmap.directories.writing:TrainerWriter",
@@ -47,6 +48,7 @@ LAYOUTS = (
     "ckptmap.layouts.sharded_tensor:ShardedTensorLayout",
     "ckptmap.layouts.dtensor:DTensorLayout",
     "ckptmap.layouts.mesh:Mesh",
+    "ckptmap.layouts.flat_cut:FlatCut",
 )
 KEY_FORMS = (  # of optimizer state, asked in this order
     "ckptmap.optim.flattened:Flattened",
@@ -69,6 +71,7 @@ SETUPS = (
     "ckptmap.containers.torch_zip:DDP",
     "ckptmap.containers.torch_zip:COMPILED",
     "ckptmap.containers.dcp_write:FSDP1",
+    "ckptmap.containers.fsdp1_local_write:FSDP1_LOCAL",
     "ckptmap.containers.dcp_write:FSDP2",
     "ckptmap.containers.rank_files_write:FSDP2_RANKS",
     "ckptmap.containers.dcp_hf_write:DCP_HF",

@@ -27,6 +27,15 @@ FLOATING = frozenset(
     name for name in ITEMSIZE if name.startswith(("float", "bfloat")) and name != "float4_e2m1fn_x2"
 )
 
+BUFFERS = (
+    "inv_freq",
+    "original_inv_freq",
+    "running_mean",
+    "running_var",
+    "e_score_correction_bias",
+)
+"""Last segments of names that are buffers in every model known: floating, yet never sharded."""
+
 Path: TypeAlias = tuple[str | int, ...]
 """Where a leaf sits in the nested state dict: `("model", "layers.0.weight")`."""
 

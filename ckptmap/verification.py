@@ -141,7 +141,7 @@ def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
     problems += [
         f"{key}: is not in the manifest"
         for key, tensor in stored.items()
-        if key not in document["tensors"] and tensor.share not in shares
+        if key not in document["tensors"] and tensor.share not in shares and tensor.info.numel
     ]
     return problems
 

@@ -9,7 +9,7 @@ from ckptmap.plans import MAX_SHARD_NBYTES, Options
 
 from .options import parse_nbytes
 
-REPEATABLE = ("include", "exclude", "drop", "encode", "no_encode")
+REPEATABLE = ("include", "exclude", "drop", "encode", "no_encode", "fsdp_units")
 
 
 def options(to: str, **typed: Any) -> Options:

@@ -85,6 +85,8 @@ def command(
     like: ask.Like = None,
     mesh: ask.Mesh = None,
     tp_plan: ask.TpPlan = None,
+    fsdp_units: ask.FsdpUnits = None,
+    use_orig_params: ask.UseOrigParams = False,
     root: ask.Root = None,
     source_root: ask.SourceRoot = None,
     wrap: ask.Wrap = None,
@@ -113,7 +115,7 @@ def command(
     asked = options(
         to or "", world_size=world_size, include=include, exclude=exclude, drop=drop,
         optimizer=optimizer, optimizer_keys=optimizer_keys, param_order=param_order, like=like,
-        mesh=mesh, tp_plan=tp_plan,
+        mesh=mesh, tp_plan=tp_plan, fsdp_units=fsdp_units, use_orig_params=use_orig_params,
         root=root, source_root=source_root, wrap=wrap, names_like=names_like,
         encode=encode, no_encode=no_encode, max_shard_size=max_shard_size, config_from=config_from,
     )  # fmt: skip

@@ -116,6 +116,17 @@ TpPlan = Annotated[
         help="How the mesh dim tp cuts, TOML or JSON: name pattern to colwise, rowwise, replicate.",
     ),
 ]
+FsdpUnits = Annotated[
+    list[str] | None,
+    _option(
+        "--fsdp-units",
+        metavar="GLOB",
+        help="A module that FSDP1 wraps, as 'layers.*', beside the root; repeatable.",
+    ),
+]
+UseOrigParams = Annotated[
+    bool, _option("--use-orig-params", help="The FSDP1 model is built with use_orig_params=True.")
+]
 Root = Annotated[
     str | None,
     _option("--root", help="The dict to put weights in, as model or app/model; '' for none."),

@@ -125,7 +125,7 @@ class FaultyNF4(NF4):
         if self.fault == "record":
             record["shape"] = [info.numel]
         if self.fault == "json":
-            record["shape"] = torch.Size(info.shape) if len(info.shape) < 2 else {1, 2}
+            record["shape"] = set(info.shape)
         return record
 
 
@@ -147,7 +147,7 @@ class Faults(NF4Scheme):
         ("twice", "describes", "not in order"),
         ("offset", "pieces", "not in order"),
         ("dtype", "describes", "torch.float64, expected"),
-        ("part_box", "boxes", "size of tensor|shape|other values"),
+        ("part_box", "boxes", "exceeds dimension size|size of tensor|other values"),
         ("decode", "values", "a relative rms error of"),
         ("random", "values", "decodes differently"),
         ("record", "recognised", "found again as"),

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckptmap
-from ckptmap.errors import PlanError
+from ckptmap.errors import CkptmapError, PlanError
 from tests.corpus import Case
 from tests.corpus.ranks import run_ranks
 from tests.corpus.writers_fsdp1_local import RAW
@@ -67,9 +68,11 @@ def test_unresolved_state_is_refused_in_one_line(
 ) -> None:
     """Sharded weights do not say which of them make a flat parameter."""
     case = raw(name)
-    with pytest.raises(PlanError, match="flat shards.*--optimizer drop") as caught:
+    with pytest.raises(PlanError, match=r"flat shards.*--optimizer drop") as caught:
         ckptmap.convert(case.path, tmp_path / "out", to="full")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    with ckptmap.open(case.path) as ckpt:
+        assert any("cannot be read: its 4 parameters" in note for note in ckpt.notes)
     ckptmap.convert(case.path, tmp_path / "out.pt", to="full", optimizer="drop")
     with ckptmap.open(tmp_path / "out.pt") as back:
         assert_is(back, case)
@@ -86,3 +89,30 @@ def test_state_of_another_model_is_refused(raw: Callable[[str], Case], tmp_path:
         assert not ckpt.optimizer
         with pytest.raises(PlanError, match="do not fit"):
             ckptmap.convert(ckpt, tmp_path / "out", to="full")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (lambda state: state["exp_avg_sq"].resize_(5), "1.exp_avg_sq holds .* elements, expected"),
+        (lambda state: state.update(exp_avg=state["exp_avg"].half()), "of different kinds"),
+        (lambda state: state.update(step=None, exp_avg=7), "do not fit its order"),
+        (lambda state: state["step"].add_(1), "step.*differs|differs.*step"),
+    ],
+)
+def test_ranks_that_disagree_are_refused(
+    spoil: Callable[[dict[str, torch.Tensor]], object],
+    match: str,
+    raw: Callable[[str], Case],
+    tmp_path: Path,
+) -> None:
+    case = raw("raw_flat_w2")
+    path = Path(shutil.copytree(case.path, tmp_path / "ranks"))
+    file = path / "optim_world_size_2_rank_1.pt"
+    state = torch.load(file)
+    spoil(state["state"][1])
+    torch.save(state, file)
+    known = like(case, tmp_path / "like.pt")
+    with pytest.raises(CkptmapError, match=match) as caught:
+        ckptmap.convert(path, tmp_path / "out", to="fsdp2", like=str(known))
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()

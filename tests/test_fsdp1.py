@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 import ckptmap
 from ckptmap.coverage import prove_tiling
 from ckptmap.errors import SourceError
-from ckptmap.layouts.flat_rectangles import rectangles
 from ckptmap.like import is_alphabetical
+from ckptmap.wire.flat_rectangles import rectangles
 from tests.corpus import Case, names
 from tests.corpus.case import CASES
 from tests.corpus.ranks import run_ranks

@@ -26,11 +26,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("registry", "roots", "places", "steps", "compare"),
     ("setups", "moves", "split", "cutting", "members", "directories"),
     ("checkpoint",),
-    ("plans",),
+    ("plans", "model_order"),
     ("drafting", "manifest", "execute"),
     ("planning",),
     ("verification", "difference"),
     ("conversion", "resume"),
+    ("testing",),
 )
 """Modules and rooms of ckptmap, lowest first; each imports from lower layers only."""
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

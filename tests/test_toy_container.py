@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,6 +101,27 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "toy").iterdir()) == [
         "00000.bin", "ckptmap.manifest.json", "index.json",
     ]  # fmt: skip
+
+
+def test_entry_points(tmp_path: Path) -> None:
+    """Installed beside ckptmap, the format is there for the command line too."""
+    info = tmp_path / "site" / "toy_container-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-container\nVersion: 1.0\n")
+    lines = ("containers", "ToyReader"), ("writers", "ToyWriter"), ("setups", "TOY")
+    (info / "entry_points.txt").write_text(
+        "\n".join(f"[ckptmap.{group}]\ntoy = toy_container:{name}\n" for group, name in lines)
+    )
+    torch.save({"fc.weight": torch.ones(4, 8)}, tmp_path / "a.pt")
+    path = os.pathsep.join([str(tmp_path / "site"), str(EXAMPLES)])
+    for args in (["convert", tmp_path / "a.pt", tmp_path / "toy", "--to", "toy"],
+                 ["verify", tmp_path / "toy"], ["inspect", tmp_path / "toy"]):  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "ckptmap", *map(str, args)],
+            capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert "fc.weight" in done.stdout and "toy" in done.stdout
 
 
 def test_it_is_registered_for_a_while_only(toy: Any) -> None:

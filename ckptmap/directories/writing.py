@@ -144,10 +144,11 @@ def _placed(
     plain: Mapping[Path, Any],
 ) -> list[OutFile]:
     """One part's files, with slots named by the paths that the plan gave."""
-    inner = {(*part.root, *tensor.path[1:]): tensor.path for tensor in tensors}
+    paths = [(*part.root, *tensor.path[1:]) for tensor in tensors]
+    inner = dict(zip(paths, (tensor.path for tensor in tensors), strict=True))
     moved = [
         replace(tensor, path=path, alias_of=None)
-        for path, tensor in zip(inner, tensors, strict=True)
+        for path, tensor in zip(paths, tensors, strict=True)
     ]
     extra = {(*part.root, *path): value for path, value in plain.items()}
     records = _records(state, part.role, part.root)

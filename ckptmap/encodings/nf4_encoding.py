@@ -92,7 +92,10 @@ class NF4:
         return Box((first * per_block,), ((last - first) * per_block,))
 
     def _blocks(self, info: TensorInfo, box: Box) -> tuple[int, int]:
-        """First and last + 1 of the blocks that the box's flat span touches."""
+        """First and last + 1 of the blocks that the box's flat span touches; none for an empty box,
+        which may begin where the tensor ends."""
+        if box.numel == 0:
+            return 0, 0
         start, stop = _span(info, box)
         first = start // self.block_size
         return first, max(first, -(-stop // self.block_size))

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from ckptmap.coverage import prove_tiling
 from ckptmap.errors import SourceError
-from ckptmap.layouts.flat_rectangles import InUnit, Slices, rectangles
 from ckptmap.like import Like, Plain
 from ckptmap.tensors import Box, Chunk, Leaf, Path, PerRank, Region, StoredTensor, TensorInfo
+from ckptmap.wire.flat_rectangles import InUnit, Slices, rectangles
 from ckptmap.wire.sharded import Sharded, is_sharded, read_sharded
 
 KEY = "_flat_param"

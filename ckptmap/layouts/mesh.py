@@ -21,7 +21,7 @@ from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Placement
-from ckptmap.tensors import FLOATING, Box, Leaf, TensorInfo
+from ckptmap.tensors import BUFFERS, FLOATING, Box, Leaf, TensorInfo
 from ckptmap.wire.mesh_cut import held_boxes
 from ckptmap.wire.placement import cut_rows
 
@@ -35,14 +35,6 @@ STYLES: Mapping[str, tuple[int | None, int | None]] = {
 """Style -> (dim that tp cuts of a matrix, of a vector); None: replicated over tp."""
 PLAIN = "plain"
 """Style of a tensor that is no DTensor at all: a buffer."""
-BUFFERS = (
-    "inv_freq",
-    "original_inv_freq",
-    "running_mean",
-    "running_var",
-    "e_score_correction_bias",
-)
-"""Last segments of names that are buffers in every model known: floating, yet never sharded."""
 PARAMETERS = ("weight", "bias")
 _EXAMPLE = "for example --mesh replicate=2,shard=4, or --mesh dp=2,tp=4 --tp-plan FILE"
 

@@ -15,14 +15,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from ckptmap.layouts.flat_rectangles import InUnit, Slices, rectangles
 from ckptmap.like import Like, Plain
 from ckptmap.optim.alignment import align
 from ckptmap.optim.nested import read_nested
 from ckptmap.optim.state import GROUPS, NAMES, PARAMS, STATE, Keys, Told, expanded
 from ckptmap.tensors import (
+    BUFFERS,
     FLOATING,
     Chunk,
     Leaf,
@@ -33,6 +32,7 @@ from ckptmap.tensors import (
     StoredTensor,
     TensorInfo,
 )
+from ckptmap.wire.flat_rectangles import InUnit, Slices, rectangles
 from ckptmap.wire.sharded import is_sharded
 
 Counts = tuple[int, ...]
@@ -157,7 +157,9 @@ def _places(weights: Mapping[str, Leaf]) -> list[_Place]:
     seen: set[object] = set()
     for key, leaf in weights.items():
         info, share = _described(leaf)
-        if info is None or info.dtype not in FLOATING or (share is not None and share in seen):
+        if info is None or info.dtype not in FLOATING or key.rpartition(".")[2] in BUFFERS:
+            continue
+        if share is not None and share in seen:
             continue
         seen.add(share)
         if isinstance(share, InUnit):
@@ -205,11 +207,13 @@ class _State:
         state: dict[Path, Leaf] = {}
         for path, (key, name) in self.keys.state.items():
             for weight, (info, start) in order[key].members.items():
-                title = f"{key}.{'.'.join(map(str, name))}"
-                state[STATE, weight, *name] = self._leaf(
-                    title, self.leaves[path], order[key], info, start
-                )
-        groups = {
+                title = ".".join((key, *map(str, name)))
+                entry = self._leaf(title, self.leaves[path], order[key], info)
+                if entry is _FLAT:
+                    expected = sum(self._held[key].counts)
+                    entry = _unflattened(title, self.leaves[path], info, start, expected)
+                state[STATE, weight, *name] = entry
+        groups: dict[Path, Leaf] = {
             (GROUPS, number, PARAMS): [w for key in params for w in order[key].members]
             for number, params in enumerate(self.keys.params)
         }
@@ -295,10 +299,10 @@ class _State:
 
     # ------------------------------------------------------------------ one entry
 
-    def _leaf(self, title: str, leaf: Leaf, place: _Place, info: TensorInfo, start: int) -> Leaf:
-        """A state entry of one of an index's tensors."""
+    def _leaf(self, title: str, leaf: Leaf, place: _Place, info: TensorInfo) -> Leaf:
+        """A state entry that is no tensor, or the same on all ranks; else `_FLAT`."""
         values = [value for value in _values(leaf) if value is not None]
-        stored = [value for value in values if isinstance(value, StoredTensor)]
+        stored = _stored(leaf)
         if not stored:
             if any(value != values[0] for value in values):
                 raise _Unresolved(f"state {title} differs between ranks: {values[:3]!r:.80}")
@@ -307,14 +311,30 @@ class _State:
             raise _Unresolved(f"state {title} is of different kinds on the ranks")
         shapes = {value.info.shape for value in stored}
         held = sum(value.info.numel for value in stored)
-        if shapes == {()} or (shapes == {info.shape} and held > info.numel and not place.is_unit):
-            return _same_on_all(stored)
-        if any(len(shape) != 1 for shape in shapes) or held < place.numel:
-            raise _Unresolved(f"state {title} is no slice of its parameter: {list(min(shapes))}")
-        if any(len(v.chunks) > 1 or not v.chunks[0].region.is_contiguous for v in stored):
-            raise _Unresolved(f"state {title} is no contiguous tensor")
-        made = TensorInfo(info.shape, stored[0].info.dtype)
-        return StoredTensor(made, lambda: list(_chunks(made, stored, start)))
+        whole = shapes == {info.shape} and held > info.numel and not place.is_unit
+        return _same_on_all(stored) if whole or shapes == {()} else _FLAT
+
+
+_FLAT = object()
+"""Stands for an entry that is cut over the ranks."""
+
+
+def _unflattened(
+    title: str, leaf: Leaf, info: TensorInfo, start: int, expected: int
+) -> StoredTensor:
+    """One tensor's part of the ranks' flat shards, which have `expected` elements in all."""
+    stored = [value for value in _stored(leaf) if value.info.numel]
+    found = sum(value.info.numel for value in stored)
+    if any(len(value.info.shape) != 1 for value in stored) or found != expected:
+        raise _Unresolved(f"state {title} holds {found} elements, expected {expected} in one dim")
+    if any(len(v.chunks) > 1 or not v.chunks[0].region.is_contiguous for v in stored):
+        raise _Unresolved(f"state {title} is no contiguous tensor")
+    made = TensorInfo(info.shape, _stored(leaf)[0].info.dtype)
+    return StoredTensor(made, lambda: list(_chunks(made, stored, start)))
+
+
+def _stored(leaf: Leaf) -> list[StoredTensor]:
+    return [value for value in _values(leaf) if isinstance(value, StoredTensor)]
 
 
 def _values(leaf: Leaf) -> Sequence[Leaf]:

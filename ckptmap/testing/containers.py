@@ -256,11 +256,10 @@ class ContainerKit(Workbench):
     def _interrupted(self, name: str, fault: Any) -> None:
         out = self.tmp_path / name / "out"
         out.parent.mkdir()
-        world_size = self.world_size if self.setup.sharded else None
 
         def run(fault: Any) -> None:
             with self.together(Broken(self.writer, fault)):
-                convert(self.source, out, self.setup.name, world_size=world_size)
+                convert(self.source, out, self.setup.name, **self.options)
 
         if fault is None:
             killed(run)
@@ -275,7 +274,7 @@ class ContainerKit(Workbench):
             not out.exists(), f"{self.setup.name}: {name} while sealing, and {out.name} is there"
         )
         with self.together():
-            convert(self.source, out, self.setup.name, world_size=world_size)
+            convert(self.source, out, self.setup.name, **self.options)
         self._equal(contents(out), contents(self.output), name)
         left = [path.name for path in out.parent.iterdir() if path != out]
         expect(not left, f"{self.setup.name}: {name}, continued, and {left[:1]} is left beside it")

@@ -18,6 +18,7 @@ from ckptmap.testing.images import Tensors, Watched
 if TYPE_CHECKING:
     import torch
 
+SHARD_NBYTES = 1000
 EXTRA: Mapping[str, Any] = {"step": 7, "name": "größe", "lr": 0.1, "betas": [0.9, 0.95]}
 
 
@@ -49,12 +50,16 @@ class Workbench:
     def source(self) -> Path:
         return samples.save(self.tmp_path / "source.pt", self.tensors, EXTRA)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of every conversion: small shards, so that formats that have them have several."""
+        ranks = {"world_size": self.world_size} if self.setup.sharded else {}
+        return {"max_shard_nbytes": SHARD_NBYTES, **ranks}
+
     def planned(self, source: Path, **options: Any) -> Plan:
         """Made with the adapters registered; what the writer answers is checked on the way."""
-        if self.setup.sharded:
-            options.setdefault("world_size", self.world_size)
         with self.together():
-            return plan(source, self.setup.name, **options)
+            return plan(source, self.setup.name, **{**self.options, **options})
 
     def together(self, writer: Writer | None = None) -> Any:
         return registered(self.container, writer or self.watched, self.setup)

@@ -119,7 +119,7 @@ def _spec(
     shards = [placement.shards[axis] for axis in mesh.axes]
     sizes = [placement.mesh[axis][1] for axis in mesh.axes]
     placements = [_placement(shards, sizes, axis) for axis in range(len(shards))]
-    strided = any(each.cls.name == "_StridedShard" for each in placements)
+    strided = any(each.cls == Global(_PLACEMENTS, "_StridedShard") for each in placements)
     meta = (Size(info.shape), stride, DType(info.dtype))
     state = {
         "mesh": mesh.value,

@@ -72,7 +72,7 @@ class Call:
 class Instance:
     """An object of a class: made without calling its `__init__`, given `state` (None: none)."""
 
-    cls: Global
+    cls: Global | Call
     state: Any = None
     args: tuple[Any, ...] = ()
 
@@ -203,7 +203,7 @@ class _Emitter:
         """One object for one `Instance`, however often it occurs: the mesh of many tensors."""
         if self._memoised(("instance", id(value))):
             return
-        self._global(value.cls.module, value.cls.name)
+        self.emit(value.cls, path)
         self._tuple(value.args, path)
         self.out.append(b"\x81")
         if value.state is not None:

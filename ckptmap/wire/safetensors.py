@@ -269,6 +269,7 @@ def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str])
     quote = json.encoder.encode_basestring
     offset = 0
     for key, info in tensors:
+        _check_written(key)
         end = offset + info.nbytes
         dtype, shape = _stored_form(key, info)
         items.append(
@@ -285,6 +286,18 @@ def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str])
             "write more, smaller files: --max-shard-size",
         )
     return len(raw).to_bytes(8, "little") + raw
+
+
+def _check_written(key: str) -> None:
+    """What no reader would take must not be written."""
+    if key.isprintable() and 0 < len(key) <= MAX_NAME_NCHARS:
+        return
+    try:
+        _check_name(key, "the output")
+    except SourceError as error:
+        raise PlanError(
+            "CKM203", error.message, "leave it out with --exclude, or choose --to full"
+        ) from error
 
 
 def _stored_form(key: str, info: TensorInfo) -> tuple[str, tuple[int, ...]]:

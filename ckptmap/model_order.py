@@ -1,0 +1,94 @@
+"""The order of a model's modules, which decides what lies where in a flat parameter.
+
+A wrong order makes files of the right sizes with the wrong values, so only what is known to keep it
+counts: a config.json's model, or a dict that torch.save wrote. Safetensors sorts names, DCP lists
+what a rank was given to write, and our own outputs have the order of what they were made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from ckptmap.checkpoint import Checkpoint, open
+from ckptmap.errors import PlanError, SourceError
+from ckptmap.like import CONFIG, Like, is_alphabetical, like_config
+
+_NEXT = "give --like PATH: the model's config.json, or a torch.save'd state dict of the whole model"
+
+
+def model_order(
+    ckpt: Checkpoint, like: str | None, left: Collection[str] = ()
+) -> tuple[list[str], str]:
+    """The checkpoint's names in the model's order, and where that is from: `like`, itself, or the
+    config.json beside it. `left` are parameters that would be left behind.
+
+    Raises PlanError CKM504 where no order is known, or it is of another model.
+    """
+    found = _of(ckpt) if like is None else _like(Path(like))
+    if found is None:
+        raise PlanError(
+            "CKM504",
+            f"{like or ckpt.path}: does not tell the order of the model's modules, which decides"
+            " where its flat parameters lie",
+            _NEXT,
+        )
+    _check(ckpt, found, left)
+    return [fqn for fqn in found.shapes if fqn in ckpt], found.name
+
+
+def _check(ckpt: Checkpoint, found: Like, left: Collection[str]) -> None:
+    """The same tensors: one too many or too few would move all that follow."""
+    shapes = found.shapes
+    for names, what in (
+        ([f for f in ckpt if f not in shapes], "has no such tensor"),
+        ([f for f in shapes if f not in ckpt and found.ties.get(f) not in ckpt],
+         "has this tensor, the source has not"),
+        ([f for f in ckpt if f in shapes and ckpt[f].shape != shapes[f]], "has another shape"),
+        ([f for f in ckpt if f in left], "has this parameter, and it would be left behind"),
+    ):  # fmt: skip
+        if names:
+            raise PlanError("CKM504", f"{names[0]}: {found.name} {what}", _NEXT)
+
+
+def _like(path: Path) -> Like | None:
+    if path.name == CONFIG:
+        return like_config(path)
+    if (path / CONFIG).is_file():
+        return like_config(path / CONFIG)
+    with open(path) as ckpt:
+        return _of(ckpt)
+
+
+def _of(ckpt: Checkpoint) -> Like | None:
+    infos = {fqn: ckpt[fqn].info for fqn in ckpt}
+    pickled = ckpt.index.container == "torch-zip" and ckpt.index.manifest is None
+    dtypes = [info.dtype for info in infos.values()]
+    if pickled and is_traversal(list(infos)) and not is_alphabetical(list(infos), dtypes):
+        return Like(ckpt.path, {fqn: info.shape for fqn, info in infos.items()})
+    path = Path(ckpt.index.beside or ckpt.path)
+    config = (path if path.is_dir() else path.parent) / CONFIG
+    try:
+        return like_config(config) if config.is_file() else None
+    except SourceError:  # no transformers, or not its model
+        return None
+
+
+def is_traversal(names: Sequence[str]) -> bool:
+    """Could a module's `state_dict` list them so: a module's own tensors before those of modules
+    inside it, and nothing of a module after what comes behind it."""
+    left: set[tuple[str, ...]] = set()
+    at: list[str] = []
+    for name in names:
+        path = name.split(".")[:-1]
+        common = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(at, path, strict=False))
+        )
+        if common == len(path) < len(at):
+            return False
+        left |= {tuple(at[: depth + 1]) for depth in range(common, len(at))}
+        if any(tuple(path[: depth + 1]) in left for depth in range(common, len(path))):
+            return False
+        at = path
+    return True
