@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ def fold(rows: Iterable[Row]) -> list[Folded]:
     """Rows by pattern, in order of first appearance."""
     found: dict[tuple[object, ...], Folded] = {}
     for row in rows:
-        numbers = [int(n) for n in NUMBER.findall(row.fqn)]
-        key = (NUMBER.sub("#", row.fqn), row.role, row.shape, row.kind, row.fidelity)
+        words = NUMBER.split(row.fqn)  # text and numbers in turn
+        key = (*words[::2], row.role, row.shape, row.kind, row.fidelity)
         group = found.get(key)
         if group is None:
-            found[key] = Folded(row, 1, row.nbytes, [{n} for n in numbers])
+            found[key] = Folded(row, 1, row.nbytes, [{int(n)} for n in words[1::2]])
             continue
         group.count += 1
         group.nbytes += row.nbytes
-        for seen, number in zip(group.numbers, numbers, strict=True):
-            seen.add(number)
+        for seen, number in zip(group.numbers, words[1::2], strict=True):
+            seen.add(int(number))
     return list(found.values())
 
 

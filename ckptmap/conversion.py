@@ -143,7 +143,8 @@ def run(
             done = execute(
                 plan.files, plan.encodes, plan.compares, plan.ckpt.files, out_dir, journal,
                 max_memory=max_memory, threads=threads or 0, device=ranks.device(device),
-                on_progress=on_progress, manifest=lambda done: manifests.build(plan, done),
+                on_progress=on_progress,
+                manifest=lambda done: manifests.emit(manifests.build(plan, done)),
                 ranks=ranks,
             )  # fmt: skip
         _check_unchanged(plan)
@@ -151,8 +152,8 @@ def run(
         if work is not None:
             written = out_dir / plan.files[0].out.name if plan.one_file else out_dir
             with paused_gc():
-                _finish_directory(plan, done, out_dir, digest)
-                errors = _prove(plan, written)
+                document = _finish_directory(plan, done, out_dir, digest)
+                errors = _prove(plan, written, document)
             ranks.check()
             work.publish()
             notes += work.notes
@@ -231,22 +232,24 @@ def _refuse_stranger(target: Path) -> None:
             ) from error
 
 
-def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) -> None:
-    """Carried files and the manifest, which a one-file output holds inside."""
+def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict[str, Any]:
+    """Carried files and the manifest, which a one-file output holds inside already."""
     if plan.one_file:
-        return
+        return manifests.build(plan, done)
     names = [file.out.name for file in plan.files]
     try:
         for name, content in plan.carried.items():
             (out_dir / name).write_bytes(content)
         sha256 = {name: sha256_of(out_dir / name) for name in names} if digest == "sha256" else {}
-        (out_dir / manifests.NAME).write_bytes(manifests.build(plan, done, sha256))
+        document = manifests.build(plan, done, sha256)
+        (out_dir / manifests.NAME).write_bytes(manifests.emit(document))
     except OSError as error:
         raise RunError(
             "CKM306",
             f"{error.filename or out_dir}: write failed: {error.strerror}",
             "free some space, then run the same command again to continue",
         ) from error
+    return document
 
 
 def _check_unchanged(plan: Plan) -> None:
@@ -263,12 +266,12 @@ def _check_unchanged(plan: Plan) -> None:
             )
 
 
-def _prove(plan: Plan, written: Path) -> dict[str, float]:
-    """Open what was written with our own readers: every tensor where the plan put it, as the
-    manifest in it says. Gives the measured error of what was quantized."""
+def _prove(plan: Plan, written: Path, document: Mapping[str, Any]) -> dict[str, float]:
+    """Open what was written with our own readers: every tensor where the plan put it. Gives the
+    measured error of what was quantized."""
     try:
         with open(written) as ckpt:
-            problems = check_structure(ckpt, read_manifest(ckpt))
+            problems = check_structure(ckpt, document)
             errors = {} if problems else _measure(plan, ckpt)
     except CkptmapError as error:
         problems = [str(error)]

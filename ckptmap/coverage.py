@@ -12,6 +12,8 @@ def prove_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
     Boxes inside the shape, pairwise disjoint, with the shape's volume in sum: that is a tiling.
     """
+    if len(boxes) == 1 and boxes[0] == Box.whole(shape) and min(shape, default=0) >= 0:
+        return None  # the one chunk of nearly every tensor
     whole = Box.whole(shape)
     for box in boxes:
         if len(box.offsets) != len(shape) or any(

@@ -68,7 +68,10 @@ class LazyTensor:
     @property
     def nbytes(self) -> int:
         """Bytes stored, all parts, replicas once."""
-        return sum(part.info.nbytes for part in self.parts.values())
+        total = 0
+        for part in self.parts.values():
+            total += part.info.nbytes
+        return total
 
     def read(
         self,

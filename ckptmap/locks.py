@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import json
 import os
 import socket
@@ -52,6 +53,7 @@ class Lock:
     def __init__(self, path: Path, what: Path) -> None:
         self.path = path
         self.owner = Owner.this()
+        _sweep(path)
         made = path.with_name(f"{path.name}.{self.owner.token}")
         made.write_text(json.dumps(asdict(self.owner)))
         try:
@@ -79,6 +81,14 @@ class Lock:
     def release(self) -> None:
         if read_owner(self.path) == self.owner:
             self.path.unlink(missing_ok=True)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what processes left behind that were killed while they took the lock."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*"):
+        owner = read_owner(left)
+        if owner is not None and owner.is_gone:
+            left.unlink(missing_ok=True)
 
 
 def read_owner(path: Path) -> Owner | None:

@@ -7,7 +7,7 @@ stored tensors by their dotted key, `logical` the tensors that they make by plai
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ckptmap.errors import SourceError
@@ -17,6 +17,8 @@ from ckptmap.version import __version__
 
 SCHEMA = 1
 NAME = "ckptmap.manifest.json"
+BATCH = 1000
+"""Entries that are turned into JSON at once."""
 
 
 class Digests(Protocol):
@@ -26,9 +28,10 @@ class Digests(Protocol):
     def digests(self) -> Sequence[Sequence[str]]: ...
 
 
-def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) -> bytes:
-    """The manifest's JSON; no absolute path of this machine gets into it."""
-    document = {
+def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The manifest; no absolute path of this machine gets into it. It shares offsets and sizes
+    with the plan: as tuples, where `parse` gives lists."""
+    return {
         "schema": SCHEMA,
         "ckptmap": __version__,
         "plan": plan.digest,
@@ -50,7 +53,27 @@ def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) ->
         "dropped": dict(plan.dropped),
         "tied": dict(plan.tied),
     }  # fmt: skip
-    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def emit(document: Mapping[str, Any]) -> bytes:
+    """Its JSON."""
+    return "".join(["{", ",".join(_members(document)), "}"]).encode()
+
+
+def _members(document: Mapping[str, Any]) -> Iterator[str]:
+    """Members of a JSON object, large ones in batches: the encoder keeps every token of what it is
+    given, many times the size of the text."""
+    for key, value in document.items():
+        if not (isinstance(value, dict) and len(value) > BATCH):
+            yield f"{_json(key)}:{_json(value)}"
+            continue
+        keys = list(value)
+        batches = ({k: value[k] for k in keys[i : i + BATCH]} for i in range(0, len(keys), BATCH))
+        yield f"{_json(key)}:{{{','.join(_json(batch)[1:-1] for batch in batches)}}}"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def _files(plan: Plan, sha256: Mapping[str, str]) -> dict[str, Any]:
@@ -64,15 +87,15 @@ def _files(plan: Plan, sha256: Mapping[str, str]) -> dict[str, Any]:
 
 def _tensors(plan: Plan, done: Digests) -> dict[str, Any]:
     infos: dict[Path, dict[str, Any]] = {}
-    for number, file in enumerate(plan.files):
-        for index, slot in enumerate(file.out.slots):
-            entry = infos.setdefault(slot.path, {"fqn": plan.keys[slot.path], "chunks": []})
-            entry["chunks"].append(
-                [
-                    file.out.name, slot.offset, slot.nbytes, slot.box.offsets, slot.box.sizes,
-                    done.digests[number][index],
-                ]
-            )  # fmt: skip
+    for file, digests in zip(plan.files, done.digests, strict=True):
+        name = file.out.name
+        for slot, digest in zip(file.out.slots, digests, strict=True):
+            entry = infos.get(slot.path)
+            if entry is None:
+                entry = infos[slot.path] = {"fqn": plan.keys[slot.path], "chunks": []}
+            box = slot.box
+            chunk = (name, slot.offset, slot.nbytes, box.offsets, box.sizes, digest)
+            entry["chunks"].append(chunk)
     return {".".join(map(str, path)): entry for path, entry in infos.items()}
 
 

@@ -158,7 +158,7 @@ class Refusal:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """Stored parts that together make one logical tensor of dtype and shape `info`."""
 
@@ -268,7 +268,7 @@ class Placement:
         return math.prod(size for _, size in self.mesh)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OutTensor:
     """A stored tensor to be written: where in the state dict, what, and cut how.
 

@@ -49,11 +49,13 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
     model: dict[Path, Leaf] = {}
     optimizer: dict[Path, Leaf] = {}
     rest: dict[Path, Leaf] = {}
+    depth = len(model_root)
     for path, leaf in leaves.items():
         if optimizer_root is not None and _under(path, optimizer_root):
             optimizer[path[len(optimizer_root) :]] = leaf
-        elif _under(path, model_root) and _is_weight(path[len(model_root) :], leaf, has_root):
-            model[path[len(model_root) :]] = leaf
+        elif path[:depth] == model_root and is_tensor(leaf) and (has_root or len(path) == 1):
+            # Beside bare FQNs, a tensor in a dict of its own ({"w": ..., "rng": {"cpu": t}}) is none.
+            model[path[depth:] if depth else path] = leaf
         else:
             rest[path[1:] if len(path) > 1 and path[0] == EXTRA_KEY else path] = leaf
     return Roles(model_root, model, optimizer_root, optimizer, rest)
@@ -85,11 +87,6 @@ def _no_tensors(leaves: Mapping[Path, Leaf], where: str) -> SourceError:
     )
 
 
-def _is_weight(path: Path, leaf: Leaf, has_root: bool) -> bool:
-    """Beside bare FQNs, a tensor in a dict of its own (`{"w": ..., "rng": {"cpu": t}}`) is none."""
-    return is_tensor(leaf) and (has_root or len(path) == 1)
-
-
 def _under(path: Path, root: Path) -> bool:
     return path[: len(root)] == root
 
@@ -107,7 +104,7 @@ def _given(tensors: Iterable[Path], root: str, where: str) -> Path:
 
 def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
     depth = len(prefix)
-    inside = [path for path in tensors if _under(path, prefix)]
+    inside = [path for path in tensors if _under(path, prefix)] if prefix else tensors
     dicts = list(dict.fromkeys(path[depth] for path in inside if len(path) > depth + 1))
     for name in MODEL_KEYS:
         if name in dicts:
@@ -134,10 +131,14 @@ def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
 def _find_optimizer(leaves: Mapping[Path, Leaf], model_root: Path) -> Path | None:
     """The optimizer's dict beside the weights, at any level above them."""
     for depth in range(len(model_root), -1, -1):
+        level = model_root[:depth]
+        # One pass for all names: few paths are longer than the level by two.
+        deep = [path for path in leaves if len(path) > depth + 1 and path[:depth] == level]
+        found = {path[depth] for path in deep}
         for name in OPTIMIZER_KEYS:
-            root = (*model_root[:depth], name)
-            inside = [path for path in leaves if _under(path, root) and len(path) > len(root)]
-            if inside:
+            if name in found:
+                root = (*level, name)
                 alone = (*root, 0)  # a list of one optimizer
+                inside = [path for path in deep if path[depth] == name]
                 return alone if all(_under(path, alone) for path in inside) else root
     return None

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 # Element size in bytes of every dtype that torch or safetensors can store, by torch's name.
@@ -49,7 +50,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        return cls((0,) * len(shape), tuple(shape))
+        return _whole(tuple(shape))
 
     @property
     def numel(self) -> int:
@@ -73,8 +74,19 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
 
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> Box:
+    """Most tensors of a model share one of a few shapes, and then one box."""
+    return Box((0,) * len(shape), shape)
+
+
 def contiguous_strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Row-major strides in bytes: [2, 3] of 4 bytes -> (12, 4)."""
+    return _strides(tuple(sizes), itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     strides, step = [], itemsize
     for size in reversed(sizes):
         strides.append(step)
@@ -103,13 +115,17 @@ class Region:
     @property
     def span_nbytes(self) -> int:
         """Bytes from the first element's first byte to the last element's last."""
-        if 0 in self.sizes:
-            return 0
-        reach = sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))
-        return reach + self.itemsize
+        reach = self.itemsize
+        for n, stride in zip(self.sizes, self.strides, strict=True):
+            if n == 0:
+                return 0
+            reach += (n - 1) * stride
+        return reach
 
     @property
     def is_contiguous(self) -> bool:
+        if self.strides == contiguous_strides(self.sizes, self.itemsize):
+            return True
         expected = self.itemsize
         for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
@@ -140,7 +156,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.itemsize
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"

@@ -318,7 +318,7 @@ def test_interrupted_and_continued(tmp_path: Path, number: signal.Signals) -> No
     assert caught.value.exit_code == 130
     assert len(calls) < 20
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert threading.active_count() == 1
+    assert not [t for t in threading.enumerate() if t.name.startswith("ckptmap")]
     done = run(tmp_path / "work", plan)
     assert done.continued_nbytes > 0
     found = (tmp_path / "work" / "out" / "out.bin").read_bytes()

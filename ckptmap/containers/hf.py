@@ -278,7 +278,9 @@ def _shard_file(
     """Largest element size first, so that every tensor is aligned for who maps the file."""
     entries = sorted(entries, key=lambda entry: -entry[1].info.itemsize)
     metadata = {"format": "pt"}
-    held = {fqn: records[fqn] for key, _ in entries for fqn in _owners(key) if fqn in records}
+    held = {}
+    if records:
+        held = {fqn: records[fqn] for key, _ in entries for fqn in _owners(key) if fqn in records}
     if held:
         metadata[RECORDS] = json.dumps(held, sort_keys=True, separators=(",", ":"))
     header = emit([(key, tensor.info) for key, tensor in entries], metadata)

@@ -29,13 +29,13 @@ HEAD = SEGMENTS["ddp"]
 
 def strip_wrappers(keys: Collection[str], where: str = "checkpoint") -> dict[str, str]:
     """Plain FQN by stored key, in the order given. Raises SourceError CKM114 on a collision."""
-    plain = {key: [s for s in key.split(".") if s not in ANYWHERE] for key in keys}
-    while plain and all(len(path) > 1 and path[0] == HEAD for path in plain.values()):
-        plain = {key: path[1:] for key, path in plain.items()}
+    plain = {key: _without(key) if "_" in key else key for key in keys}
+    head = HEAD + "."
+    while plain and all(fqn.startswith(head) for fqn in plain.values()):
+        plain = {key: fqn[len(head) :] for key, fqn in plain.items()}
     result: dict[str, str] = {}
     taken: dict[str, str] = {}
-    for key, path in plain.items():
-        fqn = ".".join(path)
+    for key, fqn in plain.items():
         if not fqn or fqn in taken:
             raise SourceError(
                 "CKM114",
@@ -46,6 +46,12 @@ def strip_wrappers(keys: Collection[str], where: str = "checkpoint") -> dict[str
         taken[fqn] = key
         result[key] = fqn
     return result
+
+
+def _without(key: str) -> str:
+    if not any(segment in key for segment in ANYWHERE):
+        return key
+    return ".".join([segment for segment in key.split(".") if segment not in ANYWHERE])
 
 
 def describe_wrappers(names: Mapping[str, str]) -> tuple[str, ...]:

@@ -12,11 +12,18 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """No cycle collection inside; nests, and leaves it off where it was off."""
+    """No cycle collection inside; nests, and leaves it off where it was off.
+
+    What was made inside goes to the oldest generation unvisited: else the first allocation after
+    it would have the collector walk all of it.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():  # a caller's frozen objects stay frozen
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

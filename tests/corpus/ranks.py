@@ -99,7 +99,7 @@ def _start(module: str, args: Sequence[str], folder: Path, env: Mapping[str, str
     folder.mkdir()
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *args],
+            [sys.executable, "-m", "tests.corpus.rank_main", module, *args],
             cwd=ROOT,
             env=env,
             stdin=subprocess.DEVNULL,
