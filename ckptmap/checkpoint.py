@@ -63,8 +63,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.refused: list[Refused] = []
         groups = self._group(roles.model, index.records, roles.model_root)
         plain = strip_wrappers(list(groups), path)
-        self._groups = {plain[key]: group for key, group in groups.items()}
-        self.names = {fqn: key for key, fqn in plain.items()}
+        stripped = any(key is not fqn for key, fqn in plain.items())
+        self._groups = {plain[key]: g for key, g in groups.items()} if stripped else groups
+        self.names = {fqn: key for key, fqn in plain.items()} if stripped else plain
         self.wrappers = describe_wrappers(plain)
         self.optimizer_reader = OptimizerReader(
             roles.optimizer, registry.key_forms(), self._optimizer_leaf, self._model(plain), path,

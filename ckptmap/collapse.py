@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")
 
 
-@dataclass(frozen=True)
-class Row:
-    """One tensor as a table shows it."""
+class Row(NamedTuple):
+    """One tensor as a table shows it; a tuple, because there may be 100,000 of them."""
 
     fqn: str
     role: str
@@ -44,7 +44,7 @@ def fold(rows: Iterable[Row]) -> list[Folded]:
     found: dict[tuple[object, ...], Folded] = {}
     for row in rows:
         words = NUMBER.split(row.fqn)  # text and numbers in turn
-        key = (*words[::2], row.role, row.shape, row.kind, row.fidelity)
+        key = (*words[::2], *row[1:5])
         group = found.get(key)
         if group is None:
             found[key] = Folded(row, 1, row.nbytes, [{int(n)} for n in words[1::2]])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from ckptmap.tensors import Box, Cut, Index, Leaf, Opaque, Path, StoredTensor, TensorInfo
 
@@ -158,9 +158,9 @@ class Refusal:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Stored parts that together make one logical tensor of dtype and shape `info`."""
+class Group(NamedTuple):
+    """Stored parts that together make one logical tensor of dtype and shape `info`; a tuple,
+    because there may be 100,000 of them."""
 
     fqn: str
     info: TensorInfo

@@ -23,6 +23,7 @@ class Portrait:
         self.ckpt = ckpt
         self.keys = keys
         self.weights = list(ckpt.values())
+        self.kinds = Counter((lazy.info, lazy.encoding) for lazy in self.weights)
         # Asked only then: to name what an index means, a transformers class may have to be built.
         named = {} if ckpt.optimizer_by_index else ckpt.optimizer
         self.states = [lazy for states in named.values() for lazy in states.values()]
@@ -38,11 +39,11 @@ class Portrait:
             "setup": ckpt.setup,
             "world_size": ckpt.world_size,
             "wrappers": list(ckpt.wrappers),
-            "encodings": dict(Counter(lazy.encoding for lazy in self.weights)),
-            "dtypes": dict(Counter(lazy.dtype for lazy in self.weights)),
+            "encodings": dict(self._counted("encoding")),
+            "dtypes": dict(self._counted("dtype")),
             "totals": {
                 "tensors": len(self.weights),
-                "numel": sum(lazy.info.numel for lazy in self.weights),
+                "numel": self._numel(),
                 "nbytes": sum(lazy.nbytes for lazy in self.weights),
                 "files": len(ckpt.index.files),
             },
@@ -56,6 +57,16 @@ class Portrait:
             "notes": list(ckpt.notes),
             "tensors": [_entry(role, lazy, ckpt) for role, lazy in self._listed()],
         }
+
+    def _numel(self) -> int:
+        return sum(info.numel * count for (info, _), count in self.kinds.items())
+
+    def _counted(self, what: str) -> Counter[str]:
+        """Tensors by dtype or by encoding."""
+        found: Counter[str] = Counter()
+        for (info, encoding), count in self.kinds.items():
+            found[info.dtype if what == "dtype" else encoding] += count
+        return found
 
     def _optimizer(self) -> dict[str, Any]:
         ckpt = self.ckpt
@@ -109,11 +120,11 @@ class Portrait:
         yield "container", f"{ckpt.index.container}, {_count(len(ckpt.index.files), 'file')}{world}"
         yield "setup", ckpt.setup
         yield "wrappers", _some(list(ckpt.wrappers))
-        numel = sum(lazy.info.numel for lazy in weights)
+        numel = self._numel()
         size = human(sum(lazy.nbytes for lazy in weights))
         yield "weights", f"{_count(len(weights), 'tensor')}, {numel:,} parameters, {size}"
-        yield "dtypes", _histogram(lazy.dtype for lazy in weights)
-        yield "encodings", _histogram(lazy.encoding for lazy in weights)
+        yield "dtypes", _histogram(self._counted("dtype"))
+        yield "encodings", _histogram(self._counted("encoding"))
         yield "tied", _some([" = ".join(names) for names in self._tied()])
         yield "optimizer", self._optimizer_line()
         yield "other", _count(len(self.other), "tensor") if self.other else ""
@@ -150,8 +161,8 @@ def _kind(lazy: LazyTensor) -> str:
     return lazy.dtype if lazy.encoding == "dense" else f"{lazy.encoding}({lazy.dtype})"
 
 
-def _histogram(values: Iterator[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in Counter(values).most_common())
+def _histogram(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common())
 
 
 def _count(count: int, noun: str) -> str:
