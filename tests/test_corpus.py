@@ -28,14 +28,17 @@ from tests.corpus.loaders import (
 from tests.corpus.models import NF4_NUMBERS, NF4_TENSORS, moments, nf4_parts, trained
 from tests.corpus.ranks import RanksError, run_ranks
 
-NEEDS_RANKS = ("fsdp1_ranks", "fsdp_tp_ranks")
+NEEDS_RANKS = (
+    "fsdp1_ranks_w2", "fsdp1_ranks_w4", "fsdp1_ranks_flat_bf16_w2", "fsdp1_ranks_optimizer_w2",
+    "fsdp1_ranks_hybrid_w4", "fsdp_tp_ranks_w4",
+)  # fmt: skip
 """torch itself reads their files (ShardedTensors, sub-meshes) only with a process group."""
-ALONE = names(name=lambda name: not name.startswith(NEEDS_RANKS))
+ALONE = names(name=lambda name: name not in NEEDS_RANKS)
 DENSE = [name for name in names(encoding="dense") if name in ALONE]
 NF4 = names(encoding="nf4")
 OPTIMIZER = [name for name in names(optimizer=("fqn", "index")) if name in ALONE]
 OTHER_MODEL = ("fsdp_tp_optimizer_dcp_w4",)
-"""Trained on a model of other shapes than the reference run's."""
+"""Of other shapes than the reference run's, its moments filled instead of trained."""
 TRAINED = [name for name in names(truth=None) if name not in OTHER_MODEL]
 # How the reference run differs from two steps with decay groups: one step, or one group.
 UNGROUPED = {"torch_named_optimizer": 1, "fsdp1_dcp_optimizer_flat_w2": 2}
@@ -110,6 +113,14 @@ def test_gathered_truth_is_that_of_a_single_process_run(corpus: Corpus, name: st
                 torch.testing.assert_close(
                     case.optimizer[key][part], value, rtol=2e-3, atol=1e-7, check_dtype=True
                 )
+
+
+@pytest.mark.parametrize("name", names(optimizer=("fqn", "index")))
+def test_no_moment_is_trivial(corpus: Corpus, name: str) -> None:
+    for key, state in corpus[name].optimizer.items():
+        moments = [value for part, value in state.items() if part != "step"]
+        assert moments, key
+        assert any(bool(value.any()) for value in moments), key
 
 
 @pytest.mark.parametrize("name", OPTIMIZER)

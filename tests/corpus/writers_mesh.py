@@ -76,11 +76,17 @@ def fsdp_tp_dcp(path: Path) -> None:
     extra={"step": 3},
 )  # fmt: skip
 def fsdp_tp_optimizer(path: Path) -> Gathered:
-    """2 x 2 with Adam's moments, cut as their parameters are."""
+    """2 x 2 with Adam's moments, cut as their parameters are. torch makes the state, all zero; it is
+    filled from the parameters, so that a moment in a wrong place is seen."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model = fsdp_tp(tiny(EVEN), 2, 2)
     optimizer = optimizer_for(model)
+    get_optimizer_state_dict(model, optimizer)
+    with torch.no_grad():
+        for parameter, moments in optimizer.state.items():
+            moments["exp_avg"].copy_(parameter * 0.5)
+            moments["exp_avg_sq"].copy_(parameter * parameter)
     state = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),

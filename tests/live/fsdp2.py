@@ -70,7 +70,7 @@ def check_values(model: Any, truth: Any) -> None:
 
 def whole(tensor: Any) -> Any:
     """Gathered, and decoded before it is: `full_tensor` of NF4 is three asynchronous collectives,
-    whose results torch 2.13 under gloo loses now and then (a segmentation fault in wait_tensor)."""
+    and torch 2.13 with torchao 0.18 crashes in them under gloo, without ckptmap too."""
     if not isinstance(tensor, DTensor):
         return tensor.get_original_weight() if hasattr(tensor, "nf4") else tensor
     local: Any = tensor.to_local()
