@@ -54,7 +54,9 @@ class Lock:
         self.path = path
         self.owner = Owner.this()
         _sweep(path)
-        made = path.with_name(f"{path.name}.{self.owner.token}")
+        # The owner is in the name too: whoever is killed before it writes leaves an empty file.
+        who = self.owner
+        made = path.with_name(f"{path.name}.{who.host}.{who.pid}.{who.start}.{who.token}")
         made.write_text(json.dumps(asdict(self.owner)))
         try:
             self._take(made, what)
@@ -86,9 +88,11 @@ class Lock:
 def _sweep(path: Path) -> None:
     """Remove what processes left behind that were killed while they took the lock."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*"):
-        owner = read_owner(left)
-        if owner is not None and owner.is_gone:
-            left.unlink(missing_ok=True)
+        host, *numbers = left.name.removeprefix(f"{path.name}.").rsplit(".", 3)
+        if len(numbers) == 3 and numbers[0].isdigit() and numbers[1].isdigit():
+            owner = Owner(host, int(numbers[0]), int(numbers[1]), numbers[2])
+            if owner.is_gone:
+                left.unlink(missing_ok=True)
 
 
 def read_owner(path: Path) -> Owner | None:
