@@ -1,27 +1,25 @@
-"""What each rank does in test_dcp.py: `python -m tests.dcp_ranks RANK WORLD DIR`.
+"""What each rank does in test_dcp.py, by `run_ranks("tests.dcp_ranks", WORLD, [DIR])`.
 
 Saves FSDP2 models as users do (rank 2 runs), and loads what ckptmap wrote.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 
-def main(rank: int, world: int, work: Path) -> None:
+def main(work: Path) -> None:
     import torch
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    store = f"file://{work / f'store{world}'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    dist.init_process_group("gloo")
     try:
-        if world == 2:
+        if dist.get_world_size() == 2:
             save_fsdp2(work)
             save_nf4(work)
         for ours in sorted(work.glob("ours*")):
@@ -124,5 +122,4 @@ def load_ours(ours: Path, truth_file: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]))

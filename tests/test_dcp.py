@@ -26,6 +26,7 @@ from ckptmap.protocols import OutState, OutTensor
 from ckptmap.tensors import Box, Cut, Index, Opaque, StoredTensor, TensorInfo
 from ckptmap.wire.dcp_metadata import Item, Metadata, TensorEntry, read_metadata
 from ckptmap.wire.dcp_metadata_write import emit_metadata
+from tests.corpus.ranks import run_ranks
 from tests.writing import materialise, out_tensors, read_leaf, same
 
 torch = pytest.importorskip("torch")
@@ -87,33 +88,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], FilePath]
     def run(world: int) -> FilePath:
         if world not in done:
             done.add(world)
-            _spawn(world, work)
+            run_ranks("tests.dcp_ranks", world, [str(work)], RANK_TIMEOUT_S)
         return work
 
     return run
-
-
-def _spawn(world: int, work: FilePath) -> None:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.dcp_ranks"]
-    running = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(work)],
-            cwd=FilePath(__file__).parent.parent,
-            env=env,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for process in running:
-            _, stderr = process.communicate(timeout=RANK_TIMEOUT_S)
-            assert process.returncode == 0, stderr[-3000:]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
 
 
 # ------------------------------------------------------------------------- torch's, read
