@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -135,6 +137,15 @@ def command(
         _show(plan, report, out)
     if report is None and plan.unresolved:
         raise typer.Exit(1)
+    if ranks.world_size > 1:
+        _leave()
+
+
+def _leave() -> None:
+    """End this rank now: gloo may abort a process that ends the ordinary way, all work done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _check_usage(asked: Options, plan_file: str | None) -> None:
