@@ -29,8 +29,12 @@ HEAD = SEGMENTS["ddp"]
 
 def strip_wrappers(keys: Collection[str], where: str = "checkpoint") -> dict[str, str]:
     """Plain FQN by stored key, in the order given. Raises SourceError CKM114 on a collision."""
+    head, text = HEAD + ".", "\n".join(keys)
+    if not (any(segment in text for segment in ANYWHERE) or text.startswith(head)):
+        plain = dict(zip(keys, keys, strict=True))
+        if len(plain) == len(keys) and "" not in plain:
+            return plain  # a look at the whole text: nothing to strip, in most checkpoints
     plain = {key: _without(key) if "_" in key else key for key in keys}
-    head = HEAD + "."
     while plain and all(fqn.startswith(head) for fqn in plain.values()):
         plain = {key: fqn[len(head) :] for key, fqn in plain.items()}
     result: dict[str, str] = {}

@@ -1,0 +1,290 @@
+"""Elements of a tensor that several axes walk through: the algebra of rearranged tensors.
+
+A lattice has `sizes[k]` steps of `steps[k]` elements along dim `dims[k]` for each axis k, from
+`offsets` on. A box is the lattice of one axis a dim, of step 1. Rows (h, r, two) of a tensor that
+is (h, two, r) elsewhere are two lattices of the same sizes: where each element comes from, and
+where it goes. Axes of one dim are nested: an outer step is beyond all that the inner ones reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, product
+from math import prod
+from typing import NamedTuple
+
+from ckptmap.tensors import Box
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """`offsets` has one entry a dim; `sizes`, `dims` and `steps` one an axis."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dims: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    @classmethod
+    def of_box(cls, box: Box) -> Lattice:
+        ndim = len(box.sizes)
+        return cls(box.offsets, box.sizes, tuple(range(ndim)), (1,) * ndim)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    @cached_property
+    def bounds(self) -> Box:
+        """The least box that holds it."""
+        reach = [1] * len(self.offsets)
+        for n, dim, step in zip(self.sizes, self.dims, self.steps, strict=True):
+            reach[dim] += (n - 1) * step
+        return Box(self.offsets, tuple(reach))
+
+    @cached_property
+    def is_box(self) -> bool:
+        """Does it fill its bounds, in row-major order of its axes' dims or another?"""
+        used = [dim for n, dim in zip(self.sizes, self.dims, strict=True) if n != 1]
+        steps = [step for n, step in zip(self.sizes, self.steps, strict=True) if n != 1]
+        return len(set(used)) == len(used) and all(step == 1 for step in steps)
+
+    @cached_property
+    def _by_dim(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """For each dim its axes, outermost first: (axis, size, step, reach of the inner ones)."""
+        found = []
+        for dim in range(len(self.offsets)):
+            axes = [k for k, d in enumerate(self.dims) if d == dim]
+            axes.sort(key=lambda k: (self.steps[k], self.sizes[k]))
+            rows, reach = [], 0
+            for k in axes:
+                rows.append((k, self.sizes[k], self.steps[k], reach))
+                reach += (self.sizes[k] - 1) * self.steps[k]
+            found.append(tuple(reversed(rows)))
+        return tuple(found)
+
+    def cut(self, box: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The part that lies in a box, as index boxes over the axes: (lows, counts)."""
+        choices = []
+        for dim, axes in enumerate(self._by_dim):
+            low = box.offsets[dim] - self.offsets[dim]
+            found = list(_cut(axes, low, low + box.sizes[dim]))
+            if not found:
+                return
+            choices.append(found)
+        lows, counts = [0] * len(self.sizes), [0] * len(self.sizes)
+        for choice in product(*choices):
+            for axis, low, count in (entry for entries in choice for entry in entries):
+                lows[axis], counts[axis] = low, count
+            yield tuple(lows), tuple(counts)
+
+    def crop(self, lows: Sequence[int], counts: Sequence[int]) -> Lattice:
+        """The lattice of an index box."""
+        offsets = list(self.offsets)
+        for low, dim, step in zip(lows, self.dims, self.steps, strict=True):
+            offsets[dim] += low * step
+        return Lattice(tuple(offsets), tuple(counts), self.dims, self.steps)
+
+    def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Index boxes that are rectangles of the tensor: of each dim one axis of step 1 is kept
+        whole, the others are counted out."""
+        kept = {
+            axes[-1][0] for axes in self._by_dim if axes and (axes[-1][2] == 1 or axes[-1][1] == 1)
+        }
+        free = [k for k in range(len(self.sizes)) if k not in kept]
+        counts = tuple(n if k in kept else 1 for k, n in enumerate(self.sizes))
+        for index in product(*(range(self.sizes[k]) for k in free)):
+            lows = [0] * len(self.sizes)
+            for k, at in zip(free, index, strict=True):
+                lows[k] = at
+            yield tuple(lows), counts
+
+
+def _cut(
+    axes: Sequence[tuple[int, ...]], low: int, high: int
+) -> Iterator[tuple[tuple[int, int, int], ...]]:
+    """Index ranges (axis, low, count) of nested axes whose positions lie in [low, high)."""
+    if not axes:
+        if low <= 0 < high:
+            yield ()
+        return
+    (axis, size, step, reach), inner = axes[0], axes[1:]
+    first = max(0, -(-low // step))
+    last = min(size - 1, (high - 1 - reach) // step)
+    before = low // step if low > 0 and low % step else -1
+    if 0 <= before < size:
+        at = before * step
+        for rest in _cut(inner, low - at, high - at):
+            yield ((axis, before, 1), *rest)
+    if last >= first:
+        whole = tuple((k, 0, n) for k, n, _, _ in inner)
+        yield ((axis, first, last - first + 1), *whole)
+    after = max(last + 1, first)
+    if after < size and after != before and after * step < high:
+        at = after * step
+        for rest in _cut(inner, max(low - at, 0), high - at):
+            yield ((axis, after, 1), *rest)
+
+
+class Piece(NamedTuple):
+    """Elements of a tensor `source` that become elements of another: two lattices of one size."""
+
+    source: str
+    src: Lattice
+    dst: Lattice
+
+    @property
+    def numel(self) -> int:
+        return self.dst.numel
+
+    def tidy(self) -> Piece:
+        """The fewest axes that walk the same way on both sides, in the target's order."""
+        src, dst = self.src, self.dst
+        axes = [
+            [n, sd, ss, dd, ds]
+            for n, sd, ss, dd, ds in zip(
+                dst.sizes, src.dims, src.steps, dst.dims, dst.steps, strict=True
+            )
+            if n != 1
+        ]
+        axes.sort(key=lambda axis: (axis[3], -axis[4]))
+        merged: list[list[int]] = []
+        for axis in axes:
+            n, sd, ss, dd, ds = axis
+            if merged and merged[-1][1:] == [sd, ss * n, dd, ds * n]:
+                merged[-1] = [merged[-1][0] * n, sd, ss, dd, ds]
+            else:
+                merged.append(axis)
+        sizes = tuple(axis[0] for axis in merged)
+        return Piece(
+            self.source,
+            Lattice(src.offsets, sizes, tuple(a[1] for a in merged), tuple(a[2] for a in merged)),
+            Lattice(dst.offsets, sizes, tuple(a[3] for a in merged), tuple(a[4] for a in merged)),
+        )
+
+
+def compose(first: Sequence[Piece], second: Sequence[Piece]) -> list[Piece]:
+    """Pieces of `first` make a tensor, which the pieces of `second` (all of that one source) take
+    apart: what they take, from the sources of `first`."""
+    found: list[Piece] = []
+    for a in first:
+        for b in second:
+            if a.dst.bounds.intersect(b.src.bounds) is not None:
+                found += _through(a, b)
+    return [piece.tidy() for piece in found]
+
+
+def _through(a: Piece, b: Piece) -> Iterator[Piece]:
+    """The elements that `a` brings and `b` takes."""
+    if a.dst.is_box:
+        yield from _by_box(a, b)
+        return
+    matched = _digits(a.dst, b.src)
+    if matched is not None:
+        yield from _by_digits(a, b, matched)
+        return
+    for lows, counts in a.dst.boxes():
+        part = Piece(a.source, a.src.crop(lows, counts), a.dst.crop(lows, counts)).tidy()
+        if part.dst.bounds.intersect(b.src.bounds) is not None:
+            yield from _by_box(part, b)
+
+
+def _by_box(a: Piece, b: Piece) -> Iterator[Piece]:
+    """Where `a` fills a box: its source is walked by the axes of `b`."""
+    axis_of = {
+        dim: k for k, (n, dim) in enumerate(zip(a.dst.sizes, a.dst.dims, strict=True)) if n != 1
+    }
+    for lows, counts in b.src.cut(a.dst.bounds):
+        taken = b.src.crop(lows, counts)
+        offsets = list(a.src.offsets)
+        for dim, k in axis_of.items():
+            offsets[a.src.dims[k]] += (taken.offsets[dim] - a.dst.offsets[dim]) * a.src.steps[k]
+        dims, steps = [], []
+        for n, dim, step in zip(counts, taken.dims, taken.steps, strict=True):
+            k = axis_of.get(dim, -1)
+            assert k >= 0 or n == 1, "an axis through a dim of one element"
+            dims.append(a.src.dims[k] if k >= 0 else 0)
+            steps.append(a.src.steps[k] * step if k >= 0 else 1)
+        src = Lattice(tuple(offsets), tuple(counts), tuple(dims), tuple(steps))
+        yield Piece(a.source, src, b.dst.crop(lows, counts))
+
+
+@dataclass(frozen=True)
+class _Digit:
+    """Elements that two lattices share along one step of one dim: `n` of them, from index `a` of
+    axis `a_axis` (each index `a_factor` of that axis' own), and likewise `b`."""
+
+    n: int
+    a: int
+    a_axis: int
+    a_factor: int
+    b: int
+    b_axis: int
+    b_factor: int
+
+
+def _digits(a: Lattice, b: Lattice) -> list[_Digit] | None:
+    """The common refinement of two lattices of one tensor, as digits of positions; [] is never
+    returned for lattices that share nothing: a digit of no element is. None: their steps do not
+    divide each other, or a sum would carry."""
+    found: list[_Digit] = []
+    for dim in range(len(a.offsets)):
+        steps = {s for k, s in enumerate(a.steps) if a.dims[k] == dim and a.sizes[k] != 1}
+        steps |= {s for k, s in enumerate(b.steps) if b.dims[k] == dim and b.sizes[k] != 1}
+        chain = sorted(steps | {1})
+        if any(y % x for x, y in pairwise(chain)):
+            return None
+        ones, others = _split(a, dim, chain), _split(b, dim, chain)
+        if ones is None or others is None:
+            return None
+        left = b.offsets[dim] - a.offsets[dim]
+        for at in range(len(chain) - 1, -1, -1):
+            step = chain[at]
+            low, left = divmod(left, step)
+            (na, ka, fa), (nb, kb, fb) = ones[at], others[at]
+            if at < len(chain) - 1 and max(na, low + nb) > chain[at + 1] // step:
+                return None
+            start = max(0, low)
+            stop = min(na, low + nb)
+            found.append(_Digit(max(0, stop - start), start, ka, fa, start - low, kb, fb))
+    return found
+
+
+def _split(lattice: Lattice, dim: int, chain: Sequence[int]) -> list[tuple[int, int, int]] | None:
+    """For each step of the chain (size, axis, factor): how many steps of it the lattice takes, of
+    which axis, and how many steps of that axis one is; axis -1: it stands still."""
+    found = [(1, -1, 1)] * len(chain)
+    for k, (n, d, step) in enumerate(zip(lattice.sizes, lattice.dims, lattice.steps, strict=True)):
+        if d != dim or n == 1:
+            continue
+        within = [s for s in chain if step <= s < step * n]
+        for s, after in zip(within, [*within[1:], step * n], strict=True):
+            size, rest = divmod(after, s)
+            if rest:
+                return None
+            found[chain.index(s)] = (size, k, s // step)
+    return found
+
+
+def _by_digits(a: Piece, b: Piece, digits: Sequence[_Digit]) -> Iterator[Piece]:
+    if any(digit.n == 0 for digit in digits):
+        return
+    src, dst = list(a.src.offsets), list(b.dst.offsets)
+    axes = []
+    for digit in digits:
+        sd, ss, dd, ds = 0, 1, 0, 1
+        if digit.a_axis >= 0:
+            sd, ss = a.src.dims[digit.a_axis], a.src.steps[digit.a_axis] * digit.a_factor
+            src[sd] += digit.a * ss
+        if digit.b_axis >= 0:
+            dd, ds = b.dst.dims[digit.b_axis], b.dst.steps[digit.b_axis] * digit.b_factor
+            dst[dd] += digit.b * ds
+        axes.append((digit.n, sd, ss, dd, ds))
+    sizes = tuple(axis[0] for axis in axes)
+    yield Piece(
+        a.source,
+        Lattice(tuple(src), sizes, tuple(x[1] for x in axes), tuple(x[2] for x in axes)),
+        Lattice(tuple(dst), sizes, tuple(x[3] for x in axes), tuple(x[4] for x in axes)),
+    )

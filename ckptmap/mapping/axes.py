@@ -1,0 +1,203 @@
+"""Named-axis patterns: `(h two r) i`, `e (two m) i`, `(h [two r | p]) i @ s[0:h]`.
+
+A rule's axes span a space; each tensor of the rule is a box in it (whole, a slice, one index) laid
+out in some order of the axes. Both sides lay out the same space: that is all that a rule says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+from ckptmap.errors import PlanError
+from ckptmap.mapping.dims import Expr, parse
+
+_TOKEN = re.compile(r"\s*([A-Za-z_]\w*|[()\[\]|]|1)")
+_SLICE = re.compile(r"\s*([A-Za-z_]\w*)\s*\[([^\[\]]*)\]\s*")
+SCALAR = "scalar"
+
+Segments: TypeAlias = tuple[tuple[str, ...], ...]
+"""`[two r | p]`: the axes of each segment."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """`s[lo:hi]`, or `s[lo]` with `hi` None: one index, the axis is not in the pattern."""
+
+    axis: str
+    low: Expr
+    high: Expr | None
+
+
+@dataclass(frozen=True)
+class Axes:
+    """For each dim of a tensor its factors, outermost first: an axis, or segments."""
+
+    text: str
+    dims: tuple[tuple[str | Segments, ...], ...]
+
+    @property
+    def segments(self) -> int:
+        """How many segments its brackets have; 0: there are none."""
+        return next((len(f) for dim in self.dims for f in dim if not isinstance(f, str)), 0)
+
+    def names(self) -> list[str]:
+        """Every axis, in the order written."""
+        return [
+            axis
+            for dim in self.dims
+            for factor in dim
+            for axis in ((factor,) if isinstance(factor, str) else _flat(factor))
+        ]
+
+    def shape(self, size: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(prod(_extent(factor, size) for factor in dim) for dim in self.dims)
+
+    def lay(self, size: Mapping[str, int], sheet: int) -> Layout:
+        """Where the elements of one sheet (of segment number `sheet`) lie."""
+        offsets, axes = [], {}
+        for number, dim in enumerate(self.dims):
+            step, offset = 1, 0
+            for factor in reversed(dim):
+                if isinstance(factor, str):
+                    axes[factor] = (number, step)
+                else:
+                    extents = [prod(size[axis] for axis in segment) for segment in factor]
+                    offset += step * sum(extents[:sheet])
+                    inner = step
+                    for axis in reversed(factor[sheet]):
+                        axes[axis] = (number, inner)
+                        inner *= size[axis]
+                step *= _extent(factor, size)
+            offsets.append(offset)
+        return Layout(tuple(offsets), axes)
+
+    def of_sheet(self, sheet: int) -> list[str]:
+        """The axes that the elements of one sheet have."""
+        return [
+            axis
+            for dim in self.dims
+            for factor in dim
+            for axis in ((factor,) if isinstance(factor, str) else factor[sheet])
+        ]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Element of index 0 on every axis: `offsets`, one a dim; axis -> (dim, step)."""
+
+    offsets: tuple[int, ...]
+    axes: Mapping[str, tuple[int, int]]
+
+
+def _flat(segments: Segments) -> Iterator[str]:
+    for segment in segments:
+        yield from segment
+
+
+def _extent(factor: str | Segments, size: Mapping[str, int]) -> int:
+    if isinstance(factor, str):
+        return size[factor]
+    return sum(prod(size[axis] for axis in segment) for segment in factor)
+
+
+def parse_axes(text: str, where: str) -> tuple[Axes, tuple[Slice, ...]]:
+    """What stands after `::`. Raises PlanError CKM601."""
+    pattern, _, slices = text.partition("@")
+    pattern = pattern.strip()
+    found = tuple(_slices(slices, where)) if slices.strip() else ()
+    if pattern == SCALAR:
+        return Axes(pattern, ()), found
+    dims = tuple(_dims(_tokens(pattern, where), pattern, where))
+    axes = Axes(pattern, dims)
+    names = axes.names()
+    twice = next((axis for axis in names if names.count(axis) > 1), None)
+    if twice is not None:
+        raise _malformed(pattern, where, f"axis {twice!r} occurs twice")
+    counts = {len(f) for dim in dims for f in dim if not isinstance(f, str)}
+    if len(counts) > 1 or 1 in counts:
+        raise _malformed(pattern, where, "brackets need two or more segments, each as many")
+    return axes, found
+
+
+def _slices(text: str, where: str) -> Iterator[Slice]:
+    for part in text.split(","):
+        found = _SLICE.fullmatch(part)
+        if found is None:
+            raise _malformed(part, where, "is no slice such as s[0:h] or two[0]")
+        low, colon, high = found[2].partition(":")
+        yield Slice(found[1], parse(low.strip() or "0"), parse(high.strip()) if colon else None)
+
+
+def _tokens(text: str, where: str) -> list[str]:
+    tokens, at = [], 0
+    while at < len(text):
+        found = _TOKEN.match(text, at)
+        if found is None:
+            raise _malformed(text, where, f"cannot be read at {text[at:].strip()[:10]!r}")
+        tokens.append(found[1])
+        at = found.end()
+    if not tokens:
+        raise _malformed(text, where, f"is empty; a tensor without dims is `{SCALAR}`")
+    return tokens
+
+
+def _dims(tokens: list[str], text: str, where: str) -> Iterator[tuple[str | Segments, ...]]:
+    at = 0
+    while at < len(tokens):
+        if tokens[at] == "(":
+            stop = _closing(tokens, at, text, where)
+            yield tuple(_factors(tokens[at + 1 : stop], text, where))
+            at = stop + 1
+        elif tokens[at] == "[":
+            stop = _closing(tokens, at, text, where)
+            yield tuple(_factors(tokens[at : stop + 1], text, where))
+            at = stop + 1
+        else:
+            yield tuple(_factors([tokens[at]], text, where))
+            at += 1
+
+
+def _closing(tokens: Sequence[str], at: int, text: str, where: str) -> int:
+    pair = {"(": ")", "[": "]"}[tokens[at]]
+    if pair not in tokens[at:]:
+        raise _malformed(text, where, f"{tokens[at]!r} is not closed")
+    return at + tokens[at:].index(pair)
+
+
+def _factors(tokens: Sequence[str], text: str, where: str) -> Iterator[str | Segments]:
+    at = 0
+    while at < len(tokens):
+        token = tokens[at]
+        if token == "[":
+            stop = _closing(tokens, at, text, where)
+            yield tuple(_segments(tokens[at + 1 : stop], text, where))
+            at = stop
+        elif token in ("(", ")", "]", "|"):
+            raise _malformed(text, where, f"unexpected {token!r}")
+        elif token != "1":
+            yield token
+        at += 1
+
+
+def _segments(tokens: Sequence[str], text: str, where: str) -> Iterator[tuple[str, ...]]:
+    segment: list[str] = []
+    for token in (*tokens, "|"):
+        if token != "|":
+            if token in ("(", "[", "1"):
+                raise _malformed(text, where, f"unexpected {token!r} in a segment")
+            segment.append(token)
+        elif segment:
+            yield tuple(segment)
+            segment = []
+        else:
+            raise _malformed(text, where, "a segment names no axis")
+
+
+def _malformed(text: str, where: str, what: str) -> PlanError:
+    return PlanError(
+        "CKM601", f"{where}: axes {text!r}: {what}", "see ckptmap/mapping/README.md for the form"
+    )

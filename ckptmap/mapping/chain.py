@@ -1,0 +1,114 @@
+"""From one scheme to another: through the hub, and then as if there had been no stop.
+
+What the first resolution makes and the second takes apart is composed in integers, so that
+`meta -> hf -> torchtune`, which permutes rows and permutes them back, ends as a rename.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ckptmap.errors import PlanError
+from ckptmap.lattice import Lattice, Piece, compose
+from ckptmap.mapping.cells import is_whole
+from ckptmap.mapping.resolve import Made, Resolution, resolve
+from ckptmap.mapping.rules import Scheme
+from ckptmap.tensors import Box, TensorInfo
+
+
+def translate(
+    infos: Mapping[str, TensorInfo],
+    source: Scheme | None,
+    target: Scheme | None,
+    config: Mapping[str, Any] | None,
+    *,
+    complete: bool = True,
+    left: Collection[str] = (),
+) -> Resolution:
+    """From the names of `source` to those of `target`; None: the hub's, whose family is not known.
+    `left` are keys that stay behind, and are not missed.
+
+    Raises PlanError CKM605 to CKM608, 613, 614, 617.
+    """
+    if target is None or target.is_hub:
+        return _to_hub(infos, source, config, complete, left)
+    if source is None or source.is_hub:
+        return resolve(target, infos, to_hub=False, config=config, complete=complete, left=left)
+    there = _to_hub(infos, source, config, complete, left)
+    hub = {made.name: made.info for made in there.made.values()}
+    back = resolve(
+        target, hub, to_hub=False, config=config, complete=complete, left=there.left
+    )  # fmt: skip
+    return Resolution(
+        made={name: _through(made, there.made, infos) for name, made in back.made.items()},
+        dropped={**there.dropped, **_named(back.dropped, there.made)},
+        unmapped=(*there.unmapped, *_keys(back.unmapped, there.made)),
+        tied={**back.tied},
+        used={**there.used, **back.used},
+    )
+
+
+def _to_hub(
+    infos: Mapping[str, TensorInfo],
+    source: Scheme | None,
+    config: Mapping[str, Any] | None,
+    complete: bool,
+    left: Collection[str],
+) -> Resolution:
+    if source is not None:
+        return resolve(source, infos, to_hub=True, config=config, complete=complete, left=left)
+    made = {name: Made(name, info, name) for name, info in infos.items()}
+    return Resolution(made, {}, ())
+
+
+def _keys(names: Sequence[str], made: Mapping[str, Made]) -> list[str]:
+    """The source keys behind names of the hub."""
+    return list(dict.fromkeys(key for name in names for key in made[name].sources))
+
+
+def _named(dropped: Mapping[str, str], made: Mapping[str, Made]) -> dict[str, str]:
+    return {key: why for name, why in dropped.items() for key in made[name].sources}
+
+
+def _through(made: Made, there: Mapping[str, Made], infos: Mapping[str, TensorInfo]) -> Made:
+    """The same tensor, made of the sources that the stop was made of."""
+    if made.source is not None:
+        first = there[made.source]
+        if made.name == first.name and not made.ops:
+            return first
+        return first._replace(name=made.name, info=made.info, ops=(*first.ops, *made.ops))
+    if all(there[name].source is not None and not there[name].ops for name in made.sources):
+        names = {name: there[name].source for name in made.sources}
+        if all(name == source for name, source in names.items()):
+            return made
+    pieces: list[Piece] = []
+    for name in made.sources:
+        taken = [piece for piece in made.pieces if piece.source == name]
+        pieces += compose(pieces_of(there[name], infos), taken)
+    whole = len(pieces) == 1 and is_whole(pieces[0], infos[pieces[0].source], made.info)
+    return made._replace(
+        source=pieces[0].source if whole else None,
+        pieces=() if whole else tuple(pieces),
+        ops=(*_same_ops(made, there), *made.ops),
+    )
+
+
+def _same_ops(made: Made, there: Mapping[str, Made]) -> tuple[tuple[str, bool], ...]:
+    ops = {there[name].ops for name in made.sources}
+    if len(ops) > 1:
+        raise PlanError(
+            "CKM613",
+            f"{made.name}: would be made of tensors whose values change in different ways:"
+            f" {', '.join(made.sources)}",
+            "convert to the hub's names first, with --names hf, then on",
+        )
+    return next(iter(ops), ())
+
+
+def pieces_of(made: Made, infos: Mapping[str, TensorInfo]) -> Sequence[Piece]:
+    """Its pieces; a tensor that is only renamed is one."""
+    if made.source is None:
+        return made.pieces
+    whole = Lattice.of_box(Box.whole(infos[made.source].shape))
+    return (Piece(made.source, whole, whole),)

@@ -1,0 +1,56 @@
+"""The config.json that a checkpoint's sizes come from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptmap.errors import PlanError
+from ckptmap.files import whole
+
+CONFIG = "config.json"
+MAX_NBYTES = 64 << 20
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A config.json, or that of a directory. Raises PlanError CKM605 where it is none."""
+    file = Path(path)
+    file = file / CONFIG if file.is_dir() else file
+    try:
+        if file.stat().st_size > MAX_NBYTES:
+            raise ValueError(f"{file.stat().st_size} bytes")
+        found = json.loads(whole(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanError(
+            "CKM605", f"{file}: is no config: {error}", "give a config.json with --config-from"
+        ) from error
+    if not isinstance(found, dict):
+        raise PlanError("CKM605", f"{file}: is no JSON object", "give the model's config.json")
+    return found
+
+
+def config_beside(path: str, asked: str | None = None) -> dict[str, Any] | None:
+    """The one that was `asked` for, else the one beside a checkpoint; None: there is none."""
+    if asked is not None:
+        return read_config(asked)
+    place = Path(path)
+    file = (place if place.is_dir() else place.parent) / CONFIG
+    return read_config(file) if file.is_file() else None
+
+
+def as_config(config: object) -> dict[str, Any] | None:
+    """What a caller gives for a config: a mapping, a transformers config, a path, None."""
+    if config is None or isinstance(config, Mapping):
+        return None if config is None else dict(config)
+    if isinstance(config, str | os.PathLike):
+        return read_config(config)
+    to_dict = getattr(config, "to_dict", None)
+    if callable(to_dict):
+        return dict(to_dict())
+    raise PlanError(
+        "CKM605", f"config is a {type(config).__name__}, expected a dict, a transformers config or"
+        " a path", "pass model.config",
+    )  # fmt: skip

@@ -1,0 +1,307 @@
+"""Expressions over config values and axes: what `[dims]`, `when`, `range` and slices are written in.
+
+    "num_key_value_heads ?? num_attention_heads"      "h + 2 * g"      "model_type == 'gemma2'"
+
+A parser of its own: a mapping file is data, and nothing in it is ever evaluated by Python. Numbers
+are exact fractions. A value that the config has not is null; without a config it is unknown.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from ckptmap.errors import PlanError
+
+Value: TypeAlias = Fraction | bool | str | None
+Lookup: TypeAlias = Callable[[str], Value]
+Tree: TypeAlias = tuple[Any, ...]
+"""("value", v), ("name", n), or (operator, operand, ...)."""
+
+MAX_NUMBER = 1 << 63
+KNOWN: Mapping[str, int] = {"two": 2, "three": 3}
+"""Axes that need no definition."""
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d+(?:\.\d+)?)|(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)"
+    r"|(?P<text>'[^']*')|(?P<sign>\?\?|//|==|!=|<=|>=|[-+*/%<>()]))"
+)
+_LEVELS: tuple[tuple[str, ...], ...] = (
+    ("or",), ("and",), ("==", "!=", "<", "<=", ">", ">="), ("??",), ("+", "-"), ("*", "/", "//", "%"),
+)  # fmt: skip
+_NAMED: Mapping[str, Value] = {"true": True, "false": False, "null": None}
+_ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+    "//": operator.floordiv, "%": operator.mod,
+}  # fmt: skip
+_ORDER: Mapping[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+
+
+class Unknown(Exception):
+    """Values that are needed and that nobody gave: their names."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(", ".join(names))
+        self.names = names
+
+
+@dataclass(frozen=True)
+class Expr:
+    """A parsed expression; `text` as it was written."""
+
+    text: str
+    tree: Tree
+
+    def evaluate(self, lookup: Lookup) -> Value:
+        """Its value. Raises Unknown where a number is needed and there is none, PlanError CKM614
+        where kinds do not fit or a divisor is 0."""
+        try:
+            return _evaluate(self.tree, lookup)
+        except (TypeError, ZeroDivisionError) as error:
+            why = "division by zero" if isinstance(error, ZeroDivisionError) else error
+            raise PlanError(
+                "CKM614", f"{self.text!r}: {why}", "correct the config value or the expression"
+            ) from error
+
+    def names(self) -> list[str]:
+        """Names in it, each once."""
+        return list(dict.fromkeys(_names(self.tree)))
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> Expr:
+    """Raises PlanError CKM601 where it is no expression."""
+    tokens = list(_tokens(text))
+    tree, at = _level(tokens, 0, 0, text)
+    if at != len(tokens):
+        raise _malformed(text, f"unexpected {tokens[at][1]!r}")
+    return Expr(text, tree)
+
+
+def _tokens(text: str) -> Iterator[tuple[str, str]]:
+    at, end = 0, len(text.rstrip())
+    if end > 1000:
+        raise _malformed(text[:40] + "...", "is longer than 1000 characters")
+    while at < end:
+        found = _TOKEN.match(text, at)
+        if found is None:
+            raise _malformed(text, f"cannot be read at {text[at : at + 10]!r}")
+        assert found.lastgroup is not None
+        yield found.lastgroup, found[found.lastgroup]
+        at = found.end()
+
+
+def _level(
+    tokens: list[tuple[str, str]], at: int, level: int, text: str, depth: int = 0
+) -> tuple[Tree, int]:
+    """Operators of one level, left to right."""
+    if depth > 50:
+        raise _malformed(text, "is nested too deeply")
+    if level == len(_LEVELS):
+        return _operand(tokens, at, text, depth + 1)
+    tree, at = _level(tokens, at, level + 1, text, depth)
+    while at < len(tokens) and tokens[at][0] != "text" and tokens[at][1] in _LEVELS[level]:
+        right, after = _level(tokens, at + 1, level + 1, text, depth)
+        tree, at = (tokens[at][1], tree, right), after
+    return tree, at
+
+
+def _operand(tokens: list[tuple[str, str]], at: int, text: str, depth: int) -> tuple[Tree, int]:
+    if at == len(tokens):
+        raise _malformed(text, "ends too early")
+    kind, token = tokens[at]
+    if kind == "number":
+        return ("value", Fraction(token)), at + 1
+    if kind == "text":
+        return ("value", token[1:-1]), at + 1
+    if token == "(":
+        tree, at = _level(tokens, at + 1, 0, text, depth + 1)
+        if at == len(tokens) or tokens[at][1] != ")":
+            raise _malformed(text, "a parenthesis is not closed")
+        return tree, at + 1
+    if token in ("not", "-"):
+        level = 2 if token == "not" else len(_LEVELS)
+        tree, at = _level(tokens, at + 1, level, text, depth + 1)
+        return ("negative" if token == "-" else "not", tree), at
+    if kind != "name" or token in ("and", "or"):
+        raise _malformed(text, f"unexpected {token!r}")
+    return (("value", _NAMED[token]) if token in _NAMED else ("name", token)), at + 1
+
+
+def _malformed(text: str, what: str) -> PlanError:
+    return PlanError(
+        "CKM601", f"expression {text!r}: {what}", "see ckptmap/mapping/README.md for what there is"
+    )
+
+
+def _evaluate(tree: Tree, lookup: Lookup) -> Value:
+    kind: str = tree[0]
+    rest: tuple[Any, ...] = tree[1:]
+    if kind == "value":
+        value: Value = rest[0]
+        return value
+    if kind == "name":
+        return lookup(rest[0])
+    first: Value = _evaluate(rest[0], lookup)
+    if kind == "not":
+        return not first
+    if kind in ("and", "or"):
+        return bool(_evaluate(rest[1], lookup)) if bool(first) == (kind == "and") else bool(first)
+    if kind == "??":
+        return _evaluate(rest[1], lookup) if first is None else first
+    if kind == "negative":
+        return -_number(first, rest[0])
+    second = _evaluate(rest[1], lookup)
+    if kind in ("==", "!="):
+        return bool(first == second) == (kind == "==")
+    a, b = _number(first, rest[0]), _number(second, rest[1])
+    if kind in _ORDER:
+        return bool(_ORDER[kind](a, b))
+    return Fraction(_ARITHMETIC[kind](a, b))
+
+
+def _number(value: Value, tree: Tree) -> Fraction:
+    if value is None:
+        raise Unknown(*_names(tree))
+    if isinstance(value, str | bool):
+        raise TypeError(f"expected a number, found {value!r}")
+    return value
+
+
+def _names(tree: Tree) -> Iterator[str]:
+    if tree[0] == "name":
+        yield tree[1]
+    elif tree[0] != "value":
+        for operand in tree[1:]:
+            yield from _names(operand)
+
+
+# --------------------------------------------------------------------------------- an environment
+
+
+class Dims:
+    """Axes of one mapping file with the values of one config.
+
+    `config` None: there is none, and whatever asks for it is unknown.
+    """
+
+    def __init__(self, exprs: Mapping[str, Expr], config: Mapping[str, Any] | None) -> None:
+        self._exprs = exprs
+        self._config = config
+        self._known: dict[str, int | None] = {}
+        self._open: list[str] = []
+        self.used: dict[str, Value] = {}
+        """Config values that were asked for and found."""
+        self.missing: dict[str, None] = {}
+        """Config values that were asked for and not found."""
+        self.has_config = config is not None
+
+    def size(self, axis: str) -> int | None:
+        """The extent of an axis; None where `[dims]` or the config does not tell."""
+        if axis not in self._exprs:
+            return KNOWN.get(axis)
+        if axis not in self._known:
+            try:
+                self._known[axis] = self.number(self._exprs[axis])
+            except Unknown as unknown:
+                self.missing.update(dict.fromkeys(unknown.names))
+                self._known[axis] = None
+        return self._known[axis]
+
+    def number(self, expr: Expr, extra: Mapping[str, int] | None = None) -> int:
+        """An expression that must be a whole number, not negative; `extra` are axes that are known
+        besides. Raises Unknown, PlanError CKM614."""
+        value = expr.evaluate(lambda name: self._value(name, extra or {}))
+        if value is None:
+            raise Unknown(*expr.names())
+        if isinstance(value, str | bool) or value.denominator != 1 or not 0 <= value < MAX_NUMBER:
+            values = ", ".join(f"{name} = {_shown(found)}" for name, found in self.used.items())
+            raise PlanError(
+                "CKM614",
+                f"{expr.text!r}: expected a whole number, found {_shown(value)} ({values})",
+                "correct the config value, or the mapping file",
+            )
+        return int(value)
+
+    def holds(self, expr: Expr | None) -> bool | None:
+        """Is it so? None: unknown, because there is no config."""
+        if expr is None:
+            return True
+        try:
+            return bool(expr.evaluate(lambda name: self._value(name, {})))
+        except Unknown as unknown:
+            self.missing.update(dict.fromkeys(unknown.names))
+            return None if self._config is None else False
+
+    def _value(self, name: str, extra: Mapping[str, int]) -> Value:
+        if name in extra:
+            return Fraction(extra[name])
+        if name in self._exprs and name not in self._open:
+            self._open.append(name)
+            try:
+                size = self.size(name)
+            finally:
+                self._open.pop()
+            if size is None:
+                raise Unknown(*(self.missing or (name,)))
+            return Fraction(size)
+        if name in KNOWN and name not in self._exprs:
+            return Fraction(KNOWN[name])
+        return self._of_config(name)
+
+    def _of_config(self, name: str) -> Value:
+        if self._config is None:
+            raise Unknown(name)
+        found = _looked_up(self._config, name.split("."))
+        text = self._config.get("text_config")
+        if found is None and isinstance(text, Mapping):
+            found = _looked_up(text, name.split("."))
+        if isinstance(found, float) and found == found and abs(found) < MAX_NUMBER:
+            found = Fraction(repr(found))
+        elif isinstance(found, int) and not isinstance(found, bool):
+            found = Fraction(found)
+        value: Value = found if isinstance(found, Fraction | bool | str) else None
+        if value is None:
+            self.missing[name] = None
+        else:
+            self.used[name] = value
+        return value
+
+    def needed(self, axis: str) -> list[str]:
+        """The config values that an axis comes from; itself where `[dims]` does not define it."""
+        found: dict[str, None] = {}
+        left, seen = [axis], set[str]()
+        while left:
+            name = left.pop(0)
+            if name in self._exprs and name not in seen:
+                seen.add(name)
+                left += self._exprs[name].names()
+            elif name not in KNOWN:
+                found[f"axis {name!r} in [dims]" if name == axis and not seen else name] = None
+        return list(found)
+
+    def describe(self) -> str:
+        """The config values used, for messages."""
+        if not self.used:
+            return "no config value was used"
+        return "config: " + ", ".join(f"{name} {_shown(v)}" for name, v in self.used.items())
+
+
+def _looked_up(config: Mapping[str, Any], path: list[str]) -> Any:
+    node: Any = config
+    if ".".join(path) in config:  # as a manifest keeps it
+        return config[".".join(path)]
+    for segment in path:
+        node = node.get(segment) if isinstance(node, Mapping) else None
+    return node
+
+
+def _shown(value: Value) -> str:
+    return str(value) if isinstance(value, Fraction) else repr(value)

@@ -1,0 +1,92 @@
+"""The keys that a mapping file expects of a model: every rule, for every number, with its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from ckptmap.mapping.dims import Dims, Expr, Unknown
+from ckptmap.mapping.faults import DIM, needs
+from ckptmap.mapping.rules import Rule, Scheme, Term
+from ckptmap.mapping.sets import limits
+from ckptmap.mapping.space import examples, stacked
+from ckptmap.tensors import TensorInfo
+
+TYPICAL: Mapping[str, int] = {
+    "num_hidden_layers": 2, "hidden_size": 60, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "head_dim": 10, "intermediate_size": 56, "vocab_size": 102, "moe_intermediate_size": 18,
+    "shared_expert_intermediate_size": 26, "num_experts": 5, "num_local_experts": 5,
+    "n_routed_experts": 5, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 14, "kv_lora_rank": 22, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8,
+    "v_head_dim": 11, "n_layer": 2, "n_embd": 60, "n_head": 12, "n_positions": 64,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+"""A tiny model whose extents are all different, for files that are tested without a config."""
+FREE = 13
+"""The extent of the first axis that nothing tells; the next has one more."""
+
+
+def expected(
+    scheme: Scheme, config: Mapping[str, Any], *, hub: bool, dtype: str = "float32"
+) -> dict[str, TensorInfo]:
+    """Keys and shapes of one side, in the order of the rules; what is optional is there, what is
+    tied away by the config is not. Raises PlanError CKM605 where the config lacks a value."""
+    dims = _Sizes(scheme, config)
+    left = {t.name.text for t in scheme.ties if t.hub == hub and dims.holds(t.when)}
+    found: dict[str, TensorInfo] = {}
+    words = list(dict.fromkeys(rule.either for rule in scheme.rules if rule.either))
+    for rule in scheme.rules:
+        if dims.holds(rule.when) is False:
+            continue
+        for key, shape in _keys(scheme, rule, hub, dims, words):
+            if key not in left:
+                found[key] = TensorInfo(shape, dtype)
+    return found
+
+
+def _keys(
+    scheme: Scheme, rule: Rule, hub: bool, dims: Dims, words: Sequence[str]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    try:
+        known = limits(rule, dims)
+        ends = [known.get(name) or (0, dims.number(_count(scheme, name))) for name in rule.shared]
+    except Unknown as unknown:
+        raise needs(scheme, unknown.names, rule.label) from unknown
+    sources: list[tuple[Term, dict[str, int], tuple[int, ...]]] = []
+    if rule.side(hub)[0].axes is None:  # any shape will do
+        sources += [(term, {}, (FREE,)) for term in rule.side(hub)]
+    else:
+        for source in examples(scheme, rule, hub, dims):
+            stack = dict(zip(stacked(rule, hub), source.stack, strict=True))
+            sources.append((rule.side(hub)[source.term], stack, source.info.shape))
+    for numbers in product(*(range(low, end) for low, end in ends)):
+        if rule.either and words[numbers[0] % len(words)] != rule.either:
+            continue  # one layer of each kind, by turns
+        captures = dict(zip(rule.shared, numbers, strict=True))
+        for term, stack, shape in sources:
+            name = term.names[0]
+            yield name.render({**captures, **stack}, name.shifts(dims)), shape
+
+
+def _count(scheme: Scheme, capture: str) -> Expr:
+    """How many numbers a capture has. Raises Unknown where no dim says."""
+    if capture not in scheme.dims:
+        raise Unknown(f"{DIM}{capture!r}")
+    return scheme.dims[capture]
+
+
+class _Sizes(Dims):
+    """With an extent for axes that are in no `[dims]`: their shapes would tell."""
+
+    def __init__(self, scheme: Scheme, config: Mapping[str, Any]) -> None:
+        super().__init__(scheme.dims, config)
+        terms = [term for rule in scheme.rules for term in (*rule.hub, *rule.other)]
+        self._sliced = {cut.axis for term in terms for cut in term.slices}
+        self._free: dict[str, int] = {}
+
+    def size(self, axis: str) -> int | None:
+        found = super().size(axis)
+        if found is not None or axis in self._exprs or axis in self._sliced:
+            return found
+        return self._free.setdefault(axis, FREE + len(self._free))

@@ -1,0 +1,66 @@
+"""What is said where rules do not fit a checkpoint: the rule, the key, the sizes, the config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptmap.errors import PlanError
+from ckptmap.mapping.axes import Axes
+from ckptmap.mapping.dims import Dims
+from ckptmap.mapping.rules import Rule, Scheme
+from ckptmap.tensors import TensorInfo
+
+DIM = "a dim "
+"""What is needed begins so where it is the mapping file that does not say it."""
+
+
+def needs(scheme: Scheme, names: Sequence[str], what: str) -> PlanError:
+    dims = [name for name in names if name.startswith(DIM)]
+    if dims:
+        return PlanError(
+            "CKM605",
+            f"{scheme.title}: {what}: needs {dims[0]}, which the mapping file has not",
+            "add it to [dims] of the mapping file, by the config value that counts it",
+        )
+    return PlanError(
+        "CKM605",
+        f"{scheme.title}: {what}: needs {', '.join(dict.fromkeys(names))}, which no config gives",
+        "give the model's config.json with --config-from PATH",
+    )
+
+
+def misshapen(
+    scheme: Scheme,
+    rule: Rule,
+    key: str,
+    info: TensorInfo,
+    expected: Sequence[int | None],
+    axes: str,
+    dims: Dims,
+) -> PlanError:
+    shape = ", ".join("any" if n is None else str(n) for n in expected)
+    sizes = ", ".join(
+        f"{axis} {dims.size(axis)}"
+        for axis in dict.fromkeys(axes.replace("(", " ").replace(")", " ").split())
+        if axis.isidentifier() and dims.size(axis) is not None
+    )
+    return PlanError(
+        "CKM606",
+        f"{scheme.title}: {rule.label}: {key}: expected [{shape}] = {axes}"
+        f" ({sizes}; {dims.describe()}), found {list(info.shape)}",
+        "give the config.json of this very model with --config-from, or another scheme or era",
+    )
+
+
+def known_shape(rule: Rule, hub: bool, dims: Dims) -> tuple[int | None, ...] | None:
+    """The shape of a rule's first tensor as far as `dims` tells; None: its rule has no axes."""
+    axes = rule.side(hub)[0].axes
+    if axes is None:
+        return None
+    shape: list[int | None] = []
+    for dim in axes.dims:
+        one = Axes(axes.text, (dim,))
+        sizes = {axis: dims.size(axis) for axis in one.names()}
+        known = {axis: size for axis, size in sizes.items() if size is not None}
+        shape.append(one.shape(known)[0] if len(known) == len(sizes) else None)
+    return tuple(shape)

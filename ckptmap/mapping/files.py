@@ -1,0 +1,287 @@
+"""A mapping file, read: TOML to a `Scheme`, every word of it known, then proven.
+
+A file is data: nothing in it is imported, called or evaluated.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ckptmap.errors import PlanError
+from ckptmap.mapping.axes import parse_axes
+from ckptmap.mapping.dims import Expr, parse
+from ckptmap.mapping.names import Name, parse_names
+from ckptmap.mapping.rules import (
+    HUB,
+    Detect,
+    Drop,
+    Optional,
+    Refuse,
+    Rule,
+    Scheme,
+    Term,
+    Tie,
+)
+
+SCHEMA = 1
+MAX_NBYTES = 4 << 20
+_WORD = re.compile(r"[A-Za-z0-9_.-]+")
+_TOP = {
+    "schema", "family", "models", "scheme", "era", "summary", "dims", "detect", "rule", "drop",
+    "tie", "refuse",
+}  # fmt: skip
+_RULE = {"when", "range", "optional", "either", "op", "pad"}
+_OPTIONAL: Mapping[object, Optional] = {False: "no", True: "whole", "any": "any"}
+
+
+def load(path: str | Path) -> Scheme:
+    """The scheme that a file describes, proven. Raises PlanError CKM601 where it is malformed,
+    CKM602 where it contradicts itself, CKM603 where it cannot be read."""
+    file = Path(path)
+    try:
+        if file.stat().st_size > MAX_NBYTES:
+            raise PlanError(
+                "CKM601", f"{file}: {file.stat().st_size} bytes, expected at most {MAX_NBYTES}",
+                "a mapping file is a few kilobytes of TOML",
+            )  # fmt: skip
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(
+            "CKM603", f"{file}: cannot be read: {error}", "see `ckptmap mappings list`"
+        ) from error
+    return loads(text, str(file))
+
+
+def loads(text: str, where: str) -> Scheme:
+    """The same from text; `where` stands in messages."""
+    from ckptmap.mapping.proof import prove  # the engine: who only recognises names needs none
+
+    try:
+        document = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise PlanError("CKM601", f"{where}: is no TOML: {error}", "correct that line") from error
+    scheme = _Reader(where).scheme(document, text)
+    prove(scheme)
+    return scheme
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a file is for, without its rules."""
+
+    family: str
+    name: str
+    era: str
+    models: tuple[str, ...]
+    summary: str
+    detect: Detect
+
+
+def head(document: Mapping[str, Any], where: str) -> Head:
+    """From the keys before its tables, and [detect]. Raises PlanError CKM601."""
+    return _Reader(where).head(document)
+
+
+class _Reader:
+    """One file being read."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._scheme = ""
+
+    def head(self, document: Mapping[str, Any]) -> Head:
+        self._known(document, _TOP, "the file")
+        if document.get("schema") != SCHEMA:
+            raise self._wrong(f"schema {document.get('schema')!r}, expected {SCHEMA}")
+        family = self._word(document, "family")
+        return Head(
+            family,
+            self._word(document, "scheme"),
+            self._word(document, "era") if "era" in document else "",
+            tuple(self._texts(document.get("models", [family]), "models")),
+            self._text(document.get("summary", ""), "summary"),
+            self._detect(self._table(document, "detect")),
+        )
+
+    def scheme(self, document: Mapping[str, Any], text: str) -> Scheme:
+        head = self.head(document)
+        self._scheme = head.name
+        dims = self._table(document, "dims")
+        rules = [self._rule(i, rule) for i, rule in enumerate(self._tables(document, "rule"), 1)]
+        if not rules:
+            raise self._wrong("has no [[rule]]")
+        return Scheme(
+            family=head.family,
+            name=head.name,
+            era=head.era,
+            models=head.models,
+            summary=head.summary,
+            dims={axis: self._expr(value, f"[dims] {axis}") for axis, value in dims.items()},
+            detect=head.detect,
+            rules=tuple(rules),
+            drops=tuple(self._drop(drop) for drop in self._tables(document, "drop")),
+            ties=tuple(t for tie in self._tables(document, "tie") for t in self._ties(tie)),
+            refuses=tuple(self._refuse(item) for item in self._tables(document, "refuse")),
+            where=self._where,
+            text=text,
+        )
+
+    # ------------------------------------------------------------------ entries
+
+    def _rule(self, number: int, entry: Mapping[str, Any]) -> Rule:
+        where = f"{self._where}: rule {number}"
+        self._known(entry, _RULE | {HUB, self._scheme}, f"rule {number}")
+        hub, other = (self._side(entry, side, where) for side in (HUB, self._scheme))
+        hub, other = _filled(hub, other), _filled(other, hub)
+        ranges = {
+            name: self._range(text, f"rule {number}: range {name}")
+            for name, text in self._table(entry, "range").items()
+        }
+        optional = entry.get("optional", False)
+        if not isinstance(optional, bool | str) or optional not in _OPTIONAL:
+            raise self._wrong(f'rule {number}: optional {optional!r}, expected true or "any"')
+        pad = {
+            axis: self._expr(value, f"rule {number}: pad {axis}")
+            for axis, value in self._table(entry, "pad").items()
+        }
+        return Rule(
+            label=f"rule {number} ({other[0].names[0].text})",
+            hub=hub,
+            other=other,
+            when=self._condition(entry),
+            ranges=ranges,
+            optional="any" if "either" in entry else _OPTIONAL[optional],
+            either=self._word(entry, "either") if "either" in entry else "",
+            op=self._text(entry.get("op", ""), f"rule {number}: op"),
+            pad=pad,
+        )
+
+    def _side(self, entry: Mapping[str, Any], side: str, where: str) -> tuple[Term, ...]:
+        if side not in entry:
+            raise PlanError(
+                "CKM601", f"{where}: has no side {side!r}", f"write {side} = \"NAME :: AXES\""
+            )  # fmt: skip
+        found = entry[side]
+        texts = list(self._texts(found if isinstance(found, list) else [found], side))
+        if not texts:
+            raise PlanError("CKM601", f"{where}: {side} is empty", "name a tensor")
+        terms = []
+        for text in texts:
+            names, _, axes = text.partition("::")
+            parsed = parse_axes(axes, where) if "::" in text else (None, ())
+            terms.append(Term(parse_names(names.strip(), where), *parsed))
+        return tuple(terms)
+
+    def _range(self, text: object, what: str) -> tuple[Expr, Expr]:
+        low, colon, high = self._text(text, what).partition(":")
+        if not colon or not high.strip():
+            raise self._wrong(f'{what} is {text!r}, expected "LOW : END"')
+        return parse(low.strip() or "0"), parse(high.strip())
+
+    def _detect(self, entry: Mapping[str, Any]) -> Detect:
+        self._known(entry, {"any", "all", "none"}, "[detect]")
+        found: dict[str, tuple[Name, ...]] = {
+            kind: tuple(
+                name
+                for text in self._texts(texts, f"detect {kind}")
+                for name in parse_names(text, f"{self._where}: [detect]")
+            )
+            for kind, texts in entry.items()
+        }
+        return Detect(**found)
+
+    def _drop(self, entry: Mapping[str, Any]) -> Drop:
+        self._known(entry, {HUB, self._scheme, "why", "when"}, "[[drop]]")
+        sides = [side for side in dict.fromkeys((HUB, self._scheme)) if side in entry]
+        if len(sides) != 1 or not entry.get("why"):
+            raise self._wrong("[[drop]] needs names of one side, and a why")
+        found = entry[sides[0]]
+        names = tuple(
+            name
+            for text in self._texts(found if isinstance(found, list) else [found], "drop")
+            for name in parse_names(text, f"{self._where}: [[drop]]")
+        )
+        why = self._text(entry["why"], "why")
+        return Drop(names, sides[0] == HUB, why, self._condition(entry))
+
+    def _ties(self, entry: Mapping[str, Any]) -> Iterator[Tie]:
+        self._known(entry, {HUB, self._scheme, "when"}, "[[tie]]")
+        sides = [side for side in dict.fromkeys((HUB, self._scheme)) if side in entry]
+        for side in sides:
+            names = [
+                name
+                for text in self._texts(entry[side], "tie")
+                for name in parse_names(text, f"{self._where}: [[tie]]")
+            ]
+            if len(names) != 2 or any(name.captures for name in names):
+                raise self._wrong("[[tie]] needs two names of a side, without captures")
+            yield Tie(names[0], names[1], side == HUB, self._condition(entry))
+        if not sides:
+            raise self._wrong("[[tie]] names no side")
+
+    def _refuse(self, entry: Mapping[str, Any]) -> Refuse:
+        self._known(entry, {"when", "why"}, "[[refuse]]")
+        when = self._condition(entry)
+        if when is None or not entry.get("why"):
+            raise self._wrong("[[refuse]] needs a when and a why")
+        return Refuse(when, self._text(entry["why"], "why"))
+
+    # ------------------------------------------------------------------ values
+
+    def _condition(self, entry: Mapping[str, Any]) -> Expr | None:
+        return self._expr(entry["when"], "when") if "when" in entry else None
+
+    def _expr(self, value: object, what: str) -> Expr:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return parse(str(value))
+        return parse(self._text(value, what))
+
+    def _text(self, value: object, what: str) -> str:
+        if not isinstance(value, str):
+            raise self._wrong(f"{what} is {value!r}, expected text")
+        return value
+
+    def _word(self, entry: Mapping[str, Any], key: str) -> str:
+        text = self._text(entry.get(key), key)
+        if not _WORD.fullmatch(text):
+            raise self._wrong(f"{key} is {text!r}, expected a word")
+        return text
+
+    def _texts(self, value: object, what: str) -> Iterable[str]:
+        if not isinstance(value, list):
+            raise self._wrong(f"{what} is {value!r}, expected a list of texts")
+        return [self._text(item, what) for item in value]
+
+    def _table(self, entry: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+        found = entry.get(key, {})
+        if not isinstance(found, dict):
+            raise self._wrong(f"{key} is {found!r}, expected a table")
+        return found
+
+    def _tables(self, entry: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+        found = entry.get(key, [])
+        if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+            raise self._wrong(f"{key} must be written [[{key}]]")
+        return cast("list[Mapping[str, Any]]", found)
+
+    def _known(self, entry: Mapping[str, Any], words: set[str], what: str) -> None:
+        strange = next((key for key in entry if key not in words), None)
+        if strange is not None:
+            raise self._wrong(f"{what} has {strange!r}, expected one of {', '.join(sorted(words))}")
+
+    def _wrong(self, what: str) -> PlanError:
+        return PlanError(
+            "CKM601", f"{self._where}: {what}", "see ckptmap/mapping/README.md for the form"
+        )
+
+
+def _filled(terms: tuple[Term, ...], others: tuple[Term, ...]) -> tuple[Term, ...]:
+    """A lone tensor without axes has those of the other side's."""
+    if len(terms) == len(others) == 1 and terms[0].axes is None and not others[0].slices:
+        return (Term(terms[0].names, others[0].axes),)
+    return terms

@@ -1,0 +1,128 @@
+"""Which rule a key is of: one look by its skeleton, then numbers, ranges and dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptmap.errors import PlanError
+from ckptmap.mapping.dims import Dims, Unknown
+from ckptmap.mapping.faults import needs
+from ckptmap.mapping.names import Name, skeleton, tail
+from ckptmap.mapping.rules import Drop, Scheme
+from ckptmap.mapping.sets import limits
+
+
+@dataclass(slots=True)
+class Way:
+    """One name of one term of a rule, or of a drop, ready to be matched."""
+
+    name: Name
+    rule: int
+    term: int
+    drop: Drop | None = None
+    shifts: tuple[int, ...] | None = None
+    ranges: tuple[tuple[int, int] | None, ...] = ()
+    simple: bool = False
+    """Every hole is a capture as it is, of any number."""
+
+    def captures(self, numbers: tuple[int, ...]) -> dict[str, int]:
+        """Capture -> its value, for the numbers in a key."""
+        shifts = self.shifts or (0,) * len(numbers)
+        return {
+            hole.name: number - shift
+            for hole, number, shift in zip(self.name.holes, numbers, shifts, strict=True)
+            if not isinstance(hole, int)
+        }
+
+
+class Matcher:
+    """The names of one side; `active`: does each rule hold, None where nobody knows."""
+
+    def __init__(
+        self, scheme: Scheme, hub: bool, dims: Dims, active: Sequence[bool | None]
+    ) -> None:
+        self._scheme, self._dims = scheme, dims
+        self._table: dict[str, list[Way]] = {}
+        for index, rule in enumerate(scheme.rules):
+            if active[index] is False:
+                continue
+            for number, term in enumerate(rule.side(hub)):
+                for name in term.names:
+                    self._table.setdefault(name.skeleton, []).append(Way(name, index, number))
+        for drop in scheme.drops:
+            if drop.hub == hub and dims.holds(drop.when) is not False:
+                for name in drop.names:
+                    self._table.setdefault(name.skeleton, []).append(Way(name, -1, 0, drop))
+
+    def find(self, key: str) -> tuple[Way | None, tuple[int, ...]]:
+        """The way of a key, and the numbers in it. Raises PlanError CKM608 where it has two, CKM605
+        where a config would tell which."""
+        shape, numbers = skeleton(key)
+        ways = self._table.get(shape)
+        if ways is None:
+            end = tail(shape)
+            ways = None if end is None else self._table.get(end[0])
+            if end is None or ways is None:
+                return None, numbers
+            numbers = (*numbers, end[1])
+        if len(ways) == 1 and ways[0].simple:
+            return ways[0], numbers
+        ways = [way for way in ways if self._fits(way, numbers)]
+        if len(ways) > 1:
+            ways = [way for way in ways if self._below(way, numbers)]
+        if len(ways) > 1:
+            raise self._ambiguous(key, ways)
+        return (ways[0] if ways else None), numbers
+
+    def _fits(self, way: Way, numbers: tuple[int, ...]) -> bool:
+        if way.shifts is None:
+            self._prepare(way)
+        assert way.shifts is not None
+        for hole, number, shift, ends in zip(
+            way.name.holes, numbers, way.shifts, way.ranges, strict=True
+        ):
+            if isinstance(hole, int):
+                if hole != number:
+                    return False
+            elif number < shift or not (ends is None or ends[0] <= number - shift < ends[1]):
+                return False
+        return True
+
+    def _below(self, way: Way, numbers: tuple[int, ...]) -> bool:
+        """Are the captures below their dims? It tells `layers.{n}` and `layers.{k+n}` apart."""
+        for name, value in way.captures(numbers).items():
+            size = self._dims.size(name)
+            if size is not None and value >= size:
+                return False
+        return True
+
+    def _prepare(self, way: Way) -> None:
+        """Shifts and ranges of a name, once a key with its skeleton is there."""
+        try:
+            way.shifts = way.name.shifts(self._dims)
+            ranges = {} if way.drop else limits(self._scheme.rules[way.rule], self._dims)
+        except Unknown as unknown:
+            raise needs(self._scheme, unknown.names, way.name.text) from unknown
+        way.ranges = tuple(
+            None if isinstance(hole, int) else ranges.get(hole.name) for hole in way.name.holes
+        )
+        way.simple = not any(way.shifts) and all(
+            not isinstance(hole, int) and ends is None
+            for hole, ends in zip(way.name.holes, way.ranges, strict=True)
+        )
+
+    def _ambiguous(self, key: str, ways: Sequence[Way]) -> PlanError:
+        scheme = self._scheme
+        labels = [
+            scheme.rules[way.rule].label if way.drop is None else f"drop ({way.name.text})"
+            for way in ways
+        ]
+        if self._dims.missing and not self._dims.has_config:
+            what = f"{key} could be of {' or '.join(labels)}"
+            return needs(scheme, list(self._dims.missing), what)
+        return PlanError(
+            "CKM608",
+            f"{scheme.title}: {key} is of {' and of '.join(labels)}, expected one rule",
+            "correct the mapping file: `when` and `range` tell rules apart",
+        )

@@ -1,0 +1,267 @@
+"""What is proven of a mapping file when it is loaded, without any checkpoint.
+
+Both sides of each rule have the same axes, slices tile, no two rules have one key, and going there
+and back is the identity: computed by the very engine that maps checkpoints, with extents that are
+primes, so that an axis mixed up with another one changes a shape or a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import combinations, count
+
+from ckptmap.errors import PlanError
+from ckptmap.lattice import compose
+from ckptmap.mapping import values
+from ckptmap.mapping.cells import Built, Source
+from ckptmap.mapping.dims import KNOWN, Dims, Expr, Unknown, Value
+from ckptmap.mapping.names import Capture, Name
+from ckptmap.mapping.rules import Rule, Scheme, Term
+from ckptmap.mapping.space import build, examples, stacked
+
+
+def prove(scheme: Scheme) -> None:
+    """Raises PlanError CKM602 that names the rule, CKM613 for an unknown value op."""
+    for rule in scheme.rules:
+        _Rule(scheme, rule).prove()
+    for hub in (True, False):
+        _apart(scheme, hub)
+    _cycles(scheme)
+    for rule in scheme.rules:
+        if not rule.is_rename:
+            round_trip(scheme, rule)
+
+
+class _Rule:
+    """One rule, statically."""
+
+    def __init__(self, scheme: Scheme, rule: Rule) -> None:
+        self.scheme, self.rule = scheme, rule
+
+    def prove(self) -> None:
+        rule = self.rule
+        if rule.op:
+            values.parse(rule.op)
+        for side in (rule.hub, rule.other):
+            if len({frozenset(term.captures) for term in side}) > 1:
+                raise self._wrong("tensors of one side have different captures")
+        strange = next((name for name in rule.ranges if name not in rule.shared), None)
+        if strange is not None:
+            raise self._wrong(f"range of {strange!r}, which is no capture of both sides")
+        if rule.either and not rule.shared:
+            raise self._wrong("either: expected a capture that both sides have")
+        if rule.hub == rule.other or (rule.is_rename and self._bare()):
+            return
+        self._axes()
+        self._pad()
+
+    def _bare(self) -> bool:
+        return self.rule.hub[0].axes is None and self.rule.other[0].axes is None
+
+    def _axes(self) -> None:
+        terms = (*self.rule.hub, *self.rule.other)
+        if any(term.axes is None for term in terms):
+            raise self._wrong("axes are missing: only a tensor renamed as it lies needs none")
+        segments = {term.axes.segments for term in terms if term.axes is not None}
+        if len(segments) > 1:
+            raise self._wrong("brackets need as many segments on both sides")
+        for sheet in range(max(1, *segments)):
+            sets = {
+                term: self._of(term, hub, sheet)
+                for hub in (True, False)
+                for term in self.rule.side(hub)
+            }
+            whole = set().union(*sets.values())
+            for term, mine in sets.items():
+                if whole - mine:
+                    raise self._wrong(
+                        f"axis {sorted(whole - mine)[0]!r} is not an axis of {term.names[0].text},"
+                        " expected the same axes in every tensor"
+                    )
+
+    def _of(self, term: Term, hub: bool, sheet: int) -> set[str]:
+        """The axes that one tensor of the rule lies in."""
+        assert term.axes is not None, "checked before"
+        found = term.axes.of_sheet(sheet)
+        for cut in term.slices:
+            if (cut.high is None) == (cut.axis in found):
+                raise self._wrong(
+                    f"{term.names[0].text}: axis {cut.axis!r} of the slice is"
+                    f" {'in' if cut.high is None else 'not in'} its pattern: s[a:b] keeps the axis,"
+                    " s[a] takes it away"
+                )
+        mine = {*found, *(cut.axis for cut in term.slices)}
+        for name in stacked(self.rule, hub):
+            if name in mine:
+                raise self._wrong(f"{name!r} is both a capture and an axis of {term.names[0].text}")
+            mine.add(name)
+        return mine
+
+    def _pad(self) -> None:
+        for axis in self.rule.pad:
+            for term in self.rule.other:
+                assert term.axes is not None, "checked before"
+                if (axis,) not in term.axes.dims:
+                    raise self._wrong(
+                        f"pad: {axis!r} is not alone in a dim of {term.names[0].text}"
+                    )
+        if len(self.rule.pad) > 1:
+            raise self._wrong("pad: expected one axis")
+
+    def _wrong(self, what: str) -> PlanError:
+        return wrong(self.scheme, self.rule, what)
+
+
+def wrong(scheme: Scheme, rule: Rule, what: str) -> PlanError:
+    return PlanError("CKM602", f"{scheme.where}: {rule.label}: {what}", "correct the mapping file")
+
+
+# --------------------------------------------------------------------------------- one key, one rule
+
+
+def _apart(scheme: Scheme, hub: bool) -> None:
+    """No key of a side can be of two rules, unless `when` or `range` tell them apart."""
+    by_skeleton: dict[str, list[tuple[Name, str, bool]]] = {}
+    for rule in scheme.rules:
+        open_ = rule.when is not None or bool(rule.ranges)
+        for term in rule.side(hub):
+            for name in term.names:
+                by_skeleton.setdefault(name.skeleton, []).append((name, rule.label, open_))
+    for drop in scheme.drops:
+        for name in drop.names if drop.hub == hub else ():
+            by_skeleton.setdefault(name.skeleton, []).append((name, "drop", drop.when is not None))
+    for entries in by_skeleton.values():
+        for (one, label, open_), (two, other, also) in combinations(entries, 2):
+            if one.meets(two) and not (open_ and also) and not _shifted(one, two):
+                raise PlanError(
+                    "CKM602",
+                    f"{scheme.where}: {label} and {other} both have the key {one.text}"
+                    + (f" ({two.text})" if two.text != one.text else ""),
+                    "give each its own keys, or a `when` or `range` to both",
+                )
+
+
+def _shifted(one: Name, two: Name) -> bool:
+    """`layers.{n}` and `layers.{k+n}`: the dim of a capture tells where the other one begins."""
+    return any(
+        isinstance(a, Capture) and isinstance(b, Capture) and a.offset != b.offset
+        for a, b in zip(one.holes, two.holes, strict=True)
+    )
+
+
+def _cycles(scheme: Scheme) -> None:
+    """No dim is defined by itself; by a config value of its own name it may be."""
+
+    def visit(axis: str, path: tuple[str, ...]) -> None:
+        for name in scheme.dims[axis].names():
+            if name in path and name != axis:
+                raise PlanError(
+                    "CKM602", f"{scheme.where}: [dims] {' -> '.join((*path, name))} is a circle",
+                    "define one of them by config values",
+                )  # fmt: skip
+            if name in scheme.dims and name not in path:
+                visit(name, (*path, name))
+
+    for axis in scheme.dims:
+        visit(axis, (axis,))
+
+
+# --------------------------------------------------------------------------------- there and back
+
+
+class Primes(Dims):
+    """Every config value another prime, and every axis that does not follow from them."""
+
+    def __init__(self, exprs: Mapping[str, Expr], implied: Sequence[str] = ()) -> None:
+        super().__init__(exprs, {})
+        self._implied = implied
+        self._primes = _primes()
+        self._given: dict[str, int] = {}
+
+    def size(self, axis: str) -> int | None:
+        if axis in KNOWN and axis not in self._exprs:
+            return KNOWN[axis]
+        if axis not in self._exprs and axis in self._implied:
+            return None
+        if axis not in self._given:
+            self._given[axis] = self._follows(axis) or next(self._primes)
+        return self._given[axis]
+
+    def _follows(self, axis: str) -> int | None:
+        if axis not in self._exprs:
+            return None
+        try:
+            return self.number(self._exprs[axis])
+        except (Unknown, PlanError):
+            return None
+
+    def _of_config(self, name: str) -> Value:
+        key = f"config {name}"
+        if key not in self._given:
+            self._given[key] = next(self._primes)
+        return Fraction(self._given[key])
+
+
+def _primes() -> Iterator[int]:
+    found: list[int] = []
+    for number in count(3, 2):
+        if all(number % prime for prime in found):
+            found.append(number)
+            yield number
+
+
+def round_trip(scheme: Scheme, rule: Rule) -> None:
+    """From the hub to the scheme and back: every element where it was. Raises PlanError CKM602."""
+    implied = [cut.axis for term in (*rule.hub, *rule.other) for cut in term.slices]
+    dims = Primes(scheme.dims, implied)
+    for hub in (True, False):
+        sources = examples(scheme, rule, hub, dims)
+        captures = dict.fromkeys(rule.shared, 0)
+        there = build(scheme, rule, not hub, dims, sources, captures)
+        again = _as_sources(there, rule, not hub)
+        if rule.pad and not hub:  # the filling is lost, and must be nothing else
+            continue
+        back = build(scheme, rule, hub, dims, again, captures)
+        pieces = {built.name: built.pieces for built in there}
+        for built in back:
+            _check_identity(scheme, rule, built, pieces)
+
+
+def _as_sources(made: Sequence[Built], rule: Rule, hub: bool) -> list[Source]:
+    """What was made, as the sources of the way back: targets come term by term, stack by stack."""
+    found = []
+    each = len(made) // len(rule.side(hub))
+    for at, built in enumerate(made):
+        stack = _numbers(at % each, [s for s in _stack_sizes(made, rule, hub)])
+        found.append(Source(built.name, at // each, stack, built.info))
+    return found
+
+
+def _stack_sizes(made: Sequence[Built], rule: Rule, hub: bool) -> list[int]:
+    names = stacked(rule, hub)
+    if not names:
+        return []
+    if len(names) == 1:
+        return [len(made) // len(rule.side(hub))]
+    raise PlanError(
+        "CKM602", f"{rule.label}: {len(names)} captures are stacked, expected one",
+        "stack one after the other",
+    )  # fmt: skip
+
+
+def _numbers(at: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    return (at,) if sizes else ()
+
+
+def _check_identity(
+    scheme: Scheme, rule: Rule, built: Built, there: Mapping[str, Sequence[object]]
+) -> None:
+    numel = 0
+    for piece in built.pieces:
+        for part in compose(there[piece.source], [piece]):  # type: ignore[arg-type]
+            if part.source != built.name or part.src != part.dst:
+                raise wrong(scheme, rule, f"{built.name} does not come back as it was")
+            numel += part.numel
+    if numel != built.info.numel:
+        raise wrong(scheme, rule, f"{built.name} comes back with {numel} of {built.info.numel}")

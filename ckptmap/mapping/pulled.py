@@ -1,0 +1,283 @@
+"""Tensors that are read through others: decoded, rearranged, their values changed.
+
+Where a quantized tensor's rows move and its scale blocks do not end with them, no part of it can
+be moved as it is. Its codes still can, if blocks of codes do: then another encoding takes codes and
+scales (`grids`), and only if none is asked for the values are decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.grids import Coded, Grid
+from ckptmap.lattice import Lattice, Piece
+from ckptmap.lazy import LazyTensor
+from ckptmap.mapping import values
+from ckptmap.mapping.chain import pieces_of
+from ckptmap.mapping.resolve import Made
+from ckptmap.mapping.rows import of_part, unit_of
+from ckptmap.protocols import Encoder, Encoding, Group, Refusal
+from ckptmap.tensors import Box, StoredTensor, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+WIDE = 4
+"""A box is read whole where it is at most so many times what is wanted of it."""
+SMALL = 1 << 16
+"""Elements that are read whole in any case."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Stands for how a tensor is stored that exists nowhere as such: it is written as `dense`."""
+
+    name: str
+    dense: Encoding
+    remark: str = ""
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        return {"": info}
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        return box
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        raise AssertionError("it is read through its sources")
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        return self.dense.encoder(info, device)
+
+    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+        return None
+
+    def repaired(self) -> Encoding | None:
+        return self.dense
+
+
+@dataclass(frozen=True)
+class DecodingCodes(Decoding):
+    """The same where the codes could be kept: what `Coded` asks without data; `PulledCodes` has the
+    data."""
+
+    codes_grid: Grid | None = None
+
+    def grid(self, info: TensorInfo) -> Grid | None:
+        return self.codes_grid
+
+    def scale_parts(self, info: TensorInfo) -> Sequence[str]:
+        return ()
+
+    def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        raise AssertionError("they are read through its sources")
+
+    def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        return None
+
+    def codes(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        raise AssertionError("they are read through its sources")
+
+
+class Pulled(LazyTensor):
+    """A tensor that is read through others: decoded, rearranged, its values changed."""
+
+    __slots__ = ("_dense", "_made", "_pieces", "_sources")
+
+    def __init__(
+        self,
+        made: Made,
+        sources: Mapping[str, LazyTensor],
+        dense: Encoding,
+        encoding: Encoding | None = None,
+    ) -> None:
+        encoding = encoding or Decoding(_title(made, sources), dense)
+        group = Group(made.name, made.info, encoding, {})
+        super().__init__(made.name, group, next(iter(sources.values())).files)
+        self._made, self._sources, self._dense = made, sources, dense
+        infos = {key: lazy.info for key, lazy in sources.items()}
+        self._pieces = pieces_of(made, infos)
+
+    @property
+    def why(self) -> str:
+        """What should be said of it in a plan."""
+        if self._made.ops:
+            text = ", ".join(f"{op}{' taken back' if back else ''}" for op, back in self._made.ops)
+            return f"values change: {text}"
+        return "decoded, because its rows are rearranged across quantization blocks"
+
+    @property
+    def lossy(self) -> bool:
+        return bool(self._made.ops)
+
+    @property
+    def beneath(self) -> Iterator[StoredTensor]:
+        """The stored tensors that it is read from."""
+        for lazy in self._sources.values():
+            yield from lazy.parts.values()
+
+    @property
+    def nbytes(self) -> int:
+        """Its part of what its sources have stored."""
+        return sum(
+            self._sources[piece.source].nbytes
+            * piece.numel
+            // max(1, self._sources[piece.source].info.numel)
+            for piece in self._pieces
+        )
+
+    def named(self, fqn: str) -> LazyTensor:
+        return type(self)(self._made._replace(name=fqn), self._sources, self._dense, self.encoding_)
+
+    def read_into(self, box: Box, out: torch.Tensor) -> None:
+        def bring(piece: Piece, bounds: Box) -> torch.Tensor:
+            return self._sources[piece.source].read(bounds.offsets, bounds.sizes)
+
+        if self._made.zeros is not None:
+            out.zero_()
+        gather(self._pieces, box, out, bring)
+        for text, inverse in self._made.ops:
+            out.copy_(values.parse(text).apply(out, inverse))
+
+
+class PulledCodes(Pulled):
+    """Codes in whole blocks, rearranged, for an encoding that takes them as they are."""
+
+    __slots__ = ("_codes", "_scales")
+
+    def __init__(
+        self,
+        made: Made,
+        sources: Mapping[str, LazyTensor],
+        dense: Encoding,
+        encoding: Encoding | None = None,
+    ) -> None:
+        super().__init__(made, sources, dense, encoding)
+        assert isinstance(self.encoding_, DecodingCodes), "made by `pulled`"
+        grid = self.encoding_.codes_grid
+        unit = unit_of(made)
+        assert grid is not None and unit is not None, "made by `pulled`"
+        sizes = _in_units(grid, made.info, unit)
+        assert sizes is not None, "made by `pulled`"
+        self._codes = [of_part(p, unit, sizes[0], grid.codes.shape) for p in self._pieces]
+        self._scales = [of_part(p, unit, sizes[1], grid.scales) for p in self._pieces]
+
+    def read_codes(self, box: Box, out: torch.Tensor) -> None:
+        def bring(piece: Piece, bounds: Box) -> torch.Tensor:
+            found = out.new_empty(bounds.sizes)
+            self._sources[piece.source].read_codes(bounds, found)
+            return found
+
+        gather(self._codes, box, out, bring)
+
+    def read_scales(self) -> torch.Tensor:
+        import torch
+
+        grid = self.encoding_.grid(self.info) if isinstance(self.encoding_, Coded) else None
+        assert grid is not None, "made by `pulled`"
+        out = torch.empty(grid.scales, dtype=torch.float32)
+        whole = {key: lazy.read_scales() for key, lazy in self._sources.items()}
+
+        def bring(piece: Piece, bounds: Box) -> torch.Tensor:
+            found = whole[piece.source]
+            for dim, (at, n) in enumerate(zip(bounds.offsets, bounds.sizes, strict=True)):
+                found = found.narrow(dim, at, n)
+            return found
+
+        gather(self._scales, Box.whole(grid.scales), out, bring)
+        return out
+
+
+def pulled(made: Made, sources: Mapping[str, LazyTensor], dense: Encoding) -> Pulled:
+    """With its codes where they move in whole blocks, else without."""
+    grid = None if made.ops or made.zeros is not None else _grid(made, list(sources.values()))
+    if grid is None:
+        return Pulled(made, sources, dense)
+    encoding = DecodingCodes(_title(made, sources), dense, codes_grid=grid)
+    return PulledCodes(made, sources, dense, encoding)
+
+
+def _title(made: Made, sources: Mapping[str, LazyTensor]) -> str:
+    encoded = sorted({lazy.encoding for lazy in sources.values()} - {"dense"})
+    ops = [text for text, _ in made.ops]
+    return " ".join([*(encoded or ["dense"]), *(ops or ["rearranged"])])
+
+
+def _grid(made: Made, lazies: Sequence[LazyTensor]) -> Grid | None:
+    """The grid of the tensor that is made; None: blocks of codes would be torn."""
+    encoding, unit = lazies[0].encoding_, unit_of(made)
+    if unit is None or any(lazy.encoding_ != encoding for lazy in lazies):
+        return None
+    if not isinstance(encoding, Coded) or isinstance(encoding.parts(made.info), Refusal):
+        return None
+    grid = encoding.grid(made.info)
+    return None if grid is None or _in_units(grid, made.info, unit) is None else grid
+
+
+def _in_units(grid: Grid, info: TensorInfo, unit: int) -> tuple[int, int] | None:
+    """Rows of codes and rows of scales for each unit of rows; None: a block is torn."""
+    units, torn = divmod(info.shape[0], unit)
+    if torn or not units:
+        return None
+    codes, torn = divmod(grid.codes.shape[0], units)
+    if torn or codes % grid.block[0]:
+        return None
+    return codes, codes // grid.block[0]
+
+
+# --------------------------------------------------------------------------------- gathering
+
+
+def gather(
+    pieces: Sequence[Piece],
+    box: Box,
+    out: torch.Tensor,
+    bring: Callable[[Piece, Box], torch.Tensor],
+) -> None:
+    """Fill `out` (box.sizes) with a box of what pieces make; `bring` reads a box of a source."""
+    for piece in pieces:
+        for lows, counts in piece.dst.cut(box):
+            _gather(piece, lows, counts, box, out, bring)
+
+
+def _gather(
+    piece: Piece,
+    lows: Sequence[int],
+    counts: Sequence[int],
+    box: Box,
+    out: torch.Tensor,
+    bring: Callable[[Piece, Box], torch.Tensor],
+) -> None:
+    """An index box of a piece, by the least box of its source that holds it; axis by axis where
+    that would be much more than is wanted."""
+    src, dst = piece.src.crop(lows, counts), piece.dst.crop(lows, counts)
+    bounds = src.bounds
+    if bounds.numel > max(SMALL, WIDE * src.numel):
+        axis = max(range(len(counts)), key=lambda k: (counts[k] - 1) * _weight(src, bounds, k))
+        for at in range(counts[axis]):
+            low, count = list(lows), list(counts)
+            low[axis], count[axis] = lows[axis] + at, 1
+            _gather(piece, low, count, box, out, bring)
+        return
+    found = bring(piece, bounds)
+    taken = found.as_strided(counts, _strides(src, found.stride()), found.storage_offset())
+    start = sum(
+        (at - o) * step for at, o, step in zip(dst.offsets, box.offsets, out.stride(), strict=True)
+    )
+    place = out.as_strided(counts, _strides(dst, out.stride()), out.storage_offset() + start)
+    place.copy_(taken)
+
+
+def _weight(src: Lattice, bounds: Box, axis: int) -> int:
+    """Elements of the bounds that one step of an axis is apart."""
+    return src.steps[axis] * prod(bounds.sizes[src.dims[axis] + 1 :])
+
+
+def _strides(lattice: Lattice, strides: Sequence[int]) -> list[int]:
+    return [strides[dim] * step for dim, step in zip(lattice.dims, lattice.steps, strict=True)]

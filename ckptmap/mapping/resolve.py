@@ -1,0 +1,350 @@
+"""Rules applied to the keys and shapes of one checkpoint: what each target tensor is made of.
+
+    infos {source key: shape, dtype}  ->  Resolution {target key: Made(pieces of source tensors)}
+
+No tensor is read. Everything that could go wrong without a word is an error here: a key that no
+rule knows, two sources for one target, a set with a gap, a shape that is not the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ckptmap.errors import PlanError
+from ckptmap.lattice import Piece
+from ckptmap.mapping import values
+from ckptmap.mapping.cells import Built, Source
+from ckptmap.mapping.dims import Dims, Unknown
+from ckptmap.mapping.faults import known_shape, misshapen, needs
+from ckptmap.mapping.matching import Matcher, Way
+from ckptmap.mapping.names import Name
+from ckptmap.mapping.rules import Rule, Scheme
+from ckptmap.mapping.sets import check_sets
+from ckptmap.mapping.space import build
+from ckptmap.tensors import Box, TensorInfo
+
+
+class Made(NamedTuple):
+    """One target tensor; a tuple, because there may be 100,000 of them.
+
+    source  the tensor that it is, as it lies, under another name; else it is put together of
+    pieces  which tile it but for `zeros`
+    ops     value ops, one after the other, each with whether it is the inverse
+    """
+
+    name: str
+    info: TensorInfo
+    source: str | None = None
+    pieces: tuple[Piece, ...] = ()
+    zeros: Box | None = None
+    ops: tuple[tuple[str, bool], ...] = ()
+    rule: str = ""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        if self.source is not None:
+            return (self.source,)
+        return tuple(dict.fromkeys(piece.source for piece in self.pieces))
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What becomes of every key.
+
+    made      target key -> what it is made of
+    dropped   source key -> why no target has it
+    unmapped  source keys that no rule knows
+    tied      target key that is left out -> the one that it must be equal to
+    used      config values that it rests on
+    left      targets that are not made because their sources were left behind
+    """
+
+    made: Mapping[str, Made]
+    dropped: Mapping[str, str]
+    unmapped: Sequence[str]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    used: Mapping[str, Any] = field(default_factory=dict)
+    left: Collection[str] = ()
+
+
+def resolve(
+    scheme: Scheme,
+    infos: Mapping[str, TensorInfo],
+    *,
+    to_hub: bool,
+    config: Mapping[str, Any] | None,
+    complete: bool = True,
+    left: Collection[str] = (),
+) -> Resolution:
+    """`to_hub`: from the scheme's names to the hub's, else from the hub's to the scheme's.
+    `complete`: rules whose keys are missing are errors; not those of keys in `left`, which are there
+    and left behind, though nothing is made of a part of them. Raises PlanError CKM605 to CKM608, 614,
+    617."""
+    return _Resolver(scheme, infos, to_hub, config, complete, left).run()
+
+
+class _Resolver:
+    def __init__(
+        self,
+        scheme: Scheme,
+        infos: Mapping[str, TensorInfo],
+        to_hub: bool,
+        config: Mapping[str, Any] | None,
+        complete: bool,
+        left: Collection[str],
+    ) -> None:
+        self.left, self.left_names = left, list[str]()
+        self.scheme, self.infos, self.to_hub, self.complete = scheme, infos, to_hub, complete
+        self.dims = Dims(scheme.dims, config)
+        self.made: dict[str, Made] = {}
+        self.dropped: dict[str, str] = {}
+        self.unmapped: list[str] = []
+        self.tied: dict[str, str] = {}
+        self._refuse()
+        self.active = [self.dims.holds(rule.when) for rule in scheme.rules]
+        self.matcher = Matcher(scheme, scheme.is_hub or not to_hub, self.dims, self.active)
+        self.seen: list[dict[tuple[int, ...], dict[tuple[int, tuple[int, ...]], str]]] = [
+            {} for _ in scheme.rules
+        ]
+        self.renamed: list[list[tuple[int, ...]]] = [[] for _ in scheme.rules]
+        self.places: list[tuple[int, int, tuple[int, ...]]] = []
+        """(how many were renamed before, rule, shared captures) of what is not only renamed."""
+        self.virtual: set[tuple[str, tuple[int, ...]]] = set()
+        """(rule, shared captures) of tied tensors that the source leaves out."""
+        self.alike: dict[object, tuple[list[Source], list[Built]]] = {}
+        self.expected = [
+            known_shape(rule, not to_hub, self.dims) if rule.is_rename else None
+            for rule in scheme.rules
+        ]
+
+    def run(self) -> Resolution:
+        for key in self.infos:
+            self._take(key, key)
+        for virtual, actual in self._absent_ties():
+            self._take(virtual, actual)
+        for key in self.left:
+            self._leave(key)
+        if self.places:
+            self._put_in_order()
+        if self.complete:
+            check_sets(self.scheme, self.to_hub, self.dims, self.active, self._found())
+        self._leave_ties()
+        return Resolution(
+            self.made, self.dropped, tuple(self.unmapped), self.tied, dict(self.dims.used),
+            self.left_names,
+        )  # fmt: skip
+
+    def _put_in_order(self) -> None:
+        """As the source has them: what is made of several keys stands where the first one stood."""
+        renamed, self.made = list(self.made.values()), {}
+        done = 0
+        for at, index, shared in self.places:
+            for made in renamed[done:at]:
+                self._put(made)
+            self._build(self.scheme.rules[index], shared, self.seen[index][shared])
+            done = at
+        for made in renamed[done:]:
+            self._put(made)
+
+    def _found(self) -> list[set[tuple[int, ...]]]:
+        """For each rule the captures that it has keys for."""
+        return [{*renamed, *built} for renamed, built in zip(self.renamed, self.seen, strict=True)]
+
+    def _refuse(self) -> None:
+        for refuse in self.scheme.refuses:
+            if self.dims.holds(refuse.when):
+                raise PlanError(
+                    "CKM617",
+                    f"{self.scheme.title}: {refuse.why} ({refuse.when.text}; {self.dims.describe()})",
+                    "choose another scheme, or give a mapping file of your own to --names",
+                )
+
+    # ------------------------------------------------------------------ one key
+
+    def _take(self, key: str, actual: str) -> None:
+        """Put one key where its rule wants it."""
+        way, numbers = self.matcher.find(key)
+        if way is None:
+            self.unmapped.append(key)
+            return
+        if way.drop is not None:
+            self.dropped[key] = way.drop.why
+            return
+        rule = self.scheme.rules[way.rule]
+        if rule.is_rename:
+            self._rename(key, actual, way, rule, numbers)
+            return
+        shared, stack = numbers, tuple[int, ...]()
+        if not way.simple or way.name.captures != rule.shared:
+            captures = way.captures(numbers)
+            shared = tuple(captures[name] for name in rule.shared)
+            stack = tuple(value for name, value in captures.items() if name not in rule.shared)
+        slots = self.seen[way.rule].get(shared)
+        if slots is None:
+            slots = self.seen[way.rule][shared] = {}
+            self.places.append((len(self.made), way.rule, shared))
+        slot = (way.term, stack)
+        if slot in slots:
+            raise self._twice(rule, slots[slot], key, "the same part of a tensor")
+        slots[slot] = actual
+        if actual is not key:
+            self.virtual.add((rule.label, shared))
+
+    def _leave(self, key: str) -> None:
+        """A key that stays behind: its set is whole all the same."""
+        way, numbers = self.matcher.find(key)
+        if way is None or way.drop is not None:
+            return
+        rule = self.scheme.rules[way.rule]
+        captures = way.captures(numbers)
+        self.renamed[way.rule].append(tuple(captures[name] for name in rule.shared))
+        for term in rule.side(self.to_hub):
+            if set(term.captures) <= captures.keys():
+                self.left_names.append(self._rendered(term.names[0], captures))
+
+    def _rename(
+        self, key: str, actual: str, way: Way, rule: Rule, numbers: tuple[int, ...]
+    ) -> None:
+        target = rule.side(self.to_hub)[0].names[0]
+        if way.simple and way.name.holes == target.holes:
+            captured = numbers
+            name = target.skeleton.format(*numbers) if numbers else target.skeleton
+        else:
+            captures = way.captures(numbers)
+            captured = tuple(captures[c] for c in rule.shared)
+            name = self._rendered(target, captures)
+        info = self.infos[actual]
+        expected = self.expected[way.rule]
+        if expected is not None and info.shape != expected and not _fits(info.shape, expected):
+            raise self._misshapen(rule, key, info, expected)
+        self.renamed[way.rule].append(captured)
+        if actual is not key and self._is_left(name):
+            return
+        made = Made(name, info, actual, rule=rule.label)
+        if rule.op or name in self.made:
+            self._put(self._valued(made, rule) if rule.op else made)
+        else:
+            self.made[name] = made
+
+    def _rendered(self, name: Name, captures: dict[str, int]) -> str:
+        try:
+            return name.render(captures, name.shifts(self.dims))
+        except Unknown as unknown:
+            raise self._needs(unknown.names, name.text) from unknown
+
+    def _put(self, made: Made) -> None:
+        other = self.made.get(made.name)
+        if other is not None:
+            raise PlanError(
+                "CKM608",
+                f"{self.scheme.title}: {made.name} would be made twice: of {_some(other.sources)} by"
+                f" {other.rule}, and of {_some(made.sources)} by {made.rule}",
+                "leave one of them out with --exclude, or correct the mapping file",
+            )
+        self.made[made.name] = made
+
+    # ------------------------------------------------------------------ one rule
+
+    def _build(
+        self,
+        rule: Rule,
+        shared: tuple[int, ...],
+        slots: Mapping[tuple[int, tuple[int, ...]], str],
+    ) -> None:
+        """The tensors of one rule for one set of shared captures; those of another layer are
+        alike."""
+        captures = dict(zip(rule.shared, shared, strict=True))
+        order = sorted(slots)
+        kind = (rule.label, tuple((slot, self.infos[slots[slot]]) for slot in order))
+        sources = [Source(slots[slot], *slot, self.infos[slots[slot]]) for slot in order]
+        if kind not in self.alike:
+            made = build(self.scheme, rule, self.to_hub, self.dims, sources, captures)
+            self.alike[kind] = sources, made
+        first, made = self.alike[kind]
+        names = {a.key: b.key for a, b in zip(first, sources, strict=True)}
+        for built in made:
+            name = self._rendered(built.term.names[0], {**captures, **built.stack})
+            if (rule.label, shared) in self.virtual and self._is_left(name):
+                continue  # tied in the source, and tied where it goes
+            self._put(self._of(built, name, names, rule))
+
+    def _of(self, built: Built, name: str, names: Mapping[str, str], rule: Rule) -> Made:
+        """What was built of some sources, of those that `names` has in their place."""
+        if built.whole is not None:
+            made = Made(name, built.info, names[built.whole], rule=rule.label)
+        else:
+            pieces = tuple(Piece(names[p.source], p.src, p.dst) for p in built.pieces)
+            made = Made(name, built.info, None, pieces, built.zeros, rule=rule.label)
+        return self._valued(made, rule) if rule.op else made
+
+    def _valued(self, made: Made, rule: Rule) -> Made:
+        """With the rule's value op, in the direction that is taken."""
+        op = values.parse(rule.op)
+        info = op.result(made.info, self.to_hub)
+        return made._replace(info=info, ops=((rule.op, self.to_hub),))
+
+    # ------------------------------------------------------------------ ties
+
+    def _absent_ties(self) -> Iterator[tuple[str, str]]:
+        """(name, the tensor it is) of tied tensors that the source leaves out."""
+        for tie in self.scheme.ties:
+            if tie.name.text in self.infos or (tie.hub == self.to_hub and not self.scheme.is_hub):
+                continue
+            if tie.kept.text not in self.infos:
+                continue
+            holds = self.dims.holds(tie.when)
+            if holds is None and tie.when is not None and self.complete:
+                raise self._needs(
+                    tie.when.names(), f"{tie.name.text} is not there, and may be tied"
+                )
+            if holds:
+                yield tie.name.text, tie.kept.text
+
+    def _is_left(self, name: str) -> bool:
+        """Does the target's side leave this name out, because it is tied?"""
+        return any(
+            tie.hub == self.to_hub and tie.name.text == name and self.dims.holds(tie.when)
+            for tie in self.scheme.ties
+        )
+
+    def _leave_ties(self) -> None:
+        """A tied name that the source has is left out if the target's scheme does so: it must be
+        equal to the one that is kept."""
+        for tie in self.scheme.ties:
+            name, kept = tie.name.text, tie.kept.text
+            if tie.hub or tie.hub != self.to_hub or not self.dims.holds(tie.when):
+                continue
+            if name in self.made and kept in self.made:
+                self.tied[name] = kept
+
+    # ------------------------------------------------------------------ errors
+
+    def _needs(self, names: Sequence[str], what: str) -> PlanError:
+        return needs(self.scheme, names, what)
+
+    def _twice(self, rule: Rule, first: str, second: str, what: str) -> PlanError:
+        return PlanError(
+            "CKM608",
+            f"{self.scheme.title}: {rule.label}: {first} and {second} are two sources for {what}",
+            "leave one of them out with --exclude",
+        )
+
+    def _misshapen(
+        self, rule: Rule, key: str, info: TensorInfo, expected: Sequence[int | None]
+    ) -> PlanError:
+        axes = rule.side(not self.to_hub)[0].axes
+        assert axes is not None, "only axes give an expected shape"
+        return misshapen(self.scheme, rule, key, info, expected, axes.text, self.dims)
+
+
+def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    """Is it so where something is expected?"""
+    return len(expected) == len(shape) and all(
+        e is None or e == n for e, n in zip(expected, shape, strict=True)
+    )
+
+
+def _some(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")

@@ -1,0 +1,61 @@
+"""Rearrangements that move whole rows: how many rows stay together, and what that means for the
+parts of a quantized tensor, which have so many rows, or codes, or scales, for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd, prod
+
+from ckptmap.lattice import Lattice, Piece
+from ckptmap.mapping.resolve import Made
+
+
+def unit_of(made: Made) -> int | None:
+    """Rows that stay together in every piece; None where rows themselves are torn."""
+    units = [_unit_of(piece, made.info.shape) for piece in made.pieces]
+    whole = [unit for unit in units if unit is not None]
+    return gcd(*whole) if whole and len(whole) == len(units) else None
+
+
+def _unit_of(piece: Piece, shape: Sequence[int]) -> int | None:
+    src, dst = piece.src, piece.dst
+    inner, rows = 1, 1
+    steps = []
+    for n, sd, ss, dd, ds in zip(src.sizes, src.dims, src.steps, dst.dims, dst.steps, strict=True):
+        if sd != dd:
+            return None
+        if sd:
+            if (ss, ds) != (1, 1):
+                return None
+            inner *= n
+        elif (ss, ds) == (1, 1):
+            rows = n
+        else:
+            steps += [ss, ds]
+    if inner != prod(shape[1:]) or any(src.offsets[1:]) or any(dst.offsets[1:]):
+        return None
+    torn = any(step % rows for step in (*steps, src.offsets[0], dst.offsets[0]))
+    return 1 if torn else rows
+
+
+def of_part(piece: Piece, unit: int, rows: int, shape: Sequence[int]) -> Piece:
+    """The same units of a part, which has `rows` rows for each."""
+    inner = [(n, dim, 1) for dim, n in enumerate(shape[1:], 1)]
+
+    def part(lattice: Lattice) -> Lattice:
+        outer = []
+        for n, dim, step in zip(lattice.sizes, lattice.dims, lattice.steps, strict=True):
+            if dim == 0 and step == 1 and unit > 1:
+                outer.append((n // unit, 0, rows))
+            elif dim == 0:
+                outer.append((n, 0, step // unit * rows))
+        axes = [*outer, (rows, 0, 1), *inner]
+        return Lattice(
+            (lattice.offsets[0] // unit * rows, *(0 for _ in shape[1:])),
+            tuple(axis[0] for axis in axes),
+            tuple(axis[1] for axis in axes),
+            tuple(axis[2] for axis in axes),
+        )
+
+    return Piece(piece.source, part(piece.src), part(piece.dst)).tidy()

@@ -1,0 +1,141 @@
+"""Which mapping files there are, and which one a name means.
+
+`<family>/<scheme>[@era].toml`, in the directories of CKPTMAP_MAPPINGS first, then in the package
+`ckptmap_mappings`. A file's head (what it is for, and its fingerprints) is read without its rules,
+so that a checkpoint is recognised in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ckptmap.errors import PlanError
+from ckptmap.mapping.files import head, load
+from ckptmap.mapping.rules import HUB, Detect, Scheme
+
+VARIABLE = "CKPTMAP_MAPPINGS"
+SUFFIX = ".toml"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One mapping file, known by its head."""
+
+    family: str
+    name: str
+    era: str
+    models: tuple[str, ...]
+    summary: str
+    detect: Detect
+    path: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.family}/{self.name}" + (f"@{self.era}" if self.era else "")
+
+    def load(self) -> Scheme:
+        """The whole file, proven. Raises PlanError CKM601, CKM602."""
+        return _loaded(self.path, _mark(self.path))
+
+
+def directories() -> list[Path]:
+    """Where mapping files are looked for, first to last."""
+    asked = [Path(part) for part in os.environ.get(VARIABLE, "").split(os.pathsep) if part]
+    return [*asked, _shipped()]
+
+
+def _shipped() -> Path:
+    """The package with our own files, or the folder that it is in a clone of the repository."""
+    from importlib.util import find_spec
+
+    found = find_spec("ckptmap_mappings")
+    if found is not None and found.origin is not None:
+        return Path(found.origin).parent
+    return Path(__file__).resolve().parents[2] / "mappings"
+
+
+def available() -> list[Entry]:
+    """Every mapping file by title; one of an earlier directory hides its namesake. Raises PlanError
+    CKM601 where one cannot be read."""
+    found: dict[str, Entry] = {}
+    for directory in directories():
+        for file in sorted(directory.glob(f"*/*{SUFFIX}")):
+            entry = _entry(str(file), _mark(str(file)))
+            found.setdefault(entry.title, entry)
+    return [found[title] for title in sorted(found)]
+
+
+def find(text: str) -> list[Entry]:
+    """What a name may mean: a path, `family/scheme`, `scheme`, each with or without `@era`; of
+    several eras the latest stand first. Raises PlanError CKM603 where it means nothing."""
+    if text.endswith(SUFFIX):
+        return [_entry(text, _mark(text))]
+    family, _, rest = text.rpartition("/")
+    name, _, era = rest.partition("@")
+    found = [
+        entry
+        for entry in available()
+        if entry.name == name and family in ("", entry.family) and era in ("", entry.era)
+    ]
+    if not found:
+        raise unknown(text)
+    return sorted(found, key=lambda entry: entry.era, reverse=True)
+
+
+def unknown(text: str) -> PlanError:
+    names = sorted({entry.name for entry in available()} | {HUB})
+    return PlanError(
+        "CKM603",
+        f"--names {text!r} is no scheme that is known, expected one of {', '.join(names)}, or a"
+        " mapping file",
+        "see `ckptmap mappings list`",
+    )
+
+
+def _mark(path: str) -> tuple[int, int]:
+    """Changes when the file does. Raises PlanError CKM603 where there is none."""
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise PlanError(
+            "CKM603", f"{path}: cannot be read: {error.strerror}", "see `ckptmap mappings list`"
+        ) from error
+    return stat.st_mtime_ns, stat.st_size
+
+
+@lru_cache(maxsize=1024)
+def _loaded(path: str, mark: tuple[int, int]) -> Scheme:
+    return load(path)
+
+
+@lru_cache(maxsize=4096)
+def _entry(path: str, mark: tuple[int, int]) -> Entry:
+    found = head(_head_of(path), path)
+    return Entry(
+        found.family, found.name, found.era, found.models, found.summary, found.detect, path
+    )
+
+
+def _head_of(path: str) -> Mapping[str, Any]:
+    """The tables before the first rule that say what the file is."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        return tomllib.loads("".join(_head_lines(text)))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise PlanError("CKM601", f"{path}: is no TOML: {error}", "correct it") from error
+
+
+def _head_lines(text: str) -> Iterator[str]:
+    """Lines before the first table, and those of [detect]."""
+    wanted = True
+    for line in text.splitlines(keepends=True):
+        if line.startswith("["):
+            wanted = line.split("#")[0].strip() == "[detect]"
+        if wanted:
+            yield line

@@ -1,0 +1,154 @@
+"""Are all keys of a rule there, for every number of its captures?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+from ckptmap.errors import PlanError
+from ckptmap.mapping.dims import Dims, Unknown
+from ckptmap.mapping.faults import needs
+from ckptmap.mapping.names import Name
+from ckptmap.mapping.rules import Rule, Scheme
+
+
+def check_sets(
+    scheme: Scheme,
+    to_hub: bool,
+    dims: Dims,
+    active: Sequence[bool | None],
+    found: Sequence[set[tuple[int, ...]]],
+) -> None:
+    """`found`: for each rule the shared captures that it has keys for. Raises PlanError CKM607 with
+    the first key that is missing, or one too many."""
+    counts = _counts(scheme, dims, found)
+    for rule, holds, captured in zip(scheme.rules, active, found, strict=True):
+        if holds is False or (not captured and (rule.optional != "no" or holds is None)):
+            continue
+        try:
+            known = limits(rule, dims)
+        except Unknown as unknown:
+            raise needs(scheme, unknown.names, rule.label) from unknown
+        ends = [known.get(name, (0, counts.get(name, 0))) for name in rule.shared]
+        ranges = [range(low, high) for low, high in ends]
+        check = _Check(scheme, to_hub, dims, rule)
+        if rule.optional != "any":
+            check.whole(captured, ranges)
+            continue
+        # A layer may have experts or none, but if any, then all of them.
+        for first in sorted({numbers[0] for numbers in captured if len(numbers) > 1}):
+            mine = {numbers for numbers in captured if numbers[0] == first}
+            check.whole(mine, [range(first, first + 1), *ranges[1:]])
+    _check_either(scheme, to_hub, dims, active, found, counts)
+
+
+def _check_either(
+    scheme: Scheme,
+    to_hub: bool,
+    dims: Dims,
+    active: Sequence[bool | None],
+    found: Sequence[set[tuple[int, ...]]],
+    counts: Mapping[str, int],
+) -> None:
+    """Each layer has all that one word's rules ask for, and nothing of another word's."""
+    rules = [
+        (rule, {numbers[0] for numbers in captured})
+        for rule, captured, holds in zip(scheme.rules, found, active, strict=True)
+        if rule.either and (holds or (holds is None and captured))
+    ]
+    for number in range(max((counts.get(rule.shared[0], 0) for rule, _ in rules), default=0)):
+        words = dict.fromkeys(rule.either for rule, there in rules if number in there)
+        wanted = words or dict.fromkeys(rule.either for rule, _ in rules)
+        missing = [rule for rule, there in rules if rule.either in wanted and number not in there]
+        if len(words) == 1 and not missing:
+            continue
+        rule = missing[0] if missing else next(r for r, there in rules if number in there)
+        raise _Check(scheme, to_hub, dims, rule).neither(number, list(wanted), bool(missing))
+
+
+def limits(rule: Rule, dims: Dims) -> dict[str, tuple[int, int]]:
+    """The range of each capture that has one. Raises Unknown."""
+    return {name: (dims.number(low), dims.number(end)) for name, (low, end) in rule.ranges.items()}
+
+
+def _counts(scheme: Scheme, dims: Dims, found: Sequence[set[tuple[int, ...]]]) -> dict[str, int]:
+    """Capture -> how many there are: by its dim, else by the keys."""
+    counts: dict[str, int] = {}
+    for rule, captured in zip(scheme.rules, found, strict=True):
+        for at, name in enumerate(rule.shared):
+            size = dims.size(name)
+            if size is None:
+                most = max((numbers[at] + 1 for numbers in captured), default=0)
+                size = max(counts.get(name, 0), most)
+            counts[name] = size
+    return counts
+
+
+class _Check:
+    """The numbers of one rule."""
+
+    def __init__(self, scheme: Scheme, to_hub: bool, dims: Dims, rule: Rule) -> None:
+        self.scheme, self.dims, self.rule = scheme, dims, rule
+        self.name = rule.side(not to_hub)[0].names[0]
+
+    def whole(self, found: set[tuple[int, ...]], ranges: Sequence[range]) -> None:
+        """Raises PlanError CKM607 where they are not these, each once."""
+        columns = zip(zip(*found, strict=True), ranges, strict=True) if found else ()
+        if len(found) == prod(map(len, ranges)) and all(
+            min(column) >= r.start and max(column) < r.stop for column, r in columns
+        ):
+            return
+        missing = next((numbers for numbers in _numbers(ranges) if numbers not in found), None)
+        if missing is not None:
+            raise self._wrong(
+                f"{self._key(missing)} is missing, found {len(found)} of {prod(map(len, ranges))}",
+                "the checkpoint is incomplete, or the config is another model's; a file of your"
+                " own may say `optional = true`",
+            )
+        beyond = next(numbers for numbers in sorted(found) if not _within(numbers, ranges))
+        ends = ", ".join(
+            f"{c} below {r.stop}" for c, r in zip(self.rule.shared, ranges, strict=True)
+        )
+        raise self._wrong(
+            f"{self._key(beyond)} is one too many, expected {ends}",
+            "give the config.json of this very model with --config-from",
+        )
+
+    def neither(self, number: int, words: Sequence[str], missing: bool) -> PlanError:
+        """What is wrong with one number of the first capture."""
+        key = self._key((number, *(0 for _ in self.rule.shared[1:])))
+        which = f"{self.rule.shared[0]} {number} has {' or '.join(words)}, all of it"
+        return self._wrong(
+            f"{key} is missing, expected that {which}"
+            if missing
+            else f"{key} is one too many, expected that {which}, and nothing of the other",
+            "the checkpoint is incomplete, or another model's",
+        )
+
+    def _key(self, numbers: Sequence[int]) -> str:
+        captures = dict(zip(self.rule.shared, numbers, strict=True))
+        return _rendered(self.name, captures, self.dims)
+
+    def _wrong(self, what: str, hint: str) -> PlanError:
+        message = f"{self.scheme.title}: {self.rule.label}: {what}; {self.dims.describe()}"
+        return PlanError("CKM607", message, hint)
+
+
+def _numbers(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
+    """Their product, one by one: a config may claim a billion layers."""
+    if not ranges:
+        yield ()
+        return
+    for first in ranges[0]:
+        for rest in _numbers(ranges[1:]):
+            yield (first, *rest)
+
+
+def _within(numbers: Sequence[int], ranges: Sequence[range]) -> bool:
+    return all(number in r for number, r in zip(numbers, ranges, strict=True))
+
+
+def _rendered(name: Name, captures: dict[str, int], dims: Dims) -> str:
+    """A key; captures that are stacked are shown as 0."""
+    whole = {capture: captures.get(capture, 0) for capture in name.captures}
+    return name.render(whole, name.shifts(dims))

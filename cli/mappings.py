@@ -1,0 +1,170 @@
+"""`ckptmap mappings`: the naming schemes there are, and what is needed to write one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from . import options as ask
+from .output import Output
+
+EXAMPLES = (
+    "ckptmap mappings list",
+    "ckptmap mappings show llama/meta",
+    "ckptmap mappings check my-mapping.toml",
+    "ckptmap mappings test my-mapping.toml --config config.json",
+    "ckptmap mappings new --from hf-model/ --to runs/step-2000 --values > my-mapping.toml",
+)
+ACTIONS = ("list", "show", "check", "test", "new")
+
+
+def command(
+    action: Annotated[
+        str, typer.Argument(metavar="list|show|check|test|new", callback=ask.one_of(*ACTIONS))
+    ],
+    what: Annotated[
+        str | None,
+        typer.Argument(metavar="[SCHEME|FILE]", help="A scheme as llama/meta, or a mapping file."),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option("--config", metavar="PATH", help="test: the config.json of a tiny model."),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", metavar="SRC", help="new: a checkpoint in Hugging Face's names."),
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="DST", help="new: the same model in the other names."),
+    ] = None,
+    values: Annotated[
+        bool,
+        typer.Option("--values", help="new: compare contents too, to tell equal shapes apart."),
+    ] = False,
+    json: ask.Json = False,
+) -> None:
+    """List naming schemes, show or prove one, test a mapping file, or draft a new one.
+
+    The form of a mapping file is described in ckptmap/mapping/README.md. Files are looked for in
+    the directories of CKPTMAP_MAPPINGS, then among those that are shipped.
+    """
+    out = Output(json)
+    if action == "list":
+        _list(out)
+    elif action == "new":
+        _new(out, source, to, values)
+    else:
+        if what is None:
+            raise typer.BadParameter(f"{action}: give a scheme as llama/meta, or a mapping file")
+        _ON_FILES[action](out, what, config)
+
+
+def _list(out: Output) -> None:
+    from ckptmap.mapping.schemes import available
+
+    entries = [
+        {"scheme": entry.title, "models": list(entry.models), "summary": entry.summary,
+         "path": entry.path}
+        for entry in available()
+    ]  # fmt: skip
+    if out.json:
+        out.document({"mappings": entries})
+        return
+    width = max((len(str(entry["scheme"])) for entry in entries), default=0)
+    out.text("\n".join(f"{entry['scheme']:<{width}}  {entry['summary']}" for entry in entries))
+
+
+def _path(what: str) -> str:
+    from ckptmap.errors import PlanError
+    from ckptmap.mapping.schemes import find
+
+    found = find(what)
+    if len({entry.family for entry in found}) > 1:
+        raise PlanError(
+            "CKM604",
+            f"{what!r} could be {', '.join(entry.title for entry in found)}",
+            f"say which, for example {found[0].title}",
+        )
+    return found[0].path
+
+
+def _show(out: Output, what: str, config: str | None) -> None:
+    from ckptmap.mapping.files import load
+
+    scheme = load(_path(what))
+    if out.json:
+        rules = [_sides(rule) for rule in scheme.rules]
+        out.document({"scheme": scheme.title, "models": list(scheme.models), "rules": rules})
+    else:
+        out.text(scheme.text.rstrip())
+
+
+def _sides(rule: Any) -> Mapping[str, Any]:
+    def side(terms: Any) -> list[str]:
+        return [
+            " | ".join(name.text for name in term.names)
+            + ("" if term.axes is None else f" :: {term.axes.text}")
+            for term in terms
+        ]
+
+    return {"hf": side(rule.hub), "other": side(rule.other), "rename": rule.is_rename}
+
+
+def _check(out: Output, what: str, config: str | None) -> None:
+    from ckptmap.mapping.files import load
+
+    scheme = load(_path(what))
+    renames = sum(rule.is_rename for rule in scheme.rules)
+    if out.json:
+        out.document({"ok": True, "scheme": scheme.title, "rules": len(scheme.rules)})
+        return
+    out.text(
+        f"ok: {scheme.title}: {len(scheme.rules)} rules, {renames} of them renames; same axes on both"
+        " sides, slices tile, one rule a key, there and back is the identity"
+    )
+
+
+def _test(out: Output, what: str, config: str | None) -> None:
+    from ckptmap.mapping.config import read_config
+    from ckptmap.testing.mappings import MappingKit
+
+    kit = MappingKit(_path(what), None if config is None else read_config(config))
+    results = []
+    for name, arguments in kit.checks():
+        title = name + (f"[{','.join(arguments)}]" if arguments else "")
+        try:
+            kit.check(name, *arguments)
+            results.append({"check": title, "ok": True, "why": ""})
+        except AssertionError as error:
+            results.append({"check": title, "ok": False, "why": str(error)})
+    failed = [result for result in results if not result["ok"]]
+    if out.json:
+        out.document({"ok": not failed, "file": what, "checks": results})
+    else:
+        lines = [
+            f"{'ok' if r['ok'] else 'FAILED':<7}{r['check']}  {r['why']}".rstrip() for r in results
+        ]
+        out.text("\n".join([*lines, f"{len(results) - len(failed)} of {len(results)} passed"]))
+    if failed:
+        raise typer.Exit(1)
+
+
+def _new(out: Output, source: str | None, to: str | None, values: bool) -> None:
+    from ckptmap.mapping_draft import draft
+
+    if source is None or to is None:
+        raise typer.BadParameter("new: give --from SRC and --to DST, two checkpoints of one model")
+    found = draft(source, to, values=values)
+    if out.json:
+        out.document(found.to_json())
+        return
+    out.text(str(found).rstrip())
+    out.note(f"{found.summary}; prove it with: ckptmap mappings check FILE")
+
+
+_ON_FILES: Mapping[str, Callable[[Output, str, str | None], None]] = {
+    "show": _show, "check": _check, "test": _test,
+}  # fmt: skip
