@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from ckptmap.encodings.nf4_adopt import adopt_cut, adopt_whole, is_nf4, stored_groups
-from ckptmap.encodings.nf4_encoding import DTYPES, NF4, default_encoding
+from ckptmap.encodings.nf4_encoding import NF4, default_encoding
 from ckptmap.errors import SourceError
+from ckptmap.grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.selection import is_linear_weight
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 __all__ = ["NF4", "NF4Scheme"]
-
-# Last module segments of embeddings, heads and routers, lower case: small, or read by index, or
-# so close to the output that 4 bits cost accuracy. The segment must be equal: `gate_proj` is fine.
-_KEPT = frozenset({
-    "wte", "wpe", "shared", "relative_attention_bias",
-    "lm_head", "head", "output", "score", "classifier", "decoder", "qa_outputs",
-    "router", "gate", "shared_expert_gate",
-})  # fmt: skip
-_KEPT_WITHIN = ("embed", "norm", "lora_", "modules_to_save")
 
 
 @dataclass(frozen=True)
@@ -53,19 +47,8 @@ class NF4Scheme:
         return adopt_cut(fqn, leaf)
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """The default choice: weights of linear layers.
-
-        2-D bfloat16, float16 or float32 of a multiple of 64 elements, named `weight`, of a module
-        that is no embedding, head or router by its last name (`lm_head`, `output`, `gate`, ...,
-        whole names only), and with no `embed`, `norm`, `lora_` or `modules_to_save` in any
-        segment of its path. Upper and lower case are the same.
-        """
-        *path, last = fqn.lower().split(".")
-        if last != "weight" or len(info.shape) != 2 or info.dtype not in DTYPES:
-            return None
-        if path and path[-1] in _KEPT:
-            return None
-        if any(kept in segment for segment in path for kept in _KEPT_WITHIN):
+        """The default choice: weights of linear layers, of a multiple of 64 elements."""
+        if not is_linear_weight(fqn, info):
             return None
         encoding = self.encoding(info)
         return None if isinstance(encoding, Refusal) else encoding
@@ -75,3 +58,15 @@ class NF4Scheme:
         encoding = default_encoding(info)
         parts = encoding.parts(info)
         return parts if isinstance(parts, Refusal) else encoding
+
+    def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
+        """The same blocks; `exact`: scaler blocks of 1 in float32, else the largest up to 256."""
+        block = grid.block[0] * 2
+        if grid.name != "nf4" or info.numel % block:
+            return None
+        encoding = NF4(block, 1, True) if exact else NF4(block, gcd(256, info.numel // block))
+        return None if encoding.recoder(info, grid, "cpu") is None else encoding
+
+    def exactly(self, encoding: Encoding, info: TensorInfo) -> Encoding:
+        assert isinstance(encoding, NF4), f"{encoding} is no NF4"
+        return NF4(encoding.block_size, 1, True)

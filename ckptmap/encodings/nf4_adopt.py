@@ -92,7 +92,7 @@ def _read_record(fqn: str, record: Mapping[str, Any]) -> tuple[NF4, TensorInfo]:
             "the checkpoint's metadata is damaged; convert again from its source",
         )
     block, scaler_block, *sizes = counts
-    return NF4(block, scaler_block), TensorInfo(tuple(sizes), dtype)
+    return NF4(block, scaler_block, record.get("exact") is True), TensorInfo(tuple(sizes), dtype)
 
 
 def _refuse_orphans(stored: Mapping[str, StoredTensor], known: set[str]) -> None:

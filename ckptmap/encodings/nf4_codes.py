@@ -20,11 +20,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ckptmap.errors import RunError
+
 if TYPE_CHECKING:
     import torch
 
-CHUNK_NUMEL = 256 * 1024
-"""Elements at a time: larger temporaries leave the cache and pay page faults."""
+CHUNK_NUMEL = 512 * 1024
+"""Elements at a time, at most: fewer pay for the calls, more leave the cache."""
 
 # torchao's table: the quantiles of a normal distribution (QLoRA, arXiv:2305.14314, appendix E),
 # written there with four decimals and then rounded to T.
@@ -128,13 +130,14 @@ class Quantizer:
         self._integer = torch.int32 if dtype.itemsize == 4 else torch.int16
         self._magnitude = torch.empty(self._chunk, dtype=self._integer, device=device)
         self._quotient = torch.empty(self._chunk, dtype=dtype, device=device)
+        self._index = torch.empty(self._chunk, dtype=torch.int32, device=device)
         self._code = torch.empty(self._chunk, dtype=torch.uint8, device=device)
         self._limit = None if self._above is None else torch.empty_like(self._quotient)
 
     @property
     def nbytes(self) -> int:
         """Of the buffers."""
-        buffers = (self._magnitude, self._quotient, self._code, self._limit)
+        buffers = (self._magnitude, self._quotient, self._index, self._code, self._limit)
         return sum(b.numel() * b.element_size() for b in buffers if b is not None)
 
     def run(self, values: torch.Tensor, absmax: torch.Tensor, packed: torch.Tensor) -> None:
@@ -162,20 +165,70 @@ class Quantizer:
         blocks = (-1, self._block)
         torch.div(values.view(blocks), absmax.unsqueeze(-1), out=quotient.view(blocks))
         pairs = self._nearest(quotient).view(torch.int16)  # first + second * 256
-        torch.bitwise_or(pairs << 4, pairs >> 8, out=packed)  # the low byte of it
+        sixteen = self._magnitude.view(torch.int16).narrow(0, 0, n // 2)
+        torch.mul(pairs, 4097, out=sixteen)  # modulo 2^16: first + (first * 16 + second) * 256
+        torch.bitwise_right_shift(sixteen, 8, out=packed)  # the low byte of it
 
     def _nearest(self, quotient: torch.Tensor) -> torch.Tensor:
         import torch
 
         n = quotient.numel()
-        code = self._code.narrow(0, 0, n)
+        code, upper = self._code.narrow(0, 0, n), self._index.narrow(0, 0, n)
         if self._above is None or self._limit is None:
-            upper = quotient.view(torch.uint16).to(torch.int32)
+            if upper.is_cpu:  # one buffer: what a thread frees at once goes back to the system
+                upper.copy_(quotient.view(torch.uint16))
+            else:
+                upper = quotient.view(torch.uint16).to(torch.int32)
             return torch.index_select(self._codes, 0, upper, out=code)
-        upper = (quotient.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
+        torch.bitwise_right_shift(quotient.view(torch.int32), 16, out=upper).bitwise_and_(0xFFFF)
         torch.index_select(self._codes, 0, upper, out=code)
         limit = torch.index_select(self._above, 0, upper, out=self._limit.narrow(0, 0, n))
         return code.add_(quotient >= limit)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """As signed integers of their width: those of positive floats order as the floats do."""
+    import torch
+
+    return values.view(torch.int32 if values.element_size() == 4 else torch.int16)
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """The largest bits without a sign tell, several times faster than `isfinite`."""
+    import torch
+
+    infinity = _bits(torch.tensor(torch.inf, dtype=values.dtype))
+    mask = torch.iinfo(infinity.dtype).max
+    return not values.numel() or bool(_bits(values).bitwise_and(mask).amax() < infinity)
+
+
+def is_positive(values: torch.Tensor) -> bool:
+    """Finite, and every one above zero."""
+    return is_finite(values) and (not values.numel() or bool(_bits(values).amin() > 0))
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """`values.abs().amax(1)`: as integers 5 times faster where they are 16 bits wide."""
+    import torch
+
+    bits = _bits(values)
+    return bits.bitwise_and(torch.iinfo(bits.dtype).max).amax(1).view(values.dtype)
+
+
+def check_finite(absmax: torch.Tensor, block: int) -> None:
+    """Raises RunError CKM309 where a block held NaN or infinity."""
+    if is_finite(absmax):
+        return
+    bad = absmax.isfinite().logical_not()
+    count = int(bad.sum())
+    if count:
+        first = int(bad.int().argmax()) * block
+        raise RunError(
+            "CKM309",
+            f"expected finite values, found NaN or infinity in {count} blocks of {block}, "
+            f"the first within flat elements {first} to {first + block - 1}",
+            "leave this tensor unquantized with --no-encode, or repair it",
+        )
 
 
 @contextmanager
@@ -202,8 +255,8 @@ def quantize_scalers(
     import torch
 
     centred = (absmax - mean).view(-1, scaler_block)
-    factor = 256 / (2 * centred.abs().amax(1))
-    scalers = (centred * factor.unsqueeze(-1)).round().clamp(-128, 127)
+    factor = 256 / (2 * _largest(centred))
+    scalers = centred.mul_(factor.unsqueeze(-1)).round_().clamp_(-128, 127)
     return scalers.flatten().to(torch.int8), factor
 
 
@@ -217,6 +270,9 @@ def scales(
     the first factor's block."""
     import torch
 
+    if not first and scalers.numel() == factor.numel() * scaler_block:
+        blocks = scalers.view(-1, scaler_block)
+        return (blocks / factor.unsqueeze(-1)).to(mean.dtype).flatten() + mean
     index = torch.arange(first, first + scalers.numel(), device=scalers.device)
     return (scalers / factor.index_select(0, index // scaler_block)).to(mean.dtype) + mean
 

@@ -13,44 +13,62 @@ part of the format: the same values in another dtype have other codes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptmap import fourbit
 from ckptmap.encodings import nf4_codes
+from ckptmap.encodings.nf4_recode import (
+    DATA,
+    FACTOR,
+    MEAN,
+    SCALERS,
+    TABLE,
+    ExactEncoder,
+    NF4Recoder,
+)
 from ckptmap.errors import RunError
+from ckptmap.grids import Grid, Recoder
 from ckptmap.protocols import Encoder, Refusal, Write
-from ckptmap.tensors import Box, TensorInfo, contiguous_strides
+from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["DATA", "DTYPES", "FACTOR", "MEAN", "NF4", "PARTS", "SCALERS", "TABLE", "VERSION",
+           "NF4Encoder", "default_encoding"]  # fmt: skip
+
 VERSION = 1
 DTYPES = ("bfloat16", "float16", "float32")
-DATA, SCALERS, FACTOR = "quantized_data", "quantized_scalers", "quantization_factor"
-MEAN, TABLE = "scaler_mean", "nf4"
 PARTS = (DATA, SCALERS, FACTOR, MEAN, TABLE)
 
 
 @dataclass(frozen=True)
 class NF4:
-    """Blocks of `block_size` elements share a scale, `scaler_block_size` scales a factor."""
+    """Blocks of `block_size` elements share a scale, `scaler_block_size` scales a factor.
+
+    `exact`: the form that holds any float32 scale without loss. Scaler blocks are of 1, every part
+    but the codes is float32, the table is bitsandbytes', and T is what values are rounded to.
+    """
 
     name = "nf4"
     block_size: int = 64
     scaler_block_size: int = 256
+    exact: bool = False
 
     def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
         refusal = self._refusal(info)
         if refusal is not None:
             return refusal
         blocks = info.numel // self.block_size
+        dtype = "float32" if self.exact else info.dtype
         return {
             DATA: TensorInfo((info.numel // 2,), "uint8"),
             SCALERS: TensorInfo((blocks,), "int8"),
-            FACTOR: TensorInfo((blocks // self.scaler_block_size,), info.dtype),
-            MEAN: TensorInfo((), info.dtype),
-            TABLE: TensorInfo((16,), info.dtype),
+            FACTOR: TensorInfo((blocks // self.scaler_block_size,), dtype),
+            MEAN: TensorInfo((), dtype),
+            TABLE: TensorInfo((16,), dtype),
         }
 
     def _refusal(self, info: TensorInfo) -> Refusal | None:
@@ -65,6 +83,8 @@ class NF4:
                 f"block size {self.block_size} must be even and positive, scaler block size "
                 f"{self.scaler_block_size} positive"
             )
+        if self.exact and self.scaler_block_size != 1:
+            return Refusal(f"exact scales need scaler blocks of 1, not {self.scaler_block_size}")
         blocks, rest = divmod(info.numel, self.block_size)
         if rest or blocks == 0:
             return Refusal(f"{info.numel} elements are no multiple of the block {self.block_size}")
@@ -83,22 +103,13 @@ class NF4:
             return Box((), ())
         if part == TABLE:
             return Box((0,), (16,))
-        first, last = self._blocks(info, box)
+        first, last = fourbit.blocks_of(info, box, self.block_size)
         if part == FACTOR:
             unit = self.scaler_block_size
             low = first // unit
             return Box((low,), (-(-last // unit) - low,))
         per_block = self.block_size // 2 if part == DATA else 1
         return Box((first * per_block,), ((last - first) * per_block,))
-
-    def _blocks(self, info: TensorInfo, box: Box) -> tuple[int, int]:
-        """First and last + 1 of the blocks that the box's flat span touches; none for an empty box,
-        which may begin where the tensor ends."""
-        if box.numel == 0:
-            return 0, 0
-        start, stop = _span(info, box)
-        first = start // self.block_size
-        return first, max(first, -(-stop // self.block_size))
 
     def decode(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
@@ -108,9 +119,9 @@ class NF4:
         if box.numel == 0:
             return
         block, table = self.block_size, parts[TABLE]
-        first, last = self._blocks(info, box)
+        first, last = fourbit.blocks_of(info, box, self.block_size)
         within_factor = first % self.scaler_block_size
-        slabs = list(_slabs(info, box, out))
+        slabs = list(fourbit.slabs(info, box, out))
         widest = max(stop - start for start, stop, _, _ in slabs) + 2 * block
         run = nf4_codes.Dequantizer(min(widest, (last - first) * block), table).run
         for start, stop, part, strides in slabs:
@@ -126,7 +137,50 @@ class NF4:
             values = run(packed, scale)
             part.copy_(values.as_strided(part.shape, strides, start - (first + low) * block))
 
+    # ------------------------------------------------------------------ codes
+
+    def grid(self, info: TensorInfo) -> Grid | None:
+        codes = TensorInfo((info.numel // 2,), "uint8")
+        values = "float32 products, rounded once" if self.exact else f"torchao's, {info.dtype}"
+        return Grid("nf4", codes, (self.block_size // 2,), values)
+
+    def scale_parts(self, info: TensorInfo) -> Sequence[str]:
+        return (SCALERS, FACTOR, MEAN)
+
+    def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        unit, scalers = self.scaler_block_size, parts[SCALERS]
+        found = torch.empty(scalers.shape, dtype=torch.float32)
+        for start in range(0, scalers.numel(), nf4_codes.CHUNK_NUMEL):
+            some = scalers[start : start + nf4_codes.CHUNK_NUMEL]
+            factor = parts[FACTOR][start // unit :]
+            part = nf4_codes.scales(some, factor, parts[MEAN], unit, start % unit)
+            found[start : start + some.numel()] = part
+        return found
+
+    def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        return box if part == DATA else None
+
+    def codes(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        out.copy_(parts[DATA])
+
+    def recoder(self, info: TensorInfo, grid: Grid, device: str) -> Recoder | None:
+        mine = self.grid(info)
+        if isinstance(self.parts(info), Refusal) or mine is None:
+            return None
+        if (grid.name, grid.codes, grid.block) != (mine.name, mine.codes, mine.block):
+            return None
+        fidelity = "exact" if self.exact and grid.values == mine.values else "codes"
+        return NF4Recoder(self.block_size, self.scaler_block_size, info.dtype, self.exact, fidelity)
+
+    # ------------------------------------------------------------------ writing
+
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        if self.exact:
+            return ExactEncoder(self.block_size, info, device)
         return NF4Encoder(self, info, device)
 
     def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
@@ -137,34 +191,8 @@ class NF4:
             "scaler_block_size": self.scaler_block_size,
             "shape": list(info.shape),
             "dtype": info.dtype,
+            **({"exact": True} if self.exact else {}),
         }
-
-
-def _span(info: TensorInfo, box: Box) -> tuple[int, int]:
-    """Flat positions of a box's first element and of the one after its last."""
-    strides = contiguous_strides(info.shape, 1)
-    start = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-    if box.numel == 0:
-        return start, start
-    reach = sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
-    return start, start + reach + 1
-
-
-def _slabs(
-    info: TensorInfo, box: Box, out: torch.Tensor
-) -> Iterator[tuple[int, int, torch.Tensor, tuple[int, ...]]]:
-    """Parts of a box that are small enough to decode at once: flat start and stop in the tensor,
-    the part of `out`, and the strides of its elements in the tensor."""
-    sizes, strides = box.sizes, contiguous_strides(info.shape, 1)
-    start, stop = _span(info, box)
-    if stop - start == box.numel:  # flat-contiguous: rows need not be kept apart
-        out, sizes, strides = out.view(-1), (box.numel,), (1,)
-    rows = max(1, nf4_codes.CHUNK_NUMEL // strides[0])
-    reach = sum((n - 1) * s for n, s in zip(sizes[1:], strides[1:], strict=True))
-    for row in range(0, sizes[0], rows):
-        part = out.narrow(0, row, min(rows, sizes[0] - row))
-        low = start + row * strides[0]
-        yield low, low + (part.shape[0] - 1) * strides[0] + reach + 1, part, strides
 
 
 class NF4Encoder:
@@ -211,20 +239,8 @@ class NF4Encoder:
         not finite, or where the scales are too large for T."""
         assert self._missing == 0, f"{self._missing} elements of {self._info} were not fed"
         absmax = self._absmax.cpu()
-        self._check_finite(absmax)
+        nf4_codes.check_finite(absmax, self.step)
         return self._scales(absmax)
-
-    def _check_finite(self, absmax: torch.Tensor) -> None:
-        bad = absmax.isfinite().logical_not_()
-        count = int(bad.sum())
-        if count:
-            first = int(bad.int().argmax()) * self.step
-            raise RunError(
-                "CKM309",
-                f"expected finite values, found NaN or infinity in {count} blocks of {self.step}, "
-                f"the first within flat elements {first} to {first + self.step - 1}",
-                "leave this tensor unquantized or repair it",
-            )
 
     def _scales(self, absmax: torch.Tensor) -> Iterator[Write]:
         unit = self._encoding.scaler_block_size
@@ -242,6 +258,8 @@ class NF4Encoder:
 
     def _check_scales(self, absmax: torch.Tensor, decoded: torch.Tensor) -> None:
         """A range of 2 * max|absmax - mean| beyond T makes factors 0 and scales NaN."""
+        if nf4_codes.is_positive(decoded):
+            return  # as nearly always
         bad = int(decoded.isfinite().logical_not_().sum())
         if bad:
             raise RunError(

@@ -1,0 +1,250 @@
+"""Every encoder on a GPU: the same bytes as on the CPU, and how fast, against torchao and bitsandbytes.
+
+    python benchmarks/gpu.py                    # all; without a GPU it says so and ends well
+    python benchmarks/gpu.py --size 8192 --dtype float32
+
+Checked first: each scheme of the registry that takes the weight makes the same parts on both
+devices, bit for bit, and decodes them to the same values; nothing in the loop over boxes waits for
+the device (torch's sync debug mode raises where it does). Then timed, by CUDA events, the median of
+`--rounds`:
+
+    link      pinned host memory to the device, alone: what a conversion cannot beat
+    staged    the same with every box encoded as it comes; the goal is 80 % of the link
+    kernel    encode or decode alone, values on the device, beside the libraries' own kernels
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+FEED = 1 << 22
+"""Elements a feed: a GPU needs more at once than a cache holds."""
+NAME = "model.layers.0.mlp.up_proj.weight"
+GOAL = 0.8
+"""Share of the link's rate that bf16 to NF4 should reach."""
+
+
+def encodings(info: Any) -> dict[str, Any]:
+    """The encodings that the registry's schemes would give this weight, by name."""
+    from ckptmap import registry
+
+    found = {}
+    for scheme in registry.schemes():
+        encoding = scheme.target(NAME, info) if scheme.suffix else None
+        if encoding is not None and encoding.name != "dense":
+            found[scheme.name] = encoding
+    return found
+
+
+def encode(encoding: Any, info: Any, w: Any, sync: Callable[[str], None]) -> dict[str, Any]:
+    """Part name -> its values on the CPU, flat. `sync` is told when waiting is forbidden."""
+    import torch
+
+    encoder, flat = encoding.encoder(info, str(w.device.type)), w.reshape(-1)
+    step = max(1, FEED // encoder.step) * encoder.step
+    writes = []
+    for at in range(0, flat.numel(), step):
+        sync("error" if at else "default")  # the first feed makes tables
+        writes += encoder.feed(at, flat[at : at + step])
+    sync("default")
+    writes += encoder.finish()
+    parts: dict[str, list[Any]] = {}
+    for write in writes:
+        parts.setdefault(write.part, []).append(write.values.cpu().reshape(-1))
+    return {name: torch.cat(values) for name, values in parts.items()}
+
+
+def decode(encoding: Any, info: Any, parts: Mapping[str, Any], device: str) -> Any:
+    import torch
+
+    from ckptmap.tensors import Box
+
+    whole, out = Box.whole(info.shape), torch.empty(info.shape, dtype=getattr(torch, info.dtype), device=device)  # fmt: skip
+    cut = {}
+    for name, part in encoding.parts(info).items():
+        box = encoding.part_box(info, name, whole)
+        values = parts[name].to(device).view(part.shape)
+        for dim, (offset, count) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            values = values.narrow(dim, offset, count)
+        cut[name] = values
+    encoding.decode(info, cut, whole, out)
+    return out
+
+
+def check(w: Any, info: Any) -> list[str]:
+    """What differs between the devices, one line each; prints what was compared."""
+    import torch
+
+    wrong = []
+    for name, encoding in encodings(info).items():
+        there = encode(encoding, info, w.cuda(), torch.cuda.set_sync_debug_mode)
+        here = encode(encoding, info, w, lambda mode: None)
+        bad = [part for part, values in here.items() if not _same(values, there[part])]
+        if not _same(
+            decode(encoding, info, here, "cpu"), decode(encoding, info, here, "cuda").cpu()
+        ):
+            bad.append("decoded values")
+        print(f"{name:14s} {info}: {'the same bytes as the CPU' if not bad else f'DIFFERS: {bad}'}")
+        wrong += [f"{name} {info}: {part}" for part in bad]
+    return wrong
+
+
+def _same(a: Any, b: Any) -> bool:
+    import torch
+
+    return bool(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)))
+
+
+# ------------------------------------------------------------------------------- timing
+
+
+def timed(run: Callable[[], Any], rounds: int) -> float:
+    """Median seconds, by events on the current stream."""
+    import torch
+
+    run()
+    times = []
+    for _ in range(rounds):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return statistics.median(times)
+
+
+def staged(encoding: Any, info: Any, pinned: Any) -> Callable[[], Any]:
+    """Boxes from pinned memory on a stream of their own, two ahead, encoded as they come."""
+    import torch
+
+    flat, copies = pinned.view(-1), torch.cuda.Stream()
+
+    def run() -> None:
+        encoder = encoding.encoder(info, "cuda")
+        step = max(1, FEED // encoder.step) * encoder.step
+        places = [torch.empty(step, dtype=flat.dtype, device="cuda") for _ in range(2)]
+        free = [torch.cuda.Event() for _ in range(2)]
+        for turn, at in enumerate(range(0, flat.numel(), step)):
+            given = flat[at : at + step]
+            place = places[turn % 2][: given.numel()]
+            with torch.cuda.stream(copies):
+                copies.wait_event(free[turn % 2])
+                place.copy_(given, non_blocking=True)
+            torch.cuda.current_stream().wait_stream(copies)
+            list(encoder.feed(at, place))
+            free[turn % 2].record()
+
+    return run
+
+
+def link(pinned: Any) -> Callable[[], Any]:
+    import torch
+
+    place = torch.empty(pinned.shape, dtype=pinned.dtype, device="cuda")
+    return lambda: place.copy_(pinned, non_blocking=True)
+
+
+def library_kernels(w: Any) -> dict[str, Callable[[], Any]]:
+    """What is installed of them, by name."""
+    found: dict[str, Callable[[], Any]] = {}
+    try:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+        made = to_nf4(w, 64, 256)
+        found["torchao to_nf4"] = lambda: to_nf4(w, 64, 256)
+        found["torchao get_original_weight"] = made.get_original_weight
+    except Exception as error:
+        print(f"torchao: not run: {error}")
+    try:
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        packed, state = quantize_4bit(w, quant_type="nf4")
+        found["bitsandbytes quantize_4bit"] = lambda: quantize_4bit(w, quant_type="nf4")
+        found["bitsandbytes dequantize_4bit"] = lambda: dequantize_4bit(packed, state)
+    except Exception as error:
+        print(f"bitsandbytes: not run: {error}")
+    return found
+
+
+def against_libraries(w: Any, info: Any) -> None:
+    """How our codes compare with those that bitsandbytes' CUDA kernel makes; zero blocks differ."""
+    import torch
+
+    mine = encodings(info)
+    try:
+        from bitsandbytes.functional import quantize_4bit
+    except Exception as error:
+        print(f"bitsandbytes: not compared: {error}")
+        return
+    for kind in ("nf4", "fp4"):
+        packed, state = quantize_4bit(w.cuda(), quant_type=kind)
+        found = encode(mine[f"bnb-{kind}"], info, w.cuda(), lambda mode: None)
+        differ = int((found[""] != packed.cpu().view(-1)).sum())
+        same = torch.equal(found["absmax"], state.absmax.cpu())
+        print(f"bitsandbytes' CUDA {kind}: {differ} of {packed.numel()} bytes of codes differ, absmax {'equal' if same else 'DIFFERS'}")  # fmt: skip
+
+
+def time_all(w: Any, info: Any, rounds: int) -> None:
+    nbytes = w.numel() * w.element_size()
+    pinned, there = w.pin_memory(), w.cuda()
+    base = timed(link(pinned), rounds)
+    print(f"link: {nbytes / base / 1e9:.1f} GB/s from pinned memory")
+    for name, encoding in encodings(info).items():
+        took = timed(staged(encoding, info, pinned), rounds)
+        goal = f", goal {GOAL:.0%}" if name == "nf4" and info.dtype == "bfloat16" else ""
+        print(f"staged {name}: {nbytes / took / 1e9:.1f} GB/s, {base / took:.0%} of the link{goal}")
+        parts = encode(encoding, info, there, lambda mode: None)
+        onto = {part: values.cuda() for part, values in parts.items()}
+        feed = timed(lambda e=encoding: encode_only(e, info, there), rounds)  # type: ignore[misc]
+        back = timed(lambda e=encoding, p=onto: decode(e, info, p, "cuda"), rounds)  # type: ignore[misc]
+        print(f"kernel {name}: encode {1e3 * feed:.2f} ms, decode {1e3 * back:.2f} ms")
+    for name, run in library_kernels(there).items():
+        print(f"kernel {name}: {1e3 * timed(run, rounds):.2f} ms")
+
+
+def encode_only(encoding: Any, info: Any, w: Any) -> None:
+    """All feeds, without the statistics, which go to the CPU."""
+    encoder, flat = encoding.encoder(info, "cuda"), w.view(-1)
+    step = max(1, FEED // encoder.step) * encoder.step
+    for at in range(0, flat.numel(), step):
+        list(encoder.feed(at, flat[at : at + step]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=11)
+    asked = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("CUDA: not run")
+        return 0
+    from ckptmap.tensors import TensorInfo
+
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    maker, wrong = torch.Generator().manual_seed(1), []
+    for dtype in ("bfloat16", "float16", "float32"):
+        w = torch.randn(1024, 1024, generator=maker).mul_(0.02)
+        w[3] = 0
+        wrong += check(w.to(getattr(torch, dtype)), TensorInfo((1024, 1024), dtype))
+    w = torch.randn(asked.size, asked.size, generator=maker).to(getattr(torch, asked.dtype))
+    info = TensorInfo(tuple(w.shape), asked.dtype)
+    against_libraries(w, info)
+    time_all(w, info, asked.rounds)
+    for line in wrong:
+        print(f"WRONG: {line}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,70 @@
+"""Which encoding a tensor gets: by the codes that could be kept, else by its name and shape."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from ckptmap.errors import PlanError
+from ckptmap.grids import KeepsCodes, Repairs, ScalesExactly, TakesModules
+from ckptmap.lazy import LazyTensor
+from ckptmap.plans import Options
+from ckptmap.protocols import Encoding, Refusal, Scheme
+from ckptmap.recoding import grid_of
+
+
+def encoding_for(lazy: LazyTensor, scheme: Scheme | None, options: Options) -> Encoding | None:
+    """None: the tensor stays as it is. Raises PlanError CKM203 where `--encode` names a tensor
+    that the scheme cannot hold."""
+    if scheme is None or lazy.encoding == scheme.name or _matches(lazy.fqn, options.no_encode):
+        return _repaired(lazy)
+    found = _chosen(lazy, scheme, options)
+    return _repaired(lazy) if found is None else found
+
+
+def _chosen(lazy: LazyTensor, scheme: Scheme, options: Options) -> Encoding | None:
+    exact = _matches(lazy.fqn, options.exact_scales)
+    named = _matches(lazy.fqn, options.encode)
+    grid = grid_of(lazy)
+    if grid is not None and isinstance(scheme, KeepsCodes) and (named or not options.encode):
+        kept = scheme.keeping(lazy.info, grid, exact)
+        if kept is not None:
+            _check_module(lazy, scheme)
+            return kept
+    found = _fresh(lazy, scheme, named) if named or not options.encode else None
+    if found is not None and exact and isinstance(scheme, ScalesExactly):
+        return scheme.exactly(found, lazy.info)
+    return found
+
+
+def _check_module(lazy: LazyTensor, scheme: Scheme) -> None:
+    if isinstance(scheme, TakesModules) and not scheme.takes(lazy.fqn):
+        raise PlanError(
+            "CKM203",
+            f"{lazy.fqn}: cannot be {scheme.name}: by its name it is of no linear module, and the"
+            " library would not load it",
+            f"decode it first, as --to hf-bf16 does, or leave it with --no-encode '{lazy.fqn}'",
+        )
+
+
+def _fresh(lazy: LazyTensor, scheme: Scheme, named: bool) -> Encoding | None:
+    if not named:
+        return scheme.target(lazy.fqn, lazy.info)
+    forced = scheme.encoding(lazy.info)
+    if isinstance(forced, Refusal):
+        raise PlanError(
+            "CKM203", f"{lazy.fqn}: cannot be {scheme.name}: {forced.reason}",
+            "narrow --encode, or leave it out with --no-encode",
+        )  # fmt: skip
+    return forced
+
+
+def _matches(fqn: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(fqn, pattern) for pattern in patterns)
+
+
+def _repaired(lazy: LazyTensor) -> Encoding | None:
+    """What a tensor that was found malformed is written as; None: as it is."""
+    encoding = lazy.encoding_
+    if encoding.name == "dense":  # a look at a protocol's methods costs as much as all else here
+        return None
+    return encoding.repaired() if isinstance(encoding, Repairs) else None

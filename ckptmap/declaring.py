@@ -1,0 +1,124 @@
+"""What an output's config.json says of quantization: true of the tensors that are written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from ckptmap.errors import PlanError
+from ckptmap.protocols import Encoding
+from ckptmap.tensors import TensorInfo
+from ckptmap.wire import torchao_metadata
+
+
+@runtime_checkable
+class Declares(Protocol):
+    """A scheme that a library knows by `quantization_config` in a config.json."""
+
+    name: str
+
+    def quantization_config(
+        self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
+    ) -> Mapping[str, Any]:
+        """`encoded`: names of the weights that are of this scheme; `dense`: names of the modules
+        whose 2-D weights are not quantized."""
+
+
+@runtime_checkable
+class DeclaresEach(Protocol):
+    """The same, for a scheme whose config depends on how each weight is quantized: `declares` are
+    the names of the encodings that one config of its library can tell of together."""
+
+    name: str
+    declares: Collection[str]
+
+    def quantization_config_of(
+        self, encoded: Mapping[str, tuple[Encoding, TensorInfo]], dense: Collection[str]
+    ) -> Mapping[str, Any]:
+        """As `Declares.quantization_config`."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What is written, by the names of the output.
+
+    encodings  weights with their encodings and logical infos
+    fresh      some of the encoded ones were encoded by this plan
+    keep       what the source says is kept where it says something: no encoding was asked for, or
+               parts of a scheme that is not known move as bytes
+    schemes    those of the registry, by name
+    """
+
+    encodings: Mapping[str, tuple[Encoding, TensorInfo]]
+    fresh: bool
+    keep: bool
+    schemes: Mapping[str, object]
+
+    def config(
+        self, present: Mapping[str, Any] | None, heads: Collection[str] = ()
+    ) -> Mapping[str, Any] | None:
+        """`quantization_config` of the output, given the source's; None: it must have none.
+        `heads`: modules whose weight is tied to another; dense where no file holds it."""
+        encoded: dict[str, dict[str, TensorInfo]] = {}
+        written = {segment for name in self.encodings for segment in name.split(".")}
+        dense = [head for head in heads if head not in written]
+        for name, (encoding, info) in self.encodings.items():
+            if encoding.name != "dense":
+                encoded.setdefault(encoding.name, {})[name] = info
+            elif len(info.shape) == 2 and name.endswith(".weight"):
+                dense.append(name.removesuffix(".weight"))
+        if present is not None and (self.keep or (encoded and not self.fresh)):
+            return present
+        said = {
+            name: config
+            for name, infos in encoded.items()
+            if (config := self._said(name, infos, dense)) is not None
+        }
+        _check_one_library(said, encoded)
+        return next(iter(said.values()), None)
+
+    def _said(
+        self, name: str, infos: Mapping[str, TensorInfo], dense: Collection[str]
+    ) -> Mapping[str, Any] | None:
+        """What the scheme of this name says of its weights."""
+        for each in self.schemes.values():
+            if isinstance(each, DeclaresEach) and name in each.declares:
+                of = {k: v for k, v in self.encodings.items() if v[0].name in each.declares}
+                return each.quantization_config_of(of, dense)
+        scheme = self.schemes.get(name)
+        return scheme.quantization_config(infos, dense) if isinstance(scheme, Declares) else None
+
+
+def _check_one_library(
+    said: Mapping[str, Mapping[str, Any]], encoded: Mapping[str, Mapping[str, TensorInfo]]
+) -> None:
+    """A config.json names one way of loading: weights of another would be left as they were
+    initialised. Raises PlanError CKM203."""
+    ways: dict[tuple[Any, Any], str] = {}
+    for name, config in said.items():
+        ways.setdefault((config.get("quant_method"), config.get("load_in_8bit")), name)
+    if len(ways) < 2:
+        return
+    fewest = min(ways.values(), key=lambda name: len(encoded[name]))
+    fqn = next(iter(encoded[fewest]))
+    others = ", ".join(name for name in ways.values() if name != fewest)
+    raise PlanError(
+        "CKM203",
+        f"{fqn}: stays {fewest}, expected {others} as the other quantized weights, since one"
+        " config.json cannot declare both",
+        "decode all of them first, as --to hf-bf16 does, and encode the result",
+    )
+
+
+def passed_on(
+    records: Mapping[str, Mapping[str, Any]], read: Container[str], written: Container[str]
+) -> dict[str, Mapping[str, Any]]:
+    """What torchao's metadata says of tensors of a class that is not `read` here, and whose parts
+    are all `written`, as bytes and under their own names: without it nobody could read them."""
+    return {
+        fqn: {**record, "native": torchao_metadata.SCHEME}
+        for fqn, record in records.items()
+        if record.get("scheme") == torchao_metadata.SCHEME and fqn not in read
+        if all(part in written for part in torchao_metadata.parts_of(fqn, record))
+    }

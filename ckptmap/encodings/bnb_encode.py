@@ -1,0 +1,141 @@
+"""Values or codes into the parts of a bitsandbytes 4-bit tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from ckptmap import fourbit
+from ckptmap.encodings import bnb_nested
+from ckptmap.errors import RunError
+from ckptmap.grids import CoarseScales
+from ckptmap.protocols import Refusal, Write
+from ckptmap.tensors import Box, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Form(Protocol):
+    """What an encoder needs to know of the encoding that it works for."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def block(self) -> int: ...
+    @property
+    def nested(self) -> object | None: ...
+    @property
+    def state(self) -> str: ...
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal: ...
+    def blob(self, info: TensorInfo, offset: float = 0.0) -> bytes: ...
+    def blocks(self, info: TensorInfo) -> int: ...
+
+
+def _flat(start: int, count: int) -> Box:
+    return Box((start,), (count,))
+
+
+def _check_finite(absmax: torch.Tensor, first: int, block: int) -> None:
+    bad = absmax.isfinite().logical_not()
+    count = int(bad.sum())
+    if count:
+        at = (first + int(bad.int().argmax())) * block
+        raise RunError(
+            "CKM309",
+            f"expected finite values, found NaN or infinity in {count} blocks of {block}, the first"
+            f" within flat elements {at} to {at + block - 1}",
+            "leave this tensor unquantized with --no-encode, or repair it",
+        )
+
+
+def _scale_writes(form: Form, info: TensorInfo, absmax: torch.Tensor) -> Iterator[Write]:
+    """absmax [blocks] f32 -> every part but the payload."""
+    import torch
+
+    offset = 0.0
+    if form.nested is None:
+        yield Write("absmax", _flat(0, absmax.numel()), absmax)
+    else:
+        codes, scale, offset = bnb_nested.quantize(absmax)
+        values = bnb_nested.dynamic_map()
+        found = bnb_nested.dequantize(
+            codes, scale, values, offset, bnb_nested.BLOCK, 0, torch.float32
+        )
+        CoarseScales.check(absmax, found)
+        yield Write("absmax", _flat(0, codes.numel()), codes)
+        yield Write("nested_absmax", _flat(0, scale.numel()), scale)
+        yield Write("nested_quant_map", _flat(0, 256), values)
+    yield from _constants(form, info, offset)
+
+
+def _constants(form: Form, info: TensorInfo, offset: float) -> Iterator[Write]:
+    import torch
+
+    yield Write("quant_map", _flat(0, 16), fourbit.table(form.kind))
+    blob = torch.frombuffer(bytearray(form.blob(info, offset)), dtype=torch.uint8)
+    yield Write(form.state, _flat(0, blob.numel()), blob)
+
+
+class FourBitEncoder:
+    """Codes at once; the absmax, too, unless it is quantized once more at the end."""
+
+    splittable = False
+
+    def __init__(self, form: Form, info: TensorInfo, device: str) -> None:
+        import torch
+
+        refusal = form.parts(info)
+        if isinstance(refusal, Refusal):
+            raise ValueError(refusal.reason)
+        self._form, self._info = form, info
+        self.step = form.block
+        dtype: torch.dtype = getattr(torch, info.dtype)
+        self._quantizer = fourbit.Quantizer(form.kind, info.numel, form.block, dtype, device)
+        self._absmax = torch.empty(form.blocks(info), dtype=torch.float32, device=device)
+        self._missing = info.numel
+        self.state_nbytes = 4 * self._absmax.numel() + self._quantizer.nbytes
+
+    def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
+        """values [m] T, `offset` a multiple of the block, m too but at the end -> u8 [ceil(m/2)]."""
+        import torch
+
+        numel, first = values.numel(), offset // self.step
+        assert offset % self.step == 0
+        packed = torch.empty(-(-numel // 2), dtype=torch.uint8, device=values.device)
+        absmax = self._absmax.narrow(0, first, -(-numel // self.step))
+        self._quantizer.run(values, absmax, packed)
+        self._missing -= numel
+        return (Write("", _flat(offset // 2, packed.numel()), packed),)
+
+    def finish(self) -> Iterable[Write]:
+        """Raises RunError CKM309 where an input was not finite, CKM311 where double quantization
+        would change the sign of a block."""
+        assert self._missing == 0, f"{self._missing} elements of {self._info} were not fed"
+        absmax = self._absmax.cpu()
+        _check_finite(absmax, 0, self.step)
+        return _scale_writes(self._form, self._info, absmax)
+
+
+class FourBitRecoder:
+    """Codes as they are; absmax from the scales."""
+
+    state_nbytes = 0
+
+    def __init__(self, form: Form, info: TensorInfo, fidelity: str) -> None:
+        self._form, self._info = form, info
+        self.fidelity = fidelity
+        self.step = form.block // 2
+
+    def feed(self, offset: int, codes: torch.Tensor, scales: torch.Tensor) -> Iterable[Write]:
+        """Where double quantization would make a scale of 0 another number, codes of zero."""
+        if self._form.nested is not None:
+            zeros = scales.narrow(0, offset // self.step, -(-codes.numel() // self.step)) == 0
+            if bool(zeros.any()):
+                mask = zeros.repeat_interleave(self.step)[: codes.numel()]
+                codes = codes.masked_fill(mask, fourbit.ZERO_PAIR[self._form.kind])
+        return (Write("", _flat(offset, codes.numel()), codes),)
+
+    def finish(self, scales: torch.Tensor) -> Iterable[Write]:
+        return _scale_writes(self._form, self._info, scales)
