@@ -1,0 +1,236 @@
+"""The kernels of 8-bit encodings against those of torchao, bitsandbytes and transformers: one CPU
+thread, 4096 x 4096, every result checked before it is timed. As `kernels.py` measures.
+
+    python benchmarks/kernels_int8.py
+    python benchmarks/kernels_int8.py --only decode --size 2048
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import kernels
+from kernels import MIB, Contest, Kernel
+
+CONTESTS = (
+    Contest("encode int8 (torchao's)", "ours_int8", ("torchao_int8",), "5x torchao"),
+    Contest("encode int8 (bitsandbytes')", "ours_bnb", ("bnb_int8",), ""),
+    Contest("encode float8 (torchao's)", "ours_float8", ("torchao_float8",), ""),
+    Contest("encode fp8 tiles (transformers')", "ours_fp8", ("transformers_fp8",), ""),
+    Contest("encode ct-int8, packed", "ours_packed", ("ct_int8",), ""),
+    Contest("decode int8", "ours_decode_int8", ("torchao_decode_int8",), ""),
+    Contest("decode int8 (bitsandbytes')", "ours_decode_bnb", ("bnb_decode",), ""),
+    Contest("decode fp8 tiles", "ours_decode_fp8", ("transformers_decode_fp8",), ""),
+)
+
+
+def _row(w: Any) -> tuple[int, int]:
+    return (1, w.shape[1])
+
+
+def _int8(w: Any) -> Any:
+    from ckptmap.encodings.int8 import Int8
+
+    return Int8(_row(w))
+
+
+def _bnb(w: Any) -> Any:
+    from ckptmap.encodings.bnb_int8 import BnbInt8
+
+    return BnbInt8()
+
+
+def _fp8(w: Any) -> Any:
+    from ckptmap.encodings.fp8 import BLOCK, Fp8
+
+    return Fp8(BLOCK)
+
+
+def ours_int8(w: Any) -> Kernel:
+    return kernels._ours(_int8(w), w)
+
+
+def ours_bnb(w: Any) -> Kernel:
+    return kernels._ours(_bnb(w), w)
+
+
+def ours_float8(w: Any) -> Kernel:
+    from ckptmap.encodings.float8 import Float8
+
+    return kernels._ours(Float8(_row(w)), w)
+
+
+def ours_fp8(w: Any) -> Kernel:
+    return kernels._ours(_fp8(w), w)
+
+
+def ours_packed(w: Any) -> Kernel:
+    from ckptmap.encodings.compressed_packed import Packed
+
+    return kernels._ours(Packed(_row(w), str(w.dtype).removeprefix("torch.")), w)
+
+
+def ours_decode_int8(w: Any) -> Kernel:
+    return kernels._decode(_int8(w), w)
+
+
+def ours_decode_bnb(w: Any) -> Kernel:
+    return kernels._decode(_bnb(w), w)
+
+
+def ours_decode_fp8(w: Any) -> Kernel:
+    return kernels._decode(_fp8(w), w)
+
+
+# ------------------------------------------------------------------------------- the libraries
+
+
+def torchao_int8(w: Any) -> Kernel:
+    from torchao.quantization import Int8Tensor, PerRow
+
+    return lambda: Int8Tensor.from_hp(w, PerRow()), w.numel()
+
+
+def torchao_decode_int8(w: Any) -> Kernel:
+    return torchao_int8(w)[0]().dequantize, w.numel() * w.element_size()
+
+
+def torchao_float8(w: Any) -> Kernel:
+    from torchao.quantization import Float8Tensor, PerRow
+
+    return lambda: Float8Tensor.from_hp(w, granularity=PerRow()), w.numel()
+
+
+def bnb_int8(w: Any) -> Kernel:
+    import torch
+    from bitsandbytes.functional import int8_vectorwise_quant
+
+    return lambda: int8_vectorwise_quant(w.to(torch.float16)), w.numel()
+
+
+def bnb_decode(w: Any) -> Kernel:
+    from bitsandbytes.functional import int8_vectorwise_dequant
+
+    codes, scb, _ = bnb_int8(w)[0]()
+    return lambda: int8_vectorwise_dequant(codes, scb).to(w.dtype), w.numel() * w.element_size()
+
+
+class _Finegrained:
+    class quantization_config:
+        weight_block_size = (128, 128)
+        scale_fmt = "float"
+
+
+def transformers_fp8(w: Any) -> Kernel:
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    operation = Fp8Quantize(_Finegrained())
+    return lambda: operation.convert({"w.weight": w}), w.numel()
+
+
+def transformers_decode_fp8(w: Any) -> Kernel:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    made, operation = transformers_fp8(w)[0](), Fp8Dequantize(_Finegrained())
+    codes, scale = made["w.weight"], made["w.weight_scale_inv"]
+    return lambda: operation._dequantize_one(codes, scale, w.dtype), w.numel() * w.element_size()
+
+
+def ct_int8(w: Any) -> Kernel:
+    """With scales that are given: `calculate_qparams` is not timed."""
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+
+    args = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="channel")
+    scale = w.abs().amax(1, keepdim=True) / 127.5
+    return lambda: pack_to_int32(quantize(w, scale, None, args, torch.int8), 8), w.numel()
+
+
+# ------------------------------------------------------------------------------- check, measure
+
+
+def check(w: Any) -> None:
+    """Raises AssertionError where our codes, scales or values are not the libraries' bits."""
+    import torch
+
+    def same(a: Any, b: Any) -> bool:
+        return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+    for mine, theirs in ((ours_int8, torchao_int8), (ours_float8, torchao_float8)):
+        found, wanted = mine(w)[0](), theirs(w)[0]()
+        assert same(found["qdata"], wanted.qdata) and same(found["scale"], wanted.scale), theirs
+    codes, scb, _ = bnb_int8(w)[0]()
+    found = ours_bnb(w)[0]()
+    assert same(found[""], codes) and same(found["SCB"], scb), "bitsandbytes"
+    found, wanted = ours_fp8(w)[0](), transformers_fp8(w)[0]()
+    assert same(found[""], wanted["w.weight"]), "transformers' codes"
+    assert same(found["scale_inv"], wanted["w.weight_scale_inv"]), "transformers' scales"
+    for mine, theirs in (
+        (ours_decode_int8, torchao_decode_int8), (ours_decode_bnb, bnb_decode),
+        (ours_decode_fp8, transformers_decode_fp8),
+    ):  # fmt: skip
+        assert same(mine(w)[0](), theirs(w)[0]()), theirs
+
+
+def measure(name: str, size: int, dtype: str, rounds: int) -> dict[str, float]:
+    """In this process: the least seconds of a call, and MiB at the peak beside the result."""
+    import torch
+
+    torch.set_num_threads(1)
+    w = kernels._weight(size, dtype)
+    run, result_nbytes = globals()[name](w)
+    globals()[name](kernels._weight(256, dtype))[0]()  # lazy imports, the allocator's arenas
+    with kernels._Peak() as peak:
+        run()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return {"s": min(times), "mib": (peak.nbytes - result_nbytes) / MIB}
+
+
+def in_own_process(name: str, size: int, dtype: str, rounds: int) -> dict[str, float]:
+    argv = [sys.executable, __file__, "--one", name, "--size", str(size), "--dtype", dtype]
+    done = subprocess.run([*argv, "--rounds", str(rounds)], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr[-2000:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--only", default="", help="jobs with this in their name")
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.one:
+        print(json.dumps(measure(asked.one, asked.size, asked.dtype, asked.rounds)))
+        return
+    check(kernels._weight(512, asked.dtype))
+    for contest in (c for c in CONTESTS if asked.only in c.job):
+        mine = in_own_process(contest.mine, asked.size, asked.dtype, asked.rounds)
+        cells = [f"{1e3 * mine['s']:.1f} ms, {mine['mib']:.0f} MiB"]
+        for peer in contest.peers:
+            found = in_own_process(peer, asked.size, asked.dtype, max(1, asked.rounds // 4))
+            times = found["s"] / mine["s"]
+            cells.append(f"{peer} {1e3 * found['s']:.0f} ms, {found['mib']:.0f} MiB: {times:.1f}x")
+        print(
+            f"| {contest.job} | {asked.dtype} | {' | '.join(cells)} | {contest.goals} |", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Codes with one scale a block: geometry, arithmetic, and what encodings of that kind share."""

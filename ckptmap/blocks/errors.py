@@ -1,0 +1,46 @@
+"""How a malformed group of codes and scales is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptmap.errors import SourceError
+from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
+
+INCOMPLETE = "a quantized tensor needs its payload and all its scales in one checkpoint"
+DAMAGED = "the checkpoint's metadata is damaged; convert again from its source"
+
+
+def malformed(fqn: str, message: str, hint: str = INCOMPLETE) -> SourceError:
+    return SourceError("CKM115", f"{fqn}: {message}", hint)
+
+
+def checked(
+    fqn: str, what: str, expected: Mapping[str, TensorInfo], found: Mapping[str, Any]
+) -> dict[str, StoredTensor]:
+    """The parts, if each is a plain tensor of the shape and dtype that is expected."""
+    parts = {}
+    for name, want in expected.items():
+        part = found.get(name)
+        if part is None:
+            raise malformed(fqn, f"{what} part {name!r} is missing, expected {want}")
+        if not isinstance(part, StoredTensor):
+            kind = part.class_name if isinstance(part, Opaque) else type(part).__name__
+            raise malformed(
+                fqn,
+                f"{what} part {name!r}, expected {want}, found {kind}",
+                "save it as a plain tensor",
+            )
+        if part.info != want:
+            raise malformed(fqn, f"{what} part {name!r}, expected {want}, found {part.info}")
+        parts[name] = part
+    return parts
+
+
+def sizes_of(fqn: str, value: Any, what: str) -> tuple[int, ...]:
+    """A list of positive counts out of foreign data."""
+    good = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if not good or not all(type(n) is int and n > 0 for n in value) or len(value) > 64:
+        raise malformed(fqn, f"{what}, expected positive sizes, found {str(value)[:80]}", DAMAGED)
+    return tuple(value)

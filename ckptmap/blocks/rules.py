@@ -1,0 +1,108 @@
+"""How each library makes 8-bit codes: scales from the largest absolute value, codes from both.
+
+    rows [r, w] T, absmax [r] T -> scale [r], codes [r, w] i8 or fp8
+
+Each rule is bit-equal to its library's own quantizer on finite values, save that a block of zeros
+stays zero where the library divides 0 by 0. The sources are named at each rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+_EPS = 1.1920928955078125e-07
+"""float32's machine epsilon: torchao's least scale."""
+
+
+class Rule(Protocol):
+    """One library's arithmetic. Both methods work on the device of their arguments."""
+
+    codes_dtype: ClassVar[str]
+    takes: ClassVar[str]
+    """The dtype that values are cast to first; empty: their own."""
+
+    def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """absmax [...] T -> (scale as it is stored, fp32 operand of `apply`), both [...]."""
+
+    def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:
+        """values fp32, in place, to what a cast to `codes_dtype` makes the codes of."""
+
+
+@dataclass(frozen=True)
+class TorchaoInt8:
+    """`Int8Tensor.from_hp`, symmetric: scale = absmax / 127.5 in T, not below float32's epsilon;
+    code = round_half_even(x * (1 / scale)) in fp32 (torchao 0.18, quant_primitives.py
+    `choose_qparams_affine`, `_quantize_affine_no_dtype_cast`)."""
+
+    codes_dtype: ClassVar[str] = "int8"
+    takes: ClassVar[str] = ""
+    scale_dtype: str = "float32"
+
+    def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
+        scale = (absmax / 127.5).clamp_(min=_EPS)
+        wide = scale.to(torch.float32)
+        return scale.to(getattr(torch, self.scale_dtype)), wide.reciprocal()
+
+    def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:
+        values.mul_(operand).round_().clamp_(-128, 127)
+
+
+@dataclass(frozen=True)
+class BitsandbytesInt8:
+    """`int8_vectorwise_quant`: values in float16, SCB = absmax, code = round(x * (127 / SCB))
+    (bitsandbytes 0.50, backends/default/ops.py)."""
+
+    codes_dtype: ClassVar[str] = "int8"
+    takes: ClassVar[str] = "float16"
+
+    def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
+        scale = absmax.to(torch.float32)
+        return scale, (127.0 / scale).masked_fill_(scale == 0, 0.0)
+
+    def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:
+        values.mul_(operand).round_()
+
+
+@dataclass(frozen=True)
+class TorchaoFloat8:
+    """`Float8Tensor.from_hp`: scale = absmax / 448 in T, code = x / scale in fp32 (torchao 0.18,
+    quant_primitives.py `_choose_scale_float8`, `_quantize_affine_float8`). A scale of 0, or one so
+    small that T rounds it to 0, divides by nothing: its codes are those of x."""
+
+    codes_dtype: ClassVar[str] = "float8_e4m3fn"
+    takes: ClassVar[str] = ""
+    scale_dtype: str = "float32"
+
+    def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
+        scale = absmax / 448.0
+        wide = scale.to(torch.float32)
+        return scale.to(getattr(torch, self.scale_dtype)), wide.masked_fill(wide == 0, 1.0)
+
+    def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:
+        values.div_(operand).clamp_(-448.0, 448.0)
+
+
+@dataclass(frozen=True)
+class FinegrainedFloat8:
+    """transformers' `Fp8Quantize`: code = x * (448 / absmax) in fp32, `weight_scale_inv` =
+    1 / (448 / absmax), and 1 for a block of zeros (transformers 5, finegrained_fp8.py)."""
+
+    codes_dtype: ClassVar[str] = "float8_e4m3fn"
+    takes: ClassVar[str] = "float32"
+
+    def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        forward = 448.0 / absmax.masked_fill(absmax == 0, 448.0)
+        return 1.0 / forward, forward
+
+    def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:
+        values.mul_(operand).clamp_(-448.0, 448.0)

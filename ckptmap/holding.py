@@ -1,0 +1,125 @@
+"""Which encodings a live model can hold, by what wraps it: a table of facts, and what they rest on.
+
+Found with torch 2.13, torchao 0.18 and bitsandbytes 0.50 on the CPU under gloo. A pair that nothing
+can hold is refused when a conversion is planned, with the nearest that is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptmap.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Holds:
+    """Whether models wrapped so hold weights encoded so.
+
+    how      what makes it work, or why nothing does
+    nearest  suffix of `--to` that is held in its place; only where `how` says why it is not
+    needs    (library, least version) that a live model of it needs
+    """
+
+    how: str
+    nearest: tuple[str, ...] = ()
+    needs: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.nearest
+
+
+TORCHAO = (("torchao", "0.15"),)
+BITSANDBYTES = (("bitsandbytes", "0.45"),)
+WRAPPERS = {
+    "hf": "plain", "full": "plain", "trainer": "plain", "accelerate-full": "plain",
+    "ddp": "DDP", "compiled": "compiled",
+    "fsdp1": "FSDP1", "fsdp1-local": "FSDP1",
+    "fsdp2": "FSDP2", "fsdp2-ranks": "FSDP2", "dcp-hf": "FSDP2", "accelerate": "FSDP2",
+}  # fmt: skip
+"""Setup -> what wraps the live model that it is for."""
+
+FAMILIES = {
+    "nf4": "nf4",
+    "bnb-nf4": "bitsandbytes 4-bit", "bnb-fp4": "bitsandbytes 4-bit",
+    "bnb-nf4-dq": "bitsandbytes 4-bit", "bnb-fp4-dq": "bitsandbytes 4-bit",
+    "int8": "int8", "bnb-int8": "int8", "ct-int8": "int8",
+    "float8": "float8", "fp8": "float8", "ct-fp8": "float8",
+}  # fmt: skip
+"""Encoding -> those that a live model holds alike."""
+
+_NF4 = "torchao's NF4Tensor, frozen, in linear layers"
+_INT8 = "torchao's Int8Tensor, frozen, in linear layers"
+_FLOAT8 = "decoded: ckptmap.load builds no live float8"
+_BNB = "bitsandbytes' own loader; ckptmap.load decodes it"
+TABLE: dict[tuple[str, str], Holds] = {
+    ("plain", "nf4"): Holds(_NF4, needs=TORCHAO),
+    ("compiled", "nf4"): Holds(_NF4, needs=TORCHAO),
+    ("DDP", "nf4"): Holds(
+        f"{_NF4}; load after wrapping: DDP's own broadcast would quantize them anew", needs=TORCHAO
+    ),
+    ("FSDP1", "nf4"): Holds(
+        "in ignored_states only, whole on every rank: FSDP1 cannot flatten it", needs=TORCHAO
+    ),
+    ("FSDP2", "nf4"): Holds(
+        f"{_NF4}, rows that divide by the ranks; others are decoded", needs=TORCHAO
+    ),
+    ("plain", "bitsandbytes 4-bit"): Holds(_BNB, needs=BITSANDBYTES),
+    ("compiled", "bitsandbytes 4-bit"): Holds(_BNB, needs=BITSANDBYTES),
+    ("DDP", "bitsandbytes 4-bit"): Holds(_BNB, needs=BITSANDBYTES),
+    ("FSDP1", "bitsandbytes 4-bit"): Holds(
+        "as bitsandbytes cuts it: payload in the dtype of the others, scales whole",
+        needs=BITSANDBYTES,
+    ),
+    ("FSDP2", "bitsandbytes 4-bit"): Holds(
+        "as bitsandbytes cuts it, scales whole; its state dict loses them (--base restores)",
+        needs=BITSANDBYTES,
+    ),
+    ("plain", "int8"): Holds(_INT8, needs=TORCHAO),
+    ("compiled", "int8"): Holds(_INT8, needs=TORCHAO),
+    ("DDP", "int8"): Holds(
+        f"{_INT8}; load after wrapping: DDP's first broadcast has no view of it", needs=TORCHAO
+    ),
+    ("FSDP1", "int8"): Holds(
+        'FSDP1 flattens parameters, and can neither flatten integers ("Cannot flatten integer dtype'
+        " tensors\") nor torchao's subclasses",
+        nearest=("fsdp2-int8", "fsdp1-bf16"),
+    ),
+    ("FSDP2", "int8"): Holds(
+        f"{_INT8}, rows that divide by the ranks; others are decoded", needs=TORCHAO
+    ),
+    ("plain", "float8"): Holds("torchao's or transformers' own loader; ckptmap.load decodes it"),
+    ("compiled", "float8"): Holds(_FLOAT8),
+    ("DDP", "float8"): Holds(_FLOAT8),
+    ("FSDP1", "float8"): Holds(
+        "FSDP1 flattens parameters of one dtype: codes in float8 and their scales are two",
+        nearest=("fsdp2-fp8", "fsdp1-bf16"),
+    ),
+    ("FSDP2", "float8"): Holds(_FLOAT8),
+}
+
+
+def holds(setup: str, encoding: str) -> Holds | None:
+    """None: nothing is known of such a pair, or the encoding is dense."""
+    wrapper, family = WRAPPERS.get(setup), FAMILIES.get(encoding)
+    return None if wrapper is None or family is None else TABLE[wrapper, family]
+
+
+def refuse_unheld(fqn: str, setup: str, encoding: str) -> None:
+    """Raises PlanError CKM317 where no live model of that setup can hold the tensor."""
+    found = holds(setup, encoding)
+    if found is not None and not found.ok:
+        nearest = " or ".join(f"--to {name}" for name in found.nearest)
+        raise PlanError(
+            "CKM317", f"{fqn}: {encoding} in a model of {setup}: {found.how}", f"nearest: {nearest}"
+        )
+
+
+def rows() -> Iterator[tuple[str, str, Holds]]:
+    """(setup, encoding, what is known), in the order of the tables."""
+    for setup in WRAPPERS:
+        for encoding in FAMILIES:
+            found = holds(setup, encoding)
+            assert found is not None
+            yield setup, encoding, found

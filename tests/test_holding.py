@@ -1,0 +1,130 @@
+"""What live models hold: the table is whole, planning keeps to it, doctor shows it, facts hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+import ckptmap
+from ckptmap import registry
+from ckptmap.holding import FAMILIES, WRAPPERS, holds, rows
+from ckptmap.setups import names
+
+INT8 = ("int8", "bnb-int8", "ct-int8")
+FLOAT8 = ("float8", "fp8", "ct-fp8")
+
+
+def test_every_setup_and_every_quantized_target_is_in_the_table() -> None:
+    assert {setup.name for setup in registry.setups()} == set(WRAPPERS)
+    casts = {"bf16", "fp32", "fp16"}
+    assert {s.name for s in registry.schemes() if s.suffix} - casts == set(FAMILIES)
+    assert len(list(rows())) == len(WRAPPERS) * len(FAMILIES)
+
+
+def test_the_nearest_are_targets_that_are_held() -> None:
+    known = set(names())
+    for setup, encoding, found in rows():
+        for nearest in found.nearest:
+            assert nearest in known, (setup, encoding)
+            base, _, suffix = nearest.partition("-")
+            there = holds(base, suffix)
+            assert there is None or there.ok, nearest
+    assert holds("fsdp2", "dense") is None
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    torch.save({"fc.weight": torch.randn(128, 128)}, tmp_path / "dense.pt")
+    return tmp_path / "dense.pt"
+
+
+@pytest.mark.parametrize("encoding", [*INT8, *FLOAT8])
+def test_planning_refuses_what_fsdp1_cannot_hold(
+    encoding: str, dense: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ckptmap.CkptmapError, match=rf"fc\.weight: {encoding} in a model of fsdp1"
+    ) as e:
+        ckptmap.plan(dense, f"fsdp1-{encoding}", world_size=2)
+    assert e.value.code == "CKM317" and "--to fsdp1-bf16" in e.value.hint
+    ckptmap.convert(dense, tmp_path / "q.pt", to=f"full-{encoding}")
+    with pytest.raises(ckptmap.CkptmapError, match="in a model of fsdp1"):
+        ckptmap.plan(tmp_path / "q.pt", "fsdp1", world_size=2)
+    plan = ckptmap.plan(tmp_path / "q.pt", "fsdp1-bf16", world_size=2)  # the nearest
+    assert plan.steps[0].target == "bfloat16"
+    ckptmap.plan(tmp_path / "q.pt", "fsdp2", world_size=2)
+
+
+def doctor(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckptmap", "doctor", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_doctor_prints_it(dense: Path, tmp_path: Path) -> None:
+    ckptmap.convert(dense, tmp_path / "q.pt", to="full-int8")
+    asked = doctor("--from", str(tmp_path / "q.pt"), "--to", "fsdp1")
+    assert asked.returncode == 1
+    assert "nearest: --to fsdp2-int8 or --to fsdp1-bf16" in asked.stdout
+    assert f"torch {torch.__version__}" in asked.stdout, "for the installed versions"
+    found = json.loads(doctor("--from", str(tmp_path / "q.pt"), "--to", "fsdp2", "--json").stdout)
+    (row,) = found["holding"]
+    assert (row["setup"], row["encoding"], row["holds"]) == ("fsdp2", "int8", True)
+    assert doctor("--to", "fsdp2-int8").returncode == 0
+    assert doctor("--to", "fsdp2-ranks-int8").returncode == 1, "dense tensors only"
+    assert "every setup holds them" in doctor("--from", str(dense), "--to", "fsdp1").stdout
+    wrong = doctor("--to", "fsdp3")
+    assert wrong.returncode == 2 and "CKM201" in wrong.stderr
+
+
+# ------------------------------------------------------------------------------- the facts
+
+
+def test_an_integer_parameter_cannot_require_gradients() -> None:
+    with pytest.raises(RuntimeError, match="Only Tensors of floating point"):
+        nn.Parameter(torch.zeros(2, 2, dtype=torch.int8))
+
+
+def test_torchaos_int8_cannot_be_cut_as_fsdp2_cuts() -> None:
+    """So that ckptmap.load brings a subclass with an all-gather. When this fails, see whether
+    `resume.int8_live` still needs it."""
+    linear = nn.Linear(32, 16, bias=False)
+    quantize_(linear, Int8WeightOnlyConfig())
+    with pytest.raises(NotImplementedError, match=r"aten\.split|split"):
+        torch.chunk(linear.weight, 2)
+
+
+@pytest.mark.parametrize("setup", [setup.name for setup in registry.setups()])
+@pytest.mark.parametrize("encoding", ["int8", "fp8"])
+def test_every_setup_takes_a_quantized_source_or_says_why_not(
+    encoding: str, setup: str, tmp_path: Path
+) -> None:
+    """As it is, or refused with a nearest; decoded, always."""
+    state = {"a.weight": torch.randn(128, 128), "a.bias": torch.zeros(128)}
+    torch.save(state, tmp_path / "dense.pt")
+    ckptmap.convert(tmp_path / "dense.pt", tmp_path / "q.pt", to=f"full-{encoding}")
+    made = next(found for found in registry.setups() if found.name == setup)
+    more: dict[str, Any] = {"world_size": 2} if made.sharded else {}
+    if setup == "fsdp1-local":  # the order of the modules decides what lies where
+        more["like"] = str(tmp_path / "dense.pt")
+    found = holds(setup, encoding)
+    assert found is not None
+    if found.ok and not made.dense:
+        ckptmap.convert(tmp_path / "q.pt", tmp_path / "as-it-is", to=setup, **more)
+        with ckptmap.open(tmp_path / "as-it-is") as ckpt, ckptmap.open(tmp_path / "q.pt") as before:
+            assert ckpt["a.weight"].encoding == encoding
+            assert torch.equal(ckpt["a.weight"].read(), before["a.weight"].read())
+    else:
+        with pytest.raises(ckptmap.CkptmapError, match=r"a\.weight") as caught:
+            ckptmap.plan(tmp_path / "q.pt", setup, **more)
+        assert caught.value.code in ("CKM203", "CKM317") and "--to" in caught.value.hint
+    ckptmap.convert(tmp_path / "q.pt", tmp_path / "decoded", to=f"{setup}-bf16", **more)
+    with ckptmap.open(tmp_path / "decoded") as ckpt:
+        assert ckpt["a.weight"].encoding == "dense"

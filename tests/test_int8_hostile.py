@@ -1,0 +1,115 @@
+"""Records, metadata and pickles of 8-bit codes that lie: one SourceError, never anything else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptmap import registry
+from ckptmap.blocks.pickled import as_json
+from ckptmap.encodings.bnb_int8 import BnbInt8
+from ckptmap.encodings.compressed import PlainFp8, PlainInt8
+from ckptmap.encodings.compressed_packed import Packed
+from ckptmap.encodings.float8 import Float8
+from ckptmap.encodings.fp8 import Fp8
+from ckptmap.encodings.int8 import Int8
+from ckptmap.errors import CkptmapError
+from ckptmap.protocols import Refusal, part_key
+from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
+from ckptmap.testing.parts import stored
+
+INFO = TensorInfo((8, 16), "bfloat16")
+MADE = (
+    Int8((1, 16), kind="Int8Tensor"), Float8((1, 16), kind="Float8Tensor"), BnbInt8(), Fp8((8, 8)),
+    PlainInt8((1, 16)), PlainFp8((1, 16), "bfloat16", "int8"), Packed((1, 4), bits=4),
+)  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 20) | st.floats(allow_nan=False)
+    | st.sampled_from(["", "int8", "float32", "int8x", "qdata", "Int8Tensor"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["_data", "dtype", "x"]), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+def group(found: Mapping[str, StoredTensor], records: Mapping[str, Any]) -> int:
+    """How many groups all schemes find; only a CkptmapError may come."""
+    left, count = dict(found), 0
+    for scheme in registry.schemes():
+        for _, keys in scheme.group(left, records):
+            count += 1
+            for key in keys:
+                left.pop(key, None)
+    return count
+
+
+def parts_of(encoding: Any) -> dict[str, StoredTensor]:
+    parts = encoding.parts(INFO)
+    assert not isinstance(parts, Refusal)
+    return {part_key(encoding, "a.weight", name): stored(part) for name, part in parts.items()}
+
+
+@pytest.mark.parametrize("encoding", MADE, ids=lambda e: f"{e.scheme}")
+def test_a_record_that_was_not_touched_is_read(encoding: Any) -> None:
+    record = json.loads(json.dumps(encoding.record(INFO)))
+    assert group(parts_of(encoding), {"a.weight": record}) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(MADE), st.data())
+def test_records_that_lie(encoding: Any, data: st.DataObject) -> None:
+    record = json.loads(json.dumps(encoding.record(INFO)))
+    key = data.draw(st.sampled_from(sorted(set(record) - {"scheme"})))
+    record[key] = data.draw(JSON)
+    found = parts_of(encoding)
+    if data.draw(st.booleans()):
+        found.pop(data.draw(st.sampled_from(sorted(found))))
+    try:
+        group(found, {"a.weight": record})
+    except CkptmapError as error:
+        assert error.code.startswith("CKM") and "a.weight" in error.message
+        assert error.hint
+
+
+@settings(max_examples=60, deadline=None)
+@given(JSON, JSON, st.sampled_from(["Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor"]))
+def test_torchao_metadata_that_lies(data: Any, names: Any, kind: str) -> None:
+    record = {"scheme": "torchao", "kind": kind, "data": data, "names": names}
+    found = parts_of(Int8((1, 16)))
+    try:
+        group(found, {"a.weight": record})
+    except CkptmapError as error:
+        assert error.code == "CKM115" and "a.weight" in error.message
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["qdata", "scale", "zero_point", "block_size", "act_quant_kwargs"]),
+    JSON | st.just(stored(TensorInfo((), "int8"))) | st.just(stored(TensorInfo((0, 3), "float32"))),
+    st.sampled_from(["Int8Tensor", "Float8Tensor", "Int8QuantizedTrainingLinearWeight"]),
+    st.sampled_from([INFO, TensorInfo((), "float32"), TensorInfo((0, 4), "bfloat16"), None]),
+)
+def test_pickles_that_lie(key: str, value: Any, kind: str, info: TensorInfo | None) -> None:
+    state: dict[str, Any] = {
+        "qdata": stored(TensorInfo(INFO.shape, "int8")), "int_data": stored(INFO), "block_size": [1, 16],
+        "scale": stored(TensorInfo((8, 1), "float32")), key: value,
+    }  # fmt: skip
+    leaf = Opaque("torchao.quantization", kind, (), state, info)
+    for scheme in registry.schemes():
+        try:
+            scheme.adopt("a.weight", leaf)
+        except CkptmapError as error:
+            assert error.code == "CKM115" and "a.weight" in error.message
+
+
+def test_a_pickle_that_holds_itself() -> None:
+    wrapper = Opaque("torchao.quantization.x", "LinearActivationQuantizedTensor", (), {}, INFO)
+    wrapper.state["original_weight_tensor"] = wrapper
+    kwargs = Opaque("torchao", "QuantizeTensorToInt8Kwargs", (), {})
+    kwargs.state["granularity"] = kwargs
+    assert all(scheme.adopt("w", wrapper) is None for scheme in registry.schemes())
+    assert as_json(kwargs)["_type"] == "QuantizeTensorToInt8Kwargs"
