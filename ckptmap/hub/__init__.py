@@ -1,0 +1,1 @@
+"""Publishing to the Hugging Face Hub, and fetching from it as it is."""

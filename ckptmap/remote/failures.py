@@ -1,0 +1,162 @@
+"""What huggingface_hub raises, as one line with the next command.
+
+The Hub answers 401 or 404 for a repository that is missing and for one that may not be seen, so
+that what is said depends on whether a token was sent.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckptmap.errors import CkptmapError, SourceError
+
+Kind = type[CkptmapError]
+"""What to raise: SourceError or DestinationError before anything is done, RunError while working."""
+
+
+@contextmanager
+def told(repo: str, kind: Kind = SourceError, doing: str = "") -> Iterator[None]:
+    """Turn any failure of huggingface_hub inside into an error of ours about `repo`."""
+    try:
+        yield
+    except CkptmapError:
+        raise
+    except Exception as error:
+        said = _said(error, f"hf://{repo}", kind, doing)
+        if said is None:
+            raise
+        raise said from error
+
+
+def _said(error: BaseException, where: str, kind: Kind, doing: str) -> CkptmapError | None:
+    """None: it is no failure of the network or the Hub."""
+    from huggingface_hub import errors as hub
+
+    seen = _innermost(error)
+    if isinstance(seen, hub.OfflineModeIsEnabled):
+        return kind(
+            "CKM706",
+            f"{where}: the Hub may not be asked: HF_HUB_OFFLINE is set",
+            "unset HF_HUB_OFFLINE, or give the path of a local copy",
+        )
+    if isinstance(seen, hub.GatedRepoError):
+        return kind(
+            "CKM703",
+            f"{where}: access is gated and this token has none",
+            f"ask for it at {_page(where)}, then: hf auth login",
+        )
+    if isinstance(seen, hub.DisabledRepoError):
+        return kind("CKM703", f"{where}: the Hub has disabled it", f"see {_page(where)}")
+    if isinstance(seen, hub.RevisionNotFoundError):
+        return kind(
+            "CKM704", f"{where}: has no such revision", f"see its branches at {_page(where)}/tree"
+        )
+    if isinstance(seen, hub.EntryNotFoundError) and isinstance(seen, hub.HfHubHTTPError):
+        return kind("CKM705", f"{where}: has no such file", f"see {_page(where)}/tree")
+    if isinstance(seen, hub.RepositoryNotFoundError):
+        return _not_found(where, kind)
+    if isinstance(seen, hub.HfHubHTTPError):
+        return _answered(seen, where, kind, doing)
+    if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
+        return kind(
+            "CKM710",
+            f"{where}: no space left to keep what is downloaded ({seen.filename or 'the cache'})",
+            "free some, set HF_HOME to a larger disk, or convert with --low-disk",
+        )
+    if _is_network(seen):
+        return kind(
+            "CKM706",
+            f"{where}: the Hub does not answer{_while(doing)}: {_line(seen)}",
+            "check the network (HF_ENDPOINT, proxies), then run the same command again",
+        )
+    if isinstance(seen, hub.HFValidationError):
+        return kind("CKM701", f"{where}: is no name that the Hub takes: {_line(seen)}", "check it")
+    if doing and isinstance(seen, OSError | ValueError | RuntimeError):
+        # huggingface_hub and hf_xet say so where an answer is not what was agreed on.
+        return kind(
+            "CKM708", f"{where}: {doing} failed: {_line(seen)}", "run the same command again"
+        )
+    return None
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The failure behind those that huggingface_hub wraps around it: a lookup that fell back to
+    the cache, an upload in a thread."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    while not isinstance(error, HfHubHTTPError | OfflineModeIsEnabled):
+        inner = error.__cause__ or error.__context__
+        known = inner is not None and (isinstance(inner, OSError) or _is_network(inner))
+        if inner is None or not (known or isinstance(inner, RuntimeError)):
+            break
+        error = inner
+    return error
+
+
+def _is_network(error: BaseException) -> bool:
+    """Whatever HTTP library huggingface_hub uses, its errors stand above HfHubHTTPError."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return isinstance(error, (HfHubHTTPError.__bases__[0], ConnectionError, TimeoutError))
+
+
+def _not_found(where: str, kind: Kind) -> CkptmapError:
+    if has_token():
+        return kind(
+            "CKM702",
+            f"{where}: is not there, or is private and this token may not see it",
+            "check the name; who you are: hf auth whoami",
+        )
+    return kind(
+        "CKM702",
+        f"{where}: is not there, or is private and there is no token",
+        "check the name, or log in: hf auth login",
+    )
+
+
+def _answered(error: Exception, where: str, kind: Kind, doing: str) -> CkptmapError:
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    if status == 401 and not has_token():
+        return _not_found(where, kind)
+    if status == 401:
+        return kind("CKM707", f"{where}: the Hub does not take this token", "hf auth login")
+    if status == 403:
+        return kind(
+            "CKM707",
+            f"{where}: this token may not do that{_while(doing)}: {_reason(error)}",
+            "log in with a token that may: hf auth login",
+        )
+    hint = "run the same command again"
+    if status == 429:
+        hint = "the Hub limits how often it is asked: wait a few minutes, then " + hint
+    return kind(
+        "CKM708", f"{where}: the Hub answers {status}{_while(doing)}: {_reason(error)}", hint
+    )
+
+
+def has_token() -> bool:
+    """Is there a token to send, from HF_TOKEN or a login?"""
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def _page(where: str) -> str:
+    from huggingface_hub.constants import ENDPOINT
+
+    return f"{ENDPOINT}/{where.removeprefix('hf://')}"
+
+
+def _while(doing: str) -> str:
+    return f" while {doing}" if doing else ""
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "server_message", None) or _line(error)
+
+
+def _line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,82 @@
+"""`hf://org/name[@revision][/subfolder]`: a place on the Hub, as it is written where a path is.
+
+The form is that of huggingface_hub's own URIs: `refs/pr/N` is one revision, a slash in any other
+revision is written %2F.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+from ckptmap.errors import SourceError
+
+SCHEME = "hf://"
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
+_PULL = re.compile(r"(refs/(?:pr/\d+|convert/[\w.-]+))(?:/(.*))?")
+_OTHER_KINDS = ("datasets", "spaces", "kernels", "buckets")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A repository, the revision asked for ("" the default branch) and a path in it ("" its root)."""
+
+    repo: str
+    revision: str = ""
+    path: str = ""
+
+    def __str__(self) -> str:
+        revision = self.revision
+        if revision and not _PULL.fullmatch(revision):
+            revision = quote(revision, safe="")
+        at = f"@{revision}" if revision else ""
+        return f"{SCHEME}{self.repo}{at}" + (f"/{self.path}" if self.path else "")
+
+
+def is_hub(path: str | os.PathLike[str]) -> bool:
+    """Is it written as a place on the Hub? Nothing is asked of anybody. A pathlib.Path made of one
+    has lost a slash."""
+    return os.fspath(path).startswith("hf:/")
+
+
+def parse(text: str) -> HubName:
+    """Raises SourceError CKM701 where it is no such name."""
+    rest = text.removeprefix("hf:").strip("/").removeprefix("models/")
+    owner, _, rest = rest.partition("/")
+    if owner in _OTHER_KINDS:
+        raise _malformed(text, f"names one of the Hub's {owner}", "a model repository")
+    name, at, rest = _cut_name(rest)
+    repo = f"{owner}/{name}"
+    if not _REPO.fullmatch(repo) or "--" in repo or ".." in repo:
+        raise _malformed(text, f"the repository is {repo!r}", "org/name")
+    revision, path = _cut_revision(rest) if at else ("", rest)
+    if at and not revision:
+        raise _malformed(text, "the revision after @ is empty", "a branch, a tag or a commit")
+    if any(part in ("", ".", "..") for part in path.split("/")) and path:
+        raise _malformed(text, f"the path is {path!r}", "names of folders and files")
+    return HubName(repo, revision, path)
+
+
+def _cut_name(rest: str) -> tuple[str, str, str]:
+    """`name@rest` or `name/rest`, whichever comes first."""
+    match = re.match(r"([^@/]*)([@/]?)(.*)", rest, re.DOTALL)
+    assert match is not None
+    return match[1], "@" if match[2] == "@" else "", match[3]
+
+
+def _cut_revision(rest: str) -> tuple[str, str]:
+    pull = _PULL.fullmatch(rest)
+    if pull is not None:
+        return pull[1], pull[2] or ""
+    revision, _, path = rest.partition("/")
+    return unquote(revision), path
+
+
+def _malformed(text: str, found: str, expected: str) -> SourceError:
+    return SourceError(
+        "CKM701",
+        f"{text}: {found}, expected {expected}",
+        "write hf://org/name, hf://org/name@revision or hf://org/name@revision/folder",
+    )
