@@ -1,6 +1,7 @@
 """Frameworks resume from directories that ckptmap wrote: run by test_directories.py.
 
-python -m tests.directories_live accelerate DIR TRUTH    on 2 ranks, FSDP1 and FSDP2
+python -m tests.directories_live accelerate DIR TRUTH KIND   on 2 ranks, FSDP1 and FSDP2
+python -m tests.directories_live regroup FROM FILE       step 2, its optimizer in other groups
 python -m tests.directories_live run DIR                 a Trainer run of 4 steps, in DIR
 python -m tests.directories_live resume DIR FROM         the same, from a checkpoint of step 2
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def accelerate(folder: str, truth_file: str) -> None:
+def accelerate(folder: str, truth_file: str, kind: str) -> None:
     """load_state into fresh models whose values are all zero; every value must be the truth's."""
     from tests.corpus.writers_accelerate import fsdp_plugin
     from tests.corpus.writers_directories import prepared
@@ -27,9 +29,7 @@ def accelerate(folder: str, truth_file: str) -> None:
 
     truth = torch.load(truth_file, weights_only=True)
     for version, gather in ((1, gathered_fsdp1), (2, gathered_fsdp2)):
-        made, model, optimizer = prepared(
-            fsdp_plugin(version, "SHARDED_STATE_DICT"), with_rest=True, custom=False
-        )
+        made, model, optimizer = prepared(fsdp_plugin(version, kind), with_rest=True, custom=False)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -44,6 +44,45 @@ def accelerate(folder: str, truth_file: str) -> None:
             same(got.optimizer[name], state)
         if dist.get_rank() == 0:
             print(f"fsdp{version}: {len(got.model)} weights, {len(got.optimizer)} states")
+
+
+def regroup(source: str, file: str) -> None:
+    """A checkpoint of Trainer's as one torch.save file of another loop's: norms first, and in each
+    group parameters from the last to the first; torch's own API moves the state by name."""
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source)
+    made = trainer_of(source, model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [
+        {**group, "params": [(names[id(p)], p) for p in group["params"][::-1]]}
+        for group in made.param_groups[::-1]
+    ]
+    mine = torch.optim.AdamW(groups)
+    set_optimizer_state_dict(model, mine, get_optimizer_state_dict(model, made))
+    state = {
+        "model": dict(model.state_dict()),
+        "optimizer": mine.state_dict(),
+        "scheduler": torch.load(Path(source) / "scheduler.pt", weights_only=True),
+        "trainer_state": json.loads((Path(source) / "trainer_state.json").read_text()),
+    }
+    torch.save(state, file)
+
+
+def trainer_of(source: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer as Trainer makes it, with the state that Trainer saved."""
+    from tests.corpus.writers_directories import trainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = trainer(Path(folder))
+        made.model = model
+        optimizer: torch.optim.Optimizer = made.create_optimizer()
+    optimizer.load_state_dict(torch.load(Path(source) / "optimizer.pt", weights_only=True))
+    return optimizer
 
 
 def same(got: Any, truth: dict[str, Tensor]) -> None:
@@ -76,6 +115,8 @@ def main(what: str, *args: str) -> None:
         accelerate(*args)
         dist.barrier()
         dist.destroy_process_group()
+    elif what == "regroup":
+        regroup(*args)
     else:
         trainer(*args)
 

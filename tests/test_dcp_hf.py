@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptmap
+from ckptmap.containers.dcp_hf_ranks import Part, rows_of
 from ckptmap.errors import SourceError
+from ckptmap.tensors import Box, Chunk, Region, TensorInfo
 from ckptmap.wire.safetensors import METADATA
 from tests.corpus.ranks import run_ranks
 from tests.corpus.writers_directories import SAMPLES, sample
@@ -68,10 +70,78 @@ def test_the_consolidated_directory_is_not_mixed_with_its_parts(folder: Path) ->
         assert parts.world_size == 2
 
 
-def test_a_note_says_how_many_ranks_were_found(shards: Path) -> None:
+def test_uneven_parts_prove_that_all_ranks_are_here(shards: Path) -> None:
+    """1001 rows in parts of 501 and 500 can be of 2 ranks only: nothing is left to be told."""
     with ckptmap.open(shards) as ckpt:
-        note = "the shards do not say how many ranks wrote them: the files of 2 are here"
-        assert ckpt.notes == [note]
+        assert ckpt.notes == []
+
+
+def test_even_parts_prove_nothing(folder: Path) -> None:
+    """Halves of all could be two thirds of what was: torch writes no count, so a note stays."""
+    with ckptmap.open(sample(folder, "dcp_hf_even_w2").path) as ckpt:
+        (note,) = ckpt.notes
+        assert note.startswith("the shards do not say how many ranks wrote them: the files of 2")
+
+
+def test_a_last_rank_that_is_missing_shows_in_the_norms(folder: Path, tmp_path: Path) -> None:
+    """Half as long as the matrices, which are cut by rows, have columns."""
+    for name in ("dcp_hf_even_w2", "dcp_hf_w2"):
+        path = Path(shutil.copytree(sample(folder, name).path, tmp_path / name))
+        first(path, 2).unlink()
+        refused(
+            path, r"norm.weight has \d+ elements, most matrices \d+ columns: .*rank 2", "CKM110"
+        )
+
+
+def test_a_last_rank_that_is_missing_shows_beside_the_consolidated(
+    folder: Path, tmp_path: Path
+) -> None:
+    whole = sample(folder, "dcp_hf_consolidated_w2").path
+    path = Path(shutil.copytree(whole, tmp_path / "whole")) / "sharded"
+    with ckptmap.open(path) as ckpt:
+        assert ckpt.notes == []
+    (last,) = path.glob("shard-00002-*")
+    last.unlink()
+    refused(path, r"embed.weight is float32.501, 48., in model.* float32.1001, 48.", "CKM110")
+
+
+def test_a_last_rank_that_is_missing_shows_in_our_manifest(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    source = sample(folder, "dcp_hf_even_w2").path
+    ckptmap.convert(source, out, to="dcp-hf", world_size=4, include=("*proj.weight",))
+    with ckptmap.open(out) as ckpt:
+        assert ckpt.notes == []
+    first(out, 4).unlink()
+    refused(out, r"shard-00004-model-.* is missing, ckptmap.manifest.json lists it", "CKM110")
+    (out / "ckptmap.manifest.json").unlink()
+    with ckptmap.open(out) as ckpt:  # no norm is there, and no more is known
+        assert "a last rank could be missing" in ckpt.notes[0] and ckpt.world_size == 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "expected"),
+    [
+        ((501, 500), 2, (2, 2)),  # 1001 rows
+        ((251, 251, 251), 3, (3, None)),  # of 1001 or 753: not known
+        ((2, 2, 1), 4, (3, 4)),  # the 4th has none, a 5th would make parts of 1
+        ((1, 1, 1), 4, (3, None)),
+        ((4, 4), 2, (2, None)),
+    ],
+)
+def test_what_parts_say_of_the_ranks(sizes: tuple[int, ...], ranks: int, expected: Any) -> None:
+    """Against torch.chunk: just the numbers of ranks that cut so."""
+    at, parts = 0, []
+    for rank, size in enumerate(sizes):
+        region = Region.contiguous("f", 0, (size,), 4)
+        parts.append(Part(rank, Chunk(Box((at,), (size,)), region)))
+        at += size
+    rows = rows_of(TensorInfo((at,), "float32"), parts, ranks)
+    assert rows is not None and rows.ranks() == expected
+    fewest, most = expected
+    for n in range(1, 12):
+        chunks = tuple(len(chunk) for chunk in torch.arange(at).chunk(n))
+        if rows.ends:
+            assert (chunks == sizes) == (fewest <= n and (most is None or n <= most))
 
 
 # ------------------------------------------------------------------------------- what is written

@@ -180,22 +180,52 @@ def test_weights_that_are_there_twice_are_compared(copied: Any, tmp_path: Path) 
 # ------------------------------------------------------------------------------- what is written
 
 
-def test_accelerate_loads_what_is_written(folder: Path, tmp_path: Path) -> None:
-    """load_state of FSDP1 and FSDP2, at two ranks, of a DDP run's state cut for three."""
+@pytest.mark.parametrize(
+    ("setup", "kind", "world_size"),
+    [
+        ("accelerate", "SHARDED_STATE_DICT", 3),
+        ("accelerate-full", "FULL_STATE_DICT", None),
+    ],
+)
+def test_accelerate_loads_what_is_written(
+    setup: str, kind: str, world_size: int | None, folder: Path, tmp_path: Path
+) -> None:
+    """load_state of FSDP1 and FSDP2, at two ranks, of a DDP run's state."""
     name = "accelerate_bin_w2"
-    plan = ckptmap.plan(folder / name, "accelerate", world_size=3)
+    plan = ckptmap.plan(folder / name, setup, world_size=world_size)
     plan.execute(tmp_path / "out")
     assert set(plan.dropped) == {"custom_checkpoint_0.seen", "custom_checkpoint_0.window"}
     truth = str(folder / f"{name}.truth")
-    done = run_ranks("tests.directories_live", 2, ["accelerate", str(tmp_path / "out"), truth])
+    args = ["accelerate", str(tmp_path / "out"), truth, kind]
+    done = run_ranks("tests.directories_live", 2, args)
     assert "fsdp1: 44 weights, 41 states" in done[0].stdout
     assert "fsdp2: 44 weights, 41 states" in done[0].stdout
 
 
-def test_trainer_goes_on_from_what_is_written(tmp_path: Path) -> None:
+def test_the_full_form_has_accelerates_names_and_keys(folder: Path, tmp_path: Path) -> None:
+    """As its own files: the same names, and in them the same keys in the same dicts."""
+    own = folder / "accelerate_full_w2"
+    ckptmap.convert(own, tmp_path / "out", to="accelerate-full")
+    for name in ("pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.bin"):
+        mine, theirs = (torch.load(p / name, weights_only=True) for p in (tmp_path / "out", own))
+        assert set(mine) == set(theirs)
+        if name == "optimizer.bin":
+            assert mine["param_groups"] == theirs["param_groups"]
+            assert set(mine["state"]) == set(theirs["state"])
+    assert ckptmap.verify(tmp_path / "out", against=own).ok
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of a Trainer without a break; checkpoint-2 is there as well."""
+    out = tmp_path_factory.mktemp("trainer") / "whole"
+    live("run", out)
+    return out
+
+
+def test_trainer_goes_on_from_what_is_written(whole_run: Path, tmp_path: Path) -> None:
     """By way of an FSDP2 directory of three ranks; the next losses are those of the whole run."""
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    live("run", whole)
+    whole, again = whole_run, tmp_path / "again"
     ckptmap.convert(whole / "checkpoint-2", tmp_path / "dcp", to="fsdp2", world_size=3)
     ckptmap.convert(
         tmp_path / "dcp",
@@ -211,6 +241,69 @@ def test_trainer_goes_on_from_what_is_written(tmp_path: Path) -> None:
     with ckptmap.open(whole / "checkpoint-4") as one, ckptmap.open(again / "checkpoint-4") as two:
         for fqn in one:
             assert_same(two[fqn].read(), one[fqn].read(), fqn)
+
+
+def test_trainer_goes_on_from_other_groups(whole_run: Path, tmp_path: Path) -> None:
+    """Its loader counts parameters: another loop's groups and order are put right before."""
+    whole, again = whole_run, tmp_path / "again"
+    step = whole / "checkpoint-2"
+    live("regroup", step, tmp_path / "other.pt")
+    plan = ckptmap.plan(tmp_path / "other.pt", "trainer", config_from=str(step))
+    note = "optimizer: parameters put into the 2 groups and the order of trainer"
+    assert note in plan.notes
+    plan.execute(tmp_path / "trainer")
+    mine, theirs = (
+        torch.load(p / "optimizer.pt", weights_only=True) for p in (tmp_path / "trainer", step)
+    )
+    for one, other in zip(mine["param_groups"], theirs["param_groups"], strict=True):
+        assert {k: v for k, v in one.items() if k != "param_names"} == other
+    for index, state in theirs["state"].items():
+        for name, value in state.items():
+            assert_same(mine["state"][index][name], value, f"{index} {name}")
+    live("resume", again, tmp_path / "trainer")
+    assert (again / "losses.json").read_text() == (whole / "losses.json").read_text()
+
+
+def other_groups(folder: Path, path: Path, **options: Any) -> Path:
+    """A Trainer's weights, trained on in one group of another loop."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(inner(sample(folder, "trainer_w1")))
+    optimizer = torch.optim.AdamW(model.named_parameters(), **options)
+    tokens = torch.arange(8)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    torch.save({"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}, path)
+    return path
+
+
+def test_one_group_becomes_two(folder: Path, tmp_path: Path) -> None:
+    """Each with the hyper-parameters of the one."""
+    src = other_groups(folder, tmp_path / "src.pt", lr=0.25, weight_decay=0.0)
+    config = str(inner(sample(folder, "trainer_w1")))
+    ckptmap.convert(src, tmp_path / "out", to="trainer", config_from=config)
+    groups = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)["param_groups"]
+    assert [group["lr"] for group in groups] == [0.25, 0.25]
+    assert all("norm" in name for name in groups[1]["param_names"])
+    assert len(groups[1]["param_names"]) == 5 and len(groups[0]["param_names"]) == 16
+    kept = ckptmap.plan(src, "trainer")
+    assert any("no config.json is there" in note for note in kept.notes)
+
+
+def test_groups_that_trainer_cannot_have(folder: Path, tmp_path: Path) -> None:
+    src = other_groups(folder, tmp_path / "src.pt")
+    state = torch.load(src)
+    (group,) = state["optimizer"]["param_groups"]
+    parts = [{**group, "lr": lr, "params": [], "param_names": []} for lr in (0.1, 0.2)]
+    for index, name in zip(group["params"], group["param_names"], strict=True):
+        parts[index % 2]["params"].append(index)
+        parts[index % 2]["param_names"].append(name)
+    state["optimizer"]["param_groups"] = parts
+    torch.save(state, src)
+    config = str(inner(sample(folder, "trainer_w1")))
+    with pytest.raises(PlanError, match=r"was trained with lr 0\.[12], .* in one group") as caught:
+        ckptmap.plan(src, "trainer", config_from=config)
+    assert caught.value.code == "CKM207"
 
 
 def live(*args: str | Path) -> None:

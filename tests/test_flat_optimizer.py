@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ckptmap
 from ckptmap.errors import CkptmapError, PlanError
+from ckptmap.files import Files
+from ckptmap.wire.module_list import fsdp1_units
+from ckptmap.wire.torch_zip_read import load
 from tests.corpus import Case
 from tests.corpus.ranks import run_ranks
 from tests.corpus.writers_fsdp1_local import RAW
 from tests.test_fsdp1 import assert_is, like
 from tests.test_open import assert_same
 
-REFUSED = ("raw_sharded_flat_w2",)
+REFUSED = ("raw_sharded_lost_w2",)
 RESOLVED = sorted(set(RAW) - set(REFUSED))
 
 
@@ -66,7 +71,7 @@ def test_flat_state_is_keyed_by_fqn(name: str, raw: Callable[[str], Case], tmp_p
 def test_unresolved_state_is_refused_in_one_line(
     name: str, raw: Callable[[str], Case], tmp_path: Path
 ) -> None:
-    """Sharded weights do not say which of them make a flat parameter."""
+    """Sharded weights do not say which of them make a flat parameter; the list of modules does."""
     case = raw(name)
     with pytest.raises(PlanError, match=r"flat shards.*--optimizer drop") as caught:
         ckptmap.convert(case.path, tmp_path / "out", to="full")
@@ -76,6 +81,26 @@ def test_unresolved_state_is_refused_in_one_line(
     ckptmap.convert(case.path, tmp_path / "out.pt", to="full", optimizer="drop")
     with ckptmap.open(tmp_path / "out.pt") as back:
         assert_is(back, case)
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        (None, {}),
+        (5, {}),
+        ({3: 1, "": {}, "layers": {}}, {}),
+        ({"_fsdp_wrapped_module": {}, "a._fsdp_wrapped_module.b": {}}, {("model",): ("",)}),
+        ({"a._fsdp_wrapped_module": {}}, {("model",): ("a",)}),
+    ],
+)
+def test_modules_that_a_raw_dict_lists(
+    listed: object, expected: dict[tuple[str, ...], tuple[str, ...]], tmp_path: Path
+) -> None:
+    """What else stands there lists nothing."""
+    state: Any = OrderedDict(w=torch.zeros(2))
+    state._metadata = listed
+    torch.save({"model": state, "step": 3}, tmp_path / "a.pt")
+    assert fsdp1_units(load(Files(), str(tmp_path / "a.pt")).tree) == expected
 
 
 def test_state_of_another_model_is_refused(raw: Callable[[str], Case], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
       optimizer_0/           DCP {"optimizer"}    optimizer.pt      keyed by index
       scheduler.bin                               scheduler.pt  trainer_state.json  config.json ...
 
+With `accelerate-full` the first two are files, `pytorch_model_fsdp.bin` and `optimizer.bin`.
 `accelerator.load_state` takes the first under FSDP1 or FSDP2 with SHARDED_STATE_DICT, at any world
 size; `Trainer.train(resume_from_checkpoint=...)` the second, in one process or under DDP.
 """
@@ -14,11 +15,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap import registry
 from ckptmap.errors import PlanError
-from ckptmap.protocols import Carrier, OutFile, OutState, OutTensor, Setup
+from ckptmap.optim.classes import decay_groups
+from ckptmap.protocols import Carrier, Declared, OutFile, OutState, OutTensor, Setup
 from ckptmap.tensors import Path, TensorInfo
 from ckptmap.wire.tree import nest
 
@@ -48,9 +51,13 @@ class HfCarrier:
         return _hf_carrier().ties(infos, siblings, beside)
 
     def files(
-        self, siblings: Sequence[str], beside: str | None, dtypes: Collection[str]
+        self,
+        siblings: Sequence[str],
+        beside: str | None,
+        dtypes: Collection[str],
+        quantized: Declared,
     ) -> tuple[dict[str, bytes], list[str]]:
-        return _hf_carrier().files(siblings, beside, dtypes)
+        return _hf_carrier().files(siblings, beside, dtypes, quantized)
 
 
 def _hf_carrier() -> Carrier:
@@ -69,6 +76,25 @@ ACCELERATE = Setup(
     places=("scheduler",),
     summary="directory for accelerator.load_state under FSDP, SHARDED_STATE_DICT",
 )
+ACCELERATE_FULL = Setup(
+    "accelerate-full",
+    layout="full",
+    writer="accelerate-full",
+    rooted=True,
+    dense=True,
+    places=("scheduler",),
+    optimizer_keys="fqn",
+    summary="directory for accelerator.load_state under FSDP, FULL_STATE_DICT",
+)
+
+
+class DecayGroups:
+    """Trainer's two groups of parameters: those that decay, and norms and biases."""
+
+    def groups(self, config: FilePath, infos: Mapping[str, TensorInfo]) -> list[list[str]] | None:
+        return decay_groups(config, infos)
+
+
 TRAINER = Setup(
     "trainer",
     layout="full",
@@ -78,6 +104,7 @@ TRAINER = Setup(
     dense=True,
     places=("scheduler", STATE),
     optimizer_keys="index",
+    grouping=DecayGroups(),
     summary="directory for Trainer.train(resume_from_checkpoint=...), one process or DDP",
 )
 
@@ -119,6 +146,15 @@ class AccelerateWriter(_DirectoryWriter):
     plain = (_Part("scheduler", "torch-zip", "scheduler.bin"),)
 
 
+class AccelerateFullWriter(_DirectoryWriter):
+    """As `save_state` leaves it under FSDP with FULL_STATE_DICT."""
+
+    name = "accelerate-full"
+    model = _Part(MODEL, "torch-zip", "pytorch_model_fsdp.bin")
+    optimizer = _Part(OPTIMIZER, "torch-zip", "optimizer.bin")
+    plain = (_Part("scheduler", "torch-zip", "scheduler.bin"),)
+
+
 class TrainerWriter(_DirectoryWriter):
     """As Trainer leaves it in one process. Where the source is of no Trainer, the run is new."""
 
@@ -147,7 +183,7 @@ def _placed(
     paths = [(*part.root, *tensor.path[1:]) for tensor in tensors]
     inner = dict(zip(paths, (tensor.path for tensor in tensors), strict=True))
     moved = [
-        replace(tensor, path=path, alias_of=None)
+        tensor._replace(path=path, alias_of=None)
         for path, tensor in zip(paths, tensors, strict=True)
     ]
     extra = {(*part.root, *path): value for path, value in plain.items()}
@@ -169,7 +205,7 @@ def _records(state: OutState, role: str, root: Path) -> dict[str, Mapping[str, A
 
 
 def _renamed(file: OutFile, folder: str, name: str, inner: Mapping[Path, Path]) -> OutFile:
-    slots = [replace(slot, path=inner[slot.path]) for slot in file.slots]
+    slots = [slot._replace(path=inner[slot.path]) for slot in file.slots]
     file_name = folder + (name or file.name)
     return replace(file, name=file_name, slots=slots, holds_manifest=False)
 

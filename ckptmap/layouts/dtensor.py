@@ -13,8 +13,10 @@ from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from ckptmap.errors import SourceError
-from ckptmap.tensors import Box, Cut, Leaf, Opaque, StoredTensor, TensorInfo
+from ckptmap.tensors import Box, Cut, Leaf, Opaque, StoredTensor, TensorInfo, as_inert
+from ckptmap.wire.dtensor_alike import joined_alike
 from ckptmap.wire.placement import Placed, cut_rows, is_dtensor, moved, read_placed
+from ckptmap.wire.rank_trees import RankValues
 
 _ONE_SAVE = "these files are not of one save, or hold 1-D pieces whose shapes are not in them"
 
@@ -34,6 +36,10 @@ class DTensorLayout:
         Raises SourceError CKM110 where ranks are missing, CKM112 where parts do not fill the
         tensor, CKM113 where the ranks' tensors differ in shape, dtype or kind.
         """
+        if isinstance(values, RankValues):
+            joined = joined_alike(values, key)
+            if joined is not None:
+                return joined
         kinds = {_kind(value) for value in values if value is not None}
         if not kinds or "" in kinds or (len(values) == 1 and kinds != {"DTensor"}):
             return None
@@ -95,8 +101,9 @@ def _join_parts(parts: Sequence[tuple[int, Placed]], key: str) -> StoredTensor |
     pieces: list[Piece] = []
     for rank, part in parts:
         _check_local(rank, part, key)
-        if 0 not in part.sizes or not info.numel:
-            pieces += [(box, part.local, local) for box, local in part.pieces]
+        geometry = part.geometry
+        if 0 not in geometry.sizes or not info.numel:
+            pieces += [(box, part.local, local) for box, local in geometry.pieces]
     _check_complete(info, parts, {box for box, _, _ in pieces}, key)
     return _assemble(info, pieces, key)
 
@@ -115,11 +122,12 @@ def _check_meshes(parts: Sequence[tuple[int, Placed]], key: str) -> None:
 
 def _check_local(rank: int, part: Placed, key: str) -> None:
     """Raises where the rank holds another shape than its coordinate predicts."""
-    info, sizes = part.local.info, part.sizes
+    info, geometry = part.local.info, part.geometry
+    sizes = geometry.sizes
     wrong_shape = info is None or (info.shape != sizes and (info.numel or 0 not in sizes))
-    if wrong_shape or not part.is_as_fsdp_cuts:
+    if wrong_shape or not geometry.is_as_fsdp_cuts:
         found = list(info.shape) if info is not None else "no shape"
-        at = [runs[0][0] for runs in part.runs]
+        at = [runs[0][0] for runs in geometry.runs]
         raise SourceError(
             "CKM112",
             f"{key}: rank {rank} holds {found}, expected {list(sizes)} at {at} "
@@ -168,14 +176,20 @@ def _assemble(info: TensorInfo, pieces: Sequence[Piece], key: str) -> StoredTens
     for box, local, within in pieces:
         if first.setdefault(box, (local, within))[0] is not local:
             replicas += moved(box, local, within)
-    shares = tuple((local.share, within) for local, within in first.values())
+    shares: list[tuple[object, Box | None]] = []
+    for local, within in first.values():
+        share = local.share
+        if share is None:  # then it is tied to nothing
+            shares = []
+            break
+        shares.append((share, within))
     return StoredTensor(
         info,
         lambda: [
             chunk for box, (local, within) in first.items() for chunk in moved(box, local, within)
         ],
         replicas,
-        shares if all(share is not None for share, _ in shares) else None,
+        tuple(shares) or None,
     )
 
 
@@ -184,8 +198,8 @@ def _cut(info: TensorInfo, pieces: Sequence[Piece], key: str) -> Cut:
         if within is not None and within.sizes != local.info.shape:
             raise SourceError(
                 "CKM112",
-                f"{key}: a {local.class_name} whose rows go to several places, one of them "
+                f"{key}: a {as_inert(local).class_name} whose rows go to several places, one of them "
                 f"{list(box.offsets)}",
                 "save it as a full state dict",
             )
-    return Cut(info, tuple((box, local) for box, local, _ in pieces))
+    return Cut(info, tuple((box, as_inert(local)) for box, local, _ in pieces))

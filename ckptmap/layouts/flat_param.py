@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ckptmap.coverage import prove_tiling
 from ckptmap.errors import SourceError
-from ckptmap.like import Like, Plain
+from ckptmap.like import Like, Plain, Units
 from ckptmap.tensors import Box, Chunk, Leaf, Path, PerRank, Region, StoredTensor, TensorInfo
 from ckptmap.wire.flat_rectangles import InUnit, Slices, rectangles
 from ckptmap.wire.sharded import Sharded, is_sharded, read_sharded
@@ -36,12 +36,15 @@ class FlatParams:
         like: Callable[[], Like] | None,
         plain: Plain,
         where: str,
+        units: Units,
     ) -> Mapping[Path, Leaf]:
         """Leaves of one dict that hold `_flat_param` at a time; optimizer state is left alone.
 
         Raises SourceError CKM112 where shapes are needed and `like` is None or of another model.
         """
         roots = dict.fromkeys(path[:-1] for path, leaf in leaves.items() if _is_flat(path, leaf))
+        if not roots:
+            return leaves
         result = dict(leaves)
         for root in roots:
             inside = {str(path[-1]): leaf for path, leaf in leaves.items() if path[:-1] == root}
@@ -52,7 +55,7 @@ class FlatParams:
 
 
 def _is_flat(path: Path, leaf: Leaf) -> bool:
-    if not path or str(path[-1]).split(".")[-1] != KEY:
+    if not path or not str(path[-1]).endswith(KEY) or str(path[-1]).split(".")[-1] != KEY:
         return False
     return any(map(is_sharded, _values(leaf)))
 

@@ -14,6 +14,7 @@ from ckptmap.coverage import prove_tiling
 from ckptmap.errors import SourceError
 from ckptmap.tensors import Box, Leaf, StoredTensor, TensorInfo
 from ckptmap.wire.placement import cut_rows, moved
+from ckptmap.wire.rank_trees import RankValues
 from ckptmap.wire.sharded import Sharded, is_sharded, read_sharded
 
 _ONE_SAVE = "these files are not of one save; copy those of one save into a directory of their own"
@@ -34,6 +35,8 @@ class ShardedTensorLayout:
         Raises SourceError CKM110 where ranks are missing or of several saves, CKM112 where the
         shards do not fill the tensor, CKM113 where ranks hold different kinds of values.
         """
+        if isinstance(values, RankValues) and not values.some(is_sharded):
+            return None
         if not any(map(is_sharded, values)):
             return None
         if not all(map(is_sharded, values)):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG = "config.json"
+MIN_LAYERS = 1000
+"""That a config may have though few of the parameters are trained."""
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names that do not decay, beside all of nn.LayerNorm: transformers' `Trainer`, 5.x."""
 
@@ -40,20 +42,43 @@ def from_config(
     """Names of the parameters of each group, of which there are `counts`: all in one group, or
     Trainer's two. None: no such class is installed, or its parameters are not these weights.
     """
+    model = _model(config, weights)
+    if model is None:
+        return None
+    groups = _in_two(model) if len(counts) != 1 else [[n for n, _ in model.named_parameters()]]
+    if any(name not in weights for group in groups for name in group):
+        return None
+    return groups if [len(group) for group in groups] == list(counts) else None
+
+
+def decay_groups(config: Path, trained: Mapping[str, TensorInfo]) -> list[list[str]] | None:
+    """Those of the parameters that are trained in Trainer's groups: that decay, that do not.
+
+    None: no such class is installed, or it has not all of them.
+    """
+    model = _model(config, trained)
+    if model is None:
+        return None
+    groups = [[name for name in group if name in trained] for group in _in_two(model)]
+    return groups if sum(map(len, groups)) == len(trained) else None
+
+
+def _model(config: Path, weights: Mapping[str, TensorInfo]) -> torch.nn.Module | None:
+    """The model on meta; None: there is none, or a weight has another shape."""
     try:
-        model = on_meta(config, len(weights))
+        model = on_meta(config, max(MIN_LAYERS, len(weights)))
     except SourceError:  # it then tells no order
         return None
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if any(name not in weights or weights[name].shape != shapes[name] for name in shapes):
-        return None
-    names = list(shapes)
-    if len(counts) == 1:
-        groups = [names]
-    else:
-        stay = _no_decay(model)
-        groups = [[n for n in names if n not in stay], [n for n in names if n in stay]]
-    return groups if [len(group) for group in groups] == list(counts) else None
+    for name, parameter in model.named_parameters():
+        if name in weights and weights[name].shape != tuple(parameter.shape):
+            return None
+    return model
+
+
+def _in_two(model: torch.nn.Module) -> list[list[str]]:
+    names = [name for name, _ in model.named_parameters()]
+    stay = _no_decay(model)
+    return [[n for n in names if n not in stay], [n for n in names if n in stay]]
 
 
 def _no_decay(model: torch.nn.Module) -> set[str]:

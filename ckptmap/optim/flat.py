@@ -6,23 +6,22 @@
 
 Indices count the same on every rank: through the groups, as the parameters were passed. Which is
 which comes from `param_names` in the groups, else from the order of the model's own dict, which is
-that of its modules, where what each rank holds fits that in one way only.
+that of its modules, where what each rank holds fits that in one way only. Ranks that replicate
+others (HYBRID_SHARD) hold the same again, which is compared.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
-from ckptmap.like import Like, Plain
+from ckptmap.like import Like, Plain, Units
 from ckptmap.optim.alignment import align
+from ckptmap.optim.flat_places import Held, Place, copies, is_cut, single_places, unit_places
 from ckptmap.optim.nested import read_nested
 from ckptmap.optim.state import GROUPS, NAMES, PARAMS, STATE, Keys, Told, expanded
 from ckptmap.tensors import (
-    BUFFERS,
-    FLOATING,
     Chunk,
     Leaf,
     Opaque,
@@ -34,9 +33,6 @@ from ckptmap.tensors import (
 )
 from ckptmap.wire.flat_rectangles import InUnit, Slices, rectangles
 from ckptmap.wire.sharded import is_sharded
-
-Counts = tuple[int, ...]
-"""Elements that each rank holds."""
 
 
 class FlatOptimizer:
@@ -50,6 +46,7 @@ class FlatOptimizer:
         like: Callable[[], Like] | None,
         plain: Plain,
         where: str,
+        units: Units,
     ) -> Mapping[Path, Leaf]:
         """Where the state cannot be resolved, one leaf stands for it that says why."""
         root = _root_of(leaves)
@@ -57,13 +54,16 @@ class FlatOptimizer:
             return leaves
         depth = len(root)
         inside = {path[depth:]: leaf for path, leaf in leaves.items() if path[:depth] == root}
-        weights = _weights(leaves, root)
+        at = _weights_root(leaves, root)
+        weights = {str(path[-1]): leaf for path, leaf in leaves.items() if path and path[:-1] == at}
         inside = expanded(inside)
         keys = read_nested(inside)
         if keys is None or not keys.by_index or not _is_flat(inside, keys, weights):
             return leaves
         try:
-            found = _State(inside, keys, weights, plain).by_name()
+            found = _by_name(
+                inside, keys, plain, _readings(weights, units.get(at or (), ()), plain)
+            )
         except _Unresolved as error:
             found = {(STATE,): Told(refused=str(error))}
         kept = {path: leaf for path, leaf in leaves.items() if path[:depth] != root}
@@ -83,12 +83,34 @@ def _root_of(leaves: Mapping[Path, Leaf]) -> Path | None:
     return None
 
 
-def _weights(leaves: Mapping[Path, Leaf], root: Path) -> dict[str, Leaf]:
-    """The dict that holds cut weights, by key; empty where none does."""
-    cut = [path[:-1] for path, leaf in leaves.items() if path[: len(root)] != root and _cut(leaf)]
-    return {
-        str(path[-1]): leaf for path, leaf in leaves.items() if cut and path[:-1] == cut[0] != root
-    }
+def _weights_root(leaves: Mapping[Path, Leaf], root: Path) -> Path | None:
+    """The dict that holds cut weights; None: none does."""
+    cut = (path[:-1] for path, leaf in leaves.items() if path[: len(root)] != root and _cut(leaf))
+    found = next(cut, None)
+    return None if found == root else found
+
+
+def _readings(
+    weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plain
+) -> list[Sequence[Place]]:
+    """What indices can mean: flat parameters, where units are listed, else single ones."""
+    singles = single_places(weights)
+    listed = modules and any(map(is_cut, weights.values()))
+    return [unit_places(weights, modules, plain), singles] if listed else [singles]
+
+
+def _by_name(
+    leaves: Mapping[Path, Leaf], keys: Keys, plain: Plain, readings: Sequence[Sequence[Place]]
+) -> dict[Path, Leaf]:
+    """By the first reading that fits. Raises _Unresolved, with what speaks against the first."""
+    against: _Unresolved | None = None
+    for places in readings:
+        try:
+            return _State(leaves, keys, places, plain).by_name()
+        except _Unresolved as error:
+            against = against or error
+    assert against is not None, "there is a reading"
+    raise against
 
 
 def _cut(leaf: Leaf) -> bool:
@@ -108,83 +130,6 @@ def _is_flat(leaves: Mapping[Path, Leaf], keys: Keys, weights: Mapping[str, Leaf
     return bool(weights) and any(len(value.info.shape) == 1 for value in stored)
 
 
-# --------------------------------------------------------------------------------- parameters
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What an index can mean: a flat parameter with its tensors, or one tensor.
-
-    `key` as stored; `members` key -> (info, flat element that it begins at); `counts` what each
-    rank holds, without padding, None: not known
-    """
-
-    key: str
-    members: Mapping[str, tuple[TensorInfo, int]]
-    counts: Counts | None
-    is_unit: bool = False
-
-    @property
-    def numel(self) -> int:
-        return sum(info.numel for info, _ in self.members.values())
-
-    def fits(self, held: _Held) -> bool:
-        """Is this what the ranks' state is of?"""
-        if not held.counts:
-            return True  # frozen, or never stepped: without state
-        if self.is_unit:
-            return set(held.counts) == {-(-self.numel // len(held.counts))}
-        ((info, _),) = self.members.values()
-        if set(held.shapes) == {info.shape}:
-            return self.counts is None or self.counts == held.counts
-        if any(len(shape) != 1 for shape in held.shapes) or sum(held.counts) != self.numel:
-            return False
-        return self.counts is None or self.counts == held.counts
-
-
-@dataclass(frozen=True)
-class _Held:
-    """The shapes of an index's largest state, and how many elements each rank holds of it."""
-
-    shapes: Sequence[tuple[int, ...]] = ()
-    counts: Counts = ()
-
-
-def _places(weights: Mapping[str, Leaf]) -> list[_Place]:
-    """Parameters in the order of the model's dict, tied ones once."""
-    units: dict[str, dict[str, tuple[TensorInfo, int]]] = {}
-    found: dict[str, _Place | None] = {}
-    seen: set[object] = set()
-    for key, leaf in weights.items():
-        info, share = _described(leaf)
-        if info is None or info.dtype not in FLOATING or key.rpartition(".")[2] in BUFFERS:
-            continue
-        if share is not None and share in seen:
-            continue
-        seen.add(share)
-        if isinstance(share, InUnit):
-            found.setdefault(share.unit, None)
-            units.setdefault(share.unit, {})[key] = (info, share.offset)
-        else:
-            counts = share.counts if isinstance(share, Slices) else None
-            found[key] = _Place(key, {key: (info, 0)}, counts)
-    return [
-        place or _Place(key, dict(_in_order(units[key])), None, True)
-        for key, place in found.items()
-    ]
-
-
-def _in_order(
-    members: Mapping[str, tuple[TensorInfo, int]],
-) -> Iterator[tuple[str, tuple[TensorInfo, int]]]:
-    yield from sorted(members.items(), key=lambda item: item[1][1])
-
-
-def _described(leaf: Leaf) -> tuple[TensorInfo | None, object]:
-    first = leaf.values[0] if isinstance(leaf, PerRank) else leaf
-    return getattr(first, "info", None), getattr(first, "share", None)
-
-
 # --------------------------------------------------------------------------------- state
 
 
@@ -192,12 +137,12 @@ class _State:
     """The optimizer's leaves below its root, with the weights' beside them."""
 
     def __init__(
-        self, leaves: Mapping[Path, Leaf], keys: Keys, weights: Mapping[str, Leaf], plain: Plain
+        self, leaves: Mapping[Path, Leaf], keys: Keys, places: Sequence[Place], plain: Plain
     ) -> None:
         self.leaves = leaves
         self.keys = keys
         self.plain = plain
-        self.places = _places(weights)
+        self.places = places
 
     def by_name(self) -> dict[Path, Leaf]:
         """The same keyed by the weights' stored keys. Raises _Unresolved."""
@@ -210,8 +155,9 @@ class _State:
                 title = ".".join((key, *map(str, name)))
                 entry = self._leaf(title, self.leaves[path], order[key], info)
                 if entry is _FLAT:
-                    expected = sum(self._held[key].counts)
-                    entry = _unflattened(title, self.leaves[path], info, start, expected)
+                    counts = self._held[key].counts
+                    again = copies(counts, order[key])
+                    entry = _unflattened(title, self.leaves[path], info, start, counts, again)
                 state[STATE, weight, *name] = entry
         groups: dict[Path, Leaf] = {
             (GROUPS, number, PARAMS): [w for key in params for w in order[key].members]
@@ -233,7 +179,7 @@ class _State:
 
     # ------------------------------------------------------------------ which is which
 
-    def _order(self) -> tuple[str, Mapping[str, _Place]]:
+    def _order(self) -> tuple[str, Mapping[str, Place]]:
         """(source, index -> what it means), proven by what the ranks hold."""
         listed = [key for params in self.keys.params for key in params]
         lost = next((key for key, _ in self.keys.state.values() if key not in listed), None)
@@ -242,13 +188,15 @@ class _State:
         names = self._names()
         if names is None:
             return "the order of the saved model dict", self._aligned()
-        order = dict(zip(listed, self._named(names), strict=True))
-        for key, place in order.items():
-            if not place.fits(self._held[key]):
+        order = {}
+        for key, place in zip(listed, self._named(names), strict=True):
+            fitted = place.fitted(self._held[key])
+            if fitted is None:
                 raise _Unresolved(
                     f"index {key} is named {place.key}, but the ranks hold "
                     f"{list(self._held[key].counts)} elements of it"
                 )
+            order[key] = fitted
         return "param_names in the groups", order
 
     def _names(self) -> list[str] | None:
@@ -260,7 +208,7 @@ class _State:
             found += map(str, names)
         return found
 
-    def _named(self, names: Sequence[str]) -> list[_Place]:
+    def _named(self, names: Sequence[str]) -> list[Place]:
         known = self.plain([place.key for place in self.places])
         by_name = {known[place.key]: place for place in self.places}
         plain = self.plain(names)
@@ -269,9 +217,9 @@ class _State:
             raise _Unresolved(f"param_names has {lost}, which is no weight of the files")
         return [by_name[plain[name]] for name in names]
 
-    def _aligned(self) -> Mapping[str, _Place]:
+    def _aligned(self) -> Mapping[str, Place]:
         held = [[self._held[key] for key in params] for params in self.keys.params]
-        ways = align(held, self.places, lambda item, place: place.fits(item))
+        ways = align(held, self.places, lambda item, place: place.fitted(item) is not None)
         if isinstance(ways, str):
             flat = any(place.is_unit for place in self.places)
             kind = "flat parameters" if flat else "weights"
@@ -281,25 +229,25 @@ class _State:
             )
         pairs = zip(self.keys.params, ways, strict=True)
         return {
-            key: self.places[at]
+            key: self.places[at].fitted(self._held[key]) or self.places[at]
             for keys, found in pairs
             for key, at in zip(keys, found, strict=True)
         }
 
     @cached_property
-    def _held(self) -> Mapping[str, _Held]:
-        found = {key: _Held() for params in self.keys.params for key in params}
+    def _held(self) -> Mapping[str, Held]:
+        found = {key: Held() for params in self.keys.params for key in params}
         for path, (key, _) in self.keys.state.items():
             values = _values(self.leaves[path])
             shapes = [v.info.shape for v in values if isinstance(v, StoredTensor)]
             if any(shapes) and key in found and not found[key].counts:
                 counts = tuple(v.info.numel if isinstance(v, StoredTensor) else 0 for v in values)
-                found[key] = _Held(shapes, counts)
+                found[key] = Held(shapes, counts)
         return found
 
     # ------------------------------------------------------------------ one entry
 
-    def _leaf(self, title: str, leaf: Leaf, place: _Place, info: TensorInfo) -> Leaf:
+    def _leaf(self, title: str, leaf: Leaf, place: Place, info: TensorInfo) -> Leaf:
         """A state entry that is no tensor, or the same on all ranks; else `_FLAT`."""
         values = [value for value in _values(leaf) if value is not None]
         stored = _stored(leaf)
@@ -320,17 +268,24 @@ _FLAT = object()
 
 
 def _unflattened(
-    title: str, leaf: Leaf, info: TensorInfo, start: int, expected: int
+    title: str, leaf: Leaf, info: TensorInfo, start: int, counts: Sequence[int], again: int
 ) -> StoredTensor:
-    """One tensor's part of the ranks' flat shards, which have `expected` elements in all."""
+    """One tensor's part of the ranks' flat shards, of which each rank has as many as `counts` says;
+    `again` times the same, one after the other."""
     stored = [value for value in _stored(leaf) if value.info.numel]
-    found = sum(value.info.numel for value in stored)
+    found, expected = sum(value.info.numel for value in stored), sum(counts)
     if any(len(value.info.shape) != 1 for value in stored) or found != expected:
         raise _Unresolved(f"state {title} holds {found} elements, expected {expected} in one dim")
     if any(len(v.chunks) > 1 or not v.chunks[0].region.is_contiguous for v in stored):
         raise _Unresolved(f"state {title} is no contiguous tensor")
     made = TensorInfo(info.shape, _stored(leaf)[0].info.dtype)
-    return StoredTensor(made, lambda: list(_chunks(made, stored, start)))
+    each = len(stored) // again
+    others = [
+        chunk
+        for copy in range(1, again)
+        for chunk in _chunks(made, stored[copy * each : (copy + 1) * each], start)
+    ]
+    return StoredTensor(made, lambda: list(_chunks(made, stored[:each], start)), others)
 
 
 def _stored(leaf: Leaf) -> list[StoredTensor]:

@@ -7,6 +7,7 @@ asks for the state itself, so that `inspect` stays without torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
@@ -120,6 +121,12 @@ class OptimizerReader:
                 self._named = self.raw.named(self._plain(self.raw.keys))
             self._tried = True
         return self._named if self._named is not None else Optimizer()
+
+    def named_as(self, change: Callable[[Optimizer], Optimizer]) -> OptimizerReader:
+        """The same with its named state changed: other names, moments that follow."""
+        found = copy(self)
+        found._named, found._tried = change(self.named()), True
+        return found
 
     def _named_by_order(self) -> Optimizer | None:
         found = self._cheap

@@ -333,6 +333,16 @@ def dcp_hf_one(path: Path) -> Gathered:
     return gathered_fsdp2(model)
 
 
+@directory("dcp_hf_even_w2", 2)
+def dcp_hf_even(path: Path) -> Gathered:
+    """Every tensor is cut into equal halves."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model = sharded_llama()
+    dcp_hf(path, get_model_state_dict(model))
+    return gathered_fsdp2(model)
+
+
 @directory("dcp_hf_files_w2", 2)
 def dcp_hf_files(path: Path) -> Gathered:
     """Tensors spread over three files a rank."""

@@ -39,13 +39,8 @@ from tests.corpus.writers_single import (
 def wrapped(model: Tiny, use_orig_params: bool = True, **options: Any) -> FSDP:
     """Each layer a unit, the root another. Layers compiled before are wrapped around."""
     unit = {type(layer) for layer in model.layers}
-    return FSDP(
-        model,
-        device_id=torch.device("cpu"),
-        use_orig_params=use_orig_params,
-        auto_wrap_policy=ModuleWrapPolicy(unit),
-        **options,
-    )
+    options = {"auto_wrap_policy": ModuleWrapPolicy(unit), **options}
+    return FSDP(model, device_id=torch.device("cpu"), use_orig_params=use_orig_params, **options)
 
 
 def sharded_type(model: nn.Module) -> None:

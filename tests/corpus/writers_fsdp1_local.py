@@ -146,11 +146,13 @@ def save_compiled(use_orig_params: bool, path: Path) -> None:
 
 
 def save_raw(
-    recipe: Recipe, options: dict[str, Any], make: Callable[[FSDP], torch.optim.Optimizer],
+    recipe: Recipe, orig: bool, how: Callable[[nn.Module], dict[str, Any]] | None, make: Callable[[FSDP], torch.optim.Optimizer],
     file: Callable[[FSDP, torch.optim.Optimizer, Path], None], path: Path,
 ) -> Gathered:  # fmt: skip
     """Trained, with the rank's own `optimizer.state_dict()`; the truth is FSDP's own gathering."""
-    model = wrapped(tiny(recipe), **options)
+    inner = tiny(recipe)
+    more = {} if how is None else how(inner)
+    model = wrapped(inner, orig, **more)
     optimizer = make(model)
     train(model, optimizer)
     file(model, optimizer, path)
@@ -174,6 +176,33 @@ def sharded_in_two_files(model: FSDP, optimizer: torch.optim.Optimizer, path: Pa
     torch.save(model.state_dict(), rank_file(path))
     rank = rank_file(path).name.replace("model", "optim")
     torch.save(optimizer.state_dict(), path / rank)
+
+
+def sharded_names_lost(model: FSDP, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """The same in a plain dict, which has no list of modules."""
+    sharded_type(model)
+    torch.save(dict(model.state_dict()), rank_file(path))
+    rank = rank_file(path).name.replace("model", "optim")
+    torch.save(optimizer.state_dict(), path / rank)
+
+
+def nested_wrap(model: nn.Module) -> dict[str, Any]:
+    return {"auto_wrap_policy": ModuleWrapPolicy({Layer, Attention, Mlp})}
+
+
+def mesh_wrap(model: nn.Module) -> dict[str, Any]:
+    """A device mesh, as verl gives one: DTensors in place of ShardedTensors."""
+    return {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+
+
+def hybrid_wrap(model: nn.Module) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp"))
+    return {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+
+
+def ignored_wrap(model: nn.Module) -> dict[str, Any]:
+    named = dict(model.named_parameters())
+    return {"ignored_states": [named["score.weight"], named["layers.0.input_norm.weight"]]}
 
 
 def adam(model: FSDP) -> torch.optim.Optimizer:
@@ -220,13 +249,16 @@ def _register() -> None:
         )  # fmt: skip
 
 
+PLAIN = Recipe()
 RAW: dict[str, Spec] = {}
 """Those with raw optimizer state, built with LOCAL's."""
 
 
 def _register_raw() -> None:
-    def add(name: str, world: int, orig: bool, make: Any, file: Any, **options: Any) -> None:
-        recipe = options.pop("recipe", Recipe())
+    def add(
+        name: str, world: int, orig: bool, make: Any, file: Any, recipe: Recipe = PLAIN,
+        how: Any = None,
+    ) -> None:  # fmt: skip
         about: dict[str, Any] = {"root": ("model",)} if file is in_one_file else {}
         about["order"] = (
             "param_names in the groups" if make is named_adam
@@ -234,7 +266,7 @@ def _register_raw() -> None:
         )  # fmt: skip
         if recipe is TIED:
             about["tied"] = TIED_NAMES
-        write = partial(save_raw, recipe, {"use_orig_params": orig, **options}, make, file)
+        write = partial(save_raw, recipe, orig, how, make, file)
         RAW[name] = Spec(name, world, "ranks", write, optimizer="fqn", **about)
 
     add("raw_flat_w2", 2, False, adam, in_two_files)
@@ -246,7 +278,16 @@ def _register_raw() -> None:
     add("raw_named_tied_w2", 2, True, adam, in_one_file, recipe=TIED)
     add("raw_named_named_w2", 2, True, named_adam, in_two_files)
     add("raw_sharded_named_w2", 2, True, adam, sharded_in_two_files)
-    add("raw_sharded_flat_w2", 2, False, adam, sharded_in_two_files)
+    files = sharded_in_two_files
+    add("raw_sharded_flat_w2", 2, False, adam, files)
+    add("raw_sharded_flat_w4", 4, False, adam, files, how=nested_wrap)
+    add("raw_sharded_flat_tied_w2", 2, False, adam, files, TIED)
+    add("raw_sharded_flat_named_w2", 2, False, named_adam, files, how=nested_wrap)
+    add("raw_sharded_flat_mesh_w2", 2, False, adam, files, TIED, mesh_wrap)
+    add("raw_sharded_flat_ignored_w2", 2, False, adam, files, how=ignored_wrap)
+    add("raw_sharded_flat_hybrid_w4", 4, False, adam, files, how=hybrid_wrap)
+    add("raw_sharded_named_hybrid_w4", 4, True, momentum, files, how=hybrid_wrap)
+    add("raw_sharded_lost_w2", 2, False, adam, sharded_names_lost)
 
 
 _register()

@@ -1,0 +1,93 @@
+"""Rank files of many ranks, made in one process by torch's own calls: 1.06 GB over 16, 64 or 256.
+
+Each rank joins torch's fake process group, which has no peers, as rank R of N; so its device mesh,
+its DTensors and their pickles are those of a job of N ranks. The directory is verl's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LAYERS, HIDDEN, KV, FFN, VOCABULARY = 32, 1024, 256, 4096, 32000
+WORLDS = (16, 64, 256)
+"""291 tensors: 4,656, 18,624 and 74,496 shards."""
+
+
+def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) as transformers names them."""
+    yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        yield f"{at}.self_attn.q_proj.weight", (HIDDEN, HIDDEN)
+        yield f"{at}.self_attn.k_proj.weight", (KV, HIDDEN)
+        yield f"{at}.self_attn.v_proj.weight", (KV, HIDDEN)
+        yield f"{at}.self_attn.o_proj.weight", (HIDDEN, HIDDEN)
+        yield f"{at}.mlp.gate_proj.weight", (FFN, HIDDEN)
+        yield f"{at}.mlp.up_proj.weight", (FFN, HIDDEN)
+        yield f"{at}.mlp.down_proj.weight", (HIDDEN, FFN)
+        yield f"{at}.input_layernorm.weight", (HIDDEN,)
+        yield f"{at}.post_attention_layernorm.weight", (HIDDEN,)
+    yield "model.norm.weight", (HIDDEN,)
+    yield "lm_head.weight", (VOCABULARY, HIDDEN)
+
+
+def config() -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
+        "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+        "vocab_size": VOCABULARY, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+
+
+def write(folder: Path, world: int) -> None:
+    """`model_world_size_N_rank_R.pt`, fsdp_config.json and huggingface/ in `folder`."""
+    import torch
+
+    torch.manual_seed(0)
+    whole = {name: torch.randn(shape).mul_(0.02).to(torch.bfloat16) for name, shape in shapes()}
+    (folder / "huggingface").mkdir(parents=True)
+    (folder / "huggingface" / "config.json").write_text(json.dumps(config()))
+    _write_tokenizer(folder / "huggingface")
+    about = {"FSDP_version": 2, "world_size": world}
+    (folder / "fsdp_config.json").write_text(json.dumps(about))
+    for rank in range(world):
+        _write_rank(folder, whole, rank, world)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """verl's merger wants one beside the config."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+def _write_rank(folder: Path, whole: dict[str, Tensor], rank: int, world: int) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+        state = {}
+        for name, tensor in whole.items():
+            step = -(-tensor.shape[0] // world)
+            local = tensor[rank * step : (rank + 1) * step].clone()
+            state[name] = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
+            )
+        torch.save(state, folder / f"model_world_size_{world}_rank_{rank}.pt")
+    finally:
+        dist.destroy_process_group()

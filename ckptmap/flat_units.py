@@ -1,0 +1,86 @@
+"""Which modules FSDP1 wraps, as another checkpoint shows it: `--like` for `fsdp1-local`.
+
+LOCAL_STATE_DICT names them by their flat parameters, `layers.0._flat_param`; rank files of the other
+types by the modules that a raw state dict lists. No shapes are needed, and no value is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmap import registry
+from ckptmap.mapping.wrappers import ANYWHERE
+from ckptmap.members import merged
+from ckptmap.places import find, look
+from ckptmap.tensors import Index, Leaf, PerRank, Region, StoredTensor
+from ckptmap.tensors import Path as Key
+from ckptmap.wire.sharded import is_sharded, read_sharded
+
+FLAT = "_flat_param"
+
+
+@dataclass(frozen=True)
+class Units:
+    """Modules by plain FQN, "" the root; `named`: with `use_orig_params=True`."""
+
+    modules: tuple[str, ...]
+    named: bool
+
+
+def units_of(path: str) -> Units | None:
+    """The units of the checkpoint at `path`; None: it shows none. Raises SourceError."""
+    file = Path(path)
+    if not file.is_dir():
+        return None
+    place, _ = find(look(file), registry.knows)
+    directory = registry.directory_for(place)
+    container = registry.container_for(place)
+    if directory is not None:
+        index = merged(directory, place)
+    else:
+        assert container is not None, f"{place.path}: found, but nobody claims it"
+        index = container.index(place)
+    flat = {key: leaf for key, leaf in index.leaves.items() if _is_flat(key, leaf)}
+    if flat:
+        modules = [str(key[-1]).removesuffix(FLAT).rstrip(".") for key in flat]
+        return Units(tuple(map(_plain, modules)), _has_views(index, flat))
+    listed = next(iter(index.units.values()), ())
+    return Units(tuple(map(_plain, listed)), False) if listed else None
+
+
+def _is_flat(key: Key, leaf: Leaf) -> bool:
+    return bool(key) and str(key[-1]).split(".")[-1] == FLAT and any(map(is_sharded, _values(leaf)))
+
+
+def _values(leaf: Leaf) -> Sequence[Leaf]:
+    return leaf.values if isinstance(leaf, PerRank) else (leaf,)
+
+
+def _plain(module: str) -> str:
+    return ".".join(segment for segment in module.split(".") if segment not in ANYWHERE)
+
+
+def _has_views(index: Index, flat: dict[Key, Leaf]) -> bool:
+    """Are there other tensors in the bytes of the flat parameters?"""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for key, leaf in flat.items():
+        for value in filter(is_sharded, _values(leaf)):
+            for _, tensor in read_sharded(value, str(key[-1])).shards:
+                for region in _regions(tensor):
+                    span = (region.offset, region.offset + region.nbytes)
+                    spans.setdefault(region.file, []).append(span)
+    return any(
+        start <= region.offset < end
+        for key, leaf in index.leaves.items()
+        if key not in flat
+        for value in _values(leaf)
+        if isinstance(value, StoredTensor) and value.info.numel
+        for region in _regions(value)
+        for start, end in spans.get(region.file, ())
+    )
+
+
+def _regions(tensor: StoredTensor) -> Iterator[Region]:
+    return (chunk.region for chunk in tensor.chunks)

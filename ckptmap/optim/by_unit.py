@@ -1,0 +1,96 @@
+"""Optimizer state of parameters as FSDP1 can hold it: cut as the flat parameters are.
+
+With `use_orig_params=False` a flat parameter is the optimizer's one parameter: one step count for
+all that lies in it, and one set of hyper-parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptmap.errors import PlanError
+from ckptmap.lazy import LazyTensor
+from ckptmap.optim.state import PARAMS, Optimizer, StateLeaf
+from ckptmap.protocols import FlatUnit
+from ckptmap.tensors import Path
+
+UnitOf = Callable[[str], FlatUnit | None]
+
+
+def by_unit(optimizer: Optimizer, unit_of: UnitOf, weights: Mapping[str, LazyTensor]) -> Optimizer:
+    """The same with one step count a flat parameter; the others must equal it (`same`).
+
+    Raises PlanError CKM504 where FSDP1 cannot hold state of such a shape, or parameters of one unit
+    differ in dtype, in plain values or in their group.
+    """
+    kept: list[StateLeaf] = []
+    same = list(optimizer.same)
+    first: dict[tuple[str, Path], StateLeaf] = {}
+    for leaf in optimizer.leaves:
+        unit = unit_of(leaf.key)
+        if unit is None or not leaf.name:
+            kept.append(leaf)
+            continue
+        vector = _is_vector(leaf, weights[leaf.key].shape)
+        earlier = None if unit.named else first.setdefault((unit.prefix, leaf.name), leaf)
+        if earlier is None or earlier is leaf:
+            kept.append(leaf)
+            continue
+        _check_alike(earlier, leaf, unit)
+        if vector:
+            kept.append(leaf)
+        elif isinstance(leaf.value, LazyTensor):
+            same.append((earlier.value, leaf.value))
+    _check_groups(optimizer, unit_of)
+    return replace(optimizer, leaves=kept, same=same)
+
+
+def _is_vector(leaf: StateLeaf, shape: tuple[int, ...]) -> bool:
+    """Is it cut as the weight is? A scalar is not."""
+    value = leaf.value
+    if not isinstance(value, LazyTensor) or value.shape == ():
+        return False
+    if value.shape != shape:
+        raise PlanError(
+            "CKM504",
+            f"{value.fqn}: has shape {list(value.shape)}, its weight {list(shape)}: FSDP1 cuts state"
+            " that has an element for each of the weight's",
+            "leave the optimizer behind with --optimizer drop",
+        )
+    return True
+
+
+def _check_alike(one: StateLeaf, other: StateLeaf, unit: FlatUnit) -> None:
+    if _kind(one.value) != _kind(other.value):
+        raise PlanError(
+            "CKM504",
+            f"{other.key}: its optimizer state {other.title} is {_kind(other.value)}, that of"
+            f" {one.key} {_kind(one.value)}, in one flat parameter of FSDP unit {unit.prefix!r}",
+            "choose --use-orig-params, where each parameter has state of its own",
+        )
+
+
+def _kind(value: Any) -> str:
+    """Of tensors dtype and being a scalar, of others the value."""
+    if isinstance(value, LazyTensor):
+        return f"a {value.dtype} {'tensor' if value.shape else 'scalar'}"
+    return repr(value)
+
+
+def _check_groups(optimizer: Optimizer, unit_of: UnitOf) -> None:
+    home: dict[str, tuple[int, str]] = {}
+    for number, group in enumerate(optimizer.groups):
+        for fqn in group[PARAMS]:
+            unit = unit_of(fqn)
+            if unit is None or unit.named:
+                continue
+            other, first = home.setdefault(unit.prefix, (number, fqn))
+            if other != number:
+                raise PlanError(
+                    "CKM504",
+                    f"{fqn}: is in parameter group {number}, {first} of the same flat parameter (FSDP"
+                    f" unit {unit.prefix!r}) in group {other}",
+                    "choose --use-orig-params, where groups may part a unit, or --optimizer drop",
+                )

@@ -1,0 +1,249 @@
+"""What an index of FSDP1's raw optimizer state can mean: a flat parameter, or one parameter.
+
+A flat parameter's tensors lie in it as the model's dict lists them: given by the weights where they
+were flat themselves (`InUnit`), else by the modules that FSDP1 wraps, which a raw dict still lists.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ckptmap.files import Files
+from ckptmap.like import Plain
+from ckptmap.mapping.wrappers import ANYWHERE
+from ckptmap.tensors import BUFFERS, FLOATING, Leaf, Opaque, PerRank, StoredTensor, TensorInfo
+from ckptmap.wire.flat_rectangles import InUnit, Slices
+from ckptmap.wire.placement import is_dtensor, read_placed
+from ckptmap.wire.sharded import is_sharded, read_sharded
+
+Counts = tuple[int, ...]
+"""Elements that each rank holds."""
+
+KEY = "_flat_param"
+
+
+@dataclass(frozen=True)
+class Held:
+    """The shapes of an index's largest state, and how many elements each rank holds of it."""
+
+    shapes: Sequence[tuple[int, ...]] = ()
+    counts: Counts = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an index can mean: a flat parameter with its tensors, or one tensor.
+
+    key      as stored
+    members  key -> (info, flat element that it begins at)
+    counts   what each rank holds, without padding, None: not known
+    weights  of a unit whose tensors are known from the model's dict alone, their leaves: two that
+             are tied are both there, and once in the flat parameter
+    """
+
+    key: str
+    members: Mapping[str, tuple[TensorInfo, int]]
+    counts: Counts | None
+    is_unit: bool = False
+    weights: Mapping[str, Leaf] | None = None
+
+    @property
+    def numel(self) -> int:
+        return sum(info.numel for info, _ in self.members.values())
+
+    def fitted(self, held: Held) -> Place | None:
+        """This place, tied tensors taken once, if it is what the ranks' state is of."""
+        if self._fits(held):
+            return self
+        if self.weights is None or not held.counts:
+            return None
+        found = [
+            once
+            for key, _ in _alike(self.members)
+            if (once := self._without(key))._fits(held) and self._is_again(key)
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def _fits(self, held: Held) -> bool:
+        if not held.counts:
+            return True  # frozen, or never stepped: without state
+        if self.is_unit:
+            return copies(held.counts, self) > 0
+        ((info, _),) = self.members.values()
+        if set(held.shapes) == {info.shape}:
+            return self.counts is None or self.counts == held.counts
+        if any(len(shape) != 1 for shape in held.shapes):
+            return False
+        if self.counts is not None and self.counts != held.counts:
+            return False
+        return copies(held.counts, self) > 0
+
+    def _without(self, key: str) -> Place:
+        infos = {name: info for name, (info, _) in self.members.items() if name != key}
+        return replace(self, members=dict(_behind_each_other(infos)))
+
+    def _is_again(self, key: str) -> bool:
+        """Does it hold the bytes of another one of its shape?"""
+        assert self.weights is not None
+        mine = self.weights[key]
+        return any(
+            _same(mine, self.weights[other]) for one, other in _alike(self.members) if one == key
+        )
+
+
+def _alike(
+    members: Mapping[str, tuple[TensorInfo, int]],
+) -> Iterator[tuple[str, str]]:
+    """(later, earlier) of one shape."""
+    for earlier, later in itertools.combinations(members, 2):
+        if members[later][0] == members[earlier][0]:
+            yield later, earlier
+
+
+def copies(counts: Counts, place: Place) -> int:
+    """How many times the ranks together hold the place; 0: they do not.
+
+    A flat parameter's shards are equally long, the last ones padded; a parameter's slices are what
+    they are. Ranks 0..N-1 hold it once, N..2N-1 again: replicas are the outermost dim of the mesh.
+    """
+    for again in range(1, len(counts) + 1):
+        if len(counts) % again:
+            continue
+        ranks = len(counts) // again
+        if counts != counts[:ranks] * again:
+            continue
+        if place.is_unit and set(counts) == {-(-place.numel // ranks)}:
+            return again
+        if not place.is_unit and sum(counts[:ranks]) == place.numel:
+            return again
+    return 0
+
+
+# --------------------------------------------------------------------------------- from weights
+
+
+def single_places(weights: Mapping[str, Leaf]) -> list[Place]:
+    """Parameters in the order of the model's dict, tied ones once; those that lay in a flat
+    parameter of several as that."""
+    units: dict[str, dict[str, tuple[TensorInfo, int]]] = {}
+    found: dict[str, Place | None] = {}
+    seen: set[object] = set()
+    for key, info, share in _parameters(weights):
+        if share is not None and share in seen:
+            continue
+        seen.add(share)
+        if isinstance(share, InUnit):
+            found.setdefault(share.unit, None)
+            units.setdefault(share.unit, {})[key] = (info, share.offset)
+        else:
+            counts = share.counts if isinstance(share, Slices) else None
+            found[key] = Place(key, {key: (info, 0)}, counts)
+    return [
+        place
+        or Place(key, dict(sorted(units[key].items(), key=lambda item: item[1][1])), None, True)
+        for key, place in found.items()
+    ]
+
+
+def unit_places(weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plain) -> list[Place]:
+    """Flat parameters by the modules that are wrapped, in module order, and what lies in none.
+
+    Within a unit tensors are in the order of the dict, which is that of its modules; what is not
+    cut is no part of a flat parameter: a buffer, or a parameter that FSDP1 ignores.
+    """
+    names = plain(weights)
+    prefixes = sorted(
+        (".".join(s for s in m.split(".") if s not in ANYWHERE) for m in modules), key=len
+    )
+    inside: dict[str, dict[str, TensorInfo]] = {}
+    found: dict[str, Place | None] = {}
+    for key, info, _ in _parameters(weights):
+        around = [p for p in prefixes if not p or names[key].startswith(p + ".")]
+        for prefix in around:  # its flat parameter comes before all that is in the module
+            found.setdefault(_unit_key(prefix), None)
+        if around and is_cut(weights[key]):
+            inside.setdefault(_unit_key(around[-1]), {})[key] = info
+        else:
+            found[key] = Place(key, {key: (info, 0)}, None)
+    return [
+        place or _unit(key, inside[key], weights)
+        for key, place in found.items()
+        if place is not None or key in inside
+    ]
+
+
+def _unit_key(prefix: str) -> str:
+    return f"{prefix}.{KEY}" if prefix else KEY
+
+
+def _unit(key: str, infos: Mapping[str, TensorInfo], weights: Mapping[str, Leaf]) -> Place:
+    leaves = {name: weights[name] for name in infos}
+    return Place(key, dict(_behind_each_other(infos)), None, True, leaves)
+
+
+def _parameters(weights: Mapping[str, Leaf]) -> Iterator[tuple[str, TensorInfo, object]]:
+    """(key, info, share) of what can be a parameter."""
+    for key, leaf in weights.items():
+        first = leaf.values[0] if isinstance(leaf, PerRank) else leaf
+        info = getattr(first, "info", None)
+        if not isinstance(info, TensorInfo) or info.dtype not in FLOATING:
+            continue
+        if key.rpartition(".")[2] not in BUFFERS:
+            yield key, info, getattr(first, "share", None)
+
+
+def is_cut(leaf: Leaf) -> bool:
+    """Do the ranks hold parts of it, as a ShardedTensor or a DTensor?"""
+    values = leaf.values if isinstance(leaf, PerRank) else (leaf,)
+    return any(isinstance(value, Opaque) and value.info is not None for value in values)
+
+
+def _behind_each_other(
+    infos: Mapping[str, TensorInfo],
+) -> Iterator[tuple[str, tuple[TensorInfo, int]]]:
+    offset = 0
+    for key, info in infos.items():
+        yield key, (info, offset)
+        offset += info.numel
+
+
+# --------------------------------------------------------------------------------- ties
+
+
+def _same(one: Leaf, other: Leaf) -> bool:
+    """The same bytes on every rank, by the checksums of the files where they have them."""
+    mine, others = _shards(one), _shards(other)
+    if not mine or [part.info for part in mine] != [part.info for part in others]:
+        return False
+    return all(_content(a) == _content(b) for a, b in zip(mine, others, strict=True))
+
+
+def _shards(leaf: Leaf) -> list[StoredTensor]:
+    """What the ranks hold of a tensor that they share."""
+    found: list[StoredTensor] = []
+    for value in leaf.values if isinstance(leaf, PerRank) else (leaf,):
+        if is_sharded(value):
+            found += [tensor for _, tensor in read_sharded(value, KEY).shards]
+        elif is_dtensor(value):
+            local = read_placed(value, KEY).local
+            found += [local] if isinstance(local, StoredTensor) else []
+    return found
+
+
+def _content(tensor: StoredTensor) -> tuple[int | None, bytes]:
+    chunk = tensor.chunks[0]
+    if chunk.crc32 is not None:
+        return chunk.crc32, b""
+    return None, _read(chunk.region.file, chunk.region.offset, chunk.region.nbytes)
+
+
+@lru_cache(maxsize=4)
+def _read(file: str, offset: int, nbytes: int) -> bytes:
+    files = Files()
+    try:
+        return files.read(file, offset, nbytes)
+    finally:
+        files.close()

@@ -1,0 +1,326 @@
+"""Moments of low-bit optimizers: codes of 8 or 4 bits, one scale a block, a table of values.
+
+    exp_avg [shape] -> codes, scale f32 [n/block], qmap f32 [256]      value = qmap[code] * scale
+
+Blocks run along the flat, row-major tensor. An optimizer quantizes what its own rank holds, so that
+a shard which starts inside a block has blocks of its own, and one that is too small is not
+quantized at all. Such a tensor is a list of `cells`, boxes that tile it, one after the other in
+every part; without cells it is one run of blocks, whatever the world size was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import PlanError, SourceError
+from ckptmap.protocols import Encoder, Group, Refusal
+from ckptmap.tensors import Box, StoredTensor, TensorInfo, contiguous_strides
+
+if TYPE_CHECKING:
+    import torch
+
+VERSION = 1
+CODES, SCALE, QMAP, PLAIN = "codes", "scale", "qmap", "plain"
+LOGICAL = "float32"
+"""What codes decode to, exactly: every optimizer here computes in it."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One scheme: dtype of the stored codes, how many make one byte, values in its table."""
+
+    codes: str
+    packed: int
+    table: int
+
+
+KINDS: Mapping[str, Kind] = {
+    "adam8bit": Kind("uint8", 1, 256),  # torchao OptimState8bit
+    "adam4bit": Kind("uint8", 2, 16),  # torchao OptimState4bit, first element in the high nibble
+    "adamfp8": Kind("float8_e4m3fn", 1, 0),  # torchao OptimStateFp8
+    "bnb8bit": Kind("uint8", 1, 256),  # bitsandbytes blockwise
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one rank held: a box, quantized or plain."""
+
+    box: Box
+    quantized: bool
+
+
+@dataclass(frozen=True)
+class LowBit:
+    """How one moment is stored. `plain` is the dtype of cells that are not quantized."""
+
+    name: str
+    block_size: int
+    signed: bool
+    cells: tuple[Cell, ...] = ()
+    plain: str = LOGICAL
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.name]
+
+    # ------------------------------------------------------------------ what is stored
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        if info.dtype != LOGICAL:
+            return Refusal(f"{self.name} decodes to {LOGICAL}, found {info.dtype}")
+        cells = self._cells(info)
+        coded = sum(cell.box.numel for cell in cells if cell.quantized)
+        blocks = sum(self._blocks(cell) for cell in cells)
+        found = {
+            CODES: TensorInfo((coded // self.kind.packed,), self.kind.codes),
+            SCALE: TensorInfo((blocks,), "float32"),
+        }
+        if self.kind.table:
+            found[QMAP] = TensorInfo((self.kind.table,), "float32")
+        plain = sum(cell.box.numel for cell in cells if not cell.quantized)
+        if plain:
+            found[PLAIN] = TensorInfo((plain,), self.plain)
+        return found
+
+    def _cells(self, info: TensorInfo) -> tuple[Cell, ...]:
+        return self.cells or (Cell(Box.whole(info.shape), True),)
+
+    def _blocks(self, cell: Cell) -> int:
+        return -(-cell.box.numel // self.block_size) if cell.quantized else 0
+
+    @cached_property
+    def _starts(self) -> list[tuple[int, int, int]]:
+        """Of each cell: first code, first block, first plain element."""
+        coded = [c.box.numel if c.quantized else 0 for c in self.cells]
+        plain = [0 if c.quantized else c.box.numel for c in self.cells]
+        blocks = [self._blocks(c) for c in self.cells]
+        runs = (accumulate(counts, initial=0) for counts in (coded, blocks, plain))
+        return list(zip(*runs, strict=True))
+
+    def place(self, number: int) -> Mapping[str, Box]:
+        """Where a cell lies in the parts."""
+        low, high = self._starts[number], self._starts[number + 1]
+        packed = self.kind.packed
+        spans = {
+            CODES: (low[0] // packed, high[0] // packed),
+            SCALE: (low[1], high[1]),
+            PLAIN: (low[2], high[2]),
+        }
+        return {part: Box((a,), (b - a,)) for part, (a, b) in spans.items() if b > a}
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        """Whole blocks that cover the box's flat span; with cells, all that it touches."""
+        if part == QMAP:
+            return Box((0,), (self.kind.table,))
+        if self.cells:
+            first, last = self._touched(box)
+            low, high = self._starts[first], self._starts[last]
+            at = {CODES: 0, SCALE: 1, PLAIN: 2}[part]
+            unit = self.kind.packed if part == CODES else 1
+            return Box((low[at] // unit,), ((high[at] - low[at]) // unit,))
+        start, stop = flat_span(info.shape, box)
+        low_block, high_block = start // self.block_size, -(-stop // self.block_size)
+        if part == SCALE:
+            return Box((low_block,), (high_block - low_block,))
+        begin, end = low_block * self.block_size, min(info.numel, high_block * self.block_size)
+        packed = self.kind.packed
+        return Box((begin // packed,), ((end - begin) // packed,))
+
+    def _touched(self, box: Box) -> tuple[int, int]:
+        """The first cell that shares elements with the box, and the one after the last."""
+        found = [i for i, cell in enumerate(self.cells) if cell.box.intersect(box)]
+        return (found[0], found[-1] + 1) if found else (0, 0)
+
+    # ------------------------------------------------------------------ values
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        """Bit-equal to `dequantize()` of torchao, and of bitsandbytes' blockwise table."""
+        if box.numel == 0:
+            return
+        if self.cells:
+            self._decode_cells(parts, box, out)
+            return
+        start, _ = flat_span(info.shape, box)
+        values = self.values(parts)
+        first = start // self.block_size * self.block_size
+        strides = contiguous_strides(info.shape, 1)
+        out.copy_(values.as_strided(box.sizes, strides, start - first))
+
+    def _decode_cells(self, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor) -> None:
+        first, last = self._touched(box)
+        base = {part: cut.offsets[0] for part, cut in self._bases(first).items()}
+        for number in range(first, last):
+            cell = self.cells[number]
+            common = cell.box.intersect(box)
+            if common is None:
+                continue
+            held = {
+                part: parts[part].narrow(0, cut.offsets[0] - base[part], cut.sizes[0])
+                for part, cut in self.place(number).items()
+            }
+            if QMAP in parts:
+                held[QMAP] = parts[QMAP]
+            values = (self.values(held) if cell.quantized else held[PLAIN]).view(cell.box.sizes)
+            inside = common.relative_to(cell.box.offsets)
+            view = _window(values, inside)
+            _window(out, common.relative_to(box.offsets)).copy_(view)
+
+    def _bases(self, number: int) -> Mapping[str, Box]:
+        coded, blocks, plain = self._starts[number]
+        at = {CODES: coded // self.kind.packed, SCALE: blocks, PLAIN: plain}
+        return {part: Box((offset,), (0,)) for part, offset in at.items()}
+
+    def values(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Codes of whole blocks -> flat float32; only the last block may be short."""
+        import torch
+
+        codes, scale = parts[CODES].view(-1), parts[SCALE]
+        if self.name == "adamfp8":
+            values = codes.float()
+        else:
+            if self.kind.packed == 2:
+                codes = torch.stack([codes >> 4, codes & 0xF], dim=-1).view(-1)
+            values = parts[QMAP][codes.int()]
+        whole = values.numel() // self.block_size * self.block_size
+        blocks = whole // self.block_size
+        values[:whole].view(blocks, -1).mul_(scale[:blocks].view(-1, 1)) if blocks else None
+        if whole < values.numel():
+            values[whole:].mul_(scale[blocks])
+        return values
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        """No target of a conversion: an optimizer's own library encodes, in a live run."""
+        raise PlanError(
+            "CKM203",
+            f"{self.name} is written by a live optimizer only",
+            "load the checkpoint into that optimizer with ckptmap.load",
+        )
+
+    def record(self, info: TensorInfo) -> Mapping[str, Any]:
+        found: dict[str, Any] = {
+            "scheme": self.name,
+            "version": VERSION,
+            "block_size": self.block_size,
+            "signed": self.signed,
+            "shape": list(info.shape),
+            "dtype": info.dtype,
+        }
+        if self.cells:
+            found["plain"] = self.plain
+            found["cells"] = [
+                [list(c.box.offsets), list(c.box.sizes), c.quantized] for c in self.cells
+            ]
+        return found
+
+
+def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int]:
+    """Flat positions of a box's first element and of the one after its last."""
+    strides = contiguous_strides(shape, 1)
+    start = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
+    if box.numel == 0:
+        return start, start
+    reach = sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
+    return start, start + reach + 1
+
+
+def _window(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def joined(cells: Sequence[Cell], shape: Sequence[int], block: int) -> tuple[Cell, ...]:
+    """The cells in order of their place; none where they are one run of whole blocks."""
+    ordered = tuple(sorted(cells, key=lambda cell: cell.box.offsets))
+    at = 0
+    for cell in ordered:
+        start, stop = flat_span(shape, cell.box)
+        run = stop - start == cell.box.numel and start == at and start % block == 0
+        if not (run and cell.quantized):
+            return ordered
+        at = stop
+    return ()
+
+
+# ------------------------------------------------------------------------------- as found
+
+
+class LowBitScheme:
+    """Recognises one kind by its record, and as what its library pickles."""
+
+    name = ""
+    suffix = ""
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+    ) -> list[tuple[Group, Sequence[str]]]:
+        """Raises SourceError CKM115 where a record's parts are missing or misshapen."""
+        return [
+            self._recorded(fqn, record, stored)
+            for fqn, record in records.items()
+            if record.get("scheme") == self.name
+        ]
+
+    def _recorded(
+        self, fqn: str, record: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+    ) -> tuple[Group, Sequence[str]]:
+        encoding, info = read_record(fqn, record)
+        parts = encoding.parts(info)
+        if isinstance(parts, Refusal):
+            raise malformed(fqn, parts.reason)
+        keys = {part: f"{fqn}.{part}" for part in parts}
+        for part, want in parts.items():
+            found = stored.get(keys[part])
+            if found is None or found.info != want:
+                text = "nothing" if found is None else str(found.info)
+                raise malformed(fqn, f"{self.name} part {part!r}, expected {want}, found {text}")
+        held = {part: stored[key] for part, key in keys.items()}
+        return Group(fqn, info, encoding, held), tuple(keys.values())
+
+    def adopt(self, fqn: str, leaf: Any) -> Group | None:
+        return None
+
+    def target(self, fqn: str, info: TensorInfo) -> None:
+        return None
+
+    def encoding(self, info: TensorInfo) -> Refusal:
+        return Refusal(f"{self.name} is for the moments of a live optimizer")
+
+
+def read_record(fqn: str, record: Mapping[str, Any]) -> tuple[LowBit, TensorInfo]:
+    """Raises SourceError CKM115 where the record is none of this version or does not add up."""
+    if record.get("version") != VERSION:
+        raise malformed(fqn, f"record of version {record.get('version')!r}, expected {VERSION}")
+    shape, block, signed = (record.get(name) for name in ("shape", "block_size", "signed"))
+    sizes: list[Any] = list(shape) if isinstance(shape, list | tuple) else [None]
+    plain = record.get("plain", LOGICAL)
+    fits = all(type(n) is int and n >= 0 for n in sizes) and type(block) is int and block > 0
+    if not fits or type(signed) is not bool or plain not in ("float32", "bfloat16", "float16"):
+        raise malformed(fqn, f"malformed record, found {dict(record)}")
+    info = TensorInfo(tuple(sizes), LOGICAL)
+    assert isinstance(block, int)
+    cells = tuple(_cell(fqn, cell, info) for cell in record.get("cells", ()))
+    return LowBit(str(record["scheme"]), block, signed, cells, plain), info
+
+
+def _cell(fqn: str, cell: Any, info: TensorInfo) -> Cell:
+    try:
+        offsets, sizes, quantized = cell
+        box = Box(tuple(map(int, offsets)), tuple(map(int, sizes)))
+        whole = Box.whole(info.shape)
+        if len(box.sizes) != len(info.shape) or whole.intersect(box) != box:
+            raise ValueError("leaves the tensor")
+    except (TypeError, ValueError) as error:
+        raise malformed(fqn, f"malformed cell {cell!r} of {list(info.shape)}") from error
+    return Cell(box, bool(quantized))
+
+
+def malformed(fqn: str, message: str) -> SourceError:
+    return SourceError("CKM115", f"{fqn}: {message}", "the checkpoint is damaged; save it again")

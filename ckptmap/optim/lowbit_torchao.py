@@ -1,0 +1,152 @@
+"""torchao's optimizer states: OptimState8bit, OptimState4bit, OptimStateFp8, whole or cut.
+
+A pickled one is never built: its attributes are taken as the parts. The class moved between
+releases (`torchao.prototype.low_bit_optim.subclass_*` up to 0.9, `torchao.optim.subclass_*` since
+0.10), so it is known by class name and by torchao's name.
+
+    OptimState8bit  codes u8 [shape], scale f32 [n/256], qmap f32 [256], signed
+    OptimState4bit  codes u8 [n/2], scale f32 [n/128], qmap f32 [16], signed, shape
+    OptimStateFp8   codes float8_e4m3fn [shape], scale f32 [n/256]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ckptmap.optim.lowbit import (
+    CODES,
+    LOGICAL,
+    PLAIN,
+    QMAP,
+    SCALE,
+    Cell,
+    LowBit,
+    LowBitScheme,
+    joined,
+    malformed,
+)
+from ckptmap.protocols import Group, Refusal
+from ckptmap.tensors import Box, Chunk, Cut, Opaque, StoredTensor, TensorInfo
+
+
+class _TorchaoState(LowBitScheme):
+    pickled = ""
+
+    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
+        """Raises SourceError CKM115 where the object's tensors do not fit each other."""
+        if isinstance(leaf, Opaque):
+            if not self._mine(leaf) or leaf.info is None:
+                return None
+            return self._whole(fqn, [(Box.whole(leaf.info.shape), leaf)], leaf.info.shape)
+        if not any(self._mine(piece) for _, piece in leaf.pieces):
+            return None
+        distinct = dict(leaf.pieces)
+        strange = [p for p in distinct.values() if not (self._mine(p) or _is_plain(p))]
+        if strange:
+            raise malformed(fqn, f"{self.pickled} on some ranks, {strange[0].class_name} on others")
+        return self._whole(fqn, list(distinct.items()), leaf.info.shape)
+
+    def _mine(self, leaf: Opaque) -> bool:
+        return leaf.name == self.pickled and leaf.module.split(".")[0] == "torchao"
+
+    def _whole(
+        self, fqn: str, pieces: Sequence[tuple[Box, Opaque]], shape: tuple[int, ...]
+    ) -> Group:
+        """Codes and scales of all pieces, one after the other in order of place; ranks whose shard
+        is small hold it plain."""
+        pieces = sorted(pieces, key=lambda piece: piece[0].offsets)
+        coded = [(box, leaf) for box, leaf in pieces if not _is_plain(leaf)]
+        plain = [_state(leaf)[""] for _, leaf in pieces if _is_plain(leaf)]
+        held = [self._parts(fqn, leaf) for _, leaf in coded]
+        blocks = {_block(fqn, b.numel, parts) for (b, _), parts in zip(coded, held, strict=True)}
+        signed = {bool(_state(leaf).get("signed", True)) for _, leaf in coded}
+        if len(blocks) != 1 or len(signed) != 1:
+            raise malformed(fqn, f"its ranks were quantized differently, blocks {sorted(blocks)}")
+        block = blocks.pop()
+        cells = joined([Cell(box, not _is_plain(leaf)) for box, leaf in pieces], shape, block)
+        dtype = plain[0].info.dtype if plain else LOGICAL
+        encoding = LowBit(self.name, block, signed.pop(), cells, dtype)
+        parts = {part: _joined([found[part] for found in held]) for part in (CODES, SCALE)}
+        if QMAP in held[0]:
+            others = [chunk for found in held[1:] for chunk in found[QMAP].chunks]
+            parts[QMAP] = StoredTensor(held[0][QMAP].info, held[0][QMAP].chunks, others)
+        if plain:
+            parts[PLAIN] = _joined(plain)
+        return self._checked(fqn, Group(fqn, TensorInfo(shape, LOGICAL), encoding, parts))
+
+    def _checked(self, fqn: str, group: Group) -> Group:
+        wanted = group.encoding.parts(group.info)
+        assert not isinstance(wanted, Refusal)
+        found = {part: stored.info for part, stored in group.parts.items()}
+        if found != dict(wanted):
+            raise malformed(fqn, f"expected {dict(wanted)}, found {found}")
+        return group
+
+    def _parts(self, fqn: str, leaf: Opaque) -> Mapping[str, StoredTensor]:
+        found = {}
+        for name in (CODES, SCALE, QMAP):
+            part = _state(leaf).get(name)
+            if isinstance(part, StoredTensor):
+                found[name] = part
+            elif name != QMAP or self.name != "adamfp8":
+                raise malformed(fqn, f"{leaf.class_name} without {name}")
+        return found
+
+
+class Adam8bit(_TorchaoState):
+    name = "adam8bit"
+    pickled = "OptimState8bit"
+
+
+class Adam4bit(_TorchaoState):
+    name = "adam4bit"
+    pickled = "OptimState4bit"
+
+
+class AdamFp8(_TorchaoState):
+    name = "adamfp8"
+    pickled = "OptimStateFp8"
+
+
+def _state(leaf: Opaque) -> Mapping[str, Any]:
+    return leaf.state if isinstance(leaf.state, Mapping) else {}
+
+
+def _is_plain(leaf: Opaque) -> bool:
+    """A plain tensor among subclass objects, as `as_inert` makes it."""
+    return leaf.class_name == "torch.Tensor" and isinstance(_state(leaf).get(""), StoredTensor)
+
+
+def _block(fqn: str, numel: int, parts: Mapping[str, StoredTensor]) -> int:
+    """Elements a scale, as torchao derives it."""
+    blocks = parts[SCALE].info.numel
+    if not blocks or numel % blocks:
+        raise malformed(fqn, f"{blocks} scales for {numel} elements")
+    return numel // blocks
+
+
+def _joined(pieces: Sequence[StoredTensor]) -> StoredTensor:
+    """Flat tensors of each piece, one after the other; a piece may have any shape."""
+    total = sum(piece.info.numel for piece in pieces)
+
+    def chunks() -> list[Chunk]:
+        found, at = [], 0
+        for piece in pieces:
+            found += [_flat(chunk, piece.info.shape, at) for chunk in piece.chunks]
+            at += piece.info.numel
+        return found
+
+    make: Callable[[], Sequence[Chunk]] = chunks
+    return StoredTensor(TensorInfo((total,), pieces[0].info.dtype), make)
+
+
+def _flat(chunk: Chunk, shape: Sequence[int], at: int) -> Chunk:
+    """A chunk that is a whole row-major piece, as a range of the flat tensor."""
+    from ckptmap.tensors import Region
+
+    region = chunk.region
+    if chunk.box.sizes != tuple(shape) or not region.is_contiguous:
+        raise malformed(region.file, "codes in pieces, expected one row-major tensor")
+    flat = Region.contiguous(region.file, region.offset, (chunk.box.numel,), region.itemsize)
+    return Chunk(Box((at,), (chunk.box.numel,)), flat, chunk.crc32)

@@ -1,0 +1,45 @@
+"""Stored tensors of optimizer state that are one moment, put together before keys are read.
+
+state.W.exp_avg.codes, .scale, .qmap and their record  ->  state.W.exp_avg, a Group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptmap.optim import lowbit_bnb
+from ckptmap.protocols import Scheme
+from ckptmap.tensors import Path, StoredTensor
+
+
+def gathered(
+    leaves: Mapping[Path, Any],
+    records: Mapping[str, Mapping[str, Any]],
+    root: Path | None,
+    schemes: Sequence[Scheme],
+) -> Mapping[Path, Any]:
+    """Leaves below the optimizer's root; Groups stand where their parts were.
+
+    Raises SourceError CKM115 where a record's parts do not add up.
+    """
+    leaves = lowbit_bnb.moments(leaves)
+    if root is None:  # no optimizer: every record is a weight's
+        return leaves
+    prefix = ".".join(map(str, (*root, ""))) if root else ""
+    mine = {k.removeprefix(prefix): r for k, r in records.items() if k.startswith(prefix)}
+    if not mine:
+        return leaves
+    paths = {
+        ".".join(map(str, p)): p for p, leaf in leaves.items() if isinstance(leaf, StoredTensor)
+    }
+    stored = {key: leaves[path] for key, path in paths.items()}
+    found = dict(leaves)
+    for scheme in schemes:
+        for group, consumed in scheme.group(stored, mine):
+            first = paths[consumed[0]]
+            part = next(iter(group.parts))
+            for key in consumed:
+                del found[paths[key]]
+            found[*first[:-1], str(first[-1]).removesuffix(f".{part}")] = group
+    return found

@@ -1,0 +1,49 @@
+"""Parameters put into other groups, with the hyper-parameters that they had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckptmap.errors import PlanError
+from ckptmap.lazy import LazyTensor
+from ckptmap.optim.state import NAMES, PARAMS, Group, Optimizer
+
+
+def regrouped(optimizer: Optimizer, order: Sequence[Sequence[str]]) -> Optimizer:
+    """The same with the groups `order`, which have every parameter once.
+
+    A group that gets no parameter has the hyper-parameters of the first. Raises PlanError CKM207
+    where parameters of one new group were trained with different hyper-parameters.
+    """
+    home = {fqn: group for group in optimizer.groups for fqn in group[PARAMS]}
+    groups = [
+        _group(names, [home[fqn] for fqn in names] or [optimizer.groups[0]]) for names in order
+    ]
+    return replace(optimizer, groups=groups)
+
+
+def _group(names: Sequence[str], sources: Sequence[Group]) -> dict[str, Any]:
+    first = sources[0]
+    for fqn, other in zip(names, sources, strict=False):
+        if other is first:
+            continue
+        differing = next((key for key in {**first, **other} if _differs(key, first, other)), None)
+        if differing is not None:
+            raise PlanError(
+                "CKM207",
+                f"{fqn}: was trained with {differing} {other.get(differing)!r:.40}, {names[0]} with"
+                f" {first.get(differing)!r:.40}; what loads this has both in one group",
+                "leave the optimizer behind with --optimizer drop",
+            )
+    return {**{key: value for key, value in first.items() if key != NAMES}, PARAMS: list(names)}
+
+
+def _differs(key: str, one: Group, other: Group) -> bool:
+    if key in (PARAMS, NAMES):
+        return False
+    mine, theirs = one.get(key), other.get(key)
+    if isinstance(mine, LazyTensor) or isinstance(theirs, LazyTensor):
+        return mine is not theirs
+    return bool(mine != theirs)

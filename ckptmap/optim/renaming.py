@@ -1,0 +1,152 @@
+"""Optimizer state under the names of another scheme: moments go as their weights go.
+
+A moment has the shape of its weight and is split, fused and rearranged with it. A step count goes
+to every tensor made of its weight; tensors that are put together must have the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptmap.errors import PlanError
+from ckptmap.lazy import LazyTensor
+from ckptmap.mapping.pulled import Pulled
+from ckptmap.mapping.resolve import Made, Resolution
+from ckptmap.mapping.view import held
+from ckptmap.optim.state import NAMES, PARAMS, Group, Optimizer, StateLeaf
+from ckptmap.protocols import Encoding
+from ckptmap.protocols import Group as TensorGroup
+from ckptmap.tensors import Path, StoredTensor, TensorInfo
+
+STAYS = ("add", "cast")
+"""Value ops that leave a gradient, and so its moments, as they are."""
+
+
+def moved(
+    found: Optimizer,
+    resolution: Resolution,
+    infos: Mapping[str, TensorInfo],
+    dense: Encoding,
+) -> Optimizer:
+    """State of the weights in `infos`, by the names of what they become. Raises PlanError CKM611
+    where it cannot follow. State of weights that become nothing is left out."""
+    return _Moving(found, resolution, infos, dense).optimizer()
+
+
+class _Moving:
+    def __init__(
+        self,
+        found: Optimizer,
+        resolution: Resolution,
+        infos: Mapping[str, TensorInfo],
+        dense: Encoding,
+    ) -> None:
+        self.found, self.infos, self.dense = found, infos, dense
+        self.states: dict[str, dict[Path, Any]] = {}
+        for leaf in found.leaves:
+            self.states.setdefault(leaf.key, {})[leaf.name] = leaf.value
+        self.made = {
+            name: made for name, made in resolution.made.items() if name not in resolution.tied
+        }
+        self.targets: dict[str, list[str]] = {}
+        for name, made in self.made.items():
+            for source in made.sources:
+                self.targets.setdefault(source, []).append(name)
+        self.same: list[tuple[LazyTensor, LazyTensor]] = list(found.same)
+
+    def optimizer(self) -> Optimizer:
+        leaves: list[StateLeaf] = []
+        for name, made in self.made.items():
+            leaves += self._leaves(name, made)
+        leaves += [leaf for leaf in self.found.leaves if leaf.key not in self.infos]
+        groups = [self._group(number, group) for number, group in enumerate(self.found.groups)]
+        return replace(self.found, leaves=leaves, groups=groups, same=self.same)
+
+    # ------------------------------------------------------------------ one tensor
+
+    def _leaves(self, name: str, made: Made) -> Iterator[StateLeaf]:
+        states = {source: self.states.get(source) for source in made.sources}
+        having = {source: state for source, state in states.items() if state}
+        if not having:
+            if any(state is not None for state in states.values()):
+                yield StateLeaf(name, (), {})
+            return
+        kinds = {frozenset(state or ()) for state in states.values()}
+        if len(kinds) > 1:
+            lacking = next(
+                source
+                for source, state in states.items()
+                if not state or frozenset(state) != max(kinds, key=len)
+            )
+            raise self._stuck(made, f"{lacking} has not the state that the others have")
+        for title in next(iter(having.values())):
+            parts = {source: state[title] for source, state in having.items()}
+            yield StateLeaf(name, title, self._value(name, made, title, parts))
+
+    def _value(self, name: str, made: Made, title: Path, parts: Mapping[str, Any]) -> Any:
+        if not title:
+            return {}
+        label = f"{name}.{'.'.join(map(str, title))}"
+        tensors = {s: v for s, v in parts.items() if isinstance(v, LazyTensor)}
+        if not tensors:
+            first = next(iter(parts.values()))
+            if any(value != first for value in parts.values()):
+                raise self._stuck(made, f"{title} differs: {dict(parts)}")
+            return first
+        if len(tensors) < len(parts):
+            raise self._stuck(made, f"{title} is a tensor in some of its sources only")
+        if all(lazy.shape == self.infos[source].shape for source, lazy in tensors.items()):
+            if made.source is None or made.ops:
+                return self._moment(label, made, tensors)
+        elif made.source is None and any(lazy.info.numel > 1 for lazy in tensors.values()):
+            raise self._stuck(made, f"{title} has another shape than its weight")
+        first_lazy, *others = (lazy for lazy in tensors.values())
+        kept = first_lazy.named(label)
+        self.same += [(kept, other) for other in others]
+        return kept
+
+    def _moment(self, label: str, made: Made, tensors: Mapping[str, LazyTensor]) -> LazyTensor:
+        changed = next((op for op, _ in made.ops if op.split()[0] not in STAYS), None)
+        if changed is not None:
+            raise self._stuck(made, f"moments under the value op {changed!r} are not known")
+        dtypes = {lazy.dtype for lazy in tensors.values()}
+        if len(dtypes) > 1:
+            raise self._stuck(made, f"its moments have the dtypes {', '.join(sorted(dtypes))}")
+        info = TensorInfo(made.info.shape, dtypes.pop())
+        found = held(made._replace(name=label, info=info, ops=()), tensors, self.dense)
+        if isinstance(found, Pulled):
+            return found
+        files = next(iter(tensors.values())).files
+        if isinstance(found, StoredTensor):
+            found = TensorGroup(label, info, self.dense, {"": found})
+        return LazyTensor(label, found, files)
+
+    # ------------------------------------------------------------------ groups
+
+    def _group(self, number: int, group: Group) -> dict[str, Any]:
+        params = list(dict.fromkeys(self._renamed(group[PARAMS])))
+        mine = set(group[PARAMS])
+        for name in params:
+            made = self.made.get(name)
+            away = [s for s in made.sources if s not in mine] if made is not None else []
+            if made is not None and away:
+                raise self._stuck(made, f"{away[0]} is not in parameter group {number}")
+        return {
+            key: list(params) if key in (PARAMS, NAMES) else value for key, value in group.items()
+        }
+
+    def _renamed(self, params: Collection[str]) -> Iterator[str]:
+        for key in params:
+            if key in self.infos:
+                yield from self.targets.get(key, ())
+            else:
+                yield key
+
+    def _stuck(self, made: Made, why: str) -> PlanError:
+        return PlanError(
+            "CKM611",
+            f"optimizer state of {made.name} ({made.rule}): {why}",
+            "leave the optimizer behind with --optimizer drop",
+        )
