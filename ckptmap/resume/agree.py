@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import CkptmapError, LoadError
+from ckptmap.resume.fsdp1 import is_fsdp1
 from ckptmap.resume.target import Target, is_dtensor
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def peer_groups(model: torch.nn.Module, targets: Sequence[Target]) -> list[Any]:
             for group in tensor.device_mesh.get_all_groups():
                 groups.setdefault(id(group), group)
     for module in model.modules():
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        wrapped = isinstance(module, torch.nn.parallel.DistributedDataParallel) or is_fsdp1(module)
+        if wrapped:
             group = module.process_group
             groups.setdefault(id(group), group)
     return [group for group in groups.values() if group.size() > 1]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ckptmap.encodings.nf4 import NF4
 from ckptmap.errors import LoadError
+from ckptmap.resume import fix_lowbit
 from ckptmap.tensors import TensorInfo
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Fix:
     """The first and the last version that the tests ran with."""
     why: str
     check: Callable[[], str]
+    asks: Callable[[], str] = str
+    """What the user has to do here; empty: nothing."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class FixState:
     tested: tuple[str, str]
     why: str
     problem: str
+    asks: str = ""
 
     @property
     def within_tested(self) -> bool:
@@ -57,7 +61,8 @@ def states() -> list[FixState]:
     for fix in FIXES:
         version = _version(fix.library)
         problem = fix.check() if version else f"{fix.library} is not installed"
-        found.append(FixState(fix.name, fix.library, version, fix.tested, fix.why, problem))
+        asks = fix.asks() if version else ""
+        found.append(FixState(fix.name, fix.library, version, fix.tested, fix.why, problem, asks))
     return found
 
 
@@ -200,6 +205,12 @@ def _check_nf4() -> str:
     return ""
 
 
+def _check_int8() -> str:
+    from ckptmap.resume import int8_live
+
+    return int8_live.problem()
+
+
 FIXES = (
     Fix(
         "replace an FSDP2 parameter",
@@ -221,5 +232,20 @@ FIXES = (
         ("0.18", "0.18"),
         "its constructor is not documented, and torchao 0.18 moved the class without an alias",
         _check_nf4,
+    ),
+    Fix(
+        "shard an Int8Tensor",
+        "torchao",
+        ("0.18", "0.18"),
+        "FSDP2 cannot cut it (aten.split is missing): a shard is of a subclass that gathers itself",
+        _check_int8,
+    ),
+    Fix(
+        "step low-bit optimizers under FSDP2",
+        "torchao",
+        ("0.16", "0.18"),
+        "since 0.17 their states lose the dtype of bf16 parameters, and step() fails",
+        fix_lowbit.problem,
+        fix_lowbit.asks,
     ),
 )

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.checkpoint import open as open_checkpoint
-from ckptmap.errors import LoadError
+from ckptmap.files import verified
+from ckptmap.resume import fix_lowbit
 from ckptmap.resume.agree import agreed, peer_groups
-from ckptmap.resume.match import Matcher
+from ckptmap.resume.continuation import Continuation
+from ckptmap.resume.finding import find_targets
+from ckptmap.resume.match import Choices, Matcher
 from ckptmap.resume.reader import Reader
 from ckptmap.resume.report import LoadReport
-from ckptmap.resume.target import find_targets
+from ckptmap.resume.restore import StateMatcher
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +36,21 @@ def load(
     path: str | os.PathLike[str] | Checkpoint,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
     *,
     strict: bool = True,
     strict_encoding: bool = False,
+    exact: bool = False,
+    precision: str = "keep",
+    rounding: str = "nearest",
+    nf4: str = "torchao",
+    random: str = "auto",
+    seed: int = 0,
+    fix: bool = False,
     max_memory: int = MAX_MEMORY,
 ) -> LoadReport:
-    """Load a checkpoint of any setup into a plain, DDP, compiled or `fully_shard`ed model.
+    """Load a checkpoint of any setup into a plain, DDP, compiled, FSDP1 or `fully_shard`ed model,
+    with its optimizer and scheduler if they are given.
 
     Every rank of the model calls it; each reads the bytes of its own shards only. Dense weights are
     filled in place (created, where they are on meta) in the model's dtype. An NF4 weight of the
@@ -47,18 +59,39 @@ def load(
     refused with `strict_encoding`. A dense weight is quantized where the live one is NF4. Under DDP
     all replicas read the same bytes, so NF4 weights are equal although DDP does not broadcast them.
 
-    `strict=False` reports missing, unexpected and mismatched tensors in place of raising; they keep
-    their values. `max_memory` bounds host buffers in bytes, beside the tensors themselves.
+    Optimizer state is matched by FQN, whatever optimizer wrote it, and put into the classes of the
+    live one: moments are copied as they are, codes too where scheme and block boundaries agree,
+    else decoded and encoded anew, with the error in the report. Hyper-parameters become the
+    checkpoint's; those that were different are in the report.
+
+    strict       names must match; False: what does not is reported, and keeps its values
+    exact        training goes on bit for bit as it would have, or LoadError CKM507 says why not;
+                 for checkpoints of `ckptmap.save`
+    precision    of moments, where the optimizer leaves a choice: "keep" the checkpoint's, so that
+                 another world size changes nothing; "target": what the optimizer would have made
+                 of this rank's shard; "fp32"
+    rounding     of float32 weights into bfloat16: "nearest", or "stochastic" with `seed`
+    nf4          whose class holds an NF4 weight: "torchao", or "bnb" (bitsandbytes' Linear4bit)
+    random       "auto": restore each rank's random streams, or, where they do not fit and the
+                 optimizer rounds stochastically, make fresh ones from `seed` (see
+                 `resume/streams.py`); "recorded": restore, or refuse; "fresh"; "leave"
+    fix          mend torchao's low-bit states in this process where the installed release needs it
+                 (see `resume/fix_lowbit.py`; `ckptmap doctor` tells)
+    max_memory   bound of host buffers in bytes, beside the tensors themselves
 
     Raises LoadError before anything is touched: CKM501 names or meta tensors do not match, CKM502
     shapes differ, CKM503 an NF4 weight is trainable here, CKM504 cannot be cut, CKM505 a kind of
-    model that it cannot load into, CKM208 tied here but different in the checkpoint; SourceError
-    where the checkpoint cannot be read.
+    model that it cannot load into, CKM506 state and parameters do not match, CKM507 not exact,
+    CKM508 an optimizer of another model, CKM511 random streams, CKM512 no place for nf4="bnb",
+    CKM208 tied here but different in the checkpoint; SourceError where the checkpoint cannot be
+    read.
     """
-    if optimizer is not None:
-        raise LoadError("CKM505", "load: optimizer state is not loaded yet", "pass the model alone")
     import torch
 
+    if nf4 not in ("torchao", "bnb") or rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"nf4={nf4!r}, rounding={rounding!r}: see the docstring")
+    if fix and optimizer is not None:
+        fix_lowbit.apply()
     targets, homeless = find_targets(model)
     peers = peer_groups(model, targets)
     with ExitStack() as closing:
@@ -67,9 +100,19 @@ def load(
             if checkpoint is not path:
                 closing.callback(checkpoint.close)
             reader = Reader(checkpoint.files, max_memory)
-            plan = Matcher(checkpoint, reader, targets).plan()
+            plan = Matcher(checkpoint, reader, targets, Choices(nf4, rounding, seed)).plan()
             plan.refuse(checkpoint.path, strict, strict_encoding, homeless)
-        with agreed(peers), torch.no_grad():
+            state = None
+            if optimizer is not None:
+                state = StateMatcher(checkpoint, targets, optimizer, precision).plan()
+                state.refuse(checkpoint.path, strict)
+            run = Continuation(checkpoint, model, optimizer, scheduler, targets)
+            run.judge(plan, state, precision)
+            run.choose_streams(random, seed, exact)
+        with agreed(peers), torch.no_grad(), verified(checkpoint.files):
             for step in plan.steps:
                 step(reader)
-    return plan.report(reader, homeless)
+            for fill in state.steps if state is not None else ():
+                fill(reader)
+            run.finish()
+    return run.report(plan.report(reader, homeless), state)

@@ -5,6 +5,7 @@ Every tensor gets one step, decided from headers alone; nothing is touched befor
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.lazy import LazyTensor
-from ckptmap.resume import nf4_live
-from ckptmap.resume.reader import Reader, window
+from ckptmap.resume import bnb_live, int8_live, int8_trained, nf4_live
+from ckptmap.resume.reader import Reader
 from ckptmap.resume.report import Cast, Decoded, Encoded, LoadReport, Mismatch, listed
-from ckptmap.resume.target import Target, device_for, fallback_device, held, is_nf4
-from ckptmap.tensors import ITEMSIZE, TensorInfo
+from ckptmap.resume.target import Target, device_for, fallback_device, is_nf4
+from ckptmap.tensors import ITEMSIZE, Box, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -110,11 +111,31 @@ class LoadPlan:
         )
 
 
+@dataclass(frozen=True)
+class Choices:
+    """What a caller may choose for weights.
+
+    nf4       "torchao" or "bnb": whose class holds an NF4 weight
+    rounding  of float32 into bfloat16: "nearest", or "stochastic" with `seed`
+    """
+
+    nf4: str = "torchao"
+    rounding: str = "nearest"
+    seed: int = 0
+
+
 class Matcher:
     """Matches targets with the checkpoint and decides the step of each; reads no weight, save to
     compare two that are one tensor in the model."""
 
-    def __init__(self, checkpoint: Checkpoint, reader: Reader, targets: Sequence[Target]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        reader: Reader,
+        targets: Sequence[Target],
+        choices: Choices | None = None,
+    ) -> None:
+        self._choices = choices or Choices()
         self._checkpoint = checkpoint
         self._reader = reader
         self._targets = targets
@@ -148,10 +169,18 @@ class Matcher:
             self._plan.trainable.append(target.fqn)
             return
         self._plan.targets.append(target)
-        if nf4:
+        if nf4 and (self._choices.nf4 == "bnb" or bnb_live.is_live(target)):
+            self._load_bnb(target, source)
+        elif nf4:
             self._load_nf4(target, source)
         elif live_nf4:
             self._quantize(target, source)
+        elif int8_trained.is_trained(target.local):
+            self._train_int8(target, source)
+        elif int8_live.is_int8(source):
+            self._load_int8(target, source)
+        elif int8_live.is_live(target.local):
+            self._quantize_int8(target, source)
         elif source.encoding == "dense":
             self._load_dense(target, source)
         else:
@@ -162,9 +191,17 @@ class Matcher:
     def _load_dense(self, target: Target, source: LazyTensor) -> None:
         self._note_cast(target, source)
         device = device_for(target, self._device)
+        by_chance = self._choices.rounding == "stochastic"
+        rounded = by_chance and (source.dtype, target.dtype) == ("float32", "bfloat16")
+
+        def read(reader: Reader, box: Box, out: torch.Tensor) -> None:
+            if rounded:
+                reader.rounded(source, box, out, self._seed(target, box))
+            else:
+                reader.dense(source, box, out)
 
         def step(reader: Reader) -> None:
-            _fill(target, device, lambda box, out: reader.dense(source, box, out), reader)
+            _fill(target, device, lambda box, out: read(reader, box, out), reader)
 
         self._plan.steps.append(step)
 
@@ -190,9 +227,58 @@ class Matcher:
             return
         self._put(target, source, rows, nf4_live.read_rows)
 
+    def _seed(self, target: Target, box: Box) -> int:
+        """Of one box of one tensor: replicas draw the same bits, all others independent ones."""
+        text = f"ckptmap round|{self._choices.seed}|{target.fqn}|{box.offsets}|{box.sizes}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+    def _load_bnb(self, target: Target, source: LazyTensor) -> None:
+        reason = bnb_live.can_hold(target)
+        if reason:
+            raise bnb_live.refuse(target, reason)
+        self._plan.encoded.append(Encoded(target.fqn, "bnb-nf4", 0, 0, source.nbytes))
+        device = device_for(target, self._device)
+
+        def step(reader: Reader) -> None:
+            with reader.meter.hold(source.nbytes, device):
+                bnb_live.put(reader, source, target, device)
+
+        self._plan.steps.append(step)
+
+    def _load_int8(self, target: Target, source: LazyTensor) -> None:
+        rows = int8_live.rows_of(target, source)
+        if isinstance(rows, str):
+            self._decode(target, source, rows)
+            return
+        self._plan.encoded.append(Encoded(target.fqn, "int8", 0, 0, rows.nbytes))
+        device = device_for(target, self._device)
+
+        def step(reader: Reader) -> None:
+            with reader.meter.hold(rows.nbytes, device):
+                target.put(int8_live.read_rows(reader, source, rows, device))
+
+        self._plan.steps.append(step)
+
+    def _train_int8(self, target: Target, source: LazyTensor) -> None:
+        scales = int8_trained.kept_scales(target, source)
+        if scales is None:
+            self._plan.quantized.append(target.fqn)
+        else:
+            self._plan.encoded.append(Encoded(target.fqn, "int8", 0, 0, target.local.numel()))
+        self._plan.steps.append(lambda reader: int8_trained.fill(reader, source, target, scales))
+
+    def _quantize_int8(self, target: Target, source: LazyTensor) -> None:
+        self._plan.quantized.append(target.fqn)
+        device = device_for(target, self._device)
+
+        def step(reader: Reader) -> None:
+            target.put(int8_live.quantize_rows(reader, source, target, device))
+
+        self._plan.steps.append(step)
+
     def _quantize(self, target: Target, source: LazyTensor) -> None:
         info = TensorInfo(source.shape, target.dtype)
-        encoding = nf4_live.encoding_for(info)
+        encoding = nf4_live.encoding_for(info, source)
         rows = encoding if isinstance(encoding, str) else nf4_live.rows_of(target, info, encoding)
         if isinstance(rows, str):
             raise LoadError(
@@ -200,7 +286,8 @@ class Matcher:
                 f"model: {target.fqn} is NF4 but the checkpoint's values cannot be: {rows}",
                 "make this weight dense before loading",
             )
-        self._plan.quantized.append(target.fqn)
+        if not nf4_live.keeps_codes(source, rows):
+            self._plan.quantized.append(target.fqn)
         self._put(target, source, rows, nf4_live.quantize_rows)
 
     def _put(
@@ -231,7 +318,7 @@ class Matcher:
         if first.info == other.info and _one_storage(first, other):
             return
         same = first.info == other.info and all(
-            self._reader.same(first, other, box) for box, _ in held(target)
+            self._reader.same(first, other, box) for box, _ in target.windows(target.local)
         )
         if not same:
             raise LoadError(
@@ -266,12 +353,12 @@ def _fill(
     import torch
 
     local = target.local
-    if not local.is_meta and not is_nf4(local):
-        for box, place in held(target):
-            read(box, window(local, place))
+    if not local.is_meta and not is_nf4(local) and not int8_live.is_live(local):
+        for box, view in target.windows(local):
+            read(box, view)
         return
     new = torch.empty(local.shape, dtype=target.tensor.dtype, device=device)
     with reader.meter.hold(new.numel() * new.element_size(), device):
-        for box, place in held(target):
-            read(box, window(new, place))
+        for box, view in target.windows(new):
+            read(box, view)
         target.put(new)

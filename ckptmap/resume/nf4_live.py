@@ -10,10 +10,11 @@ from the local shard. `n_blocks` is the whole tensor's count too, as in torchao'
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from ckptmap.encodings.nf4 import NF4
+from ckptmap.encodings.nf4 import NF4, NF4Scheme
 from ckptmap.encodings.nf4_encoding import (
     DATA,
     FACTOR,
@@ -22,12 +23,14 @@ from ckptmap.encodings.nf4_encoding import (
     TABLE,
     default_encoding,
 )
-from ckptmap.encodings.nf4_live import live_scaler_block, regroup, to_torchao
+from ckptmap.encodings.nf4_live import from_torchao, live_scaler_block, regroup, to_torchao
+from ckptmap.grids import Grid
 from ckptmap.lazy import LazyTensor
 from ckptmap.protocols import Refusal
+from ckptmap.recoding import grid_of, recoded
 from ckptmap.resume import fixes
 from ckptmap.resume.reader import Reader
-from ckptmap.resume.target import Target, is_dtensor, is_nf4
+from ckptmap.resume.target import Target, held, is_dtensor, is_nf4
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
@@ -66,6 +69,8 @@ def can_hold(target: Target) -> str:
     """Why the place where the tensor sits cannot have an NF4Tensor; empty: it can."""
     if target.is_buffer:
         return "a buffer cannot be an NF4Tensor"
+    if target.is_flat:
+        return "FSDP1 keeps flat dense parameters"
     if is_nf4(target.local):
         return ""
     for module, _ in target.places:
@@ -140,11 +145,65 @@ def _blocks(rows: Rows) -> tuple[int, int]:
     return rows.box.offsets[0] * width // block, rows.info.numel // block
 
 
+# ------------------------------------------------------------------------------- to be saved
+
+
+@dataclass(frozen=True, eq=False)
+class StoredPart:
+    """This rank's run of one part of the whole tensor.
+
+    everywhere  all ranks hold it, and the same
+    """
+
+    name: str
+    info: TensorInfo
+    box: Box
+    values: torch.Tensor
+    everywhere: bool
+
+
+def stored_parts(target: Target) -> tuple[Mapping[str, Any], list[StoredPart]]:
+    """The record of a live NF4 weight, and what this rank holds of each part, not copied."""
+    local, encoding, parts = from_torchao(target.local)
+    whole = TensorInfo(tuple(target.tensor.shape), local.dtype)
+    expected = encoding.parts(whole)
+    assert not isinstance(expected, Refusal), expected.reason
+    ((rows, _),) = held(target)
+    found = []
+    for name, values in parts.items():
+        everywhere = name in (MEAN, TABLE)
+        box = encoding.part_box(whole, name, rows)
+        assert box is not None
+        box = Box.whole(expected[name].shape) if everywhere else box
+        alone = everywhere or not is_dtensor(target.tensor)
+        found.append(StoredPart(name, expected[name], box, values, alone))
+    record = encoding.record(whole)
+    assert record is not None
+    return record, found
+
+
 # ------------------------------------------------------------------------------- from dense
 
 
-def encoding_for(info: TensorInfo) -> NF4 | str:
-    """How a dense tensor is quantized for a live NF4 weight; a text: why it cannot be."""
+def kept_grid(source: LazyTensor) -> Grid | None:
+    """The grid of NF4 codes that another encoding holds; None: the source has no such codes."""
+    grid = grid_of(source)
+    return grid if grid is not None and grid.name == "nf4" else None
+
+
+def keeps_codes(source: LazyTensor, rows: Rows) -> bool:
+    """Can the source's codes be kept, so that nothing is quantized here?"""
+    grid = kept_grid(source)
+    return grid is not None and rows.stored.recoder(rows.whole, grid, "cpu") is not None
+
+
+def encoding_for(info: TensorInfo, source: LazyTensor) -> NF4 | str:
+    """How a tensor is held as a live NF4 weight, its codes kept where it has them; a text: why it
+    cannot be."""
+    grid = kept_grid(source)
+    kept = NF4Scheme().keeping(info, grid, False) if grid is not None else None
+    if isinstance(kept, NF4):
+        return kept
     encoding = default_encoding(info)
     parts = encoding.parts(info)
     return parts.reason if isinstance(parts, Refusal) else encoding
@@ -153,15 +212,22 @@ def encoding_for(info: TensorInfo) -> NF4 | str:
 def quantize_rows(
     reader: Reader, source: LazyTensor, rows: Rows, device: torch.device
 ) -> torch.Tensor:
-    """`to_nf4` of the whole dense tensor, of which only these rows are kept.
+    """`to_nf4` of the whole dense tensor, of which only these rows are kept; or its codes, where
+    it has them.
 
     Every rank streams the whole tensor, since the scales depend on all of it; it holds one chunk,
     the absmax of every block (1/64 of the elements) and its own rows.
     """
     import torch
 
-    encoder = rows.stored.encoder(rows.whole, str(device))
     parts = _empty_parts(rows, device)
+    grid = kept_grid(source)
+    if grid is not None and keeps_codes(source, rows):
+        with reader.meter.hold(8 * math.prod(grid.scales), device):
+            for write in recoded(source, rows.stored, grid, CHUNK_NUMEL):
+                _keep(parts, rows, write.part, write.box, write.values)
+        return _build(parts, rows)
+    encoder = rows.stored.encoder(rows.whole, str(device))
     with reader.meter.hold(encoder.state_nbytes, device):
         for box, offset in _chunks(rows.whole, rows.stored.block_size, reader.max_memory):
             values = torch.empty(box.sizes, dtype=getattr(torch, rows.whole.dtype), device=device)

@@ -29,6 +29,20 @@ class Reader:
         """`box` of a dense tensor -> `out` (box.sizes, any floating or equal dtype, any device)."""
         self._stored(source.parts[""], box, out)
 
+    def rounded(self, source: LazyTensor, box: Box, out: torch.Tensor, seed: int) -> None:
+        """`box` of a float32 tensor -> `out` in bfloat16, up or down by chance, as often as it is
+        near: the mean error is zero. The bits of a box depend on the seed alone."""
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        numel = min(box.numel, max(1, self.max_memory // (3 * 4)))
+        with self.meter.hold(3 * numel * 4, torch.device("cpu")):
+            for part in row_major_boxes(box, numel):
+                values = torch.empty(part.sizes, dtype=torch.float32)
+                self.decoded(source, part, values)
+                view = window(out, part.relative_to(box.offsets))
+                view.copy_(stochastic(values, generator))
+
     def part(self, source: LazyTensor, name: str, box: Box, device: torch.device) -> torch.Tensor:
         """A box of one stored part as a new tensor, as it is stored."""
         import torch
@@ -81,5 +95,20 @@ class Reader:
 def window(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """The part of a tensor that a box names, as a view; 0-d tensors have one part."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
+        if offset or size != tensor.shape[dim]:  # not every subclass has a view of all of itself
+            tensor = tensor.narrow(dim, offset, size)
     return tensor
+
+
+def stochastic(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """float32 -> bfloat16: up with the probability that the 16 bits dropped say, else down.
+
+    As torchao's `_fp32_to_bf16_sr`, on the CPU and with a generator of its own; infinities and NaN
+    stay what they are.
+    """
+    import torch
+
+    bits = values.view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, generator=generator)
+    rounded = ((bits + noise) & -65536).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +69,59 @@ class Decoded:
 
 
 @dataclass(frozen=True)
+class Recoded:
+    """A moment of the optimizer in another form than it was stored in; `error` is the rms of the
+    difference over that of the values, on this rank."""
+
+    name: str
+    stored: str
+    live: str
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.stored} -> {self.live}, error {self.error:.1e}"
+
+
+@dataclass(frozen=True)
+class StateReport:
+    """What became of the optimizer's state on this rank; names are `FQN.state name`.
+
+    loaded       have the checkpoint's values now
+    copied       of these, those whose codes moved as bytes
+    cast         loaded in another dtype
+    recoded      decoded, or encoded anew, with the error
+    derived      made of another optimizer's state
+    initialised  begin anew, and why
+    left         in the checkpoint, but not used, and why
+    settings     hyper-parameters that were different here, and what was done
+    """
+
+    loaded: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+    cast: tuple[Cast, ...] = ()
+    recoded: tuple[Recoded, ...] = ()
+    derived: tuple[str, ...] = ()
+    initialised: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        found = [f"optimizer: loaded {len(self.loaded)} entries"]
+        for title, items in (
+            ("codes copied", self.copied),
+            ("cast", self.cast),
+            ("recoded", self.recoded),
+            ("derived", self.derived),
+            ("initialised", self.initialised),
+            ("left", self.left),
+            ("settings", self.settings),
+        ):
+            if items:
+                found.append(f"  {title}: {len(items)}: {listed(items)}")
+        return found
+
+
+@dataclass(frozen=True)
 class LoadReport:
     """The result of `ckptmap.load`, for this rank.
 
@@ -82,6 +135,10 @@ class LoadReport:
     quantized     dense in the checkpoint, quantized because the model's weight is
     tied          (name, the name it shares one tensor with)
     left_on_meta  non-persistent buffers and missing tensors that still have no data
+    state         what became of the optimizer's state; None: no optimizer was given
+    streams       "restored", "left as they are", or how they were made anew
+    inexact       why training does not go on bit for bit; empty: it does
+    step, extra   what `ckptmap.save` was given
     peak_*_nbytes most bytes that load held at once: buffers, and the tensor in the making until it
                   is in the model
     """
@@ -96,6 +153,11 @@ class LoadReport:
     quantized: tuple[str, ...] = ()
     tied: tuple[tuple[str, str], ...] = ()
     left_on_meta: tuple[str, ...] = ()
+    state: StateReport | None = None
+    streams: str = ""
+    inexact: tuple[str, ...] = ()
+    step: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
     peak_host_nbytes: int = 0
     peak_device_nbytes: int = 0
 
@@ -114,6 +176,11 @@ class LoadReport:
         ):
             if items:
                 lines.append(f"  {title}: {len(items)}: {listed(items)}")
+        lines += self.state.lines() if self.state is not None else []
+        if self.streams:
+            lines.append(f"random streams: {self.streams}")
+        if self.inexact:
+            lines.append(f"not bit for bit: {listed(self.inexact)}")
         lines.append(
             f"  most bytes held by load: {self.peak_host_nbytes:,} host, "
             f"{self.peak_device_nbytes:,} device"

@@ -8,15 +8,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.resume import fixes
+from ckptmap.resume.reader import window
 from ckptmap.tensors import Box
 
 if TYPE_CHECKING:
     import torch
 
 NF4_CLASS = "NF4Tensor"
-PLAIN = frozenset({"Tensor", "Parameter", "Buffer", "DTensor", NF4_CLASS})
+INT8_CLASSES = ("Int8Tensor", "ShardedInt8")
+TRAINED_INT8 = "Int8QuantizedTrainingLinearWeight"
+TRAINED_DENSE = ("Int8MixedPrecisionTrainingLinearWeight", "BitNetTrainingLinearWeight")
+"""torchao's weights that each forward quantizes and that are kept dense: what is loaded is that."""
+PLAIN = frozenset({
+    "Tensor", "Parameter", "Buffer", "DTensor", "Params4bit", NF4_CLASS, *INT8_CLASSES,
+    TRAINED_INT8, *TRAINED_DENSE,
+})  # fmt: skip
 """Classes of live tensors that can be filled or replaced; any other is refused by name."""
 
 
@@ -32,6 +39,11 @@ class Target:
     places: tuple[tuple[torch.nn.Module, str], ...]
     is_buffer: bool
     fsdp_param: Any = None
+
+    @property
+    def is_flat(self) -> bool:
+        """Is it a part of a flat parameter of FSDP1?"""
+        return False
 
     @property
     def fqn(self) -> str:
@@ -51,12 +63,37 @@ class Target:
 
         tensor: Any = self.tensor
         with torch.no_grad():
-            local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
-        return local
+            local: Any = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+        found: torch.Tensor = local._data if type(local).__name__ in TRAINED_DENSE else local
+        return found
 
     @property
     def dtype(self) -> str:
         return str(self.tensor.dtype).removeprefix("torch.")
+
+    def windows(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+        """(box of the whole tensor, view of what this rank holds of it), `local` being this rank's
+        part of the tensor, or of one like it: a gradient, a moment."""
+        return [(box, window(local, place)) for box, place in held(self)]
+
+    @property
+    def is_cut(self) -> bool:
+        """Does a mesh say what each rank holds? If not, every rank that has it has all of it."""
+        return is_dtensor(self.tensor)
+
+    @property
+    def is_primary(self) -> bool:
+        """Of the ranks that hold the same part, is this the one that saves it? Told by the mesh;
+        of a tensor without one every rank says so."""
+        tensor: Any = self.tensor
+        if not is_dtensor(tensor):
+            return True
+        coordinate = tensor.device_mesh.get_coordinate()
+        return coordinate is not None and not any(
+            place
+            for place, p in zip(coordinate, tensor.placements, strict=True)
+            if p.is_replicate()
+        )
 
     def put(self, local: torch.Tensor) -> None:
         """Replace the tensor everywhere it sits; `local` is this rank's part of the new one."""
@@ -101,89 +138,6 @@ def like(old: Any, local: torch.Tensor) -> torch.Tensor:
             shape=old.shape,
             stride=old.stride(),
         )
-
-
-# ------------------------------------------------------------------------------- finding them
-
-
-def find_targets(model: torch.nn.Module) -> tuple[list[Target], list[str]]:
-    """Every parameter and persistent buffer once, and the non-persistent buffers on meta, by name.
-
-    Raises LoadError CKM505 for FSDP1's flat parameters and for tensor subclasses of other kinds.
-    """
-    _reshard(model)
-    found: dict[str, tuple[torch.nn.Module, str, bool]] = {}
-    homeless: list[str] = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        _refuse_fsdp1(path, module)
-        prefix = f"{path}." if path else ""
-        for name, value in module._parameters.items():
-            if value is not None:
-                found[prefix + name] = (module, name, False)
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if name not in module._non_persistent_buffers_set:
-                found[prefix + name] = (module, name, True)
-            elif buffer.is_meta:
-                homeless.append(prefix + name)
-    plain = strip_wrappers(list(found), "model")
-    return _tied_together(found, plain, fixes.fsdp_params(model)), homeless
-
-
-def _tied_together(
-    found: dict[str, tuple[torch.nn.Module, str, bool]], plain: dict[str, str], sharded: Any
-) -> list[Target]:
-    """One target for all names that hold the same object."""
-    ties: dict[int, list[str]] = {}
-    for key, (module, name, _) in found.items():
-        ties.setdefault(id(getattr(module, name)), []).append(key)
-    targets = []
-    for keys in ties.values():
-        places = {(id(found[k][0]), found[k][1]): (found[k][0], found[k][1]) for k in keys}
-        managed = next((sharded[place] for place in places if place in sharded), None)
-        target = Target(
-            tuple(plain[key] for key in keys),
-            tuple(places.values()),
-            found[keys[0]][2],
-            managed,
-        )
-        _refuse_subclass(target)
-        targets.append(target)
-    return targets
-
-
-def _reshard(model: torch.nn.Module) -> None:
-    """After a forward the root unit of FSDP2 keeps whole parameters; bring its shards back."""
-    import torch
-
-    if not torch.distributed.is_available():
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def _refuse_fsdp1(path: str, module: torch.nn.Module) -> None:
-    if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
-        raise LoadError(
-            "CKM505",
-            f"model: {path or 'the root'} is wrapped by FSDP1, which keeps flat parameters",
-            "load before wrapping it, or use fully_shard",
-        )
-
-
-def _refuse_subclass(target: Target) -> None:
-    for tensor in (target.tensor, target.local):
-        kind = type(tensor).__name__
-        if kind not in PLAIN:
-            raise LoadError(
-                "CKM505",
-                f"model: {target.fqn} is a {kind}, expected a tensor, DTensor or NF4Tensor",
-                "load before quantizing or wrapping this weight",
-            )
 
 
 # ------------------------------------------------------------------------------- this rank's part

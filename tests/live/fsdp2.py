@@ -270,10 +270,22 @@ def expect(code: str, text: str, path: Path, model: nn.Module, **options: Any) -
 
 
 def flat_parameters(folder: Path) -> None:
+    """FSDP1 keeps dense tensors only: what is NF4 in the checkpoint is decoded into them."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
-    expect("CKM505", "the root is wrapped by FSDP1", folder / "nf4.pt", model)
+    for use_orig_params in (True, False):
+        inner = net().requires_grad_(False)
+        model = FullyShardedDataParallel(
+            inner, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+        )
+        report = load(folder / "nf4.pt", model)
+        assert {d.fqn for d in report.decoded} == QUANTIZED.keys()
+        truth: Any = net(0)
+        quantize(truth)
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            for name, tensor in truth.named_parameters():
+                want = tensor.get_original_weight() if name in QUANTIZED else tensor
+                assert same(inner.get_parameter(name).detach(), want.detach()), name
 
 
 def compiled(folder: Path) -> None:

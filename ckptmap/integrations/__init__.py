@@ -1,0 +1,20 @@
+"""Thin glue for training frameworks; none of them is imported before its module's function is called.
+
+ckptmap.integrations.accelerate.install(accelerator)      save_state, load_state
+ckptmap.integrations.transformers.callback(...)           a TrainerCallback
+ckptmap.integrations.dcp.save_planner(), load_planner()   plain dcp.save and dcp.load
+ckptmap.integrations.lightning.hooks(...)                 on_save_checkpoint, on_load_checkpoint
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+NAMES = ("accelerate", "dcp", "lightning", "transformers")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module 'ckptmap.integrations' has no attribute {name!r}")
+    return importlib.import_module(f"ckptmap.integrations.{name}")

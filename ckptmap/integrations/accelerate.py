@@ -1,0 +1,139 @@
+"""accelerate: `load_state` takes a checkpoint of any setup, `save_state` writes plain names.
+
+    handle = ckptmap.integrations.accelerate.install(accelerator)     # after prepare()
+    accelerator.load_state("runs/step-2000")                          # FSDP, DDP, compiled, Trainer's
+
+accelerate's own FSDP loader reads the names and shards of its own setup alone, and FSDP2 with
+compiled layers under activation checkpointing writes `_orig_mod.` into names. Schedulers, random
+states, samplers and custom objects stay accelerate's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckptmap.checkpoint import open as open_checkpoint
+from ckptmap.errors import LoadError
+from ckptmap.mapping.wrappers import strip_wrappers
+from ckptmap.resume.hooks import Handle, name_by_live
+from ckptmap.resume.load import MAX_MEMORY, load
+from ckptmap.resume.optimizers import unwrapped
+
+WHERE = "accelerate"
+OWN = "random_states_*.pkl"
+"""What every directory of accelerate's holds beside the model."""
+
+
+def install(
+    accelerator: Any, *, strict: bool = True, precision: str = "keep", max_memory: int = MAX_MEMORY
+) -> Handle:
+    """Take over models and optimizers of `accelerator.load_state`, and their names in `save_state`,
+    until `remove()` of the handle; call it after `prepare()`.
+
+    Registers a save and a load pre-hook. The report of a load is `handle.reports["model"]`.
+    strict, precision, max_memory: as in `ckptmap.load`.
+    """
+    handle = Handle()
+    made = _Installed(accelerator, handle, {
+        "strict": strict, "precision": precision, "max_memory": max_memory,
+    })  # fmt: skip
+    handle.add(accelerator.register_save_state_pre_hook(made.before_save).remove)
+    handle.add(accelerator.register_load_state_pre_hook(made.before_load).remove)
+    for name in ("save_state", "load_state"):
+        setattr(accelerator, name, getattr(made, name))
+        handle.add(partial(accelerator.__dict__.pop, name, None))
+    return handle
+
+
+class _Installed:
+    def __init__(self, accelerator: Any, handle: Handle, options: dict[str, Any]) -> None:
+        self._accelerator, self._handle, self._options = accelerator, handle, options
+        self._save, self._load = accelerator.save_state, accelerator.load_state
+        self._model: Any = None
+        self._optimizer: Any = None
+
+    # ------------------------------------------------------------------ saving
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        with _plain_names():
+            return self._save(*args, **kwargs)
+
+    def before_save(self, models: Sequence[Any], weights: list[Any], output_dir: str) -> None:
+        """Weights that accelerate gathered, and is about to write."""
+        weights[:] = [_plain(state) for state in weights]
+
+    # ------------------------------------------------------------------ loading
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Models and optimizers by `before_load`; the rest as accelerate does, where the directory
+        is of its kind."""
+        owner = self._accelerator
+        if len(owner._models) != 1 or len(owner._optimizers) > 1:
+            raise LoadError(
+                "CKM505",
+                f"accelerator: has {len(owner._models)} models and {len(owner._optimizers)}"
+                " optimizers, expected one of each",
+                "load each with ckptmap.load(path, model, optimizer)",
+            )
+        self._model = owner._models[0]
+        self._optimizer = unwrapped(owner._optimizers[0]) if owner._optimizers else None
+        try:
+            if input_dir is not None and not any(Path(input_dir).expanduser().glob(OWN)):
+                self.before_load([], str(input_dir))
+                return None
+            with _without(owner, "_models", "_optimizers"):
+                return self._load(input_dir, *args, **kwargs)
+        finally:
+            self._model = self._optimizer = None
+
+    def before_load(self, models: list[Any], input_dir: str) -> None:
+        """accelerate has found the directory; what it would load itself is taken from its list."""
+        if self._model is None:
+            return
+        with open_checkpoint(Path(input_dir).expanduser()) as checkpoint:
+            has_state = bool(checkpoint.optimizer_reader.present)
+            optimizer = self._optimizer if has_state else None
+            if optimizer is not None:
+                name_by_live(checkpoint, self._model, optimizer)
+            report = load(checkpoint, self._model, optimizer, random="leave", **self._options)
+        self._handle.reports["model"] = report
+        models.clear()
+
+
+@contextmanager
+def _without(owner: Any, *names: str) -> Iterator[None]:
+    """Inside, accelerate has none of these to load."""
+    kept = {name: getattr(owner, name) for name in names}
+    try:
+        for name in names:
+            setattr(owner, name, [])
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(owner, name, value)
+
+
+def _plain(state: Any) -> Any:
+    names = strip_wrappers(list(state), WHERE)
+    return {plain: state[key] for key, plain in names.items()}
+
+
+@contextmanager
+def _plain_names() -> Iterator[None]:
+    """Inside, what accelerate saves of an FSDP model has plain names. Harmless where its function
+    is another: names are then as it writes them, and `load_state` above reads them all the same."""
+    from accelerate.utils import fsdp_utils
+
+    original = getattr(fsdp_utils, "_get_model_state_dict", None)
+    if original is None:
+        yield
+        return
+    fsdp_utils._get_model_state_dict = lambda *args, **kwargs: _plain(original(*args, **kwargs))
+    try:
+        yield
+    finally:
+        fsdp_utils._get_model_state_dict = original

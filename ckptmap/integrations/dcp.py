@@ -1,0 +1,195 @@
+"""Planners for torch.distributed.checkpoint: plain `dcp.save` and `dcp.load`, quantized tensors too.
+
+    dcp.save(state, checkpoint_id=path, planner=save_planner())
+    dcp.load(state, checkpoint_id=path, planner=load_planner())
+
+DCP stores an NF4Tensor or a low-bit moment as one pickle a rank, which no other world size can cut.
+These planners store plain parts, `P.quantized_data`, ..., and a record `P.__ckptmap__`, as every
+ckptmap checkpoint of this kind does; everything else goes torch's own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import LoadError
+from ckptmap.lazy import LazyTensor
+from ckptmap.resume import int8_live
+from ckptmap.resume.family import codes_of
+from ckptmap.resume.in_place import fill
+from ckptmap.resume.live_state import Leaf, assigned
+from ckptmap.resume.load import MAX_MEMORY
+from ckptmap.resume.peers import Peers
+from ckptmap.resume.reader import Reader
+from ckptmap.resume.target import is_nf4
+from ckptmap.tensors import Path
+
+if TYPE_CHECKING:
+    from ckptmap.checkpoint import Checkpoint
+
+RECORD = ".__ckptmap__"
+PURPOSE = "planner"
+
+
+def save_planner(**options: Any) -> Any:
+    """A SavePlanner; `options` are those of torch's DefaultSavePlanner. Every rank makes one.
+
+    While planning, the ranks agree on what each holds of quantized tensors, over gloo.
+    """
+    return _save_class()(**options)
+
+
+def load_planner(max_memory: int = MAX_MEMORY, **options: Any) -> Any:
+    """A LoadPlanner; `options` are those of torch's DefaultLoadPlanner.
+
+    Quantized tensors of the live state dict, and those stored quantized that are dense here, are
+    filled in place by ckptmap from the same directory, this rank's boxes alone, whatever the world
+    size was. Raises LoadError CKM504 where scale blocks do not fit.
+    """
+    return _load_class()(max_memory, **options)
+
+
+def _is_quantized(value: Any) -> bool:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return False
+    local = Leaf(("",), (), False, None, value.detach()).local
+    return is_nf4(local) or int8_live.is_live(local) or codes_of(value) is not None
+
+
+@cache
+def _save_class() -> Any:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    class SavePlanner(DefaultSavePlanner):
+        """torch's, with quantized tensors taken apart."""
+
+        def set_up_planner(
+            self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+        ) -> None:
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+            peers = Peers.join(PURPOSE)
+            taken = {key: v for key, v in self.state_dict.items() if _is_quantized(v)}
+            everybody = {key for keys in peers.all(list(taken)) for key in keys}
+            # A moment may be in codes on one rank and plain on another: both are taken.
+            taken = {key: v for key, v in self.state_dict.items() if key in everybody}
+            self.state_dict = {k: v for k, v in self.state_dict.items() if k not in everybody}
+            whole = {key: self.mappings.get(key, (key,)) for key in taken}
+            found = assigned({whole[key]: value for key, value in taken.items()}, peers)
+            self.parts = {(_key(path), box): v for (path, box), v in found.mine.items()}
+            self.infos = {_key(tensor.path): tensor.info for tensor in found.tensors}
+            self.mappings = {k: v for k, v in self.mappings.items() if k not in everybody}
+            self.mappings |= {_key(tensor.path): tensor.path for tensor in found.tensors}
+            for key, path in whole.items():
+                self.state_dict[key + RECORD] = dict(found.records[_key(path)])
+                self.mappings[key + RECORD] = (*path[:-1], f"{path[-1]}{RECORD}")
+
+        def create_local_plan(self) -> Any:
+            import dataclasses
+
+            plan = super().create_local_plan()
+            self.plan = dataclasses.replace(plan, items=[*plan.items, *_items(self)])
+            return self.plan
+
+        def lookup_object(self, index: Any) -> Any:
+            part = self.parts.get((index.fqn, _box(self, index)))
+            return super().lookup_object(index) if part is None else part.detach()
+
+    return SavePlanner
+
+
+def _key(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _box(planner: Any, index: Any) -> Any:
+    """The box that begins where an index says."""
+    offset = tuple(index.offset) if index.offset is not None else ()
+    return next(
+        (box for key, box in planner.parts if key == index.fqn and box.offsets == offset), None
+    )
+
+
+def _items(planner: Any) -> Iterator[Any]:
+    """A write for each part's box of this rank."""
+    import torch
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    for (key, box), values in planner.parts.items():
+        offsets = torch.Size(box.offsets)
+        yield WriteItem(
+            MetadataIndex(key, offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                ChunkStorageMetadata(offsets, torch.Size(box.sizes)),
+                TensorProperties.create_from_tensor(values),
+                torch.Size(planner.infos[key].shape),
+            ),
+        )
+
+
+# ------------------------------------------------------------------------------- loading
+
+
+@cache
+def _load_class() -> Any:
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    class LoadPlanner(DefaultLoadPlanner):
+        """torch's, for all but what is quantized here or there."""
+
+        def __init__(self, max_memory: int, **options: Any) -> None:
+            super().__init__(**options)
+            self._max_memory = max_memory
+
+        def set_up_planner(
+            self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
+        ) -> None:
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+            stored = set(metadata.state_dict_metadata)
+            ours = {
+                key: value
+                for key, value in self.state_dict.items()
+                if _is_quantized(value) or (key not in stored and key + RECORD in stored)
+            }
+            if ours:
+                _filled(ours, str(metadata.storage_meta.checkpoint_id), self._max_memory)
+            self.state_dict = {k: v for k, v in self.state_dict.items() if k not in ours}
+
+    return LoadPlanner
+
+
+def _filled(values: Mapping[str, Any], path: str, max_memory: int) -> None:
+    """Raises LoadError CKM501 where the checkpoint has no such tensor."""
+    import torch
+
+    from ckptmap.checkpoint import open as open_checkpoint
+
+    with open_checkpoint(path) as checkpoint, torch.no_grad():
+        reader, known = Reader(checkpoint.files, max_memory), by_key(checkpoint)
+        for key, value in values.items():
+            if key not in known:
+                raise LoadError(
+                    "CKM501", f"{path}: has no tensor {key}", "see `ckptmap inspect` for the keys"
+                )
+            fill(reader, known[key], Leaf((key,), (), False, None, value))
+
+
+def by_key(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
+    """Weights and moments by the keys of the flattened state dict."""
+    roles = checkpoint.roles
+    root = "".join(f"{segment}." for segment in roles.model_root)
+    found = {root + stored: checkpoint[fqn] for fqn, stored in checkpoint.names.items()}
+    if roles.optimizer_root is not None:
+        head = "".join(f"{segment}." for segment in (*roles.optimizer_root, "state"))
+        for fqn, state in checkpoint.optimizer.items():
+            found |= {f"{head}{fqn}.{name}": lazy for name, lazy in state.items()}
+    return found

@@ -1,0 +1,53 @@
+"""Hooks in the style of Lightning: a checkpoint is a dict that the trainer saves, and gives back.
+
+    class Module(LightningModule):
+        def on_save_checkpoint(self, checkpoint): hooks.on_save_checkpoint(checkpoint)
+        def on_load_checkpoint(self, checkpoint): hooks.on_load_checkpoint(checkpoint)
+
+Lightning itself is not needed: any trainer that keeps `{"state_dict": ..., "optimizer_states":
+[...]}` can call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.mapping.wrappers import strip_wrappers
+from ckptmap.resume.translate import MAX_MEMORY, translate
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHTS = "state_dict"
+
+
+class Hooks:
+    """`on_save_checkpoint` and `on_load_checkpoint` for one model."""
+
+    def __init__(
+        self, model: torch.nn.Module, config: object = None, max_memory: int = MAX_MEMORY
+    ) -> None:
+        self._model, self._config, self._max_memory = model, config, max_memory
+
+    def on_save_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
+        """Plain names in what is about to be saved: any run can load them."""
+        state = checkpoint[WEIGHTS]
+        names = strip_wrappers(list(state), WEIGHTS)
+        checkpoint[WEIGHTS] = {plain: state[key] for key, plain in names.items()}
+
+    def on_load_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
+        """The weights by the names, in the encodings and shards that the model's own
+        `load_state_dict` takes; the model is not touched. Raises as `ckptmap.translate` does."""
+        checkpoint[WEIGHTS] = translate(
+            checkpoint[WEIGHTS],
+            like=self._model,
+            config=self._config,
+            max_memory=self._max_memory,
+        )
+
+
+def hooks(model: torch.nn.Module, *, config: object = None, max_memory: int = MAX_MEMORY) -> Hooks:
+    """Hooks for `model` as its `load_state_dict` will be called; for the optimizer's state see
+    `ckptmap.hooks.install(model, optimizer)`."""
+    return Hooks(model, config, max_memory)

@@ -1,0 +1,263 @@
+"""The families of live optimizers, one class each.
+
+`blank` makes the state that the optimizer itself would begin with, in its own classes and by its
+own rule of what is worth quantizing, so that loading fills what it will go on with.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import LoadError
+from ckptmap.lazy import LazyTensor
+from ckptmap.resume.family import KINDS, STEP, Codes, Family, Part, is_a, local_of
+from ckptmap.resume.target import like
+
+if TYPE_CHECKING:
+    import torch
+
+NUMBERED = {"1": "exp_avg", "2": "exp_avg_sq"}
+"""bitsandbytes counts its moments."""
+
+
+class TorchAdam(Family):
+    """torch.optim.Adam and AdamW: foreach, fused, capturable."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def claims(self, optimizer: Any) -> bool:
+        return is_a(optimizer, "torch.optim", "Adam", "AdamW")
+
+    def present(self, part: Part) -> dict[str, Any]:
+        names = {STEP, *self.needs(part)}
+        found = self.entries(part.state)
+        fits = found.keys() == names and all(
+            value.dtype == part.param.dtype and not value.is_meta
+            for name, value in found.items()
+            if name != STEP
+        )
+        return found if fits else {}
+
+    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+        import torch
+
+        group = part.group
+        on_device = group.get("capturable") or group.get("fused")
+        device = part.param.device if on_device else torch.device("cpu")
+        found: dict[str, Any] = {STEP: torch.zeros((), dtype=_step_dtype(group), device=device)}
+        third = ("max_exp_avg_sq",) * bool(group.get("amsgrad"))
+        for name in (*self.moments, *third):
+            found[name] = self.plain(part, part.param.dtype)
+        return found
+
+
+class TorchSgd(Family):
+    """torch.optim.SGD: one buffer, where it has momentum."""
+
+    def needs(self, part: Part) -> tuple[str, ...]:
+        return ("momentum_buffer",) * bool(part.group.get("momentum"))
+
+    def claims(self, optimizer: Any) -> bool:
+        return is_a(optimizer, "torch.optim", "SGD")
+
+    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+        if not part.group.get("momentum"):
+            return {}
+        return {"momentum_buffer": self.plain(part, part.param.dtype)}
+
+
+class TorchAdafactor(Family):
+    """torch.optim.Adafactor: a factored second moment, a column and a row a matrix."""
+
+    def needs(self, part: Part) -> tuple[str, ...]:
+        return ("variance",) if part.param.dim() < 2 else ("row_var", "col_var")
+
+    def like_param(self, name: str) -> bool:
+        return name == "variance"
+
+    def claims(self, optimizer: Any) -> bool:
+        return is_a(optimizer, "torch.optim", "Adafactor")
+
+    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+        import torch
+
+        param = part.param
+        found: dict[str, Any] = {STEP: torch.tensor(0.0)}
+        if param.dim() < 2:
+            return {**found, "variance": self.plain(part, param.dtype)}
+        row, column = list(param.shape), list(param.shape)
+        row[-1], column[-2] = 1, 1
+        with torch.no_grad():
+            return {**found, "row_var": param.new_zeros(row), "col_var": param.new_zeros(column)}
+
+
+class Torchao(Family):
+    """torchao's Adam and AdamW: 8 bit, 4 bit, fp8, or plain with stochastic rounding."""
+
+    name = "torchao"
+    mixed = True
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def claims(self, optimizer: Any) -> bool:
+        return is_a(optimizer, "torchao", "_AdamBase")
+
+    def flags(self, optimizer: Any) -> dict[str, Any]:
+        block = optimizer.block_size
+        return {
+            "block_size": "none" if block == float("inf") else int(block),
+            "bf16_stochastic_round": bool(optimizer.bf16_stochastic_round),
+            "is_adamw": bool(optimizer.is_adamw),
+        }
+
+    def rounds(self, optimizer: Any) -> bool:
+        return bool(optimizer.bf16_stochastic_round)
+
+    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+        import torch
+
+        with torch.no_grad():
+            found: dict[str, Any] = {STEP: torch.tensor(0.0)}
+            found["exp_avg"] = part.optimizer._new_buffer(part.param, True)
+            found["exp_avg_sq"] = part.optimizer._new_buffer(part.param, False)
+            if part.group.get("amsgrad"):
+                found["max_exp_avg_sq"] = part.optimizer._new_buffer(part.param, False)
+        return found
+
+    def coded(self, part: Part, scheme: str, signed: bool) -> Any:
+        local, block = local_of(part.param), part.optimizer.block_size
+        if block == float("inf") or not local.numel() or local.numel() % block:
+            return None
+        made = part.optimizer._subclass_zeros(local, signed, block)
+        if KINDS.get(type(made).__name__) != scheme:
+            return None
+        return like(part.param, made).to(part.param.device)
+
+
+class Bnb(Family):
+    """bitsandbytes' Adam and AdamW with two states, 8 bit or 32, paged or not."""
+
+    name = "bitsandbytes"
+    mixed = True
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def claims(self, optimizer: Any) -> bool:
+        return is_a(optimizer, "bitsandbytes", "Optimizer2State") and (
+            getattr(optimizer, "optimizer_name", "") == "adam"
+        )
+
+    def flags(self, optimizer: Any) -> dict[str, Any]:
+        names = ("optim_bits", "min_8bit_size", "max_unorm", "skip_zeros")
+        found = {name: getattr(optimizer.args, name, None) for name in names}
+        return {**found, "is_paged": bool(optimizer.is_paged)}
+
+    def entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in state.items():
+            number = name[-1]
+            if name in ("state1", "state2"):
+                absmax = state.get(f"absmax{number}")
+                found[NUMBERED[number]] = value if absmax is None else Codes(
+                    "bnb8bit", 256, number == "1", value, absmax, state[f"qmap{number}"],
+                    tuple(value.shape),
+                )  # fmt: skip
+            elif not name.startswith(("absmax", "qmap")):
+                found[name] = value
+        return found
+
+    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+        optimizer, group = part.optimizer, part.group
+        number = next(i for i, known in enumerate(optimizer.param_groups) if known is group)
+        place = next(i for i, known in enumerate(group["params"]) if known is part.param)
+        if not optimizer.initialized:
+            optimizer.check_overrides()
+        optimizer.state[part.param] = {}
+        optimizer.init_state(group, part.param, number, place)
+        return self.entries(optimizer.state[part.param])
+
+    def install(self, part: Part, values: Mapping[str, Any]) -> None:
+        """Codes were filled in place; a count, or a moment that became plain, is put there."""
+        state = part.optimizer.state[part.param]
+        state[STEP] = int(values.get(STEP, 0))
+        for number, name in NUMBERED.items():
+            if name in values and not isinstance(values[name], Codes):
+                state[f"state{number}"] = values[name]
+                state.pop(f"absmax{number}", None)
+                state.pop(f"qmap{number}", None)
+
+
+class Other(Family):
+    """Any other optimizer of torch's kind: what it keeps is seen from one step of a copy."""
+
+    name = "other"
+
+    def needs(self, part: Part) -> tuple[str, ...]:
+        import torch
+
+        kept = self._kept(part).items()
+        return tuple(k for k, value in kept if k != STEP and isinstance(value, torch.Tensor))
+
+    def like_param(self, name: str) -> bool:
+        return False
+
+    def dtype_of(self, part: Part, name: str) -> torch.dtype:
+        found: torch.dtype = self._kept(part)[name].dtype
+        return found
+
+    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+        import torch
+
+        found: dict[str, Any] = {}
+        for name, seen in self._kept(part).items():
+            lazy = source.get(name)
+            if not isinstance(seen, torch.Tensor):
+                found[name] = seen if lazy is None else lazy
+            elif isinstance(lazy, LazyTensor) and lazy.shape == tuple(part.model.shape):
+                same = seen.dtype == part.param.dtype
+                found[name] = self.plain(part, part.param.dtype if same else seen.dtype)
+            elif isinstance(lazy, LazyTensor):
+                found[name] = torch.zeros(lazy.shape, dtype=seen.dtype, device=seen.device)
+            else:
+                found[name] = torch.zeros_like(seen)
+        return found
+
+    def _kept(self, part: Part) -> Mapping[str, Any]:
+        """State of a small parameter of the same dtype and group after one step without gradient.
+
+        Raises LoadError CKM508 where the optimizer cannot step so."""
+        import torch
+
+        probe = torch.nn.Parameter(torch.zeros(2, 3, dtype=part.param.dtype))
+        probe.grad = torch.zeros_like(probe)
+        twin = copy.copy(part.optimizer)
+        twin.state = defaultdict(dict)
+        twin.param_groups = [{**part.group, "params": [probe]}]
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(twin, hooks, OrderedDict())
+        before = torch.get_rng_state()
+        try:
+            type(twin).step(twin)
+        except Exception as error:
+            raise LoadError(
+                "CKM508",
+                f"optimizer: {type(twin).__name__} is not known, and cannot be tried: {error}",
+                "load the model alone, and the optimizer by its own load_state_dict",
+            ) from error
+        finally:
+            torch.set_rng_state(before)
+        return dict(twin.state[probe])
+
+
+FAMILIES: tuple[Family, ...] = (
+    Torchao(), Bnb(), TorchAdam(), TorchSgd(), TorchAdafactor(), Other(),
+)  # fmt: skip
+
+
+def _step_dtype(group: Mapping[str, Any]) -> torch.dtype:
+    """As torch.optim's own `_get_scalar_dtype`."""
+    import torch
+
+    wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+    return torch.float64 if wide else torch.float32

@@ -1,0 +1,165 @@
+"""Hyper-parameters of a live optimizer and its scheduler, set to the checkpoint's.
+
+They keep the form that the live optimizer needs: torchao's `lr` stays the tensor it is, bitsandbytes'
+a number. What an implementation chooses (foreach, fused, ...) stays the live one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ckptmap.errors import LoadError
+from ckptmap.lazy import LazyTensor
+from ckptmap.resume.holdings import Owner
+
+CHOICES = (
+    "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "amsgrad",
+    "centered",
+)  # fmt: skip
+"""Not hyper-parameters: how the optimizer computes, or which optimizer it is."""
+NAMES = ("params", "param_names")
+
+
+class Groups:
+    """The live groups matched with the checkpoint's, by the parameters that are in them."""
+
+    def __init__(self, owners: Sequence[Owner], stored: Sequence[Mapping[str, Any]]) -> None:
+        self.settings: list[str] = []
+        self.choices: list[str] = []
+        self._set: list[Callable[[], None]] = []
+        self._of = {fqn: group for group in stored for fqn in group["params"]}
+        live: dict[int, list[Owner]] = {}
+        for owner in owners:
+            live.setdefault(id(owner.part.group), []).append(owner)
+        for number, members in enumerate(live.values()):
+            self._match(number, members)
+
+    def betas(self, owner: Owner) -> Sequence[float]:
+        """Those of the checkpoint's group that the parameter was in."""
+        group = self._group(owner)
+        found = None if group is None else plain(group.get("betas"))
+        return found if isinstance(found, list | tuple) else ()
+
+    def apply(self) -> None:
+        for setter in self._set:
+            setter()
+
+    def _group(self, owner: Owner) -> Mapping[str, Any] | None:
+        names = [name for target, _ in owner.members for name in target.names]
+        return next((self._of[name] for name in names if name in self._of), None)
+
+    def _match(self, number: int, members: Sequence[Owner]) -> None:
+        found = {id(g): g for owner in members if (g := self._group(owner)) is not None}
+        if not found:
+            return
+        values = [{k: plain(v) for k, v in g.items() if k not in NAMES} for g in found.values()]
+        live = members[0].part.group
+        if algorithm(live) != algorithm(values[0]):
+            self.settings.append(
+                f"group {number}: kept as is, the checkpoint's are those of {algorithm(values[0])}"
+            )
+            return
+        for key, value in values[0].items():
+            others = [other.get(key) for other in values[1:]]
+            if all(other == value for other in others):
+                self._setting(f"group {number} {key}", live, key, value)
+            elif key in live:
+                shown = ", ".join(map(str, [value, *others]))
+                self.settings.append(
+                    f"group {number} {key}: its parameters had {shown}; kept {plain(live[key])}"
+                )
+
+    def _setting(self, title: str, live: dict[str, Any], key: str, value: Any) -> None:
+        if key in CHOICES:
+            if key in live and bool(live[key]) != bool(value):
+                self.choices.append(f"{title}: was {value}, is {live[key]}")
+            return
+        if key not in live:
+            if key == "initial_lr":  # a scheduler's, which begins from it
+                self._set.append(lambda: live.__setitem__(key, value))
+            return
+        if isinstance(plain(live[key]), list | tuple) != isinstance(value, list | tuple):
+            return  # another thing of the same name
+        made = fitted(live[key], value)
+        if plain(live[key]) != plain(made):
+            self.settings.append(f"{title}: was {plain(live[key])} here, now {plain(made)}")
+        self._set.append(lambda: _put(live, key, made))
+
+
+def algorithm(group: Mapping[str, Any]) -> str:
+    """What kind of optimizer such hyper-parameters are for; those of another mean other things."""
+    marks = {"betas": "Adam", "beta2_decay": "Adafactor", "alpha": "RMSprop", "momentum": "SGD"}
+    return next((name for key, name in marks.items() if key in group), "another optimizer")
+
+
+def _put(group: dict[str, Any], key: str, value: Any) -> None:
+    """In place where a tensor is: a compiled step and a scheduler hold the object."""
+    import torch
+
+    if isinstance(group[key], torch.Tensor):
+        with torch.no_grad():
+            group[key].fill_(float(value))
+    else:
+        group[key] = value
+
+
+def plain(value: Any) -> Any:
+    """A tensor of one element as its number."""
+    import torch
+
+    if isinstance(value, LazyTensor):
+        value = value.read()
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            return value.tolist()
+        return _shortest(value.item()) if value.dtype == torch.float32 else value.item()
+    return value
+
+
+def _shortest(number: float) -> float:
+    """The shortest decimal that is this float32: 0.001, where `item` gives 0.0010000000474974513."""
+    import torch
+
+    for digits in (6, 7, 8):
+        short = float(f"{number:.{digits}g}")
+        if float(torch.tensor(short, dtype=torch.float32)) == number:
+            return short
+    return number
+
+
+def fitted(live: Any, value: Any) -> Any:
+    """The checkpoint's value in the live one's form."""
+    import torch
+
+    value = plain(value)
+    if isinstance(live, torch.Tensor) and not isinstance(value, list | tuple):
+        return torch.full_like(live, float(value))
+    if isinstance(live, list | tuple) and isinstance(value, list | tuple):
+        joined = [*value, *live[len(value) :]][: len(live)] if live else value
+        items = [fitted(a, b) for a, b in zip(live, joined, strict=False)]
+        items += list(value[len(items) :]) if not live else []
+        return type(live)(items)
+    if isinstance(live, Mapping) and isinstance(value, Mapping):
+        made = {key: fitted(live.get(key), item) for key, item in value.items()}
+        kind: Any = type(live)  # a Counter stays one
+        return kind(made)
+    return value
+
+
+def load_scheduler(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Set a scheduler to its saved state, in the form of its present one.
+
+    Raises LoadError CKM508 where it is another scheduler's."""
+    live = scheduler.state_dict()
+    made = {key: fitted(live.get(key), value) for key, value in state.items()}
+    strange = sorted(map(str, made.keys() ^ live.keys()))
+    try:
+        scheduler.load_state_dict(made)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise LoadError(
+            "CKM508",
+            f"{type(scheduler).__name__} cannot take the saved scheduler's state: {error!r}"
+            f" (not in both: {', '.join(strange) or 'nothing'})",
+            "build the scheduler that was saved, or load without one",
+        ) from error

@@ -1,0 +1,192 @@
+"""Optimizer state of a checkpoint matched with a live optimizer, parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptmap.checkpoint import Checkpoint
+from ckptmap.errors import LoadError
+from ckptmap.lazy import LazyTensor
+from ckptmap.optim.lowbit import LowBit
+from ckptmap.resume.groups import Groups
+from ckptmap.resume.holdings import Owner, owners
+from ckptmap.resume.moments import Policy, Source, StateLoader, StateNotes, derivation
+from ckptmap.resume.optimizers import is_offloaded, unwrapped
+from ckptmap.resume.reader import Reader
+from ckptmap.resume.report import StateReport, listed
+from ckptmap.resume.target import Target
+
+PRECISIONS = ("keep", "target", "fp32")
+
+
+@dataclass
+class StatePlan:
+    """What will be done with the optimizer, and what stands against it.
+
+    lossy  entries that cannot be the same bits here
+    """
+
+    steps: list[Callable[[Reader], None]] = field(default_factory=list)
+    notes: StateNotes = field(default_factory=StateNotes)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    lossy: list[str] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
+    choices: list[str] = field(default_factory=list)
+
+    def refuse(self, path: str, strict: bool) -> None:
+        if self.mismatched:
+            raise LoadError(
+                "CKM502",
+                f"{path}: optimizer state does not fit: {listed(self.mismatched)}",
+                "build the model of this checkpoint, or load the model alone",
+            )
+        if strict and (self.missing or self.unexpected):
+            seen = [f"{len(self.missing)} missing: {listed(self.missing)}"] * bool(self.missing)
+            seen += [f"{len(self.unexpected)} unexpected: {listed(self.unexpected)}"] * bool(
+                self.unexpected
+            )
+            raise LoadError(
+                "CKM506",
+                f"{path}: optimizer state does not match the optimizer's parameters,"
+                f" {'; '.join(seen)}",
+                "load with strict=False to take what matches, or the model alone",
+            )
+
+    def report(self) -> StateReport:
+        notes = self.notes
+        return StateReport(
+            tuple(notes.loaded), tuple(notes.copied), tuple(notes.cast), tuple(notes.recoded),
+            tuple(notes.derived), tuple(notes.initialised), tuple(notes.left),
+            (*self.settings, *self.choices),
+        )  # fmt: skip
+
+
+class StateMatcher:
+    """Decides what is done with the state of every parameter; reads no state."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, targets: Sequence[Target], optimizer: Any, precision: str
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision={precision!r}, expected one of {PRECISIONS}")
+        self._checkpoint = checkpoint
+        self._optimizer = unwrapped(optimizer)
+        self._owners = owners(self._optimizer, targets)
+        self._tensors, self._values = checkpoint.optimizer, checkpoint.optimizer_values
+        encodings = (lazy.encoding_ for state in self._tensors.values() for lazy in state.values())
+        schemes = frozenset(e.name for e in encodings if isinstance(e, LowBit))
+        self._policy = Policy(precision, schemes)
+        self._plan = StatePlan()
+
+    def plan(self) -> StatePlan:
+        """Raises LoadError CKM506 where the checkpoint's state cannot be read or named."""
+        plan = self._plan
+        self._refuse_unnamed()
+        stored = self._checkpoint.optimizer_groups
+        groups = Groups(self._owners, stored)
+        listed_there = {fqn for group in stored for fqn in group["params"]}
+        used: set[str] = set()
+        plan.steps.append(
+            lambda reader: groups.apply()
+        )  # amsgrad and momentum decide what state is
+        if is_offloaded(self._optimizer):
+            plan.steps.append(self._refresh_copies)
+        for owner in self._owners:
+            sources = [self._source(target, used) for target, _ in owner.members]
+            self._decide(owner, sources, groups, listed_there)
+        plan.unexpected = [fqn for fqn in (*self._tensors, *self._values) if fqn not in used]
+        plan.unexpected = list(dict.fromkeys(plan.unexpected))
+        plan.settings, plan.choices = groups.settings, groups.choices
+        return plan
+
+    def _refuse_unnamed(self) -> None:
+        reader = self._checkpoint.optimizer_reader
+        if self._tensors or self._values or self._checkpoint.optimizer_groups:
+            return
+        why = reader.why or "it has none"
+        raise LoadError(
+            "CKM506",
+            f"{self._checkpoint.path}: no optimizer state can be loaded from it: {why}",
+            "load the model alone, or say which parameter is which: ckptmap.open(path,"
+            " param_order=...)",
+        )
+
+    def _source(self, target: Target, used: set[str]) -> Source:
+        """Everything the checkpoint has of one parameter, under the first of its names."""
+        found: dict[str, Any] = {}
+        for name in target.names:
+            state = {**self._values.get(name, {}), **self._tensors.get(name, {})}
+            if state:
+                used.add(name)
+                found = found or state
+        return found
+
+    def _decide(
+        self, owner: Owner, sources: Sequence[Source], groups: Groups, known: set[str]
+    ) -> None:
+        plan = self._plan
+        if not any(sources):
+            names = [name for target, _ in owner.members for name in target.names]
+            frozen = not owner.part.model.requires_grad
+            if not frozen and not known & set(names):
+                plan.missing.append(owner.fqn)
+            plan.steps.append(lambda reader: _forget(owner))
+            return
+        if owner.is_flat and not owner.part.param.numel():
+            plan.steps.append(lambda reader: _forget(owner))  # all of it is on other ranks
+            return
+        betas = groups.betas(owner)
+        reason = self._unfit(owner, sources, betas)
+        if reason:
+            plan.notes.initialised.append(f"{owner.fqn}: {reason}")
+            plan.lossy.append(f"{owner.fqn}: state begins anew")
+            plan.steps.append(lambda reader: _forget(owner))
+            return
+        self._foresee(owner, sources)
+        plan.steps.append(StateLoader(owner, sources, self._policy, plan.notes, betas))
+
+    def _unfit(self, owner: Owner, sources: Sequence[Source], betas: Sequence[float]) -> str:
+        """Why the state cannot be this optimizer's; empty: it can. Shapes are checked, too."""
+        family = owner.part.family
+        for (target, _), source in zip(owner.members, sources, strict=True):
+            for name in family.needs(owner.part):
+                origin, _ = derivation(name, source, betas)
+                lazy = source.get(origin)
+                if not isinstance(lazy, LazyTensor):
+                    kind = type(owner.part.optimizer).__name__
+                    return f"{kind} needs {name}, the checkpoint has {', '.join(source)}"
+                if family.like_param(name) and lazy.shape != tuple(target.tensor.shape):
+                    shape = list(target.tensor.shape)
+                    self._plan.mismatched.append(
+                        f"{target.fqn}.{name}: model {shape}, checkpoint {list(lazy.shape)}"
+                    )
+        return ""
+
+    def _foresee(self, owner: Owner, sources: Sequence[Source]) -> None:
+        """Entries that will not be the same bits, as far as headers tell."""
+        family = owner.part.family
+        for (target, _), source in zip(owner.members, sources, strict=True):
+            for name in family.needs(owner.part):
+                lazy = source.get(name)
+                dtype = str(family.dtype_of(owner.part, name)).removeprefix("torch.")
+                if not isinstance(lazy, LazyTensor):
+                    self._plan.lossy.append(f"{target.fqn}.{name}: derived")
+                elif not family.mixed and (lazy.encoding != "dense" or lazy.dtype != dtype):
+                    self._plan.lossy.append(f"{target.fqn}.{name}: {lazy.dtype} becomes {dtype}")
+
+    def _refresh_copies(self, reader: Reader) -> None:
+        """CPUOffloadOptimizer steps on copies that it made of the weights before they were loaded."""
+        import torch
+
+        with torch.no_grad():
+            for device, host in self._optimizer.param_d2h_map.items():
+                host.copy_(device)
+
+
+def _forget(owner: Owner) -> None:
+    """Without state; the optimizer makes it at its next step."""
+    owner.part.optimizer.state.pop(owner.part.param, None)

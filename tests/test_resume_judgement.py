@@ -1,0 +1,263 @@
+"""What makes a resume inexact is said, and refused where it is asked to be exact; names and shapes
+that do not match are refused before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptmap
+from ckptmap.errors import LoadError
+from tests.corpus.ranks import run_ranks
+from tests.live.resume_optimizers import torchao
+
+
+@pytest.fixture(autouse=True)
+def eager() -> Iterator[None]:
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+class Small(nn.Module):
+    def __init__(self, width: int = 64, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, width, dtype=dtype)
+        self.out = nn.Linear(width, 4, bias=False, dtype=dtype)
+
+
+ao8 = torchao("AdamW8bit", bf16_stochastic_round=True)
+
+
+def stepped(
+    model: Any = None, build: Callable[[Any], Any] = ao8, steps: int = 1
+) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Small() if model is None else model
+    optimizer = build(model.parameters())
+    for _ in range(steps):
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "ao8"
+    torch.compiler.set_stance("force_eager")
+    model, optimizer = stepped()
+    ckptmap.save(path, model, optimizer, step=1).wait()
+    return path
+
+
+def test_the_same_is_exact(saved: Path) -> None:
+    report = ckptmap.load(saved, *stepped(), exact=True)
+    assert report.inexact == () and report.streams == "restored"
+    assert "random streams: restored" in str(report)
+
+
+INEXACT: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "flag": (
+        lambda: stepped(build=torchao("AdamW8bit")),
+        {},
+        "bf16_stochastic_round: was True, is False",
+    ),
+    "block": (
+        lambda: stepped(build=torchao("AdamW8bit", block_size=128, bf16_stochastic_round=True)),
+        {},
+        "block_size: was 256, is 128",
+    ),
+    "class": (
+        lambda: stepped(build=torchao("AdamWFp8", bf16_stochastic_round=True)),
+        {},
+        "class: was AdamW8bit, is AdamWFp8",
+    ),
+    "dtype": (lambda: stepped(Small(dtype=torch.float32)), {}, "weights cast"),
+    "precision": (stepped, {"precision": "fp32"}, "precision='fp32'"),
+    "streams": (stepped, {"random": "leave"}, "random streams are left as they are"),
+    "fresh": (stepped, {"random": "fresh"}, "random streams are made anew"),
+}
+
+
+@pytest.mark.parametrize("name", INEXACT)
+def test_what_is_inexact(name: str, saved: Path) -> None:
+    build, options, reason = INEXACT[name]
+    report = ckptmap.load(saved, *build(), **options)
+    assert any(reason in text for text in report.inexact), report.inexact
+    model, optimizer = build()
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(LoadError, match="cannot go on bit for bit") as refused:
+        ckptmap.load(saved, model, optimizer, exact=True, **options)
+    assert refused.value.code == "CKM507" and reason in str(refused.value)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_compile_mode_is_recorded(saved: Path) -> None:
+    torch.compiler.set_stance("default")
+    model = Small()
+    with pytest.raises(LoadError, match="stance: was force_eager, is default"):
+        ckptmap.load(saved, model, ao8(model.parameters()), exact=True)
+
+
+def test_a_scheduler_belongs_to_it(saved: Path) -> None:
+    model, optimizer = stepped()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with pytest.raises(LoadError, match="there is no scheduler in the checkpoint"):
+        ckptmap.load(saved, model, optimizer, scheduler, exact=True)
+    with pytest.raises(LoadError, match="no optimizer was given"):
+        ckptmap.load(saved, model, exact=True)
+
+
+def test_a_foreign_checkpoint_is_never_exact(tmp_path: Path) -> None:
+    model, optimizer = stepped()
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt"
+    )
+    with pytest.raises(LoadError, match="records no settings"):
+        ckptmap.load(tmp_path / "a.pt", *stepped(), exact=True)
+    again, theirs = stepped(steps=3)
+    report = ckptmap.load(tmp_path / "a.pt", again, theirs)
+    assert report.streams.startswith("fresh, seed")  # it rounds by chance, and nothing is recorded
+    first = torch.rand(3)
+    ckptmap.load(tmp_path / "a.pt", again, theirs)
+    assert torch.equal(torch.rand(3), first)
+    ckptmap.load(tmp_path / "a.pt", again, theirs, seed=1)
+    assert not torch.equal(torch.rand(3), first)
+    with pytest.raises(LoadError, match="has no random streams of rank 0 of 1"):
+        ckptmap.load(tmp_path / "a.pt", again, theirs, random="recorded")
+
+
+def test_an_optimizer_that_does_not_round_keeps_its_streams(tmp_path: Path) -> None:
+    adamw: Callable[[Any], Any] = torch.optim.AdamW
+    model, optimizer = stepped(build=adamw)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt"
+    )
+    again, theirs = stepped(build=adamw)
+    before = torch.get_rng_state()
+    report = ckptmap.load(tmp_path / "a.pt", again, theirs)
+    assert report.streams == "left as they are"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_settings_that_were_different_are_named(saved: Path) -> None:
+    model = Small()
+    optimizer = torchao("AdamW8bit", betas=(0.5, 0.6))(model.parameters())
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    report = ckptmap.load(saved, model, optimizer)
+    assert report.state is not None
+    assert "group 0 lr: was 0.25 here, now 0.01" in report.state.settings
+    assert "group 0 betas: was (0.5, 0.6) here, now (0.9, 0.999)" in report.state.settings
+    assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+    plain = torch.optim.AdamW(model.parameters(), lr=3.0)
+    ckptmap.load(saved, model, plain)
+    assert plain.param_groups[0]["lr"] == 0.01 and type(plain.param_groups[0]["lr"]) is float
+
+
+# ------------------------------------------------------------------------------- names and shapes
+
+
+def test_state_that_does_not_match(saved: Path) -> None:
+    class More(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lora = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
+
+    model = More()
+    adamw = torch.optim.AdamW(model.parameters())
+    with pytest.raises(LoadError, match=r"1 missing: lora\.weight"):
+        ckptmap.load(saved, model, adamw)
+    report = ckptmap.load(saved, model, adamw, strict=False)
+    assert report.missing == ("lora.weight",) and len(adamw.state) == 3
+    small = Small()
+    half = torch.optim.AdamW([small.fc.weight])
+    with pytest.raises(LoadError, match=r"2 unexpected: fc\.bias, out\.weight") as refused:
+        ckptmap.load(saved, small, half)
+    assert refused.value.code == "CKM506"
+    assert set(ckptmap.load(saved, small, half, strict=False).unexpected) == set()
+
+
+def test_a_checkpoint_without_state(tmp_path: Path) -> None:
+    model = Small()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(LoadError, match="no optimizer state can be loaded from it: it has none"):
+        ckptmap.load(tmp_path / "weights.pt", model, torch.optim.AdamW(model.parameters()))
+
+
+def test_an_optimizer_of_another_model(saved: Path) -> None:
+    with pytest.raises(LoadError, match="is not the model's") as refused:
+        ckptmap.load(saved, Small(), ao8(Small().parameters()))
+    assert refused.value.code == "CKM508"
+    with pytest.raises(LoadError, match=r"list is no torch\.optim\.Optimizer"):
+        ckptmap.load(saved, Small(), [])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="precision='half'"):
+        model = Small()
+        ckptmap.load(saved, model, ao8(model.parameters()), precision="half")
+
+
+class Odd(torch.optim.Optimizer):
+    """Of nobody's making: keeps what it likes, one of it of another shape."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["mean"] = torch.zeros_like(param)
+                    state["rows"] = torch.zeros(param.shape[0])
+                    state["seen"] = 0
+                state["mean"] += param.grad
+                state["rows"] += 1
+                state["seen"] += 1
+
+
+def test_an_optimizer_that_nobody_knows(tmp_path: Path) -> None:
+    model, optimizer = stepped(build=Odd, steps=3)
+    ckptmap.save(tmp_path / "out", model, optimizer).wait()
+    again, theirs = stepped(build=Odd)
+    report = ckptmap.load(tmp_path / "out", again, theirs, exact=True)
+    assert report.state is not None and len(report.state.loaded) == 6
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        mine, other = optimizer.state[a], theirs.state[b]
+        assert mine.keys() == other.keys() and mine["seen"] == other["seen"] == 3
+        assert torch.equal(mine["mean"], other["mean"]) and torch.equal(mine["rows"], other["rows"])
+
+
+def test_foreign_values_under_our_names(tmp_path: Path) -> None:
+    """Whatever a file has where ckptmap keeps settings, streams and schedulers."""
+    model, optimizer = stepped(build=torch.optim.AdamW)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    strange = {"ckptmap": 5, "scheduler": [1, 2], "rng": {"rank0": {"cpu": torch.zeros(3)}}}
+    torch.save({**state, **strange, "step": "seven"}, tmp_path / "a.pt")
+    again, theirs = stepped(build=torch.optim.AdamW)
+    report = ckptmap.load(tmp_path / "a.pt", again, theirs)
+    assert report.step is None and report.extra["ckptmap"] == 5
+    assert report.extra["scheduler"] == [1, 2]
+    assert report.streams == "left as they are"  # no world size is recorded
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    torch.save({**state, "lr_scheduler": scheduler.state_dict()}, tmp_path / "b.pt")
+    other = torch.optim.lr_scheduler.StepLR(theirs, 7)
+    ckptmap.load(tmp_path / "b.pt", again, theirs, other)
+    assert other.step_size == 2
+    two: list[Any] = [torch.optim.lr_scheduler.StepLR(theirs, n) for n in (1, 2)]
+    sequence = torch.optim.lr_scheduler.SequentialLR(theirs, two, [3])
+    with pytest.raises(LoadError, match="SequentialLR cannot take the saved scheduler's state"):
+        ckptmap.load(tmp_path / "b.pt", again, theirs, sequence)
+
+
+# ------------------------------------------------------------------------------- with ranks
+
+
+def test_the_fix_and_equal_streams_of_replicas() -> None:
+    run_ranks("tests.live.resume_streams", 2, timeout=400)

@@ -1,0 +1,184 @@
+"""Every optimizer's state into every other: the next step works, in the destination's own form, and
+20 more steps come out where one that never switched does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckptmap
+from tests.live.resume_optimizers import ALL, BNB, ROUNDING, TORCH, same_value
+
+ADAM = ("adamw", "adamw-foreach", "adamw-fused", "adam", *ROUNDING, *BNB)
+"""Those that mean the same by exp_avg and exp_avg_sq."""
+OTHERS = tuple(name for name in ALL if name not in ADAM)
+BEFORE, AFTER = 6, 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def eager() -> Iterator[None]:
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+def run(name: str, seed: int = 0) -> tuple[Any, Any]:
+    """A weight that low-bit optimizers quantize, 64 x 64, and small ones that they do not."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(64, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False)]
+    model = nn.Sequential(*layers).to(torch.bfloat16)
+    return model, ALL[name](model.parameters())
+
+
+def train(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
+    """Steps of learning a fixed map, over inputs that depend on the step alone; the losses."""
+    generator = torch.Generator().manual_seed(99)
+    target = torch.randn(64, 8, generator=generator) / 8
+    losses = []
+    for step in range(first, last):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        loss: Any = (model(x.bfloat16()).float() - x @ target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each optimizer after 6 steps."""
+    path = tmp_path_factory.mktemp("pairs")
+    for name in ALL:
+        model, optimizer = run(name)
+        train(model, optimizer, 0, BEFORE)
+        ckptmap.save(path / name, model, optimizer, step=BEFORE).wait()
+    return path
+
+
+@pytest.fixture(scope="module")
+def never_switched() -> dict[str, float]:
+    """Mean loss of the last five of 26 steps."""
+    found = {}
+    for name in ALL:
+        model, optimizer = run(name)
+        found[name] = mean(train(model, optimizer, 0, BEFORE + AFTER))
+    return found
+
+
+def mean(losses: list[float]) -> float:
+    return sum(losses[-5:]) / 5
+
+
+def own_form(name: str) -> dict[str, Any]:
+    """Types and dtypes of the state that the optimizer makes itself."""
+    model, optimizer = run(name)
+    train(model, optimizer, 0, 1)
+    return forms(model, optimizer)
+
+
+def forms(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {
+        f"{fqn}.{key}": (type(value).__name__, getattr(value, "dtype", None))
+        for fqn, param in model.named_parameters()
+        for key, value in optimizer.state[param].items()
+    }
+
+
+@pytest.mark.parametrize("target", ADAM)
+def test_adam_to_adam(target: str, folder: Path, never_switched: dict[str, float]) -> None:
+    want = own_form(target)
+    for source in ADAM:
+        model, optimizer = run(target, seed=1)
+        report = ckptmap.load(folder / source, model, optimizer, precision="target")
+        assert report.state is not None and not report.state.initialised, (source, report)
+        losses = train(model, optimizer, BEFORE, BEFORE + AFTER)
+        assert forms(model, optimizer) == want, (source, target)
+        between = sorted((never_switched[source], never_switched[target]))
+        assert between[0] - 0.25 < mean(losses) < between[1] + 0.25, (source, target, between)
+
+
+@pytest.mark.parametrize("target", ALL)
+@pytest.mark.parametrize("source", OTHERS)
+def test_others_to_all(source: str, target: str, folder: Path) -> None:
+    """What another optimizer cannot use begins anew, and is named; the same one goes on."""
+    model, optimizer = run(target, seed=1)
+    report = ckptmap.load(folder / source, model, optimizer)
+    assert report.state is not None
+    if source == target:
+        assert report.state.loaded and not report.state.initialised
+    else:
+        count = sum(1 for _ in model.parameters())
+        assert len(report.state.initialised) == count, report
+        assert any("kept as is" in text for text in report.state.settings)
+    assert all(torch.isfinite(torch.tensor(train(model, optimizer, BEFORE, BEFORE + 3))))
+
+
+def test_adam_to_sgd_takes_the_average_along(folder: Path) -> None:
+    model, optimizer = run("sgd", seed=1)
+    report = ckptmap.load(folder / "adamw", model, optimizer)
+    assert report.state is not None and report.state.derived
+    with ckptmap.open(folder / "adamw") as ckpt:
+        for fqn, param in model.named_parameters():
+            want = ckpt.optimizer[fqn]["exp_avg"].read() * (1 / (1 - 0.9))
+            assert torch.equal(optimizer.state[param]["momentum_buffer"], want), fqn
+
+
+@pytest.mark.parametrize("name", ["ao8", "ao4", "aofp8", "bnb8"])
+def test_codes_of_the_same_scheme_are_copied(name: str, folder: Path) -> None:
+    """A round trip through values would change them: torchao's signed codes have no fixed point."""
+    model, optimizer = run(name, seed=1)
+    report = ckptmap.load(folder / name, model, optimizer)
+    again, theirs = run(name)
+    train(again, theirs, 0, BEFORE)
+    assert report.state is not None and not report.state.recoded
+    assert "0.weight.exp_avg" in report.state.copied
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        for key, value in theirs.state[b].items():
+            if name == "bnb8":  # which draws no random numbers, so the second run is the first
+                assert same_value(optimizer.state[a][key], value), key
+
+
+def test_the_error_is_measured(folder: Path) -> None:
+    """rms of the difference over rms of the values, as said for each moment."""
+    model, optimizer = run("ao8", seed=1)
+    report = ckptmap.load(folder / "bnb32", model, optimizer)
+    assert report.state is not None
+    said = {entry.name: entry for entry in report.state.recoded}
+    entry = said["0.weight.exp_avg"]
+    with ckptmap.open(folder / "bnb32") as ckpt:
+        want = ckpt.optimizer["0.weight"]["exp_avg"].read()
+    live = optimizer.state[model.get_parameter("0.weight")]["exp_avg"].dequantize()
+    error = float((live - want).norm() / want.norm())
+    assert entry.error == pytest.approx(error) and 1e-4 < error < 0.05
+    assert (entry.stored, entry.live) == ("float32", "adam8bit")
+    assert "error" in str(entry) and "recoded" in str(report)
+
+
+def test_fp32_moments_for_those_that_can_step_with_them(folder: Path) -> None:
+    model, optimizer = run("ao8", seed=1)
+    ckptmap.load(folder / "bnb32", model, optimizer, precision="fp32")
+    with ckptmap.open(folder / "bnb32") as ckpt:
+        for fqn, param in model.named_parameters():
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(optimizer.state[param][key], ckpt.optimizer[fqn][key].read())
+    train(model, optimizer, BEFORE, BEFORE + 2)
+
+
+def test_moments_are_not_cast_to_the_parameters_dtype_where_they_need_not_be(folder: Path) -> None:
+    """torch's `load_state_dict` casts every floating state to the parameter's dtype."""
+    model, optimizer = run("bnb32", seed=1)
+    report = ckptmap.load(folder / "bnb32", model, optimizer)
+    assert report.state is not None and not report.state.cast
+    assert {
+        t.dtype for p in model.parameters() for k, t in optimizer.state[p].items() if k != "step"
+    } == {torch.float32}
+
+
+def test_every_pair_is_in() -> None:
+    assert {*ADAM, *OTHERS} == set(ALL) and set(TORCH) > set(OTHERS)
