@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 PEERS = Path(__file__).with_name("peers.py")
@@ -138,6 +139,26 @@ GROWTH: Sequence[Case] = (
     ),
 )  # fmt: skip
 
+RANKS = Target(cpu=2, wall=2, anon_nbytes=96 * MIB + 74_496 * 2048, peer_cpu=8)
+MERGERS = ("verl_merger",) if find_spec("verl") else ("load_all_and_cat",)
+"""verl's own where it is installed, else the same with torch alone: load all ranks, concatenate."""
+
+
+def _ranks(world: int) -> Case:
+    title = f"{world} rank files, {world * 291:,} shards -> HF safetensors"
+    return Case(f"ranks-{world}", title, f"ranks_{world}", _convert("hf"), MERGERS, RANKS)
+
+
+RANK_FILES: Sequence[Case] = (
+    _ranks(16),
+    _ranks(64),
+    _ranks(256),
+    Case(
+        "files-dcp-full", "DCP of 1,024 files -> one torch.save file", "dcp_files",
+        _convert("full"), ("dcp_to_torch_save",), replace(MOVES, peer_cpu=8, peer_wall=None),
+    ),
+)  # fmt: skip
+
 SMALL = Target(own_wall_s=0.15)
 LARGE = Target(own_wall_s=0.65, anon_nbytes=MANY_NBYTES)
 
@@ -156,4 +177,4 @@ INSPECT: Sequence[Case] = (
     _inspect("many_dcp", "inspect: 100,000 in DCP", "list_dcp", LARGE),
 )
 
-GROUPS = {"model": MODEL, "growth": GROWTH, "inspect": INSPECT}
+GROUPS = {"model": MODEL, "growth": GROWTH, "ranks": RANK_FILES, "inspect": INSPECT}

@@ -80,6 +80,50 @@ def rank_files(src: str, dst: str) -> None:
     save_file(state, f"{dst}/model.safetensors", metadata={"format": "pt"})
 
 
+def load_all_and_cat(src: str, dst: str) -> None:
+    """verl's directory -> safetensors, as its merger does it, with torch alone: every rank's file
+    into memory, by threads, then every tensor concatenated."""
+    import os
+    from concurrent.futures import ThreadPoolExecutor
+    from functools import partial
+    from pathlib import Path
+
+    import torch
+    import torch.distributed.tensor  # the classes that the files name
+    from safetensors.torch import save_file
+
+    count = len(list(Path(src).glob("model_*_rank_*.pt")))
+    files = [f"{src}/model_world_size_{count}_rank_{rank}.pt" for rank in range(count)]
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:
+        parts = list(pool.map(partial(torch.load, weights_only=False), files))
+    state = {}
+    for name in list(parts[0]):
+        shards = [part.pop(name) for part in parts]
+        local = [shard._local_tensor.bfloat16() for shard in shards]
+        state[name] = torch.cat(local, shards[0].placements[0].dim)
+    Path(dst).mkdir()
+    save_file(state, f"{dst}/model.safetensors", metadata={"format": "pt"})
+
+
+def verl_merger(src: str, dst: str) -> None:
+    """verl's directory -> safetensors, by its own `python -m verl.model_merger merge`; what that
+    imports and never calls is left out, which spares it seconds."""
+    import sys
+    from importlib import import_module
+    from importlib.machinery import ModuleSpec
+    from unittest.mock import MagicMock
+
+    for name in ("ray", "tensordict", "tensordict.tensorclass", "omegaconf", "dill", "wandb"):
+        stub = MagicMock(__path__=[], __spec__=ModuleSpec(name, None), __file__=None)
+        sys.modules.setdefault(name, stub)
+    merger = import_module("verl.model_merger.fsdp_model_merger")
+    config = import_module("verl.model_merger.base_model_merger").ModelMergerConfig(
+        operation="merge", backend="fsdp", local_dir=src, target_dir=dst,
+        hf_model_config_path=f"{src}/huggingface",
+    )  # fmt: skip
+    merger.FSDPModelMerger(config).merge_and_save()
+
+
 def cast_bf16(src: str, dst: str) -> None:
     """safetensors fp32 -> bf16."""
     from pathlib import Path
@@ -134,7 +178,7 @@ def list_dcp(src: str) -> None:
 
 PEERS: tuple[Callable[..., None], ...] = (
     accelerate_merge, dcp_to_torch_save, torch_save_to_dcp, load_and_save_file,
-    load_file_and_save_file, rank_files, cast_bf16, torchao_nf4, list_safetensors, list_pt,
+    load_file_and_save_file, rank_files, load_all_and_cat, verl_merger, cast_bf16, torchao_nf4, list_safetensors, list_pt,
     list_dcp,
 )  # fmt: skip
 

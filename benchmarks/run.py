@@ -25,7 +25,9 @@ from sources import SIZES, is_made, path_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-MANY = ("many_safetensors", "many_pt", "many_dcp", "dcp_files")
+MANY = (
+    "many_safetensors", "many_pt", "many_dcp", "dcp_files", "ranks_16", "ranks_64", "ranks_256",
+)  # fmt: skip
 """Sources that do not depend on the size; kept apart so that both sizes share them."""
 
 LEFT_OUT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONDONTWRITEBYTECODE")

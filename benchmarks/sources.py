@@ -238,6 +238,17 @@ def _save_rank(state: dict[str, Any], folder: Path, cut: str) -> None:
 # --------------------------------------------------------------------------------- make
 
 
+def many_ranks(world: int) -> Callable[[Path, str], None]:
+    """verl's directory of that many ranks."""
+
+    def make_ranks(folder: Path, size: str) -> None:
+        import rank_sources
+
+        rank_sources.write(folder, world)
+
+    return make_ranks
+
+
 SOURCES: dict[str, tuple[str, Callable[[Path, str], None]]] = {
     "hf": ("hf", hf),
     "hf_shards": ("hf_shards", hf_shards),
@@ -250,6 +261,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path, str], None]]] = {
     "many_safetensors": ("many_safetensors", many_safetensors),
     "many_pt": ("many.pt", many_pt),
     "many_dcp": ("many_dcp", many_dcp),
+    **{f"ranks_{world}": (f"ranks_{world}", many_ranks(world)) for world in (16, 64, 256)},
 }
 """Name -> (path below the folder, what makes it); `hf` first, others are cut from it."""
 

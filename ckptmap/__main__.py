@@ -32,7 +32,7 @@ def main() -> int:
             raise
         sys.stderr.write("error: the command line needs typer\n  hint: pip install typer\n")
         return 2
-    code: int = command_line.main()
+    code: int = command_line.leave()
     return code
 
 

@@ -9,37 +9,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path as FilePath
+from types import MappingProxyType
 from typing import Any
 
 from ckptmap import registry
 from ckptmap.compare import same_parts
-from ckptmap.encodings.dense import Dense
 from ckptmap.errors import MissingKeyError, SourceError
 from ckptmap.files import Files
+from ckptmap.foreign import naked_note
+from ckptmap.grouping import Refused, grouped, remarks
 from ckptmap.lazy import LazyTensor
+from ckptmap.leaves import holds_tensor, join, nest, opaques
 from ckptmap.like import CONFIG, MANIFEST, Like, is_alphabetical, like_config, like_manifest
 from ckptmap.mapping.wrappers import describe_wrappers, strip_wrappers
 from ckptmap.members import merged
+from ckptmap.optim.moments import gathered
 from ckptmap.optim.order import Order, Weight
 from ckptmap.optim.reading import Model, OptimizerReader
 from ckptmap.optim.state import REFUSED
 from ckptmap.places import find, look
 from ckptmap.protocols import Group, Place
+from ckptmap.remote.locating import locate, named_as_asked
 from ckptmap.roots import Roles, is_tensor, split_roles
-from ckptmap.tensors import Cut, Index, Leaf, Opaque, Path, PerRank, StoredTensor
+from ckptmap.tensors import Index, Leaf, Opaque, Path, PerRank, StoredTensor, TensorInfo
 from ckptmap.wire.gc_pause import paused_gc
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A leaf that no plan can carry: shown, and refused unless dropped by key."""
-
-    key: str
-    reason: str
-    droppable: bool
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
@@ -51,24 +47,38 @@ class Checkpoint(Mapping[str, LazyTensor]):
     refused     leaves of classes that are never called
     wrappers    what was stripped from names, one pattern each: `("_orig_mod.",)`
     names       plain FQN -> the key as stored
+    translated  how its names were translated from another scheme's; None: they were not
     setup       the `--to` name that such a checkpoint answers to
     """
 
+    translated: Mapping[str, Any] | None = None
+    merged: Mapping[str, Any] | None = None
+    """What was merged into it, as a manifest records it; None: nothing was."""
+    ties: Mapping[str, str] = MappingProxyType({})
+    """Names that are left out, each with the one that it must be equal to."""
+
     def __init__(self, path: str, index: Index, roles: Roles, files: Files) -> None:
         self.path = path
+        self.origin = ""
+        """The place on the Hub that `path` stands for, its commit pinned; "" for a local path."""
         self.index = index
         self.files = files
         self.roles = roles
         self.notes: list[str] = list(index.notes)
         self.refused: list[Refused] = []
-        groups = self._group(roles.model, index.records, roles.model_root)
+        groups = grouped(roles.model, index.records, roles.model_root, path, self.refused)
         plain = strip_wrappers(list(groups), path)
         stripped = any(key is not fqn for key, fqn in plain.items())
-        self._groups = {plain[key]: g for key, g in groups.items()} if stripped else groups
+        self._groups = groups.renamed(plain) if stripped else groups
         self.names = {fqn: key for key, fqn in plain.items()} if stripped else plain
         self.wrappers = describe_wrappers(plain)
+        moments = roles.optimizer
+        if moments:  # only then: importing all schemes takes longer than inspecting a small file
+            moments = gathered(moments, index.records, roles.optimizer_root, registry.schemes())
+        self.notes += remarks(self._groups.encoded())
+        self.notes += naked_note(self._groups.infos())
         self.optimizer_reader = OptimizerReader(
-            roles.optimizer, registry.key_forms(), self._optimizer_leaf, self._model(plain), path,
+            moments, registry.key_forms(), self._optimizer_leaf, self._model(plain), path,
             index.beside,
         )  # fmt: skip
         if self.optimizer_reader.form is None and self.optimizer_reader.why:
@@ -84,11 +94,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
     # ------------------------------------------------------------------ the mapping
 
     def __getitem__(self, fqn: str) -> LazyTensor:
-        group = self._groups.get(fqn)
-        if group is None:
+        try:
+            group = self._groups[fqn]
+        except KeyError:
             raise MissingKeyError(
                 "CKM501", f"{self.path}: no tensor {fqn!r}", _nearest(fqn, self._groups)
-            )
+            ) from None
         return LazyTensor(fqn, group, self.files)
 
     def __iter__(self) -> Iterator[str]:
@@ -100,8 +111,16 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __contains__(self, fqn: object) -> bool:
         return fqn in self._groups
 
+    def infos(self) -> dict[str, TensorInfo]:
+        """What the weights are, no group made."""
+        return self._groups.infos()
+
     def group(self, fqn: str) -> Group:
         return self._groups[fqn]
+
+    def put(self, fqn: str, group: Group) -> None:
+        """Say what a tensor is that its own file says too little of."""
+        self._groups[fqn] = group
 
     def find(self, role: str, fqn: str) -> LazyTensor | None:
         """A tensor by the role and name that a plan gives it."""
@@ -168,7 +187,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def encodings(self) -> tuple[str, ...]:
         """Names of the encodings of its weights, in order of first use."""
-        return tuple(dict.fromkeys(group.encoding.name for group in self._groups.values()))
+        return self._groups.encodings()
 
     @property
     def setup(self) -> str:
@@ -180,6 +199,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         name = fitting[-1].name if fitting else self.index.container
         return "-".join([name, *(e for e in self.encodings if e != "dense")])
 
+    @property
+    def shown(self) -> str:
+        """Where it is, as the user would write it."""
+        return self.origin or self.path
+
     def close(self) -> None:
         self.files.close()
 
@@ -190,59 +214,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self.path!r}, {len(self)} tensors, {self.setup})"
+        return f"Checkpoint({self.shown!r}, {len(self)} tensors, {self.setup})"
 
     # ------------------------------------------------------------------ building
 
     def _one(self, path: Path, leaf: Leaf) -> list[LazyTensor]:
         """A tensor outside the weights, by itself; none where it is refused."""
-        groups = self._group({path: leaf}, {}, ()).values()
+        groups = grouped({path: leaf}, {}, (), self.path, self.refused).values()
         return [LazyTensor(group.fqn, group, self.files) for group in groups]
-
-    def _group(
-        self, leaves: Mapping[Path, Leaf], records: Mapping[str, Mapping[str, Any]], root: Path
-    ) -> dict[str, Group]:
-        """Logical tensors by stored key, in stored order."""
-        stored: dict[str, StoredTensor] = {}
-        order: dict[str, Group | None] = {}
-        for path, leaf in leaves.items():
-            key = join(path)
-            if key in order:
-                raise SourceError("CKM114", f"{self.path}: key {key!r} occurs twice", "rename one")
-            if isinstance(leaf, StoredTensor):
-                stored[key] = leaf
-                order[key] = None
-                continue
-            group = self._adopt(key, leaf)
-            if group is not None:
-                order[key] = group
-        prefix = join(root) + "." if root else ""
-        mine = {k.removeprefix(prefix): r for k, r in records.items() if k.startswith(prefix)}
-        for group, consumed in (
-            found for scheme in registry.schemes() for found in scheme.group(stored, mine)
-        ):
-            for key in consumed:
-                del stored[key]
-            order[consumed[0]] = group
-        result: dict[str, Group] = {}
-        dense = Dense()
-        for key, adopted in order.items():
-            if adopted is not None:
-                result[adopted.fqn] = adopted
-            elif key in stored:
-                result[key] = Group(key, stored[key].info, dense, {"": stored[key]})
-        return result
-
-    def _adopt(self, key: str, leaf: Leaf) -> Group | None:
-        """A pickled tensor subclass as the group that a scheme makes of it, else refused."""
-        if isinstance(leaf, Opaque | Cut):
-            for scheme in registry.schemes():
-                group = scheme.adopt(key, leaf)
-                if group is not None:
-                    return group
-        name = leaf.pieces[0][1].class_name if isinstance(leaf, Cut) else _class_of(leaf)
-        self.refused.append(Refused(key, f"a tensor of unknown class {name}", droppable=False))
-        return None
 
     def _model(self, plain: Mapping[str, str]) -> Model:
         groups = self._groups if self.roles.optimizer else {}  # nobody else asks for them
@@ -258,6 +237,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def _optimizer_leaf(self, path: Path, leaf: Leaf) -> Any:
         """A leaf of the optimizer's state as LazyTensor or plain value."""
+        if isinstance(leaf, Group):
+            return LazyTensor(leaf.fqn, leaf, self.files)
         if is_tensor(leaf):
             return next(iter(self._one(path, leaf)), REFUSED)
         root = self.roles.optimizer_root or ()
@@ -267,9 +248,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self, leaves: Mapping[Path, Leaf], root: Path = ()
     ) -> Iterator[tuple[Path, Any]]:
         for path, leaf in leaves.items():
-            found = next(_opaques(leaf), None)
+            found = next(opaques(leaf), None)
             if found is not None and not (is_tensor(leaf) and isinstance(leaf, StoredTensor)):
-                held = _holds_tensor(found)
+                held = holds_tensor(found)
                 self.refused.append(
                     Refused(
                         join((*root, *path)),
@@ -290,6 +271,8 @@ def open(
 ) -> Checkpoint:
     """Open whatever checkpoint is at `path`; headers only, no process group, nothing unpickled.
 
+    `hf://org/name[@revision][/folder]` is a path too: headers are read by range from the Hub.
+
     `root` names the dict that holds the weights (`"model"`, `"app/model"`), where several could.
     `like` is another checkpoint of the same model, or its config.json: flat shards of FSDP1 carry
     no shapes, and a config.json tells which parameter an optimizer's index means. So does
@@ -297,11 +280,15 @@ def open(
     optimizer, one list a group. Raises SourceError where the path is no checkpoint, is malformed,
     or is ambiguous, CKM207 where `param_order` does not fit.
     """
-    place, notes = find(look(FilePath(path)), registry.knows)
-    with paused_gc():
+    located = locate(path)
+    like = None if like is None else locate(like).path
+    with named_as_asked(), paused_gc():
+        place, notes = find(look(located.path), registry.knows)
         known = partial(read_like, like) if like is not None else _own(place)
         index = _index(place)
-        ckpt = _opened(place, replace(index, notes=(*notes, *index.notes)), root, known)
+        notes = (*located.notes, *notes, *index.notes)
+        ckpt = _opened(place, replace(index, notes=notes), root, known)
+    ckpt.origin = located.origin
     ckpt.order_optimizer(param_order, like)
     return ckpt
 
@@ -328,7 +315,7 @@ def _opened(
 ) -> Checkpoint:
     leaves = index.leaves
     for way in registry.unflatteners():
-        leaves = way.unflatten(leaves, like, strip_wrappers, place.path)
+        leaves = way.unflatten(leaves, like, strip_wrappers, place.path, index.units)
     leaves = {
         path: leaf if isinstance(leaf, StoredTensor) else _joined(join(path), leaf)
         for path, leaf in leaves.items()
@@ -343,10 +330,10 @@ def read_like(path: str | os.PathLike[str]) -> Like:
     A checkpoint that lists its tensors in no order of the model's (safetensors) gets the order
     from the config.json beside it, where there is one that transformers knows.
     """
-    file = FilePath(path)
+    file = locate(path).path
     if file.name == CONFIG:
         return like_config(file)
-    ckpt = open(file)
+    ckpt = open(path)
     infos = {fqn: ckpt.group(fqn).info for fqn in ckpt}
     config = (file if file.is_dir() else file.parent) / CONFIG
     ordered = not is_alphabetical(list(infos), [info.dtype for info in infos.values()])
@@ -384,61 +371,6 @@ def _joined(key: str, leaf: Leaf) -> Leaf:
         if joined is not None:
             return joined
     return leaf
-
-
-def join(path: Path) -> str:
-    if len(path) == 1:
-        return str(path[0])
-    return ".".join(map(str, path))
-
-
-def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
-    """Leaves by path -> nested dicts; runs of integer keys 0..n-1 become lists."""
-    tree: dict[Any, Any] = {}
-    for path, value in values.items():
-        node = tree
-        for segment in path[:-1]:
-            node = node.setdefault(segment, {})
-        node[path[-1]] = value
-    return {key: _listed(value) for key, value in tree.items()}
-
-
-def _listed(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    value = {key: _listed(item) for key, item in value.items()}
-    if value and list(value) == list(range(len(value))):
-        return list(value.values())
-    return value
-
-
-def _opaques(value: Any) -> Iterator[Opaque]:
-    if isinstance(value, Opaque):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _opaques(key)
-            yield from _opaques(item)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from _opaques(item)
-    elif isinstance(value, PerRank):
-        yield from _opaques(value.values)
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, StoredTensor):
-        return True
-    if isinstance(value, Opaque):
-        return _holds_tensor((value.args, value.state))
-    if isinstance(value, Mapping):
-        return any(map(_holds_tensor, value.values()))
-    return isinstance(value, list | tuple) and any(map(_holds_tensor, value))
-
-
-def _class_of(leaf: Leaf) -> str:
-    found = next(_opaques(leaf), None)
-    return found.class_name if found else type(leaf).__name__
 
 
 def _nearest(fqn: str, keys: Mapping[str, object]) -> str:

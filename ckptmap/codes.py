@@ -1,6 +1,6 @@
 """The error codes: what each means and what to do, for `ckptmap explain CODE`.
 
-1xx the source · 2xx the plan · 3xx the run · 4xx the answer · 5xx live models.
+1xx the source · 2xx the plan · 3xx the run · 4xx the answer · 5xx live models · 7xx the Hub.
 """
 
 from __future__ import annotations
@@ -224,7 +224,70 @@ CODES: Mapping[str, Code] = {
         "Nothing was published.",
         "Find out which is right; the run that saved it had diverged.",
     ),
+    "CKM311": Code(
+        "scales too coarse for their outliers",
+        "Scales of blocks are stored in 8 bits with a common step; outliers make it so coarse that "
+        "other blocks would become zero or change their sign. Nothing was published.",
+        "Keep the scales exactly with --exact-scales.",
+    ),
+    "CKM312": Code(
+        "a base that does not fit",
+        "--base gives quantization scales to payloads that were saved without them, and this one "
+        "has none for them, or packed weights of another size.",
+        "Give the quantized checkpoint that the model was loaded from before training.",
+    ),
     # ------------------------------------------------------------------ the answer
+    "CKM315": Code(
+        "zero points where none were expected",
+        "Codes were to be kept, but the tensor was quantized asymmetrically: its zero points are "
+        "not all 0, which is known only once they are read. Such codes mean something else on a grid "
+        "without zero points.",
+        "Decode it first (--to hf-bf16), then quantize; or leave it as it is with --no-encode.",
+    ),
+    "CKM316": Code(
+        "a weight in the order of a GPU kernel",
+        "bitsandbytes 0.38 to 0.44 could save LLM.int8 weights as the tiles of the kernel of one "
+        "kind of GPU (col32, turing, ampere) and not by rows. Current releases refuse them, too.",
+        "Load and save it again with such a release on such a GPU: it saves rows.",
+    ),
+    "CKM317": Code(
+        "no live model can hold this",
+        "The setup's models cannot hold weights in this encoding, with stock libraries or through "
+        "ckptmap.load: FSDP1, for one, cannot flatten integer tensors.",
+        "Take the nearest target that the message names; `ckptmap doctor --to SETUP` has the table.",
+    ),
+    "CKM320": Code(
+        "an adapter that cannot be merged",
+        "A LoRA adapter is its tensors and adapter_config.json, which says how much they add. This "
+        "one has no config, is of another kind than LoRA, or of a variant whose merge is no sum of "
+        "the base and a product.",
+        "Give the directory that peft's save_pretrained wrote, or its config with --adapter-config.",
+    ),
+    "CKM321": Code(
+        "an adapter for another base",
+        "The adapter changes a weight that the base does not have under that name. Leaving it out "
+        "would give a model that nobody trained.",
+        "Give the base that the adapter was trained on: adapter_config.json names it.",
+    ),
+    "CKM322": Code(
+        "parts of an adapter that do not fit",
+        "One of the two halves of a low-rank change is missing, or shapes disagree with the rank in "
+        "the config or with the base's weight.",
+        "Save the adapter again, whole and gathered from its ranks, with its adapter_config.json.",
+    ),
+    "CKM323": Code(
+        "a merge that the grid would undo",
+        "The base is quantized, and what an adapter adds can be smaller than the steps of that grid: "
+        "quantized again, little of it may survive, and nothing in the file would say so. The message "
+        "has what a sample of the weights shows.",
+        "Merge into bf16 (--to hf-bf16). With --force the merge is done, and says how much survived.",
+    ),
+    "CKM324": Code(
+        "a merge that is not finite",
+        "A merged weight came out as NaN or infinity: the adapter or the base holds such values, or "
+        "the base's dtype is too narrow for the sum. Nothing was published.",
+        "Find out which of the two holds them; --to hf-fp32 tells whether the dtype is the reason.",
+    ),
     "CKM401": Code(
         "verification failed",
         "What was written is not what was planned. Nothing was published.",
@@ -263,5 +326,230 @@ CODES: Mapping[str, Code] = {
         "a kind of model that cannot be loaded into",
         "The model, or the installed torch, needs something that this release does not do.",
         "The message says what; `ckptmap doctor` says what works here.",
+    ),
+    "CKM506": Code(
+        "optimizer state that does not match",
+        "The checkpoint has no optimizer state that can be named, or lacks that of a parameter, or "
+        "has that of parameters which the optimizer does not hold; nothing was loaded.",
+        "strict=False loads what matches and reports the rest; without an optimizer, load takes "
+        "the weights alone.",
+    ),
+    "CKM507": Code(
+        "no exact continuation",
+        "exact=True asks for training that goes on bit for bit, and something that decides it is "
+        "not as it was: world size, mesh, flags of the optimizer, compile mode, versions, a dtype.",
+        "Set what the message names as it was, or load without exact=True.",
+    ),
+    "CKM508": Code(
+        "an optimizer that cannot be saved or loaded",
+        "Its parameters are not the model's, or it keeps state in a way that is not known.",
+        "Build the optimizer after wrapping the model, from the model's own parameters.",
+    ),
+    "CKM509": Code(
+        "replicas that differ",
+        "Ranks that should hold the same values do not, so that there is no one value to save. "
+        "Stochastic rounding with other random streams on each replica does this.",
+        "Find out since when; save(..., replicas='first') keeps those of the lowest rank.",
+    ),
+    "CKM510": Code(
+        "parts of ranks that make no whole tensor",
+        "What all ranks hold of a tensor leaves a gap, overlaps, or has different shapes.",
+        "Every rank that holds a part of the model must call save, with the same model.",
+    ),
+    "CKM511": Code(
+        "random streams that cannot be restored",
+        "None are recorded for this rank and world size, or they are of another torch.",
+        "Load with random='fresh' or random='leave'.",
+    ),
+    "CKM512": Code(
+        "an NF4 weight that bitsandbytes cannot hold here",
+        "nf4='bnb' needs bitsandbytes' Linear4bit modules, whole on each rank.",
+        "Replace the linear layers by bitsandbytes.nn.Linear4bit before loading.",
+    ),
+    "CKM513": Code(
+        "live tensors that cannot be exchanged",
+        "Tensors of a live state dict move between ranks by a plan that every rank makes alike; "
+        "here the plans differ, or nobody holds a part that is wanted.",
+        "Run the same release of ckptmap on every rank, and pass every rank's part.",
+    ),
+    # ------------------------------------------------------------------ the Hub
+    "CKM701": Code(
+        "no name of a place on the Hub",
+        "A place on the Hub is written hf://org/name[@revision][/folder]; a slash in a revision is "
+        "written %2F. Only model repositories are read.",
+        "Correct the name; the message says which part of it is wrong.",
+    ),
+    "CKM702": Code(
+        "a repository that is not there, or may not be seen",
+        "The Hub gives the same answer for a repository that does not exist and for a private one "
+        "that the token may not see.",
+        "Check the name, and who you are: hf auth whoami. Log in with hf auth login.",
+    ),
+    "CKM703": Code(
+        "a gated or disabled repository",
+        "Its owner gives access to its files on request, and this token has not got it yet; or the "
+        "Hub has disabled it.",
+        "Ask for access on its page, then log in: hf auth login.",
+    ),
+    "CKM704": Code(
+        "a revision that is not there",
+        "The repository has no branch, tag or commit of this name.",
+        "Use one of those that the message lists.",
+    ),
+    "CKM705": Code(
+        "a file or folder that the repository has not",
+        "At this commit the repository has nothing at this path.",
+        "Look at its files on the Hub, or leave the path out.",
+    ),
+    "CKM706": Code(
+        "no connection to the Hub",
+        "HF_HUB_OFFLINE is set, or the Hub does not answer: no network, a proxy, a wrong "
+        "HF_ENDPOINT. huggingface_hub has tried several times.",
+        "Mend the connection, then run the same command again; it continues.",
+    ),
+    "CKM707": Code(
+        "no token, or one that may not do that",
+        "Publishing needs a token with the right to write; reading a private repository one with "
+        "the right to read.",
+        "hf auth login, with a token of the right kind from the settings of the Hub.",
+    ),
+    "CKM708": Code(
+        "the Hub refuses",
+        "The Hub answers with an error of its own, also after the waiting that huggingface_hub "
+        "does.",
+        "Run the same command again later; it continues.",
+    ),
+    "CKM709": Code(
+        "other bytes than the Hub lists",
+        "What was fetched has not the size and hash that the repository's tree gives for it, also "
+        "the second time.",
+        "Run the same command again. If it stays so, the repository or a proxy is damaged.",
+    ),
+    "CKM710": Code(
+        "no space for what is downloaded",
+        "The files that the conversion reads do not fit where they are kept.",
+        "Free some space, set HF_HOME to a larger disk, or use --low-disk: one file at a time.",
+    ),
+    "CKM711": Code(
+        "a repository that was renamed",
+        "Reading follows the new name and says so; publishing does not, because the place is "
+        "another than you wrote.",
+        "Push to the new name, which the message gives.",
+    ),
+    "CKM712": Code(
+        "a public repository where a private one was asked for",
+        "--private makes a new repository private. This one is there already, and public.",
+        "Make it private in its settings first, or leave --private out.",
+    ),
+    "CKM713": Code(
+        "an upload that the Hub does not hold as it was sent",
+        "After the upload every size and SHA-256 is asked for again, and one differs; or files that "
+        "this push does not change were changed beside it. The revision was not touched.",
+        "Run the same command again; it sends what is wrong once more.",
+    ),
+    "CKM714": Code(
+        "a pull request that cannot be merged",
+        "The main branch was changed meanwhile in the same files, or the Hub refuses the merge.",
+        "Look at the pull request; close it and push again to begin from what main is now.",
+    ),
+    "CKM715": Code(
+        "a push that cannot be made",
+        "The source cannot be published as it is, or the options contradict each other. Nothing "
+        "was sent.",
+        "The message says what to change.",
+    ),
+    "CKM716": Code(
+        "an unsafe name in a repository",
+        "The repository's list of files holds a path that would leave the directory.",
+        "Do not use it, or this endpoint, unless you know why.",
+    ),
+    # ------------------------------------------------------------------ naming schemes
+    "CKM601": Code(
+        "a malformed mapping file",
+        "The file is no TOML, has a word that the rule form does not know, or a name, an axis "
+        "pattern or an expression that cannot be read.",
+        "The form is described in ckptmap/mapping/README.md; `ckptmap mappings check FILE`.",
+    ),
+    "CKM602": Code(
+        "a mapping file that contradicts itself",
+        "The sides of a rule have different axes, slices leave a hole or overlap, two rules have "
+        "one key, or the way there and back is not the identity.",
+        "Correct the rule that is named; `ckptmap mappings check FILE` proves it again.",
+    ),
+    "CKM603": Code(
+        "an unknown naming scheme",
+        "--names is no scheme of a mapping file that was found, and no mapping file.",
+        "`ckptmap mappings list` shows what there is; CKPTMAP_MAPPINGS names more directories.",
+    ),
+    "CKM604": Code(
+        "a naming scheme that is not recognised",
+        "No mapping file has the fingerprints of these keys, or several have.",
+        "Say which with --names-from, or give the model's config.json with --config-from.",
+    ),
+    "CKM605": Code(
+        "config values are needed",
+        "A rule depends on sizes (heads, head_dim) that the shapes alone do not tell, and no "
+        "config.json is beside the checkpoint.",
+        "Give it with --config-from PATH.",
+    ),
+    "CKM606": Code(
+        "a shape that a rule does not have",
+        "A tensor's shape is not the product of the axes that its rule gives it: the config is "
+        "another model's, or the keys are in another scheme or era.",
+        "Compare the config values in the message with the model; choose another --names-from.",
+    ),
+    "CKM607": Code(
+        "an incomplete set of keys",
+        "Keys that a rule needs are not there: an expert, a layer, one of several tensors that "
+        "become one.",
+        "Get the missing file or rank; a rule of your own may say `optional = true`.",
+    ),
+    "CKM608": Code(
+        "two sources for one target",
+        "Two keys of the source would become the same tensor, or one key is of two rules. One of "
+        "them would win, and nobody would know which.",
+        "Leave one of them out with --exclude.",
+    ),
+    "CKM609": Code(
+        "keys that no rule knows",
+        "The state dict has keys that have no name in the other scheme.",
+        "Leave them out, or add rules to a mapping file of your own.",
+    ),
+    "CKM610": Code(
+        "a tensor that cannot be rearranged in memory",
+        "A distributed or quantized tensor of a live model can be renamed; its elements are "
+        "rearranged only in a checkpoint.",
+        "Gather it with full_tensor() first, or convert the saved checkpoint with --names.",
+    ),
+    "CKM611": Code(
+        "optimizer state that cannot follow its weights",
+        "Weights that become one have different state, or are in different parameter groups.",
+        "Leave the optimizer behind with --optimizer drop.",
+    ),
+    "CKM613": Code(
+        "a value op that cannot be applied",
+        "A mapping file names an operation on values that is not known, or that has no inverse, or "
+        "tensors of different operations become one.",
+        "Use `add C`, `neg` or `cast DTYPE`, or install the package that has it.",
+    ),
+    "CKM614": Code(
+        "sizes that do not work out",
+        "An expression over config values gives no whole number, or a slice beyond its axis.",
+        "Check the config values in the message.",
+    ),
+    "CKM615": Code(
+        "a mapping that cannot be drafted",
+        "The two checkpoints have no tensors that could be the same.",
+        "Give two checkpoints of one model, in the two schemes; --values compares contents.",
+    ),
+    "CKM616": Code(
+        "a mapping file that fails its tests",
+        "A round trip, or a golden table, does not come out as it should.",
+        "The message names the key and what came out in its place.",
+    ),
+    "CKM617": Code(
+        "a configuration that a scheme refuses",
+        "The mapping file says itself that it does not describe models like this one.",
+        "Choose another scheme, or give a mapping file of your own.",
     ),
 }

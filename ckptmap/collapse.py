@@ -31,28 +31,30 @@ class Folded:
     first: Row
     count: int
     nbytes: int
-    numbers: list[set[int]]
+    numbers: list[set[str]]
+    """The digits at each place, as they are in names."""
 
     @property
     def pattern(self) -> str:
-        spans = iter(self.numbers)
+        spans = iter([set(map(int, digits)) for digits in self.numbers])
         return NUMBER.sub(lambda match: _span(next(spans), match.group()), self.first.fqn)
 
 
 def fold(rows: Iterable[Row]) -> list[Folded]:
     """Rows by pattern, in order of first appearance."""
     found: dict[tuple[object, ...], Folded] = {}
+    split = NUMBER.split
     for row in rows:
-        words = NUMBER.split(row.fqn)  # text and numbers in turn
+        words = split(row[0])  # text and numbers in turn
         key = (*words[::2], *row[1:5])
         group = found.get(key)
         if group is None:
-            found[key] = Folded(row, 1, row.nbytes, [{int(n)} for n in words[1::2]])
+            found[key] = Folded(row, 1, row[5], [{number} for number in words[1::2]])
             continue
         group.count += 1
-        group.nbytes += row.nbytes
+        group.nbytes += row[5]
         for seen, number in zip(group.numbers, words[1::2], strict=True):
-            seen.add(int(number))
+            seen.add(number)
     return list(found.values())
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ckptmap.files import Files
 from ckptmap.gather import fill, row_major_boxes
 from ckptmap.lazy import LazyTensor
+from ckptmap.protocols import Write
 from ckptmap.tensors import Box, StoredTensor
 
 if TYPE_CHECKING:
@@ -118,3 +119,25 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _squares(values: torch.Tensor) -> float:
     wide = values.abs().double() if values.is_complex() else values.double()
     return float((wide * wide).sum())
+
+
+def holds(lazy: LazyTensor, write: Write) -> bool:
+    """Does a flat range of a stored part hold these values, bit for bit?"""
+    import torch
+
+    stored, box = lazy.parts[write.part].info, write.box
+    if len(stored.shape) == 1:
+        found = lazy.read_part(write.part, box)
+    else:  # the rows that cover the range, then the range of them
+        (start,), (count,) = box.offsets, box.sizes
+        row = math.prod(stored.shape[1:])
+        first, last = (start // row, -(-(start + count) // row)) if stored.shape else (0, 0)
+        zeros = (0,) * len(stored.shape[1:])
+        rows = (
+            Box((first, *zeros), (last - first, *stored.shape[1:])) if stored.shape else Box((), ())
+        )
+        found = lazy.read_part(write.part, rows).view(-1)[start - first * row :][:count]
+    return torch.equal(
+        found.contiguous().view(-1).view(torch.uint8),
+        write.values.cpu().contiguous().view(-1).view(torch.uint8),
+    )

@@ -10,9 +10,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,20 @@ from ckptmap import manifest as manifests
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.compare import sampled_error
 from ckptmap.errors import CkptmapError, DestinationError, RunError
-from ckptmap.execute import Executed, execute
+from ckptmap.execute import execute
 from ckptmap.files import Fingerprint
+from ckptmap.grids import CoarseScales
 from ckptmap.journal import Journal
 from ckptmap.planning import plan as make_plan
 from ckptmap.plans import DEFAULT_MAX_MEMORY, Plan, human
 from ckptmap.publish import Workspace, check_overlap
 from ckptmap.ranks import ALONE, Ranks
+from ckptmap.replanning import with_exact_scales
+from ckptmap.results import Executed
 from ckptmap.verification import check_structure, read_manifest, sha256_of, verify
 from ckptmap.wire.gc_pause import paused_gc
 
-DIGESTS = ("xxh3", "sha256")
+DIGESTS = ("xxh3", "sha256", "none")
 SAMPLE_NUMEL = 1 << 14
 
 
@@ -92,6 +96,7 @@ def convert(
     digest: str = "xxh3",
     progress: bool | Callable[[int, str], None] = False,
     ranks: Ranks = ALONE,
+    low_disk: bool = False,
     **options: Any,
 ) -> Report:
     """Plan and run. `options` are the fields of `ckptmap.plans.Options`.
@@ -103,7 +108,7 @@ def convert(
     """
     return run(
         make_plan(src, to, **options), dst, device=device, threads=threads, max_memory=max_memory,
-        overwrite=overwrite, digest=digest, progress=progress, ranks=ranks,
+        overwrite=overwrite, digest=digest, progress=progress, ranks=ranks, low_disk=low_disk,
     )  # fmt: skip
 
 
@@ -118,12 +123,44 @@ def run(
     digest: str = "xxh3",
     progress: bool | Callable[[int, str], None] = False,
     ranks: Ranks = ALONE,
+    low_disk: bool = False,
 ) -> Report:
     """Execute a plan into `dst`; every rank calls it with the same plan and gets a report.
 
+    Tensors whose block scales are too coarse for their outliers get exact scales, where their
+    scheme has a form for that, and the report says so; among several ranks it is an error.
+
     max_memory  bytes of buffers in all, a rank
-    digest      "xxh3" a stored chunk, or "sha256": the files' too
+    low_disk    keep one file of a source on the Hub at a time, beside the destination
+    digest      "xxh3" a stored chunk, or "sha256": the files' too; "none": then `verify` can check
+                structure only, and a run that was killed begins anew
     """
+    again = partial(
+        _run, dst=dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
+        digest=digest, progress=progress, ranks=ranks, low_disk=low_disk,
+    )  # fmt: skip
+    try:
+        return again(plan)
+    except CoarseScales as error:
+        finer = with_exact_scales(plan, error.fqns) if ranks.world_size == 1 else None
+        if finer is None:
+            raise
+        return again(finer)
+
+
+def _run(
+    plan: Plan,
+    *,
+    dst: str | os.PathLike[str],
+    device: str,
+    threads: int | None,
+    max_memory: int,
+    overwrite: bool,
+    digest: str,
+    progress: bool | Callable[[int, str], None],
+    ranks: Ranks,
+    low_disk: bool,
+) -> Report:
     started = time.monotonic()
     plan.require_resolved()
     ranks.agree(plan.digest)
@@ -134,10 +171,10 @@ def run(
             plan, target, started, plan.nbytes_out, [*plan.notes, "was complete already"]
         )
     if overwrite and ranks.rank == 0 and _manifest_at(target) is None:
-        _refuse_stranger(target)
+        refuse_stranger(target)
     on_progress = _printer(plan.nbytes_out) if progress is True else progress or None
     notes, errors = list(plan.notes), {}
-    with _workspace(plan, target, overwrite, ranks) as work:
+    with _workspace(plan, target, overwrite, ranks) as work, _discarded_if_coarse(work):
         out_dir, journal = _journal(plan, work, ranks)
         with journal:
             done = execute(
@@ -145,7 +182,8 @@ def run(
                 max_memory=max_memory, threads=threads or 0, device=ranks.device(device),
                 on_progress=on_progress,
                 manifest=lambda done: manifests.emit(manifests.build(plan, done)),
-                ranks=ranks,
+                ranks=ranks, staging=out_dir.parent / f"source-{ranks.rank}" if low_disk else None,
+                digests=digest != "none",
             )  # fmt: skip
         _check_unchanged(plan)
         ranks.barrier()
@@ -159,6 +197,17 @@ def run(
             notes += work.notes
         ranks.barrier()
     return _report(plan, target, started, done.continued_nbytes, notes, errors)
+
+
+@contextmanager
+def _discarded_if_coarse(work: Workspace | None) -> Iterator[None]:
+    """What was written by a plan that cannot be carried out is of no use to the next."""
+    try:
+        yield
+    except CoarseScales:
+        if work is not None:
+            work.discard()
+        raise
 
 
 def _is_complete(plan: Plan, target: Path) -> bool:
@@ -219,7 +268,7 @@ def _manifest_at(target: Path) -> dict[str, Any] | None:
         return None
 
 
-def _refuse_stranger(target: Path) -> None:
+def refuse_stranger(target: Path) -> None:
     """--overwrite replaces a checkpoint, never a directory that holds something else."""
     if target.is_dir() and any(target.iterdir()):
         try:
@@ -291,7 +340,7 @@ def _measure(plan: Plan, ckpt: Checkpoint) -> dict[str, float]:
     """
     errors = {}
     for step in plan.encodes:
-        if step.fidelity not in ("quantize", "requantize"):
+        if step.fidelity not in ("codes", "quantize", "requantize"):
             continue
         mine = ckpt[step.tensor.fqn]
         found = sampled_error(step.tensor, mine, SAMPLE_NUMEL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from ckptmap.tensors import Box
 
@@ -14,6 +15,12 @@ def prove_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """
     if len(boxes) == 1 and boxes[0] == Box.whole(shape) and min(shape, default=0) >= 0:
         return None  # the one chunk of nearly every tensor
+    return _fault(tuple(shape), tuple(boxes))
+
+
+@lru_cache(maxsize=64)
+def _fault(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | None:
+    """Looked for once for the tensors that are cut alike."""
     whole = Box.whole(shape)
     for box in boxes:
         if len(box.offsets) != len(shape) or any(

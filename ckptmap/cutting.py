@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ckptmap import registry
@@ -20,6 +21,7 @@ from ckptmap.protocols import (
 )
 from ckptmap.steps import FilePlan
 from ckptmap.tensors import Box, Path, TensorInfo
+from ckptmap.woven import Pieced
 
 if TYPE_CHECKING:
     from ckptmap.checkpoint import Checkpoint
@@ -36,6 +38,11 @@ class UnitLayout(Layout, Protocol):
 
     def unit(self, fqn: str, info: TensorInfo) -> FlatUnit | None:
         """The unit that a tensor lies in; None: it is no parameter and whole on every rank."""
+
+
+def has_units(setup: Setup) -> bool:
+    """Does it cut what several tensors make together?"""
+    return isinstance(registry.layout(setup.layout), UnitLayout)
 
 
 class Cutter:
@@ -138,25 +145,35 @@ class Cutter:
 
 
 def _is_cut(group: Group) -> bool:
-    return any(len(part.chunks) > 1 for part in group.parts.values())
+    return any(
+        len(stored.chunks) > 1
+        for part in group.parts.values()
+        for stored in (part.sources if isinstance(part, Pieced) else (part,))
+    )
 
 
 def prove_output(tensors: Sequence[OutTensor], files: Sequence[FilePlan]) -> None:
     """Our own invariant: no two slots share a byte, and the slots of a tensor tile it. Ranks of a
     mesh may hold the same box, each in its own file."""
-    boxes: dict[Path, dict[Box, set[int]]] = {}
+    first: dict[Path, tuple[Box, int]] = {}
+    boxes: dict[Path, dict[Box, set[int]]] = {}  # of tensors that have more than one slot
     placed = {tensor.path for tensor in tensors if tensor.placement is not None}
     for number, file in enumerate(files):
         end = 0
-        for slot in sorted(file.out.slots, key=lambda s: s.offset):
-            assert slot.offset >= end, f"{file.out.name}: slots overlap at {slot.offset}"
-            end = slot.offset + slot.nbytes
-            held = boxes.setdefault(slot.path, {}).setdefault(slot.box, set())
-            again = number in held or (held and slot.path not in placed)
-            assert not again, f"{slot.path}: {slot.box} is written twice"
-            held.add(number)
+        for path, box, offset, nbytes in sorted(file.out.slots, key=itemgetter(2)):
+            assert offset >= end, f"{file.out.name}: slots overlap at {offset}"
+            end = offset + nbytes
+            if first.setdefault(path, held := (box, number)) is held:
+                continue
+            known, at = first[path]
+            ranks = boxes.setdefault(path, {known: {at}}).setdefault(box, set())
+            again = number in ranks or (ranks and path not in placed)
+            assert not again, f"{path}: {box} is written twice"
+            ranks.add(number)
         assert end <= file.out.nbytes, f"{file.out.name}: a slot leaves the file"
     for tensor in tensors:
-        if tensor.path in boxes or (tensor.alias_of is None and tensor.info.numel):
-            wrong = prove_tiling(tensor.info.shape, list(boxes.get(tensor.path, ())))
+        alone = first.get(tensor.path)
+        if alone is not None or (tensor.alias_of is None and tensor.info.numel):
+            found = boxes.get(tensor.path) or alone[:1] if alone is not None else ()
+            wrong = prove_tiling(tensor.info.shape, list(found))
             assert wrong is None, f"{tensor.path}: {wrong}"

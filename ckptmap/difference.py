@@ -62,7 +62,7 @@ def diff(
                 changed[name] = why
     common = sum(name in theirs for name in mine)
     return DiffReport(
-        one.path, two.path, common - len(changed),
+        one.shown, two.shown, common - len(changed),
         tuple(name for name in mine if name not in theirs),
         tuple(name for name in theirs if name not in mine),
         changed, values,

@@ -10,16 +10,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptmap.checkpoint import Checkpoint, join, nest
+from ckptmap.checkpoint import Checkpoint
 from ckptmap.coverage import prove_tiling
 from ckptmap.cutting import Cutter, prove_output
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.files import Fingerprint
+from ckptmap.grids import Grid
+from ckptmap.holding import refuse_unheld
 from ckptmap.lazy import LazyTensor
+from ckptmap.leaves import join, nest
 from ckptmap.plans import Step, Unresolved
-from ckptmap.protocols import Encoding, OutState, OutTensor, Refusal, Setup, Writer
+from ckptmap.protocols import (
+    Encoding,
+    OutState,
+    OutTensor,
+    Refusal,
+    Setup,
+    Writer,
+    part_key,
+)
+from ckptmap.recoding import grid_of, kept_at
 from ckptmap.steps import Compare, Encode, FilePlan, Target
-from ckptmap.tensors import Path, StoredTensor, TensorInfo
+from ckptmap.tensors import Extent, Path, StoredTensor, TensorInfo
+from ckptmap.woven import Pieced
 
 
 @dataclass
@@ -35,7 +48,9 @@ class Draft:
     out: list[OutTensor] = field(default_factory=list)
     sources: dict[Path, StoredTensor | None] = field(default_factory=dict)
     keys: dict[Path, str] = field(default_factory=dict)
-    encodes: list[tuple[LazyTensor, Encoding, dict[str, Path], str]] = field(default_factory=list)
+    encodes: list[tuple[LazyTensor, Encoding, dict[str, Path], str, Grid | None]] = field(
+        default_factory=list
+    )
     compares: list[Compare] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
@@ -44,12 +59,14 @@ class Draft:
     extra: dict[Path, Any] = field(default_factory=dict)
     shared: dict[object, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    proven: dict[int, StoredTensor] = field(default_factory=dict)
+    """Tensors that others are pieced together of, each looked at once."""
 
     # ------------------------------------------------------------------ one tensor
 
     def tensor(self, lazy: LazyTensor, role: str, path: Path, encoding: Encoding | None) -> None:
         self._check_dense(lazy, encoding)
-        for stored in lazy.parts.values():
+        for stored in lazy.beneath:
             self._prove(lazy.fqn, stored)
         if encoding is None or (encoding == lazy.encoding_):
             self._copy(lazy, role, path)
@@ -58,6 +75,7 @@ class Draft:
 
     def _check_dense(self, lazy: LazyTensor, encoding: Encoding | None) -> None:
         name = (encoding or lazy.encoding_).name
+        refuse_unheld(lazy.fqn, self.setup.name, name)
         if self.setup.dense and name != "dense":
             setup = self.setup.name
             raise PlanError(
@@ -69,6 +87,17 @@ class Draft:
 
     def _prove(self, fqn: str, stored: StoredTensor) -> None:
         """Chunks tile the tensor, every region lies inside its file; replicas will be compared."""
+        if isinstance(stored, Pieced):  # its pieces tile it: that is proven where it was mapped
+            for source in stored.sources:
+                if id(source) not in self.proven:
+                    self.proven[id(source)] = source
+                    self._prove(fqn, source)
+            return
+        place = stored.place
+        if type(place) is Extent and not stored.replicas:
+            if place.offset + stored.info.nbytes > self.fingerprints[place.file].nbytes:
+                raise self._past_the_end(fqn, place.file, place.offset + stored.info.nbytes)
+            return
         wrong = prove_tiling(stored.info.shape, [chunk.box for chunk in stored.chunks])
         if wrong is not None:
             raise SourceError(
@@ -77,22 +106,35 @@ class Draft:
             )  # fmt: skip
         for chunk in (*stored.chunks, *stored.replicas) if stored.replicas else stored.chunks:
             region = chunk.region
-            limit = self.fingerprints[region.file].nbytes
-            if region.offset + region.span_nbytes > limit:
-                raise SourceError(
-                    "CKM104",
-                    f"{region.file}: {fqn} ends at byte {region.offset + region.span_nbytes},"
-                    f" the file at {limit}",
-                    "it is truncated; copy it again",
-                )
+            end = region.offset + region.span_nbytes
+            if end > self.fingerprints[region.file].nbytes:
+                raise self._past_the_end(fqn, region.file, end)
         self.compares += [Compare(fqn, stored, replica) for replica in stored.replicas]
 
+    def _past_the_end(self, fqn: str, file: str, end: int) -> SourceError:
+        limit = self.fingerprints[file].nbytes
+        return SourceError(
+            "CKM104",
+            f"{file}: {fqn} ends at byte {end}, the file at {limit}",
+            "it is truncated; copy it again",
+        )
+
     def _copy(self, lazy: LazyTensor, role: str, path: Path) -> None:
+        plain = lazy.parts.get("") if len(lazy.parts) == 1 else None
+        if plain is not None and lazy.encoding_.name == "dense" and type(plain.place) is Extent:
+            info, dtype, nbytes = plain.info, lazy.info.dtype, plain.info.nbytes
+            self._place(lazy.fqn, path, info, plain)
+            step = Step(lazy.fqn, role, info.shape, dtype, dtype, "bytes", nbytes, nbytes)
+            self.steps.append(step)
+            return
         rearranged = False
         for part, stored in lazy.parts.items():
-            self._place(lazy.fqn, _part_path(path, part), stored.info, stored)
-            for chunk in stored.chunks:
-                rearranged = rearranged or not chunk.region.is_contiguous
+            self._place(lazy.fqn, _part_path(lazy.encoding_, path, part), stored.info, stored)
+            if isinstance(stored, Pieced):
+                rearranged = True
+            elif type(stored.place) is not Extent:
+                for chunk in stored.chunks:
+                    rearranged = rearranged or not chunk.region.is_contiguous
         self._record(lazy.encoding_, lazy.info, path)
         kind = _kind(lazy.encoding_, lazy.info)
         self._step(lazy, role, kind, "exact" if rearranged else "bytes", lazy.nbytes)
@@ -105,12 +147,14 @@ class Draft:
                 f"leave it as it is with --no-encode '{lazy.fqn}'",
             )  # fmt: skip
         for part, info in parts.items():
-            self._place(lazy.fqn, _part_path(path, part), info, None)
-        fidelity = _fidelity(lazy, encoding, parts)
-        paths = {part: _part_path(path, part) for part in parts}
-        self.encodes.append((lazy, encoding, paths, fidelity))
+            self._place(lazy.fqn, _part_path(encoding, path, part), info, None)
+        grid = grid_of(lazy)
+        kept = kept_at(lazy, encoding, grid)
+        fidelity = kept or _fidelity(lazy, encoding, parts)
+        paths = {part: _part_path(encoding, path, part) for part in parts}
+        self.encodes.append((lazy, encoding, paths, fidelity, grid if kept else None))
         self._record(encoding, lazy.info, path)
-        out = parts.get("", lazy.info)
+        out = parts[""] if encoding.name == "dense" else lazy.info
         self._step(
             lazy, role, _kind(encoding, out), fidelity, sum(p.nbytes for p in parts.values())
         )
@@ -135,12 +179,13 @@ class Draft:
 
     def _alias(self, fqn: str, path: Path, stored: StoredTensor | None) -> Path | None:
         """The earlier path whose storage this tensor shares, where the source says so."""
-        if stored is None or stored.share is None or not stored.info.numel:
+        if stored is None or not self.writer.shares_storage:
             return None
-        if not self.writer.shares_storage:
+        share = stored.share
+        if share is None or not stored.info.numel:
             return None
-        first = self.shared.setdefault(stored.share, path)
-        if first == path:
+        first = self.shared.setdefault(share, path)
+        if first is path:
             return None
         self.tied[fqn] = self.keys[first]
         return first
@@ -157,6 +202,12 @@ class Draft:
 
     def must_equal(self, kept: LazyTensor, other: LazyTensor, title: str) -> None:
         """The other is not written, so its bytes must be those of the kept tensor."""
+        if not (kept.parts and other.parts):
+            raise PlanError(
+                "CKM208",
+                f"{title}: is decoded on the way, so it cannot be compared as it is stored",
+                "leave one of them out with --exclude",
+            )
         for part, stored in other.parts.items():
             self._prove(other.fqn, stored)
             self.compares += [Compare(title, kept.parts[part], chunk) for chunk in stored.chunks]
@@ -183,14 +234,15 @@ class Draft:
                 encoding,
                 {part: _in_order(targets.get(path, ()), files) for part, path in paths.items()},
                 fidelity,
+                kept,
             )
-            for lazy, encoding, paths, fidelity in self.encodes
+            for lazy, encoding, paths, fidelity, kept in self.encodes
         ]
         return files, encodes
 
 
-def _part_path(path: Path, part: str) -> Path:
-    return (*path[:-1], f"{path[-1]}.{part}") if part else path
+def _part_path(encoding: Encoding, path: Path, part: str) -> Path:
+    return (*path[:-1], part_key(encoding, str(path[-1]), part)) if part else path
 
 
 def _kind(encoding: Encoding, info: TensorInfo) -> str:
@@ -199,8 +251,8 @@ def _kind(encoding: Encoding, info: TensorInfo) -> str:
 
 def _fidelity(lazy: LazyTensor, encoding: Encoding, parts: Mapping[str, TensorInfo]) -> str:
     if encoding.name != "dense":
-        return "quantize" if lazy.encoding == "dense" else "requantize"
-    return "exact" if parts[""].dtype == lazy.dtype else "cast"
+        return "requantize" if lazy.quantized else "quantize"
+    return "exact" if parts[""].dtype == lazy.dtype and not lazy.lossy else "cast"
 
 
 def _in_order(targets: Iterable[Target], files: Sequence[FilePlan]) -> tuple[Target, ...]:

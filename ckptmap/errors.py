@@ -22,6 +22,10 @@ class CkptmapError(Exception):
     def __str__(self) -> str:
         return f"{self.message}; {self.hint}" if self.hint else self.message
 
+    def __reduce__(self) -> tuple[type[CkptmapError], tuple[str, str, str]]:
+        """Ranks send each other what went wrong."""
+        return type(self), (self.code, self.message, self.hint)
+
 
 class SourceError(CkptmapError, ValueError):
     """A checkpoint cannot be read as what it claims to be."""

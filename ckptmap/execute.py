@@ -14,26 +14,30 @@ box after the other: overlap by pinned buffers and side streams is not done here
 from __future__ import annotations
 
 import os
-import signal
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ckptmap.calm import one_torch_thread, stopped_by_sigterm
+from ckptmap.copying import MAX_GAP, Context, copy_large, copy_span, key_of
 from ckptmap.errors import Interrupted, RunError, SourceError
 from ckptmap.files import Files
+from ckptmap.grids import CoarseScales
 from ckptmap.heartbeat import Stopped
 from ckptmap.journal import Journal, Written
-from ckptmap.moves import MAX_GAP, Context, compare, copy_large, copy_span, encode, key_of
+from ckptmap.moves import compare, encode
 from ckptmap.protocols import Slot
 from ckptmap.ranks import ALONE, Ranks
+from ckptmap.results import Executed, Tally
+from ckptmap.sealing import seal
 from ckptmap.sink import ALIGN, Buffer, Outputs, Sums
 from ckptmap.split import Share, split
 from ckptmap.steps import Compare, Encode, FilePlan, Target
+from ckptmap.supply import batches, read_by_compare, read_by_copies, read_by_encode
 
 MAX_MEMORY = 64 << 20
 """Bytes of buffers in all, threads included."""
@@ -44,22 +48,9 @@ SPAN = 4 << 20
 SMALL = 1 << 20
 """Bytes from which a slot is a unit of its own."""
 _TOTALS = struct.Struct("<QQ")
-_ROW = struct.Struct("<IIQI")
-"""Totals, then a slot a row, as ranks report them: file, slot, digest, CRC-32."""
+"""Bytes written and kept, before the rows of a rank's report."""
 Progress = Callable[[int, str], None]
 """Called with bytes just written and the key they belong to, from any thread, one at a time."""
-
-
-@dataclass(frozen=True)
-class Executed:
-    """What was written: `digests[file][slot]` (xxh3, 64 bit, hex) and `crcs[file][slot]`
-    (0 where the container stores none)."""
-
-    digests: Sequence[Sequence[str]]
-    crcs: Sequence[Sequence[int]]
-    written_nbytes: int
-    continued_nbytes: int
-    """Bytes of an earlier run that were read back, found good, and kept."""
 
 
 def execute(
@@ -77,6 +68,8 @@ def execute(
     manifest: Callable[[Executed], bytes] | None = None,
     on_progress: Progress | None = None,
     ranks: Ranks = ALONE,
+    staging: Path | None = None,
+    digests: bool = True,
 ) -> Executed:
     """Write all files of a plan into `out_dir`, sealed but not synced.
 
@@ -85,6 +78,9 @@ def execute(
     direct      write large slots past the page cache, where the filesystem can
     manifest    gives the manifest's bytes, called once, on rank 0, when all slots are written
     ranks       each writes its share; every rank gets the whole result, rank 0 seals
+    staging     where sources that are elsewhere are kept, one at a time; None: all, where they may
+    digests     False: none are taken, bytes may move inside the kernel, and a run that was killed
+                begins anew, since nothing could tell whether what it wrote is whole
 
     Raises RunError (CKM306 write failed, 308 source changed, 309 overflow, 310 replica differs),
     SourceError CKM112 or CKM113, DestinationError CKM303, Interrupted CKM307. After any of them
@@ -95,17 +91,18 @@ def execute(
     share = split(plan, encodes, compares, ranks.world_size)[ranks.rank]
     paths = [out_dir / item.out.name for item in plan]
     outputs = _reserved(plan, paths, direct, ranks)
-    run = _Run(plan, outputs, paths, journal, on_progress, ranks)
-    context = Context(plan, files, outputs, max_memory // threads, device, run.advance)
+    run = _Run(plan, outputs, paths, journal, on_progress, ranks, digests)
+    context = Context(plan, files, outputs, max_memory // threads, device, run.advance, digests)
     try:
-        with _one_torch_thread(bool(share.encodes)), _sigterm(run.stop):
+        with one_torch_thread(bool(share.encodes)), stopped_by_sigterm(run.stop):
             with ranks.working():
-                run.all(_units(context, share), threads, buffer_nbytes(context.budget))
+                for units in batches(files, _units(context, share), journal.entries, staging):
+                    run.all(units, threads, buffer_nbytes(context.budget))
             if ranks.rank:
                 _hand_over(outputs, [paths[file] for file in share.files])
             done = run.result()
             if ranks.rank == 0:
-                _seal(plan, outputs, done, manifest)
+                seal(plan, outputs, done, manifest, context.joined)
             run.check()
     except KeyboardInterrupt as error:
         raise _interrupted() from error
@@ -120,6 +117,8 @@ class _Unit:
 
     name: str
     do: Callable[[Buffer], Sequence[Written]]
+    reads: Callable[[], Iterable[str]]
+    """The source files that it needs."""
 
 
 class _Stopped(Exception):
@@ -137,14 +136,17 @@ class _Run:
         journal: Journal,
         on_progress: Progress | None,
         ranks: Ranks,
+        digests: bool,
     ) -> None:
+        self.digests = digests
         self.plan, self.outputs, self.paths, self.journal = plan, outputs, paths, journal
         self.on_progress, self.ranks = on_progress, ranks
         self.stop = threading.Event()
         self._lock = threading.Lock()
         self._progress_lock = threading.Lock()
         self._errors: list[BaseException] = []
-        self._written: dict[tuple[int, int], Written] = {}
+        self.coarse: list[CoarseScales] = []
+        self._tally = Tally([len(item.out.slots) for item in plan])
         self._nbytes = [0, 0]  # written now, kept from an earlier run
 
     def all(self, units: Iterator[_Unit], threads: int, buffer_nbytes: int) -> None:
@@ -158,6 +160,8 @@ class _Run:
                 raise
         if self._errors:
             raise self._errors[0]
+        if self.coarse:
+            raise CoarseScales.together(self.coarse)
         self.check()
 
     def check(self) -> None:
@@ -171,9 +175,12 @@ class _Run:
             while not self.stop.is_set():
                 with self._lock:
                     unit = next(units, None)
-                if unit is None:
+                if unit is None or (self.coarse and not unit.name.startswith("encode:")):
                     return
-                self._do(unit, buffer)
+                try:
+                    self._do(unit, buffer)
+                except CoarseScales as error:  # all of them are wanted before it is planned anew
+                    self.coarse.append(error)
         except _Stopped:
             return
         except BaseException as error:
@@ -181,14 +188,14 @@ class _Run:
             self.stop.set()
 
     def _do(self, unit: _Unit, buffer: Buffer) -> None:
-        found = self.journal.entries.get(unit.name)
+        found = self.journal.entries.get(unit.name) if self.digests else None
         kept = found is not None and all(self._holds(slot, buffer) for slot in found)
         written = found if found is not None and kept else unit.do(buffer)
-        if unit.name and not kept:
+        if unit.name and not kept and self.digests:  # without them nothing could be believed
             self.journal.add(unit.name, written)
         with self._lock:
+            self._tally.add(written)
             for item in written:
-                self._written[item.file, item.slot] = item
                 self._nbytes[kept] += self.slot(item.file, item.slot).nbytes
 
     def _holds(self, written: Written, buffer: Buffer) -> bool:
@@ -230,34 +237,16 @@ class _Run:
 
     def result(self) -> Executed:
         """What all ranks have written; waits for them."""
-        for report in self.ranks.gather(self._report()):
-            self._merge(report)
-        counts = [range(len(item.out.slots)) for item in self.plan]
-        missing = sum(map(len, counts)) - len(self._written)
-        assert not missing, f"{missing} slots were not written: the plan does not cover them"
-        rows = [[self._written[file, i] for i in row] for file, row in enumerate(counts)]
-        return Executed(
-            tuple(tuple(item.digest for item in row) for row in rows),
-            tuple(tuple(item.crc32 for item in row) for row in rows),
-            *self._nbytes,
-        )
-
-    def _report(self) -> bytes:
-        """This rank's part, which is then forgotten here: it comes back with the others'."""
-        rows = [
-            _ROW.pack(item.file, item.slot, int(item.digest, 16), item.crc32)
-            for item in self._written.values()
-        ]
-        report = _TOTALS.pack(*self._nbytes) + b"".join(rows)
-        self._written, self._nbytes = {}, [0, 0]
-        return report
-
-    def _merge(self, report: bytes) -> None:
-        totals = _TOTALS.unpack_from(report)
-        self._nbytes = [a + b for a, b in zip(self._nbytes, totals, strict=True)]
-        for file, slot, digest, crc in _ROW.iter_unpack(report[_TOTALS.size :]):
-            assert (file, slot) not in self._written, f"slot {slot} of file {file}: written twice"
-            self._written[file, slot] = Written(file, slot, f"{digest:016x}", crc)
+        if self.ranks.world_size > 1:
+            # This rank's part is forgotten here: it comes back with the others'.
+            mine = _TOTALS.pack(*self._nbytes) + self._tally.report()
+            self._tally.clear()
+            self._nbytes = [0, 0]
+            for report in self.ranks.gather(mine):
+                totals = _TOTALS.unpack_from(report)
+                self._nbytes = [a + b for a, b in zip(self._nbytes, totals, strict=True)]
+                self._tally.merge(report[_TOTALS.size :])
+        return self._tally.result(self.digests, *self._nbytes)
 
 
 # --------------------------------------------------------------------------------- units
@@ -271,36 +260,40 @@ def buffer_nbytes(budget: int) -> int:
 def _units(context: Context, share: Share) -> Iterator[_Unit]:
     """Comparisons first, since they can refuse; encodings, which take longest; then copies."""
     for replica in share.compares:
-        yield _Unit("", partial(_compared, context, replica))
+        yield _Unit("", partial(_compared, context, replica), partial(read_by_compare, replica))
     for name, step in share.encodes:
-        yield _Unit(name, partial(encode, context, step))
+        yield _Unit(name, partial(encode, context, step), partial(read_by_encode, step))
     for file, item in enumerate(context.plan):
         limit = min(SPAN, buffer_nbytes(context.budget))
         for first, stop in _spans(item, limit, share.slots[file]):
             do = partial(copy_span, context, file, first, stop)
             if item.out.slots[first].nbytes > min(SMALL, limit):
                 do = partial(copy_large, context, Target(file, first))
-            yield _Unit(f"copy:{file}:{first}-{stop}", do)
+            reads = partial(read_by_copies, item, first, stop)
+            yield _Unit(f"copy:{file}:{first}-{stop}", do, reads)
 
 
 def _spans(item: FilePlan, limit: int, mine: range) -> Iterator[tuple[int, int]]:
     """(first, stop) of slots copied together: one large one, or neighbours within `limit`."""
-    slots = item.out.slots
     first: int | None = None
+    begin = end = 0  # bytes, of the first slot's start and the last one's end
+    small = min(SMALL, limit)
     for index in mine:
-        slot, source = slots[index], item.sources[index]
+        _, _, offset, nbytes = item.out.slots[index]
+        copied = item.sources[index] is not None
         if first is not None and (
-            source is None
-            or slot.nbytes > min(SMALL, limit)
-            or slot.offset + slot.nbytes - slots[first].offset > limit
-            or slot.offset - slots[index - 1].offset - slots[index - 1].nbytes > MAX_GAP
+            not copied
+            or nbytes > small
+            or offset + nbytes - begin > limit
+            or offset - end > MAX_GAP
         ):
             yield first, index
             first = None
-        if source is not None and slot.nbytes > min(SMALL, limit):
+        if copied and nbytes > small:
             yield index, index + 1
-        elif source is not None and first is None:
-            first = index
+        elif copied and first is None:
+            first, begin = index, offset
+        end = offset + nbytes
     if first is not None:
         yield first, mine.stop
 
@@ -343,57 +336,7 @@ def _hand_over(outputs: Outputs, paths: Sequence[Path]) -> None:
             ) from error
 
 
-def _seal(
-    plan: Sequence[FilePlan],
-    outputs: Outputs,
-    done: Executed,
-    manifest: Callable[[Executed], bytes] | None,
-) -> None:
-    """Write what is not slot data, data files first, and set each file's final length."""
-    data = None
-    if manifest is not None and any(item.out.holds_manifest for item in plan):
-        data = manifest(done)
-    for index, item in enumerate(plan):
-        crcs = done.crcs[index] if item.out.needs_crc else ()
-        end = item.out.nbytes
-        with outputs.file(index) as output:
-            for offset, piece in item.out.seal(crcs, data if item.out.holds_manifest else None):
-                output.write_at(offset, memoryview(piece), direct=False)
-                end = max(end, offset + len(piece))
-            output.truncate(end)
-
-
 def _interrupted() -> Interrupted:
     return Interrupted(
         "CKM307", "interrupted; the destination is as it was", "run the same command to continue"
     )
-
-
-@contextmanager
-def _sigterm(stop: threading.Event) -> Iterator[None]:
-    """SIGTERM stops the run as Ctrl-C does, unless the program handles it itself."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextmanager
-def _one_torch_thread(wanted: bool) -> Iterator[None]:
-    """Hold torch's own threads at one; no import of torch where nothing is encoded."""
-    if not wanted:
-        yield
-        return
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from ckptmap.errors import SourceError
 from ckptmap.files import Files
 from ckptmap.tensors import Box, Region, StoredTensor, contiguous_strides
+from ckptmap.woven import ZEROS, Woven
 
 SCRATCH = 1 << 20
 """Bytes of source read at once where elements must be spread one by one."""
@@ -41,8 +42,7 @@ class Dim:
     dst: int
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Consecutive bytes of one file."""
 
     file: str
@@ -59,9 +59,20 @@ def fill(files: Files, stored: StoredTensor, box: Box, out: memoryview) -> None:
     nbytes = box.numel * stored.info.itemsize
     assert out.nbytes == nbytes, f"buffer of {out.nbytes} bytes for a box of {nbytes}"
     filled = 0
-    for place, region in stored.pieces(box):
-        _land(files, region, place, box.sizes, out)
-        filled += region.nbytes
+    if isinstance(stored, Woven):
+        filled = _weave(files, stored, box, out)
+    else:
+        rows = box.sizes[1:] if nbytes and box.sizes else None
+        row_nbytes = nbytes // box.sizes[0] if rows is not None else 0
+        for place, region in stored.pieces(box):
+            if place.sizes[1:] == rows and region.is_contiguous and region.file != ZEROS:
+                start = place.offsets[0] * row_nbytes  # whole rows: what nearly every rank holds
+                end = start + place.sizes[0] * row_nbytes
+                files.read_into(region.file, region.offset, [out[start:end]])
+                filled += end - start
+            else:
+                _land(files, region, place, box.sizes, out)
+                filled += region.nbytes
     if filled != nbytes:
         raise SourceError(
             "CKM112",
@@ -73,14 +84,15 @@ def fill(files: Files, stored: StoredTensor, box: Box, out: memoryview) -> None:
 
 def run_of(stored: StoredTensor, box: Box) -> Run | None:
     """The one run of bytes that is `box` in row-major order, where there is one; else None."""
-    chunks = stored.chunks
-    if len(chunks) == 1 and chunks[0].box == box:
-        region = chunks[0].region
-    else:
-        pieces = list(stored.pieces(box))
-        if len(pieces) != 1 or pieces[0][0].sizes != box.sizes:
-            return None
-        region = pieces[0][1]
+    if box.sizes == stored.info.shape:
+        extent = stored.extent
+        return extent and Run(extent.file, extent.offset, stored.info.nbytes)
+    if isinstance(stored, Woven):
+        return None
+    pieces = list(stored.pieces(box))
+    if len(pieces) != 1 or pieces[0][0].sizes != box.sizes:
+        return None
+    region = pieces[0][1]
     return Run(region.file, region.offset, region.nbytes) if region.is_contiguous else None
 
 
@@ -115,10 +127,26 @@ def _indices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 # ------------------------------------------------------------------------- one piece
 
 
+def _weave(files: Files, stored: Woven, box: Box, out: memoryview) -> int:
+    """Bring what fills a box of a rearranged tensor to its places; the bytes brought."""
+    filled, itemsize = 0, stored.info.itemsize
+    for file, offset, start, dims, nbytes in stored.landings(box):
+        axes = sorted(dims, key=lambda axis: axis[2], reverse=True)
+        sizes, src, dst = (tuple(axis[i] for axis in axes) for i in range(3))
+        collapsed = _collapse(sizes, src, dst)
+        if file == ZEROS:
+            out[start : start + itemsize] = bytes(itemsize)
+            _repeat(out, start, collapsed, (), itemsize)
+        else:
+            _move(files, file, offset, collapsed, out, start, itemsize)
+        filled += nbytes
+    return filled
+
+
 def _land(files: Files, region: Region, place: Box, sizes: Sequence[int], out: memoryview) -> None:
     """Bring one region to its place in the output, a row-major tensor of `sizes`."""
     itemsize = region.itemsize
-    if place.sizes == sizes and region.is_contiguous:
+    if place.sizes == sizes and region.is_contiguous and region.file != ZEROS:
         files.read_into(region.file, region.offset, [out])
         return
     strides = contiguous_strides(sizes, itemsize)
@@ -126,7 +154,10 @@ def _land(files: Files, region: Region, place: Box, sizes: Sequence[int], out: m
     dims = _collapse(region.sizes, region.strides, strides)
     still = tuple(dim for dim in dims if dim.src == 0)
     moving = tuple(dim for dim in dims if dim.src != 0)
-    _move(files, region.file, region.offset, moving, out, start, itemsize)
+    if region.file == ZEROS:
+        out[start : start + itemsize] = bytes(itemsize)
+    else:
+        _move(files, region.file, region.offset, moving, out, start, itemsize)
     if still:
         _repeat(out, start, still, moving, itemsize)
 

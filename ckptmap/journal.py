@@ -17,17 +17,16 @@ import os
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptmap.errors import DestinationError, RunError
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A slot that was written: digest (xxh3, 64 bit, hex) and CRC-32 (0 where not wanted)."""
+class Written(NamedTuple):
+    """A slot that was written: digest (xxh3, 64 bit, hex; "" where not wanted) and CRC-32 (0 where
+    not wanted)."""
 
     file: int
     slot: int
@@ -127,8 +126,7 @@ def _flock(fd: int) -> bool:
 
 
 def _line(unit: str, slots: Sequence[Written]) -> str:
-    rows = [[slot.file, slot.slot, slot.digest, slot.crc32] for slot in slots]
-    return json.dumps({"unit": unit, "slots": rows}, separators=(",", ":"))
+    return json.dumps({"unit": unit, "slots": slots}, separators=(",", ":"))
 
 
 def _entries(path: Path, plan_digest: str) -> dict[str, Sequence[Written]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptmap.files import Files
 from ckptmap.gather import fill
+from ckptmap.grids import Coded
 from ckptmap.protocols import Group
 from ckptmap.tensors import Box, StoredTensor
 
@@ -32,6 +33,21 @@ class LazyTensor:
     """
 
     __slots__ = ("encoding_", "files", "fqn", "group", "info", "parts")
+
+    @property
+    def lossy(self) -> bool:
+        """Do its values differ from those of the tensors that it is read from?"""
+        return bool(getattr(self.encoding_, "lossy", False))
+
+    @property
+    def quantized(self) -> bool:
+        """Is what it is read from stored as codes?"""
+        return bool(getattr(self.encoding_, "quantized", self.encoding_.name != "dense"))
+
+    @property
+    def beneath(self) -> Iterable[StoredTensor]:
+        """The stored tensors that reading it reads."""
+        return self.parts.values()
 
     def __init__(self, fqn: str, group: Group, files: Files) -> None:
         self.fqn = fqn
@@ -106,6 +122,24 @@ class LazyTensor:
                 )
             cuts.append((name, cut))
         return cuts
+
+    def read_scales(self) -> torch.Tensor:
+        """The scales of its codes, fp32; only for an encoding that is `Coded`."""
+        coded = self.encoding_
+        assert isinstance(coded, Coded), f"{self.fqn}: {self.encoding} has no codes"
+        parts = {
+            name: self.read_part(name, Box.whole(self.parts[name].info.shape))
+            for name in coded.scale_parts(self.info)
+        }
+        return coded.scales(self.info, parts)
+
+    def read_codes(self, box: Box, out: torch.Tensor) -> None:
+        """Fill `out` with a box of its canonical codes; only for an encoding that is `Coded`."""
+        coded = self.encoding_
+        assert isinstance(coded, Coded), f"{self.fqn}: {self.encoding} has no codes"
+        cuts = {name: coded.code_box(self.info, name, box) for name in self.parts}
+        parts = {name: self.read_part(name, cut) for name, cut in cuts.items() if cut is not None}
+        coded.codes(self.info, parts, box, out)
 
     def read_part(self, part: str, box: Box, device: str | torch.device = "cpu") -> torch.Tensor:
         """A box of one stored part, as it is stored."""

@@ -12,6 +12,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Protocol
 
 from ckptmap.errors import SourceError
+from ckptmap.files import whole
 from ckptmap.meta_model import on_meta
 from ckptmap.tensors import Leaf, Path
 
@@ -40,6 +41,9 @@ class Like:
 Plain = Callable[[Collection[str]], Mapping[str, str]]
 """Keys -> plain FQN by key: wrapper segments taken off."""
 
+Units = Mapping[Path, Sequence[str]]
+"""Path of a dict of weights -> the modules in it that FSDP1 wraps, as `Index.units`."""
+
 
 class Unflattener(Protocol):
     """A way of saving that puts several tensors into one: it sees all leaves at once."""
@@ -52,6 +56,7 @@ class Unflattener(Protocol):
         like: Callable[[], Like] | None,
         plain: Plain,
         where: str,
+        units: Units,
     ) -> Mapping[Path, Leaf]:
         """The leaves with each flat tensor replaced by the tensors in it; the same where there is
         none. Raises SourceError CKM112 where `like`, asked only then, is missing or of another
@@ -84,7 +89,7 @@ def like_manifest(manifest: FilePath) -> Like:
 
     Raises SourceError CKM403 where it does not say so."""
     try:
-        document = json.loads(manifest.read_text(encoding="utf-8"))
+        document = json.loads(whole(manifest).read_text(encoding="utf-8"))
         shapes = {
             fqn: tuple(map(int, about["shape"]))
             for fqn, about in document["logical"].items()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from io import BytesIO
 from typing import Any, Protocol
 
 from ckptmap.errors import SourceError
-from ckptmap.plans import Plan
-from ckptmap.tensors import Path
+from ckptmap.plans import Plan, Step
+from ckptmap.protocols import Slot
+from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
 
 SCHEMA = 1
@@ -29,8 +32,9 @@ class Digests(Protocol):
 
 
 def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The manifest; no absolute path of this machine gets into it. It shares offsets and sizes
-    with the plan: as tuples, where `parse` gives lists."""
+    """The manifest; no absolute path of this machine gets into it, a place on the Hub does. Entries
+    of tensors are made when asked for, and share offsets and sizes with the plan: as tuples, where
+    `parse` gives lists."""
     return {
         "schema": SCHEMA,
         "ckptmap": __version__,
@@ -38,17 +42,14 @@ def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) ->
         "setup": plan.aim.text,
         "container": plan.aim.setup.writer,
         "world_size": plan.world_size,
-        "source": {"container": plan.ckpt.index.container, "setup": plan.ckpt.setup},
+        "source": {"container": plan.ckpt.index.container, "setup": plan.ckpt.setup}
+        | ({"origin": plan.ckpt.origin} if plan.ckpt.origin else {}),
+        **({} if plan.ckpt.translated is None else {"names": dict(plan.ckpt.translated)}),
+        **({} if plan.ckpt.merged is None else {"merged": dict(plan.ckpt.merged)}),
         "files": _files(plan, sha256 or {}),
         "carried": {name: _digest(content) for name, content in sorted(plan.carried.items())},
-        "tensors": _tensors(plan, done),
-        "logical": {
-            f"{step.role}:{step.fqn}" if step.role != "model" else step.fqn: {
-                "shape": step.shape, "source": step.source, "target": step.target,
-                "fidelity": step.fidelity,
-            }
-            for step in plan.steps
-        },
+        "tensors": _Tensors(plan, done),
+        "logical": _Logical(plan.steps),
         "records": dict(plan.records),
         "dropped": dict(plan.dropped),
         "tied": dict(plan.tied),
@@ -57,19 +58,31 @@ def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) ->
 
 def emit(document: Mapping[str, Any]) -> bytes:
     """Its JSON."""
-    return "".join(["{", ",".join(_members(document)), "}"]).encode()
-
-
-def _members(document: Mapping[str, Any]) -> Iterator[str]:
-    """Members of a JSON object, large ones in batches: the encoder keeps every token of what it is
-    given, many times the size of the text."""
+    out, mark = BytesIO(), "{"
     for key, value in document.items():
-        if not (isinstance(value, dict) and len(value) > BATCH):
-            yield f"{_json(key)}:{_json(value)}"
-            continue
-        keys = list(value)
-        batches = ({k: value[k] for k in keys[i : i + BATCH]} for i in range(0, len(keys), BATCH))
-        yield f"{_json(key)}:{{{','.join(_json(batch)[1:-1] for batch in batches)}}}"
+        out.write(f"{mark}{_json(key)}:".encode())
+        for piece in _pieces(value):
+            out.write(piece.encode())
+        mark = ","
+    out.write(b"}")
+    return out.getvalue()
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """The JSON of a member, a large one in batches: the encoder keeps every token of what it is
+    given, many times the size of the text."""
+    if not (isinstance(value, Mapping) and len(value) > BATCH):
+        yield _json(dict(value) if isinstance(value, _Entries) else value)
+        return
+    keys, mark = list(value), "{"
+    for at in range(0, len(keys), BATCH):
+        some = keys[at : at + BATCH]
+        if isinstance(value, _Entries):
+            yield mark + ",".join(map(value.text, some))
+        else:
+            yield mark + _json({key: value[key] for key in some})[1:-1]
+        mark = ","
+    yield "}"
 
 
 def _json(value: object) -> str:
@@ -85,18 +98,104 @@ def _files(plan: Plan, sha256: Mapping[str, str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _tensors(plan: Plan, done: Digests) -> dict[str, Any]:
-    infos: dict[Path, dict[str, Any]] = {}
-    for file, digests in zip(plan.files, done.digests, strict=True):
-        name = file.out.name
-        for slot, digest in zip(file.out.slots, digests, strict=True):
-            entry = infos.get(slot.path)
-            if entry is None:
-                entry = infos[slot.path] = {"fqn": plan.keys[slot.path], "chunks": []}
-            box = slot.box
-            chunk = (name, slot.offset, slot.nbytes, box.offsets, box.sizes, digest)
-            entry["chunks"].append(chunk)
-    return {".".join(map(str, path)): entry for path, entry in infos.items()}
+class _Entries(Mapping[str, dict[str, Any]]):
+    """A member of the manifest that has an entry for every tensor: 100,000 of them as dicts would
+    take 100 MB, so each is made when it is asked for."""
+
+    _found: Mapping[str, Any]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._found
+
+    def text(self, key: str) -> str:
+        """The entry with its key, as JSON."""
+        raise NotImplementedError
+
+
+class _Tensors(_Entries):
+    """Key -> fqn, and (file, offset, nbytes, offsets, sizes, digest) of each chunk."""
+
+    def __init__(self, plan: Plan, done: Digests) -> None:
+        self._plan, self._digests = plan, done.digests
+        self._outs = [(file.out.name, file.out.slots) for file in plan.files]
+        self._found: dict[str, int | tuple[int, ...]] = {}  # key -> file << 32 | slot, of each
+        found = self._found
+        for number, file in enumerate(plan.files):
+            for index, slot in enumerate(file.out.slots):
+                key = _key(slot.path)
+                place, known = number << 32 | index, found.get(key)
+                if known is None:
+                    found[key] = place
+                else:
+                    found[key] = (*known, place) if isinstance(known, tuple) else (known, place)
+
+    def _chunks(self, key: str) -> list[tuple[str, Slot, str]]:
+        """File, slot and digest of each."""
+        found = self._found[key]
+        chunks = []
+        for place in found if isinstance(found, tuple) else (found,):
+            file, index = place >> 32, place & 0xFFFFFFFF
+            name, slots = self._outs[file]
+            chunks.append((name, slots[index], self._digests[file][index]))
+        return chunks
+
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        found = self._chunks(key)
+        chunks = [(name, at, n, *box, digest) for name, (_, box, at, n), digest in found]
+        return {"fqn": self._plan.keys[found[0][1].path], "chunks": chunks}
+
+    def text(self, key: str) -> str:
+        found = self._chunks(key)
+        chunks = ",".join(
+            [
+                f'[{_text(name)},{at},{n},{_box(box)},"{digest}"]'
+                for name, (_, box, at, n), digest in found
+            ]
+        )
+        fqn = self._plan.keys[found[0][1].path]
+        quoted = _quoted(key)
+        name = quoted if fqn == key else _quoted(fqn)
+        return f'{quoted}:{{"fqn":{name},"chunks":[{chunks}]}}'
+
+
+class _Logical(_Entries):
+    """FQN, with its role where that is not `model` -> how the tensor came to be."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._found: dict[str, Step] = {
+            step.fqn if step.role == "model" else f"{step.role}:{step.fqn}": step for step in steps
+        }
+
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        shape, source, target, fidelity = self._found[key][2:6]
+        return {"shape": shape, "source": source, "target": target, "fidelity": fidelity}
+
+    def text(self, key: str) -> str:
+        return f"{_quoted(key)}:{_way(self._found[key][2:6])}"
+
+
+_quoted = json.encoder.encode_basestring
+_text = lru_cache(maxsize=4096)(_quoted)
+
+
+@lru_cache(maxsize=4096)
+def _way(words: tuple[Any, ...]) -> str:
+    return _json(dict(zip(("shape", "source", "target", "fidelity"), words, strict=True)))
+
+
+@lru_cache(maxsize=4096)
+def _box(box: Box) -> str:
+    return f"{_json(box.offsets)},{_json(box.sizes)}"
+
+
+def _key(path: Path) -> str:
+    return str(path[0]) if len(path) == 1 else ".".join(map(str, path))
 
 
 def _digest(content: bytes) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ckptmap import registry
 from ckptmap.errors import SourceError
+from ckptmap.files import whole
 from ckptmap.places import look
 from ckptmap.protocols import Directory, Member, Place
 from ckptmap.tensors import Index, Leaf, Opaque, Path, PerRank, StoredTensor
@@ -35,6 +36,7 @@ class _Merge:
     files: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    units: dict[Path, tuple[str, ...]] = field(default_factory=dict)
     world: int = 1
     seen: dict[str, str] = field(default_factory=dict)
     """Role -> the name of the member that has it."""
@@ -66,6 +68,7 @@ def merged(directory: Directory, place: Place) -> Index:
         world=max(found.world, merge.world),
         notes=tuple(merge.notes),
         beside=found.beside,
+        units=merge.units,
     )
 
 
@@ -99,6 +102,10 @@ def _add(merge: _Merge, member: Member) -> None:
     merge.world = max(merge.world, index.world)
     for path, leaf in index.leaves.items():
         merge.leaves[_place(member, path)] = leaf
+    depth = len(member.root)
+    for path, units in index.units.items():
+        if path[:depth] == member.root:
+            merge.units[member.role, *path[depth:]] = units
     old = ".".join(map(str, member.root))
     for key, record in index.records.items():
         bare = key.removeprefix(old + ".") if old else key
@@ -206,7 +213,7 @@ def _document(file: FilePath) -> Any:
     try:
         if file.stat().st_size > MAX_DOCUMENT_NBYTES:
             raise ValueError(f"{file.stat().st_size} bytes long")
-        return json.loads(file.read_bytes())
+        return json.loads(whole(file).read_bytes())
     except OSError as error:
         raise SourceError(
             "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import SourceError
+from ckptmap.files import whole
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +45,7 @@ def on_meta(config: Path, max_layers: int = MAX_LAYERS) -> nn.Module:
 
 def _described(config: Path, max_layers: int) -> dict[str, Any]:
     try:
-        found = json.loads(config.read_text(encoding="utf-8"))
+        found = json.loads(whole(config).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise unusable(config, f"is no JSON: {error}") from error
     if not isinstance(found, dict):

@@ -8,12 +8,27 @@ what a rank was given to write, and our own outputs have the order of what they 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint import Checkpoint, open
+from ckptmap.cutting import has_units
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.like import CONFIG, Like, is_alphabetical, like_config
+from ckptmap.flat_units import units_of
+from ckptmap.like import (
+    CONFIG,
+    MANIFEST,
+    Like,
+    is_alphabetical,
+    like_config,
+    like_manifest,
+)
+
+if TYPE_CHECKING:
+    from ckptmap.plans import Options
+    from ckptmap.protocols import Setup
 
 _NEXT = "give --like PATH: the model's config.json, or a torch.save'd state dict of the whole model"
 
@@ -26,7 +41,7 @@ def model_order(
 
     Raises PlanError CKM504 where no order is known, or it is of another model.
     """
-    found = _of(ckpt) if like is None else _like(Path(like))
+    found = _of(ckpt) if like is None else _like(Path(like), ckpt)
     if found is None:
         raise PlanError(
             "CKM504",
@@ -52,13 +67,29 @@ def _check(ckpt: Checkpoint, found: Like, left: Collection[str]) -> None:
             raise PlanError("CKM504", f"{names[0]}: {found.name} {what}", _NEXT)
 
 
-def _like(path: Path) -> Like | None:
+def _like(path: Path, mine: Checkpoint) -> Like | None:
+    """Flat shards have units and no order: then it is that of the checkpoint itself (`mine`)."""
     if path.name == CONFIG:
         return like_config(path)
     if (path / CONFIG).is_file():
         return like_config(path / CONFIG)
+    if path.is_dir() and units_of(str(path)) is not None:
+        written = path / MANIFEST
+        return like_manifest(written) if written.is_file() else _of(mine)
     with open(path) as ckpt:
         return _of(ckpt)
+
+
+def with_units(options: Options, setup: Setup) -> Options:
+    """With the FSDP units that `like` shows, where none are given and the setup has such."""
+    if options.like is None or options.fsdp_units or not has_units(setup):
+        return options
+    found = units_of(options.like)
+    if found is None:
+        return options
+    named = options.use_orig_params or found.named
+    units = tuple(module for module in found.modules if module)
+    return replace(options, fsdp_units=units, use_orig_params=named)
 
 
 def _of(ckpt: Checkpoint) -> Like | None:

@@ -1,5 +1,4 @@
-"""How the bytes of one unit of work move: a span of small slots, a large slot, a tensor to be
-encoded, a replica to be compared.
+"""How one tensor is encoded on its way, or a replica compared; `copying` moves bytes as they are.
 
 Every byte is read once and written once; the digest of a slot (and its CRC-32, where the container
 stores one) is taken on the way, in row-major order.
@@ -7,29 +6,27 @@ stores one) is taken on the way, in row-major order.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain, pairwise, starmap
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, starmap
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptmap.errors import Interrupted, RunError, SourceError
-from ckptmap.files import Files
-from ckptmap.gather import Run, fill, row_major_boxes, run_of
+from ckptmap.copying import Context, recorded
+from ckptmap.errors import Interrupted, RunError
+from ckptmap.gather import fill, row_major_boxes
+from ckptmap.grids import CoarseScales, CountsFlips, Grid
 from ckptmap.journal import Written
 from ckptmap.lazy import LazyTensor, tensor_bytes
-from ckptmap.protocols import Encoder, Refusal, Slot, Write
-from ckptmap.sink import Buffer, Outputs, Stream, Sums, digest_of
-from ckptmap.steps import Compare, Encode, FilePlan, Target
+from ckptmap.protocols import Encoder, Refusal, Write
+from ckptmap.recoding import recoded
+from ckptmap.sink import Buffer, Stream
+from ckptmap.steps import Compare, Encode, Target
 from ckptmap.tensors import Box, StoredTensor, TensorInfo, contiguous_strides
 
 if TYPE_CHECKING:
     import torch
 
-MAX_GAP = 4096
-"""Bytes between two runs that still make one read, or between two slots that make one span."""
+
 PART_BUFFER = 1 << 20
 """Bytes held of each part of an encoded tensor before they are written."""
 ELEMENT_NBYTES = 48
@@ -38,160 +35,13 @@ MAX_ELEMENTS = 1 << 19
 """Elements encoded at once: they stay in the cache."""
 COMPARE_NBYTES = 1 << 20
 """Bytes of a tensor and of its replica held at once."""
-MAX_BUFFERS = 1000
-"""Buffers of one read: below the kernel's 1024."""
-
-_JUNK = memoryview(bytearray(MAX_GAP))
-
-
-@dataclass(frozen=True)
-class Context:
-    """What every unit works with. `advance(nbytes, key)` reports, and raises to stop the unit."""
-
-    plan: Sequence[FilePlan]
-    files: Files
-    outputs: Outputs
-    budget: int
-    """Bytes of buffers of one thread."""
-    device: str
-    advance: Callable[[int, str], None]
-
-    def slot(self, target: Target) -> Slot:
-        return self.plan[target.file].out.slots[target.slot]
-
-    def source(self, target: Target) -> StoredTensor:
-        source = self.plan[target.file].sources[target.slot]
-        assert source is not None, f"slot {target} is written by an Encode step"
-        return source
-
-    def sums(self, target: Target) -> Sums:
-        return Sums(self.plan[target.file].out.needs_crc)
-
-
-def key_of(slot: Slot) -> str:
-    """A slot's name in messages and progress."""
-    return ".".join(map(str, slot.path))
-
-
-# --------------------------------------------------------------------------------- copies
-
-
-def copy_large(context: Context, target: Target, buffer: Buffer) -> Sequence[Written]:
-    """One slot, streamed through the buffer in row-major order."""
-    slot, source = context.slot(target), context.source(target)
-    key, run = key_of(slot), run_of(source, slot.box)
-    assert slot.nbytes == slot.box.numel * source.info.itemsize, f"{key}: {slot.nbytes} bytes"
-    with context.outputs.file(target.file) as output:
-        stream = Stream(output, slot.offset, buffer, context.sums(target))
-        for nbytes, bring in _portions(context.files, source, slot.box, run, stream.room):
-            place = stream.take(nbytes)
-            bring(place)
-            stream.push(place)
-            context.advance(nbytes, key)
-        sums = stream.finish()
-    return [_written(context, target, sums.digest, sums.crc32)]
-
-
-def _portions(
-    files: Files, stored: StoredTensor, box: Box, run: Run | None, limit: int
-) -> Iterator[tuple[int, Callable[[memoryview], None]]]:
-    """(nbytes, what fills them) of a box in row-major order, each at most `limit` bytes."""
-    if run is not None:
-        for at in range(0, run.nbytes, limit):
-            nbytes = min(limit, run.nbytes - at)
-            yield nbytes, partial(_read, files, Run(run.file, run.offset + at, nbytes))
-        return
-    itemsize = stored.info.itemsize
-    for part in row_major_boxes(box, limit // itemsize):
-        yield part.numel * itemsize, partial(fill, files, stored, part)
-
-
-def _read(files: Files, run: Run, place: memoryview) -> None:
-    files.read_into(run.file, run.offset, [place])
-
-
-def copy_span(
-    context: Context, file: int, first: int, stop: int, buffer: Buffer
-) -> Sequence[Written]:
-    """Neighbouring small slots: few reads, one write. Gaps are zeroed; sealing fills them."""
-    item = context.plan[file]
-    slots = item.out.slots[first:stop]
-    base, end = slots[0].offset, slots[-1].offset + slots[-1].nbytes
-    span = buffer.at(base, end - base)
-    gaps = _zero_gaps(slots, base, span)
-    places = [span[slot.offset - base :][: slot.nbytes] for slot in slots]
-    runs: list[tuple[Run, memoryview]] = []
-    for index, (slot, place) in enumerate(zip(slots, places, strict=True), first):
-        source = context.source(Target(file, index))
-        run = run_of(source, slot.box)
-        if run is None:
-            fill(context.files, source, slot.box, place)
-        else:
-            assert run.nbytes == slot.nbytes, f"{key_of(slot)}: slot of {slot.nbytes} bytes"
-            runs.append((run, place))
-    _read_runs(context.files, runs)
-    with context.outputs.file(file) as output:
-        output.write_at(base, span, direct=not gaps)
-    context.advance(end - base, key_of(slots[-1]))
-    crcs = map(zlib.crc32, places) if item.out.needs_crc else [0] * len(places)
-    return [
-        _written(context, Target(file, index), digest_of(place), crc)
-        for index, (place, crc) in enumerate(zip(places, crcs, strict=True), first)
-    ]
-
-
-def _zero_gaps(slots: Sequence[Slot], base: int, span: memoryview) -> bool:
-    """Clear the bytes between slots; True where there are any."""
-    found = False
-    for before, after in pairwise(slots):
-        start = before.offset + before.nbytes
-        if after.offset > start:
-            span[start - base : after.offset - base] = bytes(after.offset - start)
-            found = True
-    return found
-
-
-def _read_runs(files: Files, runs: Sequence[tuple[Run, memoryview]]) -> None:
-    """Bring runs to their places; neighbours in one file are one read."""
-    buffers: list[memoryview] = []
-    file, begin, cursor = "", 0, 0
-    for run, place in runs:
-        gap = run.offset - cursor
-        near = run.file == file and 0 <= gap <= MAX_GAP and len(buffers) < MAX_BUFFERS
-        if buffers and not near:
-            files.read_into(file, begin, buffers)
-            buffers = []
-        if not buffers:
-            file, begin = run.file, run.offset
-        elif gap:
-            buffers.append(_JUNK[:gap])
-        buffers.append(place)
-        cursor = run.offset + run.nbytes
-    if buffers:
-        files.read_into(file, begin, buffers)
-
-
-def _written(context: Context, target: Target, digest: str, crc: int) -> Written:
-    """The record of a written slot, held against the source's own CRC-32 where both cover it."""
-    out, source = context.plan[target.file].out, context.plan[target.file].sources[target.slot]
-    if out.needs_crc and source is not None and len(source.chunks) == 1:
-        chunk = source.chunks[0]
-        if chunk.crc32 not in (None, crc) and chunk.box == out.slots[target.slot].box:
-            raise SourceError(
-                "CKM113",
-                f"{chunk.region.file}: {key_of(out.slots[target.slot])}: bytes are damaged: "
-                f"expected CRC-32 {chunk.crc32:08x}, found {crc:08x}",
-                "copy the checkpoint again from where it was made",
-            )
-    return Written(target.file, target.slot, digest, crc)
-
-
-# ------------------------------------------------------------------------------- encodings
 
 
 def encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
-    """Decode one logical tensor and write it anew; errors name the tensor."""
+    """Write one logical tensor anew, from its codes or its values; errors name the tensor."""
     try:
+        if step.keeps is not None:
+            return _recode(context, step, step.keeps)
         encoder = step.encoding.encoder(step.tensor.info, context.device)
         parts = step.encoding.parts(step.tensor.info)
         assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"
@@ -201,6 +51,8 @@ def encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
         return _encode_parts(context, step, encoder, parts)
     except Interrupted:
         raise
+    except CoarseScales as error:
+        raise error.of(step.tensor.fqn) from error
     except RunError as error:
         name = step.tensor.fqn
         raise type(error)(error.code, f"{name}: {error.message}", error.hint) from error
@@ -220,7 +72,7 @@ def _encode_slots(
                     nbytes = _append(stream, write)
                     context.advance(nbytes, step.tensor.fqn)
             sums = stream.finish()
-        written.append(_written(context, target, sums.digest, sums.crc32))
+        written.append(recorded(context, target, sums.digest, sums.crc32))
     assert not list(encoder.finish()), "a splittable encoder with one part has nothing to add"
     return written
 
@@ -235,6 +87,19 @@ def _encode_parts(
     for write in chain.from_iterable(starmap(encoder.feed, feeds)):
         context.advance(streams[write.part].append(write), step.tensor.fqn)
     for write in encoder.finish():
+        context.advance(streams[write.part].append(write), step.tensor.fqn)
+    if isinstance(encoder, CountsFlips) and encoder.sign_flips:
+        raise CoarseScales.count(encoder.sign_flips)
+    return [item for stream in streams.values() for item in stream.finish()]
+
+
+def _recode(context: Context, step: Encode, grid: Grid) -> Sequence[Written]:
+    """Codes move as they are; scales are read first, whole."""
+    parts = step.encoding.parts(step.tensor.info)
+    assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"
+    streams = {name: _PartStream(context, info, step.targets[name]) for name, info in parts.items()}
+    limit = max(1, min(MAX_ELEMENTS, context.budget // 8))
+    for write in recoded(step.tensor, step.encoding, grid, limit):
         context.advance(streams[write.part].append(write), step.tensor.fqn)
     return [item for stream in streams.values() for item in stream.finish()]
 
@@ -278,7 +143,7 @@ class _PartStream:
             self._stream.append(data[:left])
             if data.nbytes >= left:
                 sums = self._stream.finish()
-                self._done.append(_written(self._context, target, sums.digest, sums.crc32))
+                self._done.append(recorded(self._context, target, sums.digest, sums.crc32))
                 self._stream = None
         return min(left, data.nbytes)
 
@@ -288,7 +153,7 @@ class _PartStream:
             target = self._targets[len(self._done)]
             assert not self._context.slot(target).nbytes, f"{target} was not filled"
             sums = self._context.sums(target)
-            self._done.append(_written(self._context, target, sums.digest, sums.crc32))
+            self._done.append(recorded(self._context, target, sums.digest, sums.crc32))
         return self._done
 
 
@@ -373,5 +238,5 @@ def _differs(step: Compare, file: str) -> RunError:
         "CKM310",
         f"{step.key}: the replica at {list(step.replica.box.offsets)} in "
         f"{step.replica.region.file} differs from {file}, expected the same bytes",
-        "the ranks did not hold the same values: find out which is right, or drop the key",
+        step.hint,
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckptmap.errors import SourceError
+from ckptmap.files import head
 from ckptmap.protocols import Place
 
 HEAD_NBYTES = 512
@@ -26,8 +27,7 @@ def look(path: Path) -> Place:
             return Place(str(path), True, names=tuple(names))
         if path.exists() and not path.is_file():
             raise SourceError("CKM101", f"{path}: is no regular file", "check the path")
-        with path.open("rb") as file:
-            return Place(str(path), False, head=file.read(HEAD_NBYTES))
+        return Place(str(path), False, head=head(path, HEAD_NBYTES))
     except OSError as error:
         raise SourceError(
             "CKM101", f"{path}: {(error.strerror or str(error)).lower()}", "check the path"
@@ -81,6 +81,12 @@ def _of_file(place: Place) -> SourceError:
             "CKM117",
             f"{path}: is in the torch.save format of before torch 1.6",
             "load it once and torch.save it with a current torch",
+        )
+    if head.startswith((b"GGUF", b"ggjt", b"tjgg")):
+        return SourceError(
+            "CKM101",
+            f"{path}: is a GGUF file of llama.cpp, which ckptmap does not read",
+            "convert from the original safetensors instead",
         )
     if nbytes < 16:
         return SourceError(

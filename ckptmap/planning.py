@@ -11,29 +11,34 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap import registry, setups
-from ckptmap.checkpoint import Checkpoint, join, open
+from ckptmap.arranging import arranged
+from ckptmap.base import restore
+from ckptmap.checkpoint import Checkpoint, open
+from ckptmap.choosing import encoding_for
 from ckptmap.cutting import Cutter
+from ckptmap.declaring import Quantized, passed_on
 from ckptmap.drafting import Draft
 from ckptmap.errors import PlanError
 from ckptmap.files import Fingerprint
-from ckptmap.foreign import foreign_tensors
+from ckptmap.foreign import NAKED, NAKED_INT8, RESTORE, foreign_tensors
 from ckptmap.lazy import LazyTensor
+from ckptmap.leaves import join
 from ckptmap.mapping.wrappers import wrap_prefix
-from ckptmap.model_order import model_order
+from ckptmap.model_order import model_order, with_units
 from ckptmap.optim.carrying import carried
 from ckptmap.optim.reading import OptimizerReader
 from ckptmap.optim.state import KeyForm
 from ckptmap.plans import Options, Plan, Unresolved
-from ckptmap.protocols import (
-    Encoding,
-    Refusal,
-)
+from ckptmap.protocols import Encoding
+from ckptmap.remote.locating import named_as_asked
 from ckptmap.setups import Aim
-from ckptmap.tensors import FLOATING, Path
+from ckptmap.tensors import FLOATING, Path, TensorInfo
+from ckptmap.translation import Translated, translated
 from ckptmap.wire.gc_pause import paused_gc
 
 
@@ -51,22 +56,40 @@ def plan(
     """
     options = options or Options(to=to, **asked)
     aim = setups.parse(to)
-    ckpt = _source(source, options)
-    with paused_gc():
-        return _Planner(ckpt, aim, options).plan()
+    located = options.located()
+    here = with_units(located, aim.setup)
+    ckpt = _source(source, here)
+    with paused_gc(), named_as_asked():
+        made = _Planner(ckpt, aim, here).plan()
+    if located is options:
+        return made
+    return replace(made, options=here.written_as(options))
 
 
 def _source(source: str | os.PathLike[str] | Checkpoint, options: Options) -> Checkpoint:
     if not isinstance(source, Checkpoint):
         source = open(source, root=options.source_root, like=options.like)
     source.order_optimizer(options.param_order, options.like or options.config_from)
+    if options.names is not None:
+        leave = partial(_left_behind, options)
+        return translated(source, options.names, options.names_from, options.config_from, leave)
     return source
+
+
+def _left_behind(options: Options, key: str) -> str | None:
+    """Why a key of the source stays behind: it is named before names are translated."""
+    for name, patterns in (("exclude", options.exclude), ("drop", options.drop)):
+        for pattern in patterns:
+            if key == pattern or fnmatchcase(key, pattern):
+                return f"--{name} {pattern}"
+    return None
 
 
 class _Planner:
     """One planning run; each method handles one kind of leaf."""
 
     def __init__(self, ckpt: Checkpoint, aim: Aim, options: Options) -> None:
+        compares, notes = restore(ckpt, options.base) if options.base is not None else ([], [])
         self.ckpt = ckpt
         self.aim = aim
         self.options = options
@@ -75,11 +98,16 @@ class _Planner:
         self.world_size = cutter.world_size
         self.fingerprints = {file: Fingerprint.of(file) for file in ckpt.index.files}
         self.draft = Draft(ckpt, aim.setup, writer, cutter, self.fingerprints)
+        self.draft.compares += compares
+        self.draft.notes += notes
         self.names = self._names()
+        self.foreign: Mapping[str, str] = {}
+        self.written: dict[str, tuple[Encoding, TensorInfo]] = {}
         self.siblings = self._siblings()
 
     def plan(self) -> Plan:
         self._refused()
+        self._untranslated()
         with_optimizer = self._carries_optimizer()
         extra = self._extra()
         rooted = with_optimizer or bool(extra) or bool(self._others())
@@ -91,6 +119,7 @@ class _Planner:
             for path, lazy in self._others().items():
                 self.draft.tensor(lazy, "other", ("extra", *path), None)
         self.draft.extra.update(extra)
+        self.draft.records.update(passed_on(self.ckpt.index.records, self.ckpt, self.written))
         carried, draft = self._carried(), self.draft
         files, encodes = draft.placed(self.options.max_shard_nbytes)
         return Plan(
@@ -149,6 +178,18 @@ class _Planner:
             )  # fmt: skip
             self.draft.unresolved.append(Unresolved(item.key, item.reason, hint))
 
+    def _untranslated(self) -> None:
+        """Keys that have no name in the scheme that was asked for: dropped by it, or unknown."""
+        if not isinstance(self.ckpt, Translated):
+            return
+        self.draft.dropped.update(self.ckpt.dropped)
+        for key in self.ckpt.unmapped:
+            why = self._excluded(key)
+            if why is not None:
+                self.draft.dropped[key] = why
+            else:
+                self.draft.unresolved.append(Unresolved(key, *self.ckpt.unknown(key)))
+
     def _carries_optimizer(self) -> bool:
         reader, draft = self.ckpt.optimizer_reader, self.draft
         if not reader.present:
@@ -199,8 +240,9 @@ class _Planner:
         return kept
 
     def _weights(self, root: Path) -> None:
-        ties = self._declared_ties()
-        foreign = foreign_tensors(self.ckpt.keys()) if self.aim.scheme is not None else {}
+        ties = {**self._declared_ties(), **self.ckpt.ties}
+        foreign = self._foreign() if self.aim.scheme is not None else {}
+        self.foreign = foreign
         for fqn in self._ordered():
             why = self._excluded(fqn)
             if why is not None:
@@ -209,13 +251,17 @@ class _Planner:
                 self._tie(fqn, ties[fqn])
             else:
                 lazy = self.ckpt[fqn]
-                encoding = None if self._keeps_foreign(fqn, foreign) else self._encoding(lazy)
+                encoding: Encoding | None = None
+                if not self._keeps_foreign(fqn, foreign):
+                    encoding = encoding_for(lazy, self.aim.scheme, self.options)
+                self.written[self.names[fqn]] = encoding or lazy.encoding_, lazy.info
                 self.draft.tensor(lazy, "model", (*root, self.names[fqn]), encoding)
         if not any(step.role == "model" for step in self.draft.steps):
             raise PlanError(
                 "CKM206",
                 f"{self.ckpt.path}: no tensor is left to convert of {len(self.ckpt)}",
-                "check --include and --exclude",
+                "check --include and --exclude"
+                + ("; --include goes by the names in DST" if self.options.names else ""),
             )
 
     def _ordered(self) -> Sequence[str]:
@@ -229,12 +275,17 @@ class _Planner:
             if cutter.unit(fqn, self.ckpt[fqn].info) and self._excluded(fqn) is not None
         }
         order, source = model_order(self.ckpt, self.options.like or self.options.config_from, left)
-        units = "".join(f"{pattern}, " for pattern in self.options.fsdp_units)
+        given = self.options.fsdp_units
+        units = "".join(f"{pattern}, " for pattern in given[:4])
+        units += f"... ({len(given)}), " if len(given) > 4 else ""
         self.draft.notes.append(
             f"FSDP units: {units}the root; use_orig_params={self.options.use_orig_params}; order of"
             f" parameters: {source}"
         )
         return order
+
+    def _foreign(self) -> dict[str, str]:
+        return foreign_tensors({fqn: self.ckpt.group(fqn).info for fqn in self.ckpt})
 
     def _keeps_foreign(self, fqn: str, foreign: Mapping[str, str]) -> bool:
         """A part of a quantized tensor that cannot be decoded here moves as bytes, if so asked."""
@@ -245,7 +296,8 @@ class _Planner:
                 Unresolved(
                     fqn,
                     f"is part of a {foreign[fqn]} tensor, which cannot be decoded for {self.aim.text}",
-                    f"move it as bytes: --to {self.aim.setup.name}, or --no-encode '{fqn}'",
+                    (RESTORE if foreign[fqn] in (NAKED, NAKED_INT8) else "")
+                    + f"move it as bytes: --to {self.aim.setup.name}, or --no-encode '{fqn}'",
                 )
             )
         return True
@@ -274,13 +326,19 @@ class _Planner:
                     f"leave it behind with --drop 'optimizer.{fqn}', or all with --optimizer drop",
                 )
             )
-        entries = [*form.write(found.optimizer), *found.optimizer.rest.items()]
+        draft, options = self.draft, self.options
+        optimizer, notes = arranged(
+            found.optimizer, self.ckpt, self.aim.setup, draft.cutter, options
+        )
+        draft.notes += notes
+        entries = [*form.write(optimizer), *optimizer.rest.items()]
         for path, value in entries:
             if isinstance(value, LazyTensor):
-                self.draft.tensor(value, "optimizer", ("optimizer", *path), None)
+                encoding = encoding_for(value, None, self.options)
+                self.draft.tensor(value, "optimizer", ("optimizer", *path), encoding)
             else:
                 self.draft.extra["optimizer", *path] = value
-        for kept, other in found.optimizer.same:
+        for kept, other in optimizer.same:
             self.draft.must_equal(kept, other, f"{kept.fqn} of {other.fqn}")
 
     def _key_form(self) -> KeyForm:
@@ -299,25 +357,6 @@ class _Planner:
                 "use --optimizer-keys fqn, which set_optimizer_state_dict takes",
             )
         return form
-
-    # ------------------------------------------------------------------ one tensor
-
-    def _encoding(self, lazy: LazyTensor) -> Encoding | None:
-        """The encoding it is to get; None: as it is."""
-        scheme = self.aim.scheme
-        if scheme is None or lazy.encoding == scheme.name:
-            return None
-        if any(fnmatchcase(lazy.fqn, pattern) for pattern in self.options.no_encode):
-            return None
-        if any(fnmatchcase(lazy.fqn, pattern) for pattern in self.options.encode):
-            forced = scheme.encoding(lazy.info)
-            if isinstance(forced, Refusal):
-                raise PlanError(
-                    "CKM203", f"{lazy.fqn}: cannot be {scheme.name}: {forced.reason}",
-                    "narrow --encode, or leave it out with --no-encode",
-                )  # fmt: skip
-            return forced
-        return None if self.options.encode else scheme.target(lazy.fqn, lazy.info)
 
     # ------------------------------------------------------------------ ties
 
@@ -346,9 +385,17 @@ class _Planner:
             return {}
         infos = [out.info for out in self.draft.out]
         dtypes = {info.dtype for info in infos if info.dtype in FLOATING and len(info.shape) > 1}
-        carried, notes = carrier.files(self.siblings, self.options.config_from, sorted(dtypes))
+        carried, notes = carrier.files(
+            self.siblings, self.options.config_from, sorted(dtypes), self._quantized().config
+        )
         self.draft.notes += notes
         return carried
+
+    def _quantized(self) -> Quantized:
+        schemes = {scheme.name: scheme for scheme in registry.schemes()}
+        fresh = any(encoding.name != "dense" for _, encoding, *_ in self.draft.encodes)
+        keep = self.aim.scheme is None or bool(self.foreign)
+        return Quantized(self.written, fresh, keep, schemes)
 
 
 def _unnamed(reader: OptimizerReader) -> Unresolved:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.collapse import Row, table
 from ckptmap.errors import PlanError
 from ckptmap.files import Fingerprint
+from ckptmap.remote.locating import local
+from ckptmap.remote.names import is_hub
 from ckptmap.setups import Aim
 from ckptmap.steps import Compare, Encode, FilePlan
 from ckptmap.version import __version__
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
 SCHEMA = 1
 MAX_SHARD_NBYTES = 5_000_000_000
 DEFAULT_MAX_MEMORY = 64 << 20
+BATCH = 1000
+"""Lines that are hashed at once."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,15 +60,42 @@ class Options:
     source_root: str | None = None
     wrap: tuple[str, ...] | None = None
     names_like: str | None = None
+    names: str | None = None
+    """The naming scheme of the output: `auto`, `hf`, a scheme, or a mapping file."""
+    names_from: str | None = None
+    """That of the source; None: by its keys."""
     encode: tuple[str, ...] = ()
     no_encode: tuple[str, ...] = ()
+    exact_scales: tuple[str, ...] = ()
+    """Patterns of weights whose quantization scales are stored without loss, where the encoding
+    has a form for that."""
+    base: str | None = None
+    """The checkpoint that has the scales of payloads which the source holds alone."""
     max_shard_nbytes: int = MAX_SHARD_NBYTES
     config_from: str | None = None
 
+    def located(self) -> Options:
+        """With paths where they can be looked at: what is on the Hub in its mirror; itself where
+        nothing is there."""
+        paths = {name: getattr(self, name) for name in PATHS}
+        if not any(path is not None and is_hub(path) for path in paths.values()):
+            return self
+        away: dict[str, Any] = {name: local(path) for name, path in paths.items()}
+        return replace(self, **away)
 
-@dataclass(frozen=True)
-class Step:
-    """One logical tensor's way: what it is, what becomes of it, at which fidelity."""
+    def written_as(self, other: Options) -> Options:
+        """With paths as in `other`."""
+        written: dict[str, Any] = {name: getattr(other, name) for name in PATHS}
+        return replace(self, **written)
+
+
+PATHS = ("like", "names_like", "config_from", "base")
+"""Options that name a checkpoint, or something beside one."""
+
+
+class Step(NamedTuple):
+    """One logical tensor's way: what it is, what becomes of it, at which fidelity; a tuple,
+    because there may be 100,000 of them."""
 
     fqn: str
     role: str
@@ -132,17 +165,23 @@ class Plan:
             "names_like": None,
             "config_from": None,
             "like": None,
+            "base": None,
             "tp_plan": None,
         }
         seen.update(json.dumps([__version__, SCHEMA, options, self.world_size]).encode())
+        if self.ckpt.translated is not None:
+            seen.update(json.dumps(self.ckpt.translated).encode())
         for name, mark in sorted(self._sources().items()):
             seen.update(f"{name} {mark.nbytes} {mark.mtime_ns}\n".encode())
-        for step in self.steps:
-            seen.update(f"{step.fqn} {step.source} {step.target} {step.fidelity}\n".encode())
+        text = lru_cache(maxsize=4096)(str)  # nearly all steps and boxes are like another
+        for steps in _batches(self.steps):
+            lines = [f"{s[0]} {text(s[3:6])}\n" for s in steps]
+            seen.update("".join(lines).encode())
         for file in self.files:
             seen.update(f"{file.out.name} {file.out.nbytes}\n".encode())
-            for slot in file.out.slots:
-                seen.update(f"{slot.path} {slot.box} {slot.offset} {slot.nbytes}\n".encode())
+            for slots in _batches(file.out.slots):
+                lines = [f"{path} {text(box)} {at} {n}\n" for path, box, at, n in slots]
+                seen.update("".join(lines).encode())
         for name, content in self.carried.items():
             seen.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
         return seen.hexdigest()
@@ -174,13 +213,14 @@ class Plan:
         overwrite: bool = False,
         digest: str = "xxh3",
         progress: bool | Callable[[int, str], None] = False,
+        low_disk: bool = False,
     ) -> Report:
         """Run it into `dst`: see `ckptmap.conversion.run`."""
         from ckptmap.conversion import run
 
         return run(
             self, dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
-            digest=digest, progress=progress,
+            digest=digest, progress=progress, low_disk=low_disk,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -190,14 +230,14 @@ class Plan:
             "ckptmap": __version__,
             "digest": self.digest,
             "source": {
-                "path": self.ckpt.path,
+                "path": self.ckpt.shown,
                 "container": self.ckpt.index.container,
                 "setup": self.ckpt.setup,
                 "files": {name: asdict(mark) for name, mark in self._sources().items()},
             },
             "options": asdict(self.options),
             "world_size": self.world_size,
-            "steps": [asdict(step) for step in self.steps],
+            "steps": [step._asdict() for step in self.steps],
             "files": [
                 {"name": f.out.name, "nbytes": f.out.nbytes, "tensors": len(f.out.slots)}
                 for f in self.files
@@ -226,7 +266,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.ckpt.path}  ({self.ckpt.setup}, {self.ckpt.world_size} rank(s))"
+            f"{self.ckpt.shown}  ({self.ckpt.setup}, {self.ckpt.world_size} rank(s))"
             f" -> {self.aim.text}, {self.world_size} rank(s)",
             *table(
                 Row(s.fqn, s.role, s.shape, (s.source, "->", s.target), s.fidelity, s.nbytes_out)
@@ -245,6 +285,11 @@ class Plan:
             f" {human(DEFAULT_MAX_MEMORY)} unless given"
         )
         return "\n".join(lines)
+
+
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for at in range(0, len(items), BATCH):
+        yield items[at : at + BATCH]
 
 
 def human(nbytes: int) -> str:

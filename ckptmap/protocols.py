@@ -7,13 +7,15 @@ plan, execute) speaks to these protocols only and names no format.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from ckptmap.tensors import Box, Cut, Index, Leaf, Opaque, Path, StoredTensor, TensorInfo
 
 if TYPE_CHECKING:
+    from pathlib import Path as FilePath
+
     import torch
 
 # ------------------------------------------------------------------------------- reading
@@ -198,7 +200,8 @@ class Encoder(Protocol):
 class Encoding(Protocol):
     """One scheme with its parameters: a frozen value that stands for how one tensor is stored."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
         """Part name -> what would be stored for a logical tensor; no data. Part names are
@@ -219,6 +222,24 @@ class Encoding(Protocol):
         """JSON that says how to read the parts again; None where the parts say it themselves."""
 
 
+# Encodings whose codes another can keep bit for bit, and how: see `ckptmap.grids`.
+
+
+@runtime_checkable
+class NamesParts(Protocol):
+    """An encoding whose parts have names of their library's: `fc._weight_qdata` of `fc.weight`."""
+
+    def part_key(self, key: str, part: str) -> str:
+        """The stored name of a part of the tensor `key`."""
+
+
+def part_key(encoding: Encoding, key: str, part: str) -> str:
+    """The stored name of a part: `w.part` of `w`, where the encoding does not say otherwise."""
+    if isinstance(encoding, NamesParts):
+        return encoding.part_key(key, part)
+    return f"{key}.{part}" if part else key
+
+
 class Scheme(Protocol):
     """One tensor encoding as the registry knows it: recognises it, and makes it a target.
 
@@ -231,7 +252,8 @@ class Scheme(Protocol):
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
     ) -> list[tuple[Group, Sequence[str]]]:
-        """Groups found among plainly stored tensors, each with the keys that it consumes."""
+        """Groups found among plainly stored tensors, each with the keys that it consumes. Asked
+        only where there is a record, or a tensor that is no float of 16 bits or more."""
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
         """The group that a pickled tensor subclass holds; None: not this scheme's class.
@@ -268,8 +290,7 @@ class Placement:
         return math.prod(size for _, size in self.mesh)
 
 
-@dataclass(frozen=True, slots=True)
-class OutTensor:
+class OutTensor(NamedTuple):
     """A stored tensor to be written: where in the state dict, what, and cut how.
 
     `chunks` tile it once; where `placement` is given, a writer may write some of them again, or
@@ -301,8 +322,7 @@ class OutState:
     max_shard_nbytes: int = 5_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """Where one chunk's bytes go in an output file: row-major, `nbytes` from `offset`."""
 
     path: Path
@@ -319,6 +339,10 @@ class OutFile:
     data is written: `crcs` has the CRC-32 of each slot in order (empty unless `needs_crc`),
     `manifest` is the manifest's JSON where `holds_manifest`. `nbytes` is the size before a
     manifest is put in.
+
+    `between(i, crc)`, of a file that `needs_crc`, gives what lies between slot i, of this CRC-32,
+    and the next one, so that small slots and what is between them are written at once; `seal`
+    leaves that out then.
     """
 
     name: str
@@ -327,6 +351,16 @@ class OutFile:
     seal: Callable[[Sequence[int], bytes | None], Iterable[tuple[int, bytes]]]
     needs_crc: bool = False
     holds_manifest: bool = False
+    between: Callable[[int, int], bytes] | None = None
+
+    def pieces(
+        self, crcs: Sequence[int], manifest: bytes | None = None
+    ) -> Iterator[tuple[int, bytes]]:
+        """(offset, bytes) of all that is not slot data: what `seal` gives and what is between."""
+        yield from self.seal(crcs, manifest)
+        if self.between is not None:
+            for index, slot in enumerate(self.slots[:-1]):
+                yield slot.offset + slot.nbytes, self.between(index, crcs[index])
 
 
 class Writer(Protocol):
@@ -343,6 +377,9 @@ class Writer(Protocol):
         destination's own name, for a one-file format. Deterministic."""
 
 
+Declared = Callable[[Mapping[str, Any] | None, Collection[str]], Mapping[str, Any] | None]
+
+
 class Carrier(Protocol):
     """What a framework keeps beside the weights, and what it says about them.
 
@@ -356,9 +393,23 @@ class Carrier(Protocol):
         """FQN -> the FQN it is declared tied to; the first is not written if both are equal."""
 
     def files(
-        self, siblings: Sequence[str], beside: str | None, dtypes: Collection[str]
+        self,
+        siblings: Sequence[str],
+        beside: str | None,
+        dtypes: Collection[str],
+        quantized: Declared,
     ) -> tuple[dict[str, bytes], list[str]]:
-        """Content by name, and notes; `dtypes` are those of the matrices that are written."""
+        """Content by name, and notes; `dtypes` are those of the matrices that are written, and
+        `quantized` gives their `quantization_config` for the one that the source had, and for
+        the modules whose weight is tied to another."""
+
+
+class Grouping(Protocol):
+    """How what loads a setup groups the parameters of its optimizer, where it counts them."""
+
+    def groups(self, config: FilePath, infos: Mapping[str, TensorInfo]) -> list[list[str]] | None:
+        """The parameters `infos`, one list a group, by the model of a config.json; None: it is of
+        another model."""
 
 
 @dataclass(frozen=True)
@@ -384,6 +435,8 @@ class Setup:
     """True: its own loader knows plain tensors only, no payload with scales beside it."""
     optimizer_keys: str = ""
     """The one key form of optimizer state that it takes; empty: any."""
+    grouping: Grouping | None = None
+    """Who knows the groups that its loader makes; None: the source's are kept."""
     summary: str = ""
 
     @property

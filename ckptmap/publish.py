@@ -58,6 +58,12 @@ class Workspace:
         `nbytes` is the output's size, for the check of free space. Raises DestinationError CKM301
         exists, CKM303 no space, CKM304 cannot be written or must not be replaced, CKM305 locked.
         """
+        if dst.parts[:1] == ("hf:",):
+            raise DestinationError(
+                "CKM304",
+                f"hf://{'/'.join(dst.parts[1:])}: is no path on this machine",
+                "write to one, then publish it with ckptmap push",
+            )
         dst = Path(os.path.abspath(dst))  # noqa: PTH100 (resolve would follow a link at dst)
         if not re.fullmatch(r"[0-9A-Za-z]{12,}", plan_digest):
             raise ValueError(f"plan digest {plan_digest!r}: expected at least 12 letters or digits")
@@ -101,6 +107,10 @@ class Workspace:
         journals = self.path.glob("journal*.jsonl")  # one a rank
         if all(journal.read_bytes().count(b"\n") <= 1 for journal in journals):
             _discard(self.path)
+
+    def discard(self) -> None:
+        """Forget what was written: another plan takes its place."""
+        _discard(self.path)
 
     def publish(self) -> None:
         """Sync everything, then let it appear at the destination by one rename.

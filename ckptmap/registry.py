@@ -40,6 +40,7 @@ WRITERS = (
     "ckptmap.containers.fsdp1_local_write:Fsdp1LocalWriter",
     "ckptmap.containers.dcp_hf_write:DcpHfWriter",
     "ckptmap.directories.writing:AccelerateWriter",
+    "ckptmap.directories.writing:AccelerateFullWriter",
     "ckptmap.directories.writing:TrainerWriter",
 )
 LAYOUTS = (
@@ -61,6 +62,21 @@ UNFLATTENERS = (  # one after the other: the optimizer's goes by what became of 
 )
 SCHEMES = (
     "ckptmap.encodings.nf4:NF4Scheme",
+    "ckptmap.encodings.bnb_nf4:BnbNF4",
+    "ckptmap.encodings.bnb_nf4:BnbNF4Double",
+    "ckptmap.encodings.bnb_fp4:BnbFP4",
+    "ckptmap.encodings.bnb_fp4:BnbFP4Double",
+    "ckptmap.encodings.int8:Int8Scheme",
+    "ckptmap.encodings.float8:Float8Scheme",
+    "ckptmap.encodings.bnb_int8:BnbInt8Scheme",
+    "ckptmap.encodings.compressed:CompressedInt8",
+    "ckptmap.encodings.compressed:CompressedFp8",
+    "ckptmap.encodings.fp8:Fp8Scheme",
+    "ckptmap.encodings.dense_trained:TrainedDense",
+    "ckptmap.optim.lowbit_torchao:Adam8bit",
+    "ckptmap.optim.lowbit_torchao:Adam4bit",
+    "ckptmap.optim.lowbit_torchao:AdamFp8",
+    "ckptmap.optim.lowbit_bnb:Bnb8bit",
     "ckptmap.encodings.dense:CastBf16",
     "ckptmap.encodings.dense:CastFp32",
     "ckptmap.encodings.dense:CastFp16",
@@ -76,6 +92,7 @@ SETUPS = (
     "ckptmap.containers.rank_files_write:FSDP2_RANKS",
     "ckptmap.containers.dcp_hf_write:DCP_HF",
     "ckptmap.directories.writing:ACCELERATE",
+    "ckptmap.directories.writing:ACCELERATE_FULL",
     "ckptmap.directories.writing:TRAINER",
 )
 

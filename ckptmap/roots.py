@@ -33,8 +33,11 @@ class Roles:
     rest: Mapping[Path, Leaf]
 
 
+_TENSORS = (StoredTensor, Cut)
+
+
 def is_tensor(leaf: Leaf) -> bool:
-    return isinstance(leaf, StoredTensor | Cut) or (isinstance(leaf, Opaque) and bool(leaf.info))
+    return isinstance(leaf, _TENSORS) or (isinstance(leaf, Opaque) and bool(leaf.info))
 
 
 def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Roles:
@@ -46,6 +49,9 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
     model_root = _find_root(tensors, (), where) if root is None else _given(tensors, root, where)
     has_root = bool(model_root) or root is not None
     optimizer_root = _find_optimizer(leaves, model_root)
+    alone = optimizer_root is None and len(tensors) == len(leaves)  # weights and nothing else
+    if alone and not model_root and {*map(len, leaves)} == {1}:
+        return Roles((), leaves, None, {}, {})
     model: dict[Path, Leaf] = {}
     optimizer: dict[Path, Leaf] = {}
     rest: dict[Path, Leaf] = {}

@@ -19,8 +19,12 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptmap.errors import DestinationError, RunError
+
+if TYPE_CHECKING:
+    from xxhash import xxh3_64
 
 ALIGN = max(4096, mmap.PAGESIZE)
 """Bytes to which O_DIRECT offsets, lengths and addresses are aligned."""
@@ -47,32 +51,29 @@ class Buffer:
 
 
 class Sums:
-    """Running digest (xxh3, 64 bit) and, where wanted, CRC-32 of consecutive bytes."""
+    """Running digest (xxh3, 64 bit) and CRC-32 of consecutive bytes, where they are wanted."""
 
     __slots__ = ("_digest", "_wants_crc", "crc32")
 
-    def __init__(self, wants_crc: bool) -> None:
-        from xxhash import xxh3_64
+    def __init__(self, wants_crc: bool, wants_digest: bool = True) -> None:
+        self._digest: xxh3_64 | None = None
+        if wants_digest:
+            from xxhash import xxh3_64
 
-        self._digest = xxh3_64()
+            self._digest = xxh3_64()
         self._wants_crc = wants_crc
         self.crc32 = 0
 
     def update(self, data: memoryview) -> None:
-        self._digest.update(data)
+        if self._digest is not None:
+            self._digest.update(data)
         if self._wants_crc:
             self.crc32 = zlib.crc32(data, self.crc32)
 
     @property
     def digest(self) -> str:
-        return self._digest.hexdigest()
-
-
-def digest_of(data: memoryview) -> str:
-    """xxh3 with 64 bits of some bytes, in hex."""
-    from xxhash import xxh3_64_hexdigest
-
-    return xxh3_64_hexdigest(data)
+        """In hex; "" where it is not wanted."""
+        return "" if self._digest is None else self._digest.hexdigest()
 
 
 class OutputFile:
@@ -143,6 +144,19 @@ class OutputFile:
             f"{self.path}: write failed: {error.strerror}",
             "free some space or mend the disk, then run the same command again to continue",
         )
+
+    def copy_from(self, source: int, at: int, offset: int, nbytes: int) -> int:
+        """Copy bytes of another file, from its byte `at` to `offset`, inside the kernel: whole
+        blocks may then be shared. Bytes copied; 0 where it cannot be done between these two."""
+        copy = getattr(os, "copy_file_range", None)
+        if copy is None:
+            return 0
+        try:
+            return int(copy(source, self._fd, nbytes, at, offset))
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise self._failed(error) from error
+            return 0
 
     def truncate(self, nbytes: int) -> None:
         """Set the final length."""

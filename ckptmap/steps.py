@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptmap.grids import Grid
 from ckptmap.lazy import LazyTensor
 from ckptmap.protocols import Encoding, OutFile
 from ckptmap.tensors import Chunk, StoredTensor
@@ -29,13 +30,16 @@ class Target:
 
 @dataclass(frozen=True)
 class Encode:
-    """Decode one logical tensor and encode it anew; `targets[part]` are the slots that tile it."""
+    """Encode one logical tensor anew, from its values or from its codes; `targets[part]` are the
+    slots that tile it."""
 
     tensor: LazyTensor
     encoding: Encoding
     targets: Mapping[str, Sequence[Target]]
     fidelity: str
-    """exact, cast, quantize or requantize."""
+    """exact, codes, cast, quantize or requantize."""
+    keeps: Grid | None = None
+    """The codes that are kept bit for bit; None: decoded and encoded anew."""
 
 
 @dataclass(frozen=True)
@@ -45,3 +49,4 @@ class Compare:
     key: str
     tensor: StoredTensor
     replica: Chunk
+    hint: str = "the ranks did not hold the same values: find out which is right, or drop the key"

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 # Element size in bytes of every dtype that torch or safetensors can store, by torch's name.
 ITEMSIZE: Mapping[str, int] = {
@@ -41,8 +41,11 @@ Path: TypeAlias = tuple[str | int, ...]
 """Where a leaf sits in the nested state dict: `("model", "layers.0.weight")`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+# Boxes, regions, chunks and extents are tuples: there may be 100,000 of each, and a frozen
+# dataclass takes four times as long to make.
+
+
+class Box(NamedTuple):
     """A rectangular part of a tensor: `offsets` and `sizes` in elements, one of each a dim."""
 
     offsets: tuple[int, ...]
@@ -56,18 +59,25 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
+    def lies_in(self, shape: Sequence[int]) -> bool:
+        """Is it not empty, and all of it in a tensor of this shape?"""
+        for offset, size, limit in zip(self.offsets, self.sizes, shape, strict=True):
+            if offset < 0 or size <= 0 or offset + size > limit:
+                return False
+        return True
+
     def intersect(self, other: Box) -> Box | None:
         """The part both share, in the same coordinates; None where that is empty."""
-        lows = tuple(map(max, self.offsets, other.offsets))
+        lows = []
         sizes = []
-        for low, a, n, b, m in zip(
-            lows, self.offsets, self.sizes, other.offsets, other.sizes, strict=True
-        ):
-            size = min(a + n, b + m) - low
+        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            low = a if a > b else b
+            size = (a + n if a + n < b + m else b + m) - low
             if size <= 0:
                 return None
+            lows.append(low)
             sizes.append(size)
-        return Box(lows, tuple(sizes))
+        return Box(tuple(lows), tuple(sizes))
 
     def relative_to(self, origin: Sequence[int]) -> Box:
         """The same part seen from a tensor that starts at `origin`."""
@@ -94,8 +104,17 @@ def _strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+@lru_cache(maxsize=4096)
+def _reach(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
+    reach = itemsize
+    for n, stride in zip(sizes, strides, strict=True):
+        if n == 0:
+            return 0
+        reach += (n - 1) * stride
+    return reach
+
+
+class Region(NamedTuple):
     """A strided rectangle of elements inside one file: `strides` in bytes, one a dim."""
 
     file: str
@@ -115,12 +134,7 @@ class Region:
     @property
     def span_nbytes(self) -> int:
         """Bytes from the first element's first byte to the last element's last."""
-        reach = self.itemsize
-        for n, stride in zip(self.sizes, self.strides, strict=True):
-            if n == 0:
-                return 0
-            reach += (n - 1) * stride
-        return reach
+        return _reach(self.sizes, self.strides, self.itemsize)
 
     @property
     def is_contiguous(self) -> bool:
@@ -162,8 +176,7 @@ class TensorInfo:
         return f"{self.dtype}{list(self.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A stored part of a tensor: the box it fills and the bytes that fill it.
 
     `crc32` is the container's own checksum where it covers exactly these bytes, else None.
@@ -171,6 +184,15 @@ class Chunk:
 
     box: Box
     region: Region
+    crc32: int | None = None
+
+
+class Extent(NamedTuple):
+    """All bytes of a tensor in row-major order, one after another from `offset` of `file`: how
+    nearly every tensor lies. `crc32` as in a Chunk."""
+
+    file: str
+    offset: int
     crc32: int | None = None
 
 
@@ -201,44 +223,81 @@ class _Search:
         return self.chunks[first : bisect_left(self.starts, low + size)]
 
 
+Places: TypeAlias = Extent | Sequence[Chunk]
+
+
 class StoredTensor:
     """A tensor as it lies in files: chunks that tile it, and replicas that must agree with them.
 
-    Chunks may be given as a function, called once when first asked for: finding a chunk's bytes
-    can cost a read that `inspect` does without.
+    Its place is an extent, or chunks; or a function that gives one of them, called once when
+    first asked for: finding a chunk's bytes can cost a read that `inspect` does without.
     """
 
-    __slots__ = ("_chunks", "_search", "info", "replicas", "share")
+    __slots__ = ("_place", "_search", "_share", "info", "replicas")
 
     def __init__(
         self,
         info: TensorInfo,
-        chunks: Sequence[Chunk] | Callable[[], Sequence[Chunk]],
+        place: Places | Callable[[], Places],
         replicas: Sequence[Chunk] = (),
         share: object = None,
     ) -> None:
         self.info = info
-        self._chunks = chunks
+        self._place = place
         self._search: _Search | None = None
-        self.replicas = tuple(replicas)
-        self.share = share
+        self.replicas = replicas if replicas == () else tuple(replicas)
+        self._share = share
+
+    @property
+    def share(self) -> object:
         """Equal for two tensors that are one view of one storage: a tie that the file states."""
+        return self._share
+
+    @property
+    def place(self) -> Places:
+        """As it was given, or found: no chunk is made where an extent says it all."""
+        place = self._place
+        if type(place) is Extent:
+            return place
+        if callable(place):
+            place = self._place = place()
+        return place
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        if callable(self._chunks):
-            self._chunks = self._chunks()
-        return self._chunks
+        place = self.place
+        if type(place) is not Extent:
+            return place  # type: ignore[return-value]
+        info = self.info
+        region = Region.contiguous(place.file, place.offset, info.shape, info.itemsize)
+        return (Chunk(_whole(info.shape), region, place.crc32),)
+
+    @property
+    def extent(self) -> Extent | None:
+        """Its one extent; None where it lies in pieces, or not in row-major order."""
+        place = self.place
+        if type(place) is Extent:
+            return place
+        if len(place) != 1:
+            return None
+        box, region, crc32 = place[0]
+        if box != _whole(self.info.shape) or not region.is_contiguous:
+            return None
+        return Extent(region.file, region.offset, crc32)
 
     def pieces(self, box: Box) -> Iterator[tuple[Box, Region]]:
         """Regions that fill `box`: each with its place relative to the box."""
-        for chunk in self.near(box):
-            common = chunk.box.intersect(box)
-            if common is not None:
-                yield (
-                    common.relative_to(box.offsets),
-                    chunk.region.crop(common.relative_to(chunk.box.offsets)),
-                )
+        whole = box.sizes == self.info.shape
+        for held, region, _ in self.near(box):
+            if whole and held.lies_in(box.sizes):
+                yield held, region
+                continue
+            common = held.intersect(box)
+            if common is None:
+                continue
+            if common.sizes != held.sizes:
+                region = region.crop(common.relative_to(held.offsets))
+            yield common if whole else common.relative_to(box.offsets), region
 
     def near(self, box: Box) -> Sequence[Chunk]:
         """The chunks that may share elements with `box`: no full scan where there are many."""
@@ -282,11 +341,19 @@ class Cut:
     pieces: tuple[tuple[Box, Opaque], ...]
 
 
+def as_inert(value: Opaque | StoredTensor) -> Opaque:
+    """A piece of a cut that is a plain tensor, where others are subclass objects: its state has
+    the stored tensor under ""."""
+    if isinstance(value, Opaque):
+        return value
+    return Opaque("torch", "Tensor", state={"": value}, info=value.info)
+
+
 @dataclass(frozen=True)
 class PerRank:
     """The values that the ranks of one save hold under one key, in rank order; None: no value."""
 
-    values: tuple[Any, ...]
+    values: Sequence[Any]
 
 
 Leaf: TypeAlias = Any
@@ -304,6 +371,7 @@ class Index:
     manifest  the manifest that lies inside the container itself, for one-file formats
     notes     what a reader should be told: stale files left aside, repaired metadata
     beside    the directory whose files count as lying beside the weights; None: their own
+    units     path of a dict of weights -> the modules in it that FSDP1 wraps, as stored
     """
 
     container: str
@@ -314,3 +382,4 @@ class Index:
     notes: tuple[str, ...] = ()
     manifest: bytes | None = None
     beside: str | None = None
+    units: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)

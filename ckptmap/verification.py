@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -11,24 +11,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmap import manifest as manifests
-from ckptmap.checkpoint import Checkpoint, join, open
-from ckptmap.compare import difference, same_parts
+from ckptmap.base import restore
+from ckptmap.calm import one_torch_thread
+from ckptmap.checkpoint import Checkpoint, open
+from ckptmap.compare import difference, holds, same_bytes, same_parts
 from ckptmap.errors import AnswerNo, CkptmapError, SourceError
-from ckptmap.files import Files
+from ckptmap.files import Files, whole
 from ckptmap.gather import row_major_boxes
 from ckptmap.lazy import LazyTensor
+from ckptmap.leaves import join
+from ckptmap.overlay import overlaid
 from ckptmap.protocols import Write
-from ckptmap.tensors import Box, StoredTensor
+from ckptmap.recoding import grid_of, kept_at, recoded
+from ckptmap.tensors import Box, Extent, Region, StoredTensor
+from ckptmap.translation import named_alike
 
 if TYPE_CHECKING:
     import torch
 
 READ_NBYTES = 4 << 20
+NO_DIGESTS = "no digests, since it was written with --digest none"
 SHOWN = 20
 """Problems that the text lists."""
 FEED_NUMEL = 1 << 19
-REQUANTIZED_TOLERANCE = 0.25
-"""rms of the difference over rms of the values: 4-bit on 4-bit grids stays below it."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +80,14 @@ def verify(
     against: str | os.PathLike[str] | Checkpoint | None = None,
     *,
     threads: int | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    base: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
     """Coverage, sizes and digests by the manifest; with `against`, values by their fidelity.
 
-    Moved and cast values must be bit-equal (to `torch.Tensor.to`), quantization codes likewise;
-    only what was requantized has a tolerance. Raises AnswerNo CKM403 where there is no manifest.
+    Moved and cast values must be bit-equal (to `torch.Tensor.to`), quantized ones to an encoding
+    of the source's values made once more; its error is reported. `adapter` is what was merged with
+    `against`, whose config lies beside it; `base` is what has the scales of its payloads. Raises AnswerNo CKM403 where there is no manifest.
     """
     try:
         ckpt = open(path)
@@ -90,18 +98,25 @@ def verify(
     with ckpt:
         document = read_manifest(ckpt)
         problems = check_structure(ckpt, document)
+        digests = all(chunk[5] for _, chunk in _chunks(document))
         if not problems:
-            problems = list(_digest_problems(ckpt, document, threads))
-        checks: list[str] = ["structure", "digests"]
+            problems = list(_digest_problems(ckpt, document, threads, digests))
+        checks = ["structure", "digests" if digests else NO_DIGESTS]
         errors: dict[str, float] = {}
         if against is not None:
             source = against if isinstance(against, Checkpoint) else open(against)
-            values, errors = _against(ckpt, source, document)
+            if base is not None:
+                restore(source, base)
+            if adapter is not None:
+                left = document.get("merged", {}).get("leave", ())
+                source = overlaid(source, adapter, document["setup"], leave=left)
+            with one_torch_thread(source.merged is not None):  # as it was merged, to the bit
+                values, errors = _against(ckpt, source, document)
             problems += values
-            checks.append(f"values against {source.path}")
+            checks.append(f"values against {source.shown}")
         nbytes = sum(chunk[2] for _, chunk in _chunks(document))
         return VerifyReport(
-            ckpt.path, len(document["tensors"]), nbytes, tuple(checks), tuple(problems), errors
+            ckpt.shown, len(document["tensors"]), nbytes, tuple(checks), tuple(problems), errors
         )
 
 
@@ -109,7 +124,7 @@ def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
     data = ckpt.index.manifest
     file = Path(ckpt.path) / manifests.NAME
     if data is None and file.is_file():
-        data = file.read_bytes()
+        data = whole(file).read_bytes()
     if data is None:
         raise AnswerNo(
             "CKM403",
@@ -135,15 +150,47 @@ def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
         for path, leaf in ckpt.index.leaves.items()
         if isinstance(leaf, StoredTensor)
     }
-    for key, entry in document["tensors"].items():
-        problems += _place_problems(key, entry, stored.get(key), base)
-    shares = {tensor.share for key, tensor in stored.items() if key in document["tensors"]} - {None}
-    problems += [
-        f"{key}: is not in the manifest"
-        for key, tensor in stored.items()
-        if key not in document["tensors"] and tensor.share not in shares and tensor.info.numel
-    ]
+    planned = document["tensors"]
+    for key, entry in planned.items():
+        tensor = stored.get(key)
+        if tensor is None or not _lies_at(tensor, entry["chunks"], base):
+            problems += _place_problems(key, entry, tensor, base)
+    unlisted = [(k, tensor) for k, tensor in stored.items() if k not in planned]
+    if unlisted:
+        shares = {tensor.share for key, tensor in stored.items() if key in planned} - {None}
+        unlisted = [(k, t) for k, t in unlisted if t.share not in shares and t.info.numel]
+    if unlisted:
+        listed = {(_name(c[0], base), c[1], c[2]) for _, c in _chunks(document)}
+        problems += [
+            f"{key}: is not in the manifest"
+            for key, tensor in unlisted
+            if not all(_is_listed(chunk.region, listed, base) for chunk in tensor.chunks)
+        ]
     return problems
+
+
+def _lies_at(tensor: StoredTensor, chunks: Sequence[Sequence[Any]], base: Path | None) -> bool:
+    """Is it the one chunk that the manifest says? A quick look at what nearly every tensor is:
+    False leaves it to `_place_problems` to find out, and to say, what is wrong."""
+    try:
+        place = tensor.place
+    except CkptmapError:
+        return False
+    if type(place) is not Extent or len(chunks) != 1 or tensor.replicas:
+        return False
+    name, offset, nbytes, offsets, sizes, _ = chunks[0]
+    return (
+        place.offset == offset
+        and tensor.info.nbytes == nbytes
+        and tensor.info.shape == tuple(sizes)
+        and not any(offsets)
+        and (base is None or place.file == f"{base}/{name}")
+    )
+
+
+def _is_listed(region: Region, listed: Container[tuple[str, int, int]], base: Path | None) -> bool:
+    """Are they the bytes of another one: of the one step count that a flat parameter has, say?"""
+    return (_name(region.file, base), region.offset, region.nbytes) in listed
 
 
 def _nbytes(file: Path) -> int:
@@ -192,7 +239,7 @@ def _chunks(document: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _digest_problems(
-    ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None
+    ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None, digests: bool
 ) -> Iterator[str]:
     base = Path(ckpt.path)
 
@@ -204,10 +251,8 @@ def _digest_problems(
             return None
         return f"{key}: xxh3 {found} at byte {offset} of {name}, expected {expected}"
 
-    if document["tensors"] and any(not chunk[5] for _, chunk in _chunks(document)):
-        yield "the manifest holds no digests (written with --digest none)"
-        return
-    ordered = sorted(_chunks(document), key=lambda item: (item[1][0], item[1][1]))
+    chunks = _chunks(document) if digests else ()
+    ordered = sorted(chunks, key=lambda item: (item[1][0], item[1][1]))
     with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
         yield from (problem for problem in pool.map(check, ordered, chunksize=64) if problem)
     for name, entry in document["carried"].items():
@@ -231,7 +276,7 @@ def _digest(files: Files, file: str, offset: int, nbytes: int) -> str:
 def sha256_of(file: Path) -> str:
     import hashlib
 
-    with file.open("rb") as stream:
+    with whole(file).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -243,11 +288,18 @@ def _against(
 ) -> tuple[list[str], dict[str, float]]:
     problems: list[str] = []
     errors: dict[str, float] = {}
+    if document.get("merged") is not None and source.merged is None:
+        return ["an adapter was merged into it: give that, too, with --adapter"], {}
     if source.optimizer_by_index:
         _order_as(ckpt, source)
+    if document.get("names") is not None:
+        source = named_alike(source, document["names"], document["logical"])
     for name, entry in document["logical"].items():
         role, _, fqn = name.rpartition(":") if ":" in name else ("model", "", name)
         mine, theirs = ckpt.find(role, fqn), source.find(role, fqn)
+        if mine is not None and theirs is not None and mine.info.shape != theirs.info.shape:
+            problems += _stored_otherwise(name, theirs, mine)
+            continue
         if mine is None or theirs is None:
             problems.append(f"{name}: is not in {ckpt.path if mine is None else source.path}")
             continue
@@ -262,6 +314,15 @@ def _against(
     return problems, errors
 
 
+def _stored_otherwise(name: str, source: LazyTensor, mine: LazyTensor) -> Iterator[str]:
+    """The source may hold a payload alone, whose scales came from a `--base`: its bytes are there."""
+    here, there = mine.parts.get(""), source.parts.get("")
+    if here is None or there is None or here.info != there.info:
+        yield f"{name}: {mine.info}, the source has {source.info}"
+    elif same_bytes(there, here, source.files, mine.files) is not None:
+        yield f"{name}: its payload differs from the source's"
+
+
 def _order_as(ckpt: Checkpoint, source: Checkpoint) -> None:
     """Name what an index means in the source as the output does; its groups are the source's. Not
     where parameters were left behind: then the state cannot be compared, and that is reported."""
@@ -274,7 +335,7 @@ def _order_as(ckpt: Checkpoint, source: Checkpoint) -> None:
 
 
 def _moved(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
-    if source.encoding == mine.encoding:
+    if source.encoding_ == mine.encoding_ or source.encoding == mine.encoding == "dense":
         part = same_parts(source, mine)
         return None if part is None else f"{part} differ from the source"
     return _cast(source, mine, errors)
@@ -288,15 +349,13 @@ def _cast(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str
 
 
 def _quantized(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
-    """Encode the source once more: every part must come out bit for bit as it is stored."""
+    """Encode the source once more: every part must come out bit for bit. Its error is not judged."""
     encoder = mine.encoding_.encoder(source.info, "cpu")
     feeds = (encoder.feed(*values) for values in _steps(source, encoder.step))
     for write in chain.from_iterable(chain(feeds, _after(encoder.finish))):
-        stored = _flat(mine, write.part, write.box)
-        if not bool((stored.view(-1) == write.values.view(-1)).all()):
+        if not holds(mine, write):
             return f"{write.part} differ from an encoding of the source"
-    lossy = difference(source, mine)
-    errors[source.fqn] = lossy.relative if lossy else 0.0
+    _measure(source, mine, errors)
     return None
 
 
@@ -305,17 +364,25 @@ def _after(finish: Callable[[], Iterable[Write]]) -> Iterator[Iterable[Write]]:
     yield finish()
 
 
-def _requantized(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
-    found = difference(source, mine)
-    errors[source.fqn] = found.relative if found else 0.0
-    if errors[source.fqn] > REQUANTIZED_TOLERANCE:
-        return f"relative error {errors[source.fqn]:.3f}, expected at most {REQUANTIZED_TOLERANCE}"
+def _recoded(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
+    """Keep the source's codes once more: every part must come out bit for bit as it is stored."""
+    grid = grid_of(source)
+    if grid is None or kept_at(source, mine.encoding_, grid) is None:
+        return f"{source.encoding} codes cannot be kept in {mine.encoding}"
+    for write in recoded(source, mine.encoding_, grid, FEED_NUMEL):
+        if not holds(mine, write):
+            return f"{write.part} differ from the source's codes and scales"
+    _measure(source, mine, errors)
     return None
 
 
+def _measure(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> None:
+    errors[source.fqn] = found.relative if (found := difference(source, mine)) else 0.0
+
+
 CHECKS: Mapping[str, Callable[[LazyTensor, LazyTensor, dict[str, float]], str | None]] = {
-    "bytes": _moved, "exact": _moved, "codes": _requantized, "cast": _cast,
-    "quantize": _quantized, "requantize": _requantized,
+    "bytes": _moved, "exact": _moved, "codes": _recoded, "cast": _cast,
+    "quantize": _quantized, "requantize": _quantized,
 }  # fmt: skip
 
 
@@ -331,9 +398,3 @@ def _steps(lazy: LazyTensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:
         offset, rest = offset + whole, rest[whole:]
     if len(rest):
         yield offset, rest
-
-
-def _flat(lazy: LazyTensor, part: str, box: Box) -> torch.Tensor:
-    """A flat range of a stored part, which is 1-D or 0-d for every encoding that is checked so."""
-    info = lazy.parts[part].info
-    return lazy.read_part(part, box if info.shape else Box((), ()))

@@ -5,23 +5,27 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from math import prod
 from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap.errors import SourceError
+from ckptmap.files import whole
 from ckptmap.protocols import Place
 from ckptmap.tensors import (
     Box,
     Chunk,
     Cut,
+    Extent,
     Index,
     Leaf,
     Opaque,
     Path,
+    Places,
     Region,
     StoredTensor,
     TensorInfo,
+    as_inert,
 )
 from ckptmap.wire.dcp_items import PLAIN_OVERHEAD, Items
 from ckptmap.wire.dcp_metadata import Item, Metadata, TensorEntry, read_metadata
@@ -82,7 +86,7 @@ def _metadata_bytes(root: str, names: Sequence[str]) -> bytes:
                 f"{path}: {nbytes} bytes, expected at most {MAX_METADATA_NBYTES}",
                 "this is no DCP metadata",
             )
-        return path.read_bytes()
+        return whole(path).read_bytes()
     except OSError as error:
         raise SourceError(
             "CKM101", f"{path}: cannot be read: {error.strerror}", "check its permissions"
@@ -160,7 +164,7 @@ class _Leaves:
             small = {k for k, e in metadata.tensors.items() if _is_small(e)} - unusual
             cuts |= self._cuts(metadata, small)
         for key, entry in metadata.tensors.items():
-            leaf = cuts.get(key) or StoredTensor(entry.info, partial(self._chunks, key, entry))
+            leaf = (cuts and cuts.get(key)) or _DcpTensor(self, key, entry)
             leaves[metadata.path(key)] = leaf
         for key, item in metadata.values.items():
             value = self._items.value(self._files[item.file], item, key)
@@ -176,15 +180,21 @@ class _Leaves:
         for key in keys:
             entry = metadata.tensors[key]
             values = [self._items.value(self._files[i.file], i, key) for _, _, i in entry.chunks]
-            inert = [value for value in values if isinstance(value, Opaque)]
-            if inert:
+            if any(isinstance(value, Opaque) for value in values):
                 boxes = [Box(offsets, sizes) for offsets, sizes, _ in entry.chunks]
-                if len(inert) != len(values):
-                    raise _mixed(key, inert[0], len(inert), len(values))
+                inert = map(as_inert, values)  # a rank may hold a plain tensor where others do not
                 cuts[key] = Cut(entry.info, tuple(zip(boxes, inert, strict=True)))
         return cuts
 
-    def _chunks(self, key: str, entry: TensorEntry) -> list[Chunk]:
+    def place(self, key: str, info: TensorInfo, item: Item) -> Places:
+        """The bytes of a tensor that is one chunk."""
+        file = self._files[item.file]
+        region, crc32 = self._items.region(file, item, key, info.dtype, info.shape)
+        if region.is_contiguous:
+            return Extent(file, region.offset, crc32)
+        return (Chunk(Box.whole(info.shape), region, crc32),)
+
+    def places(self, key: str, entry: TensorEntry) -> Places:
         """Every chunk's bytes, item by item compared with what `.metadata` says of it."""
         from ckptmap.coverage import prove_tiling
 
@@ -213,16 +223,42 @@ class _Leaves:
         return chunks
 
 
+class _DcpTensor(StoredTensor):
+    """A tensor that finds its bytes when asked: its items have to be looked at for that. Of one
+    chunk only the item is kept: there may be 100,000."""
+
+    __slots__ = ("_entry", "_key", "_leaves")
+
+    def __init__(self, leaves: _Leaves, key: str, entry: TensorEntry) -> None:
+        super().__init__(entry.info, ())
+        self._place: Any = None
+        self._leaves, self._key = leaves, key
+        self._entry: TensorEntry | Item | None = entry
+        if len(entry.chunks) == 1:
+            offsets, sizes, item = entry.chunks[0]
+            if sizes == entry.info.shape and not any(offsets) and 0 not in sizes:
+                self._entry = item
+
+    @property
+    def place(self) -> Places:
+        place: Places | None = self._place
+        if place is None:
+            entry = self._entry
+            if type(entry) is Item:
+                place = self._leaves.place(self._key, self.info, entry)
+            else:
+                place = self._leaves.places(self._key, entry)  # type: ignore[arg-type]
+            self._place, self._entry = place, None
+        return place
+
+
 def _is_unusual(entry: TensorEntry) -> bool:
     """Is some item not as long as a plain tensor of that box would be?"""
     itemsize = entry.info.itemsize
-    for _, sizes, item in entry.chunks:
-        nbytes = itemsize
-        for n in sizes:
-            nbytes *= n
-        if item.nbytes - nbytes not in PLAIN_OVERHEAD:
-            return True
-    return False
+    return any(
+        item.nbytes - itemsize * prod(sizes) not in PLAIN_OVERHEAD
+        for _, sizes, item in entry.chunks
+    )
 
 
 def _is_small(entry: TensorEntry) -> bool:
@@ -249,11 +285,3 @@ def _record(value: Any, key: str) -> Mapping[str, Any]:
             "convert the original again",
         )
     return value
-
-
-def _mixed(key: str, found: Opaque, count: int, total: int) -> SourceError:
-    return SourceError(
-        "CKM115",
-        f"{key}: {count} of {total} chunks are {found.class_name}, expected all or none",
-        "the ranks did not hold the same kind of tensor; save again",
-    )

@@ -5,7 +5,7 @@
         `__metadata__`: {"DCP_SHARDING_INFO": json {fqn: {"saved_offsets": [...]}}}
 
 A tensor's parts lie under its whole name in several files; its shape is said nowhere and is what
-the parts reach. So a last rank that is missing cannot show; a note says how many were found.
+the parts reach. What still tells of a last rank that is missing is in `dcp_hf_ranks`.
 Source: torch 2.13, torch/distributed/checkpoint/hf_storage.py and _hf_utils.py. A consolidated
 directory is a plain Hugging Face one, whose `sharded/` holds such files.
 """
@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
+from ckptmap.containers.dcp_hf_ranks import Part, contradiction, is_proven, rows_of
 from ckptmap.coverage import prove_tiling
 from ckptmap.errors import SourceError
 from ckptmap.files import Files
+from ckptmap.like import MANIFEST
 from ckptmap.protocols import Place
 from ckptmap.tensors import Box, Chunk, Index, Leaf, Path, Region, StoredTensor, TensorInfo
 from ckptmap.wire.gc_pause import paused_gc
@@ -33,6 +35,7 @@ NAME = re.compile(
 )
 SHARDING = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"
+CONSOLIDATED = "sharded"
 
 
 class DcpHf:
@@ -63,8 +66,8 @@ class DcpHf:
                 leaves: dict[Path, Leaf] = {(k,): _joined(k, p, root) for k, p in parts.items()}
         finally:
             files.close()
-        note = f"the shards do not say how many ranks wrote them: the files of {ranks} are here"
-        return Index(self.name, leaves, tuple(paths), records, world=ranks, notes=(note,))
+        notes = _check_whole(parts, leaves, ranks, root)
+        return Index(self.name, leaves, tuple(paths), records, world=ranks, notes=notes)
 
 
 def _check_names(names: list[str], root: str) -> int:
@@ -89,6 +92,77 @@ def _check_names(names: list[str], root: str) -> int:
                 "copy the shards of all ranks here",
             )
     return len({int(match["rank"]) for match in found})
+
+
+def _check_whole(
+    parts: Mapping[str, Sequence[tuple[str, Chunk]]], leaves: Mapping[Path, Leaf], ranks: int,
+    root: str,
+) -> tuple[str, ...]:  # fmt: skip
+    """A note where nothing says that these are all ranks. Raises SourceError CKM110 where
+    something says that they are not."""
+    infos = {str(path[0]): leaf.info for path, leaf in leaves.items()}
+    if _is_listed(root):
+        return ()
+    _check_consolidated(infos, root)
+    found = {
+        key: rows_of(infos[key], [Part(_rank(c.region.file), c) for _, c in chunks], ranks)
+        for key, chunks in parts.items()
+    }
+    rows = {key: each for key, each in found.items() if each is not None}
+    against = contradiction(infos, rows)
+    if against is not None:
+        key, wide = against
+        raise _incomplete(
+            f"{root}: {key} has {infos[key].shape[0]} elements, most matrices {wide} columns: the"
+            f" shards of rank {ranks + 1} are missing, found those of {ranks} ranks"
+        )
+    if is_proven(rows.values(), ranks):
+        return ()
+    return (
+        f"the shards do not say how many ranks wrote them: the files of {ranks} are here, and all"
+        " tensors are cut so that a last rank could be missing",
+    )
+
+
+def _is_listed(root: str) -> bool:
+    """Does our own manifest list the files? Then all must be there."""
+    try:
+        document = json.loads((FilePath(root) / MANIFEST).read_text(encoding="utf-8"))
+        listed = [name for name in document["files"] if NAME.fullmatch(name)]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return False
+    lost = next((name for name in listed if not (FilePath(root) / name).is_file()), None)
+    if lost is not None:
+        raise _incomplete(f"{root}: {lost} is missing, {MANIFEST} lists it")
+    return bool(listed)
+
+
+def _check_consolidated(infos: Mapping[str, TensorInfo], root: str) -> None:
+    """torch keeps the shards in `sharded/` of the directory where it puts them together."""
+    folder = FilePath(root)
+    if folder.name != CONSOLIDATED:
+        return
+    files = Files()
+    try:
+        for file in sorted(folder.parent.glob("*.safetensors")):
+            for key, (info, _, _) in parse(files, str(file)).tensors.items():
+                if infos.get(key) != info:
+                    raise _incomplete(
+                        f"{root}: {key} is {infos.get(key, 'not here')}, in {file.name} around it"
+                        f" {info}: shards are missing"
+                    )
+    finally:
+        files.close()
+
+
+def _rank(file: str) -> int:
+    match = NAME.fullmatch(FilePath(file).name)
+    assert match is not None, f"{file}: was claimed by its name"
+    return int(match["rank"]) - 1
+
+
+def _incomplete(what: str) -> SourceError:
+    return SourceError("CKM110", what, "copy the shards of all ranks here")
 
 
 def _read(header: Header, file: str, parts: dict[str, list[tuple[str, Chunk]]]) -> None:

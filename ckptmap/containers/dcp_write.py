@@ -58,6 +58,20 @@ class DcpWriter:
             return _Draft().files(state)
 
 
+@dataclass(frozen=True)
+class _Form:
+    """The archive of a contiguous tensor; `head` is what comes before its data."""
+
+    layout: ZipLayout
+    data_nbytes: int
+    head: bytes
+
+    def tail(self, crc: int) -> bytes:
+        """What comes after data of this CRC-32."""
+        start, piece = self.layout.seal([crc], {})[-1]
+        return piece[self.layout.offsets[0] + self.data_nbytes - start :]
+
+
 @dataclass(slots=True)
 class _RankFile:
     """A data file as it grows: slots, and the items or ready bytes around them."""
@@ -65,7 +79,8 @@ class _RankFile:
     name: str
     nbytes: int = 0
     slots: list[Slot] = field(default_factory=list)
-    forms: list[tuple[int, ZipLayout]] = field(default_factory=list)
+    forms: list[tuple[int, _Form]] = field(default_factory=list)
+    """Where the item of each slot begins, and what it is like."""
     values: list[tuple[int, bytes]] = field(default_factory=list)
 
     def place(self, nbytes: int) -> Item:
@@ -118,10 +133,10 @@ class _Draft:
     def _item(self, rank: int, path: Path, dtype: str, box: Box) -> Item:
         """A chunk's own torch.save archive, its data left to be written."""
         file = self._rank(rank)
-        form, data_nbytes = _form(dtype, box.sizes)
-        item = file.place(form.nbytes)
+        form = _form(dtype, box.sizes)
+        item = file.place(form.layout.nbytes)
         file.forms.append((item.offset, form))
-        file.slots.append(Slot(path, box, item.offset + form.offsets[0], data_nbytes))
+        file.slots.append(Slot(path, box, item.offset + form.layout.offsets[0], form.data_nbytes))
         return item
 
     def _value(self, path: Path, value: Any) -> None:
@@ -167,9 +182,8 @@ def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _form(dtype: str, sizes: tuple[int, ...]) -> tuple[ZipLayout, int]:
-    """The archive of a contiguous tensor, and its data's nbytes: most chunks of a model share
-    one of a few."""
+def _form(dtype: str, sizes: tuple[int, ...]) -> _Form:
+    """Most chunks of a model share one of a few."""
     info = TensorInfo(sizes, dtype)
     strides, step = [], 1
     for size in reversed(sizes):
@@ -177,7 +191,9 @@ def _form(dtype: str, sizes: tuple[int, ...]) -> tuple[ZipLayout, int]:
         step *= max(size, 1)
     stride = tuple(reversed(strides))
     pickle = dump(StorageTensor("0", dtype, info.numel, 0, sizes, stride))
-    return layout_zip(ROOT, pickle, [("0", info.nbytes)], align=ALIGN), info.nbytes
+    layout = layout_zip(ROOT, pickle, [("0", info.nbytes)], align=ALIGN)
+    _, start = layout.seal([0], {})[0]
+    return _Form(layout, info.nbytes, start[: layout.offsets[0]])
 
 
 def _archive(pickle: bytes) -> bytes:
@@ -191,34 +207,35 @@ def _archive(pickle: bytes) -> bytes:
 
 def _out_file(file: _RankFile) -> OutFile:
     return OutFile(
-        file.name, file.nbytes, file.slots, partial(_seal, file), needs_crc=bool(file.slots)
+        file.name,
+        file.nbytes,
+        file.slots,
+        partial(_seal, file),
+        needs_crc=bool(file.slots),
+        between=partial(_between, file) if file.slots else None,
     )
+
+
+def _between(file: _RankFile, index: int, crc: int) -> bytes:
+    """The end of an item, padding, and the start of the next."""
+    (base, form), (after, following) = file.forms[index : index + 2]
+    return form.tail(crc) + bytes(after - base - form.layout.nbytes) + following.head
 
 
 def _seal(
     file: _RankFile, crcs: Sequence[int], manifest: bytes | None
 ) -> Iterator[tuple[int, bytes]]:
-    """Runs of bytes between data: the end of an item, padding, and the start of the next."""
-    run: list[bytes] = []
-    start = end = 0
-    for base, pieces in _archives(file, crcs):
-        run.append(bytes(base - end))
-        for number, (offset, piece) in enumerate(pieces):
-            if number:  # data lie between the pieces of one archive
-                yield start, b"".join(run)
-                run, start = [], base + offset
-            run.append(piece)
-            end = base + offset + len(piece)
-    yield start, b"".join(run)
-
-
-def _archives(
-    file: _RankFile, crcs: Sequence[int]
-) -> Iterator[tuple[int, Sequence[tuple[int, bytes]]]]:
-    for (base, form), crc in zip(file.forms, crcs, strict=True):
-        yield base, form.seal([crc], {})
+    """What comes before the data of the first item, and after those of the last."""
+    end = 0
+    if file.forms:
+        yield file.forms[0][0], file.forms[0][1].head
+        base, form = file.forms[-1]
+        end = base + form.layout.nbytes
+        tail = form.tail(crcs[-1])
+        yield end - len(tail), tail
     for base, raw in file.values:
-        yield base, ((0, raw),)
+        yield end, bytes(base - end) + raw
+        end = base + len(raw)
 
 
 def _sealed(

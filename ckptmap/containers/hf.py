@@ -14,6 +14,7 @@ from ckptmap.errors import PlanError, SourceError
 from ckptmap.files import Files
 from ckptmap.protocols import OutFile, OutState, OutTensor, Place, Setup, Slot
 from ckptmap.tensors import Box, Index, Leaf, Path, StoredTensor
+from ckptmap.wire import torchao_metadata
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.hf_index import emit_index, parse_index, shard_name, split_shards
 from ckptmap.wire.inside import blobs_of, inside
@@ -143,13 +144,15 @@ def _read_shards(
         for shard, file in zip(shards, paths, strict=True):
             refuse_text(files, file)
             header = parse(files, file)
-            for key, tensor in stored_tensors(header, file):
-                if key in home:
-                    raise _twice(where, key, home[key], shard)
-                if weight_map is not None and weight_map.get(key, shard) != shard:
+            twice = home.keys() & header.tensors.keys()
+            if twice:
+                raise _twice(where, min(twice), home[min(twice)], shard)
+            if len(shards) > 1:
+                home.update(dict.fromkeys(header.tensors, shard))
+            for key in header.tensors if weight_map else ():
+                if weight_map and weight_map.get(key, shard) != shard:
                     raise _elsewhere(where, key, weight_map[key], shard)
-                home[key] = shard
-                leaves[(key,)] = tensor
+            leaves.update(stored_tensors(header, file))
             _merge_records(records, records_of(header, file), file)
     finally:
         files.close()
@@ -160,7 +163,13 @@ def _merge_records(
     into: dict[str, Mapping[str, Any]], more: Mapping[str, Mapping[str, Any]], file: str
 ) -> None:
     for fqn, record in more.items():
-        if into.setdefault(fqn, record) != record:
+        known = into.setdefault(fqn, record)
+        if known == record:
+            continue
+        theirs = [r.get("scheme") == torchao_metadata.SCHEME for r in (known, record)]
+        if theirs == [True, False]:  # every shard has torchao's, the one that holds it has ours
+            into[fqn] = record
+        elif theirs != [False, True]:
             raise SourceError(
                 "CKM115",
                 f"{file}: the encoding record of {fqn!r} differs from another shard's",
@@ -225,9 +234,10 @@ class HfWriter:
 
     Keys are path segments joined with dots. A tensor that is an alias is not written: who wants
     both names of a tie written passes them without `alias_of`. `state.extra` has no place here and
-    must be empty. With `records` (quantized payloads in plain form) the files are named `ckptmap*`
+    must be empty. With `records` of payloads that only ckptmap reads the files are named `ckptmap*`
     instead of `model*`: transformers then finds no weights and says so, where under `model*` it
-    would take the model for one whose weights are missing and initialise them at random.
+    would take the model for one whose weights are missing and initialise them at random. A record
+    with `"native"` is of a form that a library of that name reads by itself.
     """
 
     name = "hf"
@@ -242,18 +252,20 @@ class HfWriter:
 
     def _files(self, state: OutState) -> list[OutFile]:
         assert not state.extra, "safetensors has no place for what is not a tensor"
-        stem = "ckptmap" if state.records else "model"
+        own = any(not record.get("native") for record in state.records.values())
+        stem = "ckptmap" if own else "model"
         tensors = [tensor for tensor in state.tensors if tensor.alias_of is None]
         keys = _unique_keys(tensors)
         sizes = [tensor.info.nbytes for tensor in tensors]
         shards = split_shards(sizes, state.max_shard_nbytes) or [[]]
         weight_map: dict[str, str] = {}
+        about = torchao_metadata.write(state.records, keys)
         files = []
         for number, shard in enumerate(shards, 1):
             file = shard_name(stem, number, len(shards))
             weight_map |= dict.fromkeys((keys[i] for i in shard), file)
             entries = [(keys[i], tensors[i]) for i in shard]
-            files.append(_shard_file(file, entries, state.records))
+            files.append(_shard_file(file, entries, state.records, about))
         if len(shards) > 1:
             index = emit_index(weight_map, sum(sizes))
             files.append(OutFile(stem + INDEX_SUFFIX, len(index), (), _sealed(index)))
@@ -274,13 +286,13 @@ def _shard_file(
     name: str,
     entries: list[tuple[str, OutTensor]],
     records: Mapping[str, Mapping[str, Any]],
+    about: Mapping[str, str],
 ) -> OutFile:
-    """Largest element size first, so that every tensor is aligned for who maps the file."""
+    """Largest element size first, so that every tensor is aligned for who maps the file. `about`
+    is what a library wants in the header of every shard."""
     entries = sorted(entries, key=lambda entry: -entry[1].info.itemsize)
-    metadata = {"format": "pt"}
-    held = {}
-    if records:
-        held = {fqn: records[fqn] for key, _ in entries for fqn in _owners(key) if fqn in records}
+    metadata = {"format": "pt", **about}
+    held = _held(records, [key for key, _ in entries]) if records else {}
     if held:
         metadata[RECORDS] = json.dumps(held, sort_keys=True, separators=(",", ":"))
     header = emit([(key, tensor.info) for key, tensor in entries], metadata)
@@ -293,11 +305,23 @@ def _shard_file(
     return OutFile(name, offset, slots, _sealed(header))
 
 
-def _owners(key: str) -> Iterator[str]:
-    """A key and what it may be a part of: `a.b.c` -> `a.b.c`, `a.b`, `a`."""
-    while key:
-        yield key
-        key = key.rpartition(".")[0]
+def _held(
+    records: Mapping[str, Mapping[str, Any]], keys: Sequence[str]
+) -> dict[str, Mapping[str, Any]]:
+    """Records of tensors of which a part may be among the keys: `a.b.weight` for `a.b.weight.nf4`,
+    and for `a.b.SCB`."""
+    paths = {path for key in keys for path in _paths(key)}
+    return {
+        fqn: record
+        for fqn, record in records.items()
+        if fqn in paths or fqn.rpartition(".")[0] in paths
+    }
+
+
+def _paths(key: str) -> Iterator[str]:
+    """A key and what it lies in: `a.b.c` -> `a.b.c`, `a.b`."""
+    yield key
+    yield key.rpartition(".")[0]
 
 
 def _sealed(start: bytes) -> Callable[[Sequence[int], bytes | None], Iterable[tuple[int, bytes]]]:

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.errors import PlanError
+from ckptmap.files import whole
+from ckptmap.protocols import Declared
 from ckptmap.tensors import TensorInfo
 from ckptmap.wire.inside import blobs_of, inside
 
 CONFIG = "config.json"
+QUANTIZATION = "quantization_config"
+TIED = "tie_word_embeddings"
 OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight")
 INPUT_EMBEDDINGS = (
     "embed_tokens.weight",
@@ -48,7 +52,7 @@ class HfCarrier:
         config = _config(_files(siblings, beside))
         text = config.get("text_config")
         texts = (config, text if isinstance(text, dict) else {})
-        if not any(c.get("tie_word_embeddings") for c in texts):
+        if not any(c.get(TIED) for c in texts):
             return {}
         outputs = [fqn for fqn in infos if fqn.endswith(OUTPUT_EMBEDDINGS)]
         inputs = [fqn for fqn in infos if fqn.endswith(INPUT_EMBEDDINGS)]
@@ -57,16 +61,24 @@ class HfCarrier:
         return {outputs[0]: inputs[0]}
 
     def files(
-        self, siblings: Sequence[str], beside: str | None, dtypes: Collection[str]
+        self,
+        siblings: Sequence[str],
+        beside: str | None,
+        dtypes: Collection[str],
+        quantized: Declared,
     ) -> tuple[dict[str, bytes], list[str]]:
-        """Content by name, and what should be said. `dtypes`: of the matrices that are written."""
-        carried = {name: Path(file).read_bytes() for name, file in _files(siblings, beside).items()}
+        """Content by name, and what should be said. `dtypes`: of the matrices that are written;
+        `quantized`: their `quantization_config`, by that of the source and the tied heads."""
+        carried = {
+            name: whole(file).read_bytes() for name, file in _files(siblings, beside).items()
+        }
         if CONFIG not in carried:
             return carried, [
                 "no config.json is beside the weights; give one with --config-from PATH"
             ]
         if len(dtypes) == 1:
             carried[CONFIG] = _with_dtype(carried[CONFIG], next(iter(dtypes)))
+        carried[CONFIG] = _with_quantization(carried[CONFIG], quantized)
         return carried, []
 
 
@@ -86,7 +98,7 @@ def _config(files: Mapping[str, str]) -> dict[str, Any]:
     if CONFIG not in files:
         return {}
     try:
-        config = json.loads(Path(files[CONFIG]).read_text(encoding="utf-8"))
+        config = json.loads(whole(files[CONFIG]).read_text(encoding="utf-8"))
     except ValueError as error:
         raise PlanError("CKM103", f"{files[CONFIG]}: is no JSON: {error}", "repair it") from error
     return config if isinstance(config, dict) else {}
@@ -99,4 +111,28 @@ def _with_dtype(content: bytes, dtype: str) -> bytes:
     if all(config[key] == dtype for key in keys):
         return content
     config.update({key: dtype for key in keys})
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _tied_heads(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Modules that share the weight of the input embedding, which transformers takes for so unless
+    the config says otherwise: a quantizer must be told to leave them, for want of a weight."""
+    text = config.get("text_config")
+    if any(c.get(TIED) is False for c in (config, text) if isinstance(c, Mapping)):
+        return ()
+    return ("lm_head", "proj_out") if config.get("is_encoder_decoder") is True else ("lm_head",)
+
+
+def _with_quantization(content: bytes, quantized: Declared) -> bytes:
+    """The config with the quantization of the weights as they now are, or none."""
+    config = json.loads(content)
+    if not isinstance(config, dict):
+        return content
+    present = config.get(QUANTIZATION)
+    wanted = quantized(present if isinstance(present, dict) else None, _tied_heads(config))
+    if wanted == present:
+        return content
+    config.pop(QUANTIZATION, None)
+    if wanted is not None:
+        config[QUANTIZATION] = dict(wanted)
     return (json.dumps(config, indent=2) + "\n").encode()

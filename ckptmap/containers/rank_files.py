@@ -11,17 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path as FilePath
-from typing import Any
 
 from ckptmap.errors import SourceError
-from ckptmap.files import Files
+from ckptmap.files import Files, head
 from ckptmap.protocols import Place
-from ckptmap.tensors import Index, Leaf, Opaque, Path, PerRank, StoredTensor
+from ckptmap.tensors import Index, Leaf, Path
 from ckptmap.wire.gc_pause import paused_gc
-from ckptmap.wire.placement import mesh_ranks
-from ckptmap.wire.sharded import check_writer
-from ckptmap.wire.torch_zip_read import load
-from ckptmap.wire.tree import flatten
+from ckptmap.wire.placement import is_dtensor, mesh_ranks
+from ckptmap.wire.rank_trees import RankReader, RankSet, RankTree
+from ckptmap.wire.sharded import check_writer, is_sharded
 
 _NAME = re.compile(r"(?P<stem>.*?)rank[_-]?(?P<rank>\d+)(?P<rest>\D.*|)", re.IGNORECASE)
 _WORLD = re.compile(r"world[_-]?size[_-]?(\d+)|_of_(\d+)", re.IGNORECASE)
@@ -65,20 +63,21 @@ class RankFiles:
     def _index(self, place: Place) -> Index:
         groups = _groups(place)
         leaves: dict[Path, Leaf] = {}
+        units: dict[Path, tuple[str, ...]] = {}
         files: list[str] = []
         world = 1
         for prefix, group in _by_prefix(groups, place.path).items():
-            trees = _load_all(group)
-            world = max(world, len(trees))
+            ranks = _load_all(group)
+            world = max(world, len(ranks.trees))
             files += [group.files[rank] for rank in sorted(group.files)]
-            leaves.update({(*prefix, *path): leaf for path, leaf in _merge(trees).items()})
-        return Index(self.name, leaves, tuple(files), world=world)
+            leaves.update({(*prefix, *path): leaf for path, leaf in ranks.merged().items()})
+            units.update({(*prefix, *path): names for path, names in ranks.units.items()})
+        return Index(self.name, leaves, tuple(files), world=world, units=units)
 
 
 def _is_zip(path: FilePath) -> bool:
     try:
-        with path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
+        return head(path, len(_MAGIC)) == _MAGIC
     except OSError:
         return False
 
@@ -133,22 +132,18 @@ def _title(group: _Group) -> str:
     return stem.strip("._-") or group.name
 
 
-def _load_all(group: _Group) -> list[dict[Path, Leaf]]:
-    """The leaves of every rank, in rank order; the set must be complete."""
-    files = Files()
+def _load_all(group: _Group) -> RankSet:
+    """The trees of all ranks; the set must be complete."""
+    files, reader = Files(), RankReader()
     try:
-        trees = {}
-        for rank in sorted(group.files):
-            file = group.files[rank]
-            loaded = load(files, file)
-            trees[rank] = flatten(loaded.tree, file, loaded.pickle_nbytes)
+        trees = {rank: reader.read(files, group.files[rank]) for rank in sorted(group.files)}
     finally:
         files.close()
     _check_ranks(group, trees)
-    return [trees[rank] for rank in range(len(trees))]
+    return RankSet([trees[rank] for rank in range(len(trees))])
 
 
-def _check_ranks(group: _Group, trees: Mapping[int, Mapping[Path, Leaf]]) -> None:
+def _check_ranks(group: _Group, trees: Mapping[int, RankTree]) -> None:
     """Ranks are 0..N-1, N as the name says, else as the mesh of a DTensor says."""
     said = _WORLD.search(group.name)
     mesh = _ranks_inside(group, trees)
@@ -178,11 +173,11 @@ def _check_ranks(group: _Group, trees: Mapping[int, Mapping[Path, Leaf]]) -> Non
         )
 
 
-def _ranks_inside(group: _Group, trees: Mapping[int, Mapping[Path, Leaf]]) -> int:
+def _ranks_inside(group: _Group, trees: Mapping[int, RankTree]) -> int:
     """How many ranks the tensors themselves say there are; 0: they do not."""
     said: dict[int, int] = {}
     for rank, tree in trees.items():
-        world = check_writer(tree.values(), rank, group.files[rank])
+        world = check_writer(tree.first(is_sharded), rank, group.files[rank])
         if world is not None:
             said.setdefault(world, rank)
     if len(said) > 1:
@@ -192,7 +187,7 @@ def _ranks_inside(group: _Group, trees: Mapping[int, Mapping[Path, Leaf]]) -> in
             f"{group.files[second]}: is of a save by {other} ranks, rank {first}'s file by {one}",
             "copy the files of one save into a directory of their own",
         )
-    mesh = mesh_ranks(leaf for tree in trees.values() for leaf in tree.values())
+    mesh = mesh_ranks(leaf for tree in trees.values() for leaf in tree.first(is_dtensor))
     return next(iter(said), len(mesh))
 
 
@@ -205,30 +200,3 @@ def _like(group: _Group, rank: int) -> str:
         return str(rank)
     width = len(written[2]) if written[2].startswith("0") else 0
     return f"{written[1]}{rank:0{width}d}"
-
-
-def _merge(trees: Sequence[Mapping[Path, Leaf]]) -> dict[Path, Leaf]:
-    """Rank 0's keys in its order, then those that only other ranks have."""
-    paths = dict.fromkeys(path for tree in trees for path in tree)
-    return {path: _leaf([tree.get(path) for tree in trees]) for path in paths}
-
-
-def _leaf(values: Sequence[Any]) -> Leaf:
-    """Tensors and what differs stay one value a rank; a value that all ranks share is one."""
-    first = values[0]
-    if len(values) == 1:
-        return first
-    tensor = any(
-        isinstance(value, StoredTensor) or (isinstance(value, Opaque) and value.info)
-        for value in values
-    )
-    if not tensor and all(_equal(first, value) for value in values[1:]):
-        return first
-    return PerRank(tuple(values))
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return type(a) is type(b) and bool(a == b)
-    except RecursionError:
-        return False

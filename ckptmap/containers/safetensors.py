@@ -6,7 +6,7 @@ from pathlib import Path as FilePath
 
 from ckptmap.files import Files
 from ckptmap.protocols import Place
-from ckptmap.tensors import Index, Leaf, Path
+from ckptmap.tensors import Index
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.safetensors import parse
 from ckptmap.wire.safetensors_file import looks_like_safetensors, records_of, stored_tensors
@@ -33,7 +33,5 @@ class SafetensorsFile:
     def _index(self, files: Files, file: str) -> Index:
         with paused_gc():
             header = parse(files, file)
-            leaves: dict[Path, Leaf] = {
-                (key,): tensor for key, tensor in stored_tensors(header, file)
-            }
+            leaves = stored_tensors(header, file)
         return Index(self.name, leaves, (file,), records=records_of(header, file))

@@ -11,7 +11,7 @@ from typing import Any
 from ckptmap.errors import PlanError
 from ckptmap.files import Files
 from ckptmap.protocols import OutFile, OutState, OutTensor, Place, Setup, Slot
-from ckptmap.tensors import Box, Index, Path, contiguous_strides
+from ckptmap.tensors import Box, Index, Path, TensorInfo, contiguous_strides
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.pickle_write import StorageTensor, dump
 from ckptmap.wire.torch_zip_read import Records, load
@@ -96,15 +96,17 @@ class TorchZipWriter:
         sizes = [(str(key), tensor.info.nbytes) for key, tensor in enumerate(placed)]
         layout = layout_zip(stem(name), pickle, sizes)
         slots = [
-            Slot(tensor.path, Box.whole(tensor.info.shape), offset, tensor.info.nbytes)
-            for tensor, offset in zip(placed, layout.offsets, strict=True)
+            Slot(tensor.path, tensor.chunks[0][1], offset, nbytes)
+            for tensor, offset, (_, nbytes) in zip(placed, layout.offsets, sizes, strict=True)
         ]
         records = {}
         if state.records:
             records[RECORDS] = json.dumps(state.records, sort_keys=True).encode()
         nbytes = layout.nbytes_with({key: len(data) for key, data in records.items()})
         seal = _Seal(layout, records)
-        return OutFile(name, nbytes, slots, seal, needs_crc=True, holds_manifest=True)
+        return OutFile(
+            name, nbytes, slots, seal, needs_crc=True, holds_manifest=True, between=layout.between
+        )
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class _Seal:
         extra = dict(self.records)
         if manifest is not None:
             extra[MANIFEST] = manifest
-        return self.layout.seal(crcs, extra)
+        return self.layout.ends(crcs, extra)
 
 
 def _tree(state: OutState) -> tuple[Any, list[OutTensor]]:
@@ -124,25 +126,28 @@ def _tree(state: OutState) -> tuple[Any, list[OutTensor]]:
     placed: list[OutTensor] = []
     keys: dict[Path, int] = {}
     leaves: list[tuple[Path, Any]] = []
+    forms: dict[int, tuple[Any, ...]] = {}
     for tensor in state.tensors:
+        form = forms.get(id(tensor.info)) or forms.setdefault(id(tensor.info), _form(tensor.info))
         if tensor.alias_of is None:
             _check_whole(tensor)
             keys[tensor.path] = len(placed)
             placed.append(tensor)
         else:
             keys[tensor.path] = keys[tensor.alias_of]
-        leaves.append((tensor.path, _view(tensor, keys[tensor.path])))
+        leaves.append((tensor.path, StorageTensor(str(keys[tensor.path]), *form)))
     leaves += state.extra.items()
     return nest(leaves), placed
 
 
 def _check_whole(tensor: OutTensor) -> None:
-    boxes = [box for _, box in tensor.chunks]
-    if boxes != [Box.whole(tensor.info.shape)]:
+    chunks = tensor.chunks
+    if len(chunks) != 1 or chunks[0][1] != Box.whole(tensor.info.shape):
+        boxes = [box for _, box in chunks]
         raise ValueError(f"{tensor.path}: one file holds whole tensors, got {boxes}")
 
 
-def _view(tensor: OutTensor, key: int) -> StorageTensor:
-    info = tensor.info
+def _form(info: TensorInfo) -> tuple[str, int, int, tuple[int, ...], tuple[int, ...]]:
+    """A whole tensor's StorageTensor but for its key."""
     stride = contiguous_strides([max(n, 1) for n in info.shape], 1)
-    return StorageTensor(str(key), info.dtype, info.numel, 0, info.shape, stride)
+    return info.dtype, info.numel, 0, info.shape, stride

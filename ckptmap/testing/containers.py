@@ -67,9 +67,14 @@ class ContainerKit(Workbench):
     # ------------------------------------------------------------------ checks
 
     def agrees(self) -> None:
-        """Reader, writer and setup are one format, by name."""
+        """Reader, writer and setup are one format, by name; the writer of one more form of it adds
+        what that is: `accelerate-full`."""
         names = (self.container.name, self.writer.name, self.setup.writer)
-        expect(len(set(names)) == 1 and names[0], f"reader, writer and setup disagree: {names}")
+        form = f"{names[1]}-".startswith(f"{names[0]}-")
+        expect(
+            names[0] and form and names[1] == names[2],
+            f"reader, writer and setup disagree: {names}",
+        )
         expect(
             strip_wrappers([".".join((*self.setup.wrap, "w"))])
             == {".".join((*self.setup.wrap, "w")): "w"},

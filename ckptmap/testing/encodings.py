@@ -18,6 +18,7 @@ from ckptmap.lazy import LazyTensor
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Scheme
 from ckptmap.tensors import ITEMSIZE, Box, Opaque, TensorInfo
 from ckptmap.testing.base import expect, registered, run_all
+from ckptmap.testing.codes import check_codes
 from ckptmap.testing.parts import Assembly, Parts, on_disk, stored
 from ckptmap.testing.samples import cut, info_of, random_box, same, save
 
@@ -46,7 +47,7 @@ def check_scheme(scheme: Scheme) -> None:
 class SchemeKit:
     """The checks one by one, for who wants a test each: `getattr(SchemeKit(s), name)()`."""
 
-    CHECKS = ("takes", "describes", "pieces", "values", "boxes", "empty_boxes", "recognised",
+    CHECKS = ("takes", "describes", "pieces", "values", "boxes", "empty_boxes", "codes", "recognised",
               "strangers", "untouched")  # fmt: skip
 
     def __init__(self, scheme: Scheme) -> None:
@@ -90,6 +91,11 @@ class SchemeKit:
         """Boxes of no elements are asked for like any other, at the very end too."""
         for each in self.tries:
             each.boxes(empty=True)
+
+    def codes(self) -> None:
+        """Codes that another encoding could keep are what it says, and it takes its own."""
+        for each in self.tries:
+            check_codes(each.what, each.encoding, each.info, each.parts)
 
     def recognised(self) -> None:
         """group() finds it again among other tensors, by its record as JSON carries it."""
@@ -289,7 +295,7 @@ class _Try:
             return  # a plain tensor: nobody's to claim
         records = json.loads(json.dumps({"a.w": record})) if record is not None else {}
         with tempfile.TemporaryDirectory() as folder:
-            lying = on_disk(Path(folder) / "parts", self.parts, "a.w")
+            lying = on_disk(Path(folder) / "parts", self.encoding, self.parts, "a.w")
             other = {"a.bias": stored(TensorInfo((4,), "float32"))}
             found = self.scheme.group({**other, **lying}, records)
             expect(len(found) == 1, f"{self.what}: stored once, group() finds {len(found)}")

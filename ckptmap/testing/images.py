@@ -27,7 +27,7 @@ def image(
     """The file, made of its slots and what `seal` yields, on a background of one byte."""
     datas = [raw(cut(tensors[slot.path], slot.box)) for slot in out.slots]
     crcs = [zlib.crc32(data) for data in datas] if out.needs_crc else []
-    pieces = [(offset, bytes(piece)) for offset, piece in out.seal(crcs, manifest)]
+    pieces = [(offset, bytes(piece)) for offset, piece in out.pieces(crcs, manifest)]
     end = max([out.nbytes, *(offset + len(piece) for offset, piece in pieces)])
     content = bytearray([background]) * end
     for slot, data in zip(out.slots, datas, strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptmap.protocols import Write
+from ckptmap.protocols import Encoding, Write, part_key
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 from ckptmap.testing.base import expect
 from ckptmap.testing.samples import info_of, raw
@@ -66,11 +66,11 @@ def stored(info: TensorInfo, file: str = "nowhere", offset: int = 0) -> StoredTe
     return StoredTensor(info, [Chunk(Box.whole(info.shape), region)])
 
 
-def on_disk(file: Path, parts: Parts, fqn: str) -> dict[str, StoredTensor]:
+def on_disk(file: Path, encoding: Encoding, parts: Parts, fqn: str) -> dict[str, StoredTensor]:
     """The parts as a container would find them, one after the other in one file."""
     found, content = {}, bytearray()
     for name, part in parts.items():
-        key = f"{fqn}.{name}" if name else fqn
+        key = part_key(encoding, fqn, name)
         found[key] = stored(info_of(part), str(file), len(content))
         content += raw(part)
     file.write_bytes(content)

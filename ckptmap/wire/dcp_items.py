@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptmap.errors import SourceError
-from ckptmap.files import Files
+from ckptmap.files import Files, Fingerprint
 from ckptmap.tensors import Region, StoredTensor
 from ckptmap.wire.dcp_metadata import Item
 from ckptmap.wire.torch_zip_read import Loaded, load
@@ -21,6 +21,9 @@ CONTENT_ID = ".data/serialization_id"
 DESCRIPTOR = b"PK\x07\x08"
 ENTRY = b"PK\x01\x02"
 ENTRY_NBYTES = 46
+SMALL_NBYTES = 16 << 10
+BLOCK_NBYTES = 256 << 10
+"""Items up to the first are read in blocks of the second."""
 PLAIN_OVERHEAD = range(900, 2300)
 """Bytes of an item that are not data: 1513 to 1577 with torch 2.13, about 1100 without the
 records that it added; a tensor subclass of several storages, or other alignment, is elsewhere."""
@@ -47,8 +50,10 @@ class Items:
 
     def __init__(self) -> None:
         self._files = Files()
+        self._block: tuple[str, int, bytes] = ("", 0, b"")
         weakref.finalize(self, self._files.close)
         self._kinds: dict[tuple[Any, ...], _Kind] = {}
+        self._sizes: dict[str, int] = {}
 
     def value(self, file: str, item: Item, key: str) -> Any:
         """What an item holds: a StoredTensor, an Opaque, a plain value. Raises SourceError."""
@@ -89,16 +94,33 @@ class Items:
 
     def _same_kind(self, kind: _Kind, file: str, item: Item) -> tuple[Region, int | None] | None:
         """The region, if all but data and checksums is as in the kind; None: read it in full."""
-        files = self._files
-        if files.read(file, item.offset, len(kind.head)) != kind.head:
+        if self._read(file, item.offset, len(kind.head), item) != kind.head:
             return None
-        tail = files.read(file, item.offset + item.nbytes - kind.tail_nbytes, kind.tail_nbytes)
+        tail_at = item.offset + item.nbytes - kind.tail_nbytes
+        tail = self._read(file, tail_at, kind.tail_nbytes, item)
         for start, run in kind.fixed:
-            if tail[start : start + len(run)] != run:
+            if not tail.startswith(run, start):
                 return None
         like = kind.region
         region = Region(file, item.offset + like.offset, like.sizes, like.strides, like.itemsize)
         return region, int.from_bytes(tail[kind.crc_at : kind.crc_at + 4], "little") or None
+
+    def _read(self, file: str, offset: int, nbytes: int, item: Item) -> bytes:
+        """Bytes of an item; small ones follow each other, and are read a block at a time."""
+        if item.nbytes > SMALL_NBYTES:
+            return self._files.read(file, offset, nbytes)
+        held, start, block = self._block
+        if held != file or not start <= offset <= start + len(block) - nbytes:
+            end = min(offset + BLOCK_NBYTES, self._nbytes(file))
+            block = self._files.read(file, offset, max(nbytes, end - offset))
+            self._block = file, offset, block
+            return block[:nbytes]
+        return block[offset - start : offset - start + nbytes]
+
+    def _nbytes(self, file: str) -> int:
+        if file not in self._sizes:
+            self._sizes[file] = Fingerprint.of(file).nbytes
+        return self._sizes[file]
 
 
 def _learn(

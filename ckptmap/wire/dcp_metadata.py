@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ckptmap.errors import SourceError
 from ckptmap.tensors import ITEMSIZE, Opaque, Path, TensorInfo
@@ -25,8 +25,7 @@ MAX_NUMEL = 2**63 - 1
 Offsets = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """Where one entry's bytes lie: `nbytes` from `offset` of a file of the directory."""
 
     file: str
@@ -36,8 +35,7 @@ class Item:
     """Names of what the bytes went through, outermost last: `stream.zstd/1`."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """A tensor: its info, and (offsets, sizes, item) of each chunk."""
 
     info: TensorInfo
@@ -68,40 +66,65 @@ class _Sealed(type):
 
 
 class _Record(metaclass=_Sealed):
-    """Takes its state as attributes, by the unpickler's own dict update; hashed by identity,
-    which is what makes a hundred thousand of them quick to use as keys."""
+    """Takes what we want of its state into slots: there are five a tensor, and a dict in each
+    would be 100 MB of 100,000 tensors. Hashed by identity, which makes them quick to use as keys.
+    What was never set is None."""
 
-    def get(self, name: str) -> Any:
-        return self.__dict__.get(name)
+    __slots__ = ()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        names: tuple[str, ...] = self.__slots__
+        for name in names:
+            setattr(self, name, state.get(name))
+
+    def __getattr__(self, name: str) -> Any:
+        return None
 
 
 class _Root(_Record):
-    pass
+    __slots__ = ("planner_data", "state_dict_metadata", "storage_data")
 
 
 class _Tensor(_Record):
-    pass
+    __slots__ = ("chunks", "properties", "size")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.chunks, self.size = state.get("chunks"), state.get("size")
+        self.properties = state.get("properties")
 
 
 class _Bytes(_Record):
-    pass
+    __slots__ = ()
 
 
 class _Chunk(_Record):
-    pass
+    __slots__ = ("offsets", "sizes")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.offsets, self.sizes = state.get("offsets"), state.get("sizes")
 
 
 class _Key(_Record):
-    pass
+    __slots__ = ("fqn", "offset")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.fqn, self.offset = state.get("fqn"), state.get("offset")
 
 
 class _Place(_Record):
-    pass
+    __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.relative_path, self.offset = state.get("relative_path"), state.get("offset")
+        self.length = state.get("length")
+        self.transform_descriptors = state.get("transform_descriptors")
 
 
 class _Properties(_Record):
+    __slots__ = ("dtype",)
+
     def __setstate__(self, state: Any) -> None:
-        self.__dict__["dtype"] = state[0] if isinstance(state, tuple) and state else None
+        self.dtype = state[0] if isinstance(state, tuple) and state else None
 
 
 MODULE = "torch.distributed.checkpoint.metadata"
@@ -149,8 +172,8 @@ class _Reader:
         self._infos: dict[tuple[Any, ...], TensorInfo] = {}
 
     def metadata(self, root: _Root) -> Metadata:
-        entries = self._dict(root.get("state_dict_metadata"), "state_dict_metadata")
-        items = self._items(self._dict(root.get("storage_data"), "storage_data"))
+        entries = self._dict(root.state_dict_metadata, "state_dict_metadata")
+        items = self._items(self._dict(root.storage_data, "storage_data"))
         tensors: dict[str, TensorEntry] = {}
         values: dict[str, Item] = {}
         for key, entry in entries.items():
@@ -160,7 +183,7 @@ class _Reader:
                 values[key] = self._item_of(items, key, None)
             else:
                 self._bad(f"entry {key!r}, expected a tensor's or a value's, found {_what(entry)}")
-        return Metadata(tensors, values, self._paths(root.get("planner_data"), entries))
+        return Metadata(tensors, values, self._paths(root.planner_data, entries))
 
     def _dict(self, value: Any, name: str) -> dict[Any, Any]:
         if not isinstance(value, dict):
@@ -172,7 +195,7 @@ class _Reader:
         for key, place in storage.items():
             if type(key) is not _Key or type(place) is not _Place:
                 self._bad(f"storage_data, found {_what(key)}: {_what(place)}")
-            fqn, offsets = key.get("fqn"), key.get("offset")
+            fqn, offsets = key.fqn, key.offset
             if type(fqn) is not str:
                 self._bad(f"storage_data, malformed MetadataIndex of {_what(fqn)}")
             index = (fqn, None if offsets is None else self._ints(offsets, fqn))
@@ -182,13 +205,12 @@ class _Reader:
         return items
 
     def _item(self, fqn: str, place: _Place) -> Item:
-        state = place.__dict__
-        file, offset, nbytes = state.get("relative_path"), state.get("offset"), state.get("length")
+        file, offset, nbytes = place.relative_path, place.offset, place.length
         if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
             self._bad(f"storage of {fqn!r}, malformed _StorageInfo: {_what(file)}")
         if offset < 0 or nbytes < 0 or offset + nbytes > MAX_NUMEL:
             self._bad(f"storage of {fqn!r}, impossible range {_what(offset)}+{_what(nbytes)}")
-        transforms = state.get("transform_descriptors")
+        transforms = place.transform_descriptors
         if not transforms:
             return Item(file, offset, nbytes)
         return Item(file, offset, nbytes, tuple(map(str, self._list(transforms, "transforms"))))
@@ -205,16 +227,14 @@ class _Reader:
     def _tensor(
         self, key: str, entry: _Tensor, items: Mapping[tuple[str, Offsets | None], Item]
     ) -> TensorEntry:
-        state = entry.__dict__
-        info = self._info(key, state.get("properties"), state.get("size"))
+        info = self._info(key, entry.properties, entry.size)
         ndim = len(info.shape)
         chunks = []
-        for chunk in self._list(state.get("chunks"), f"chunks of {key!r}"):
+        found = entry.chunks
+        for chunk in found if type(found) is list else self._list(found, f"chunks of {key!r}"):
             if type(chunk) is not _Chunk:
                 self._bad(f"chunk of {key!r}, found {_what(chunk)}")
-            part = chunk.__dict__
-            offsets = self._ints(part.get("offsets"), key)
-            sizes = self._ints(part.get("sizes"), key)
+            offsets, sizes = self._ints(chunk.offsets, key), self._ints(chunk.sizes, key)
             if len(offsets) != ndim or len(sizes) != ndim:
                 self._bad(f"chunk of {key!r}: {_what(offsets)}+{_what(sizes)} in {info}")
             chunks.append((offsets, sizes, self._item_of(items, key, offsets)))
@@ -222,8 +242,8 @@ class _Reader:
 
     def _info(self, key: str, properties: Any, size: Any) -> TensorInfo:
         shape = self._ints(size, key)
-        dtype = properties.get("dtype") if type(properties) is _Properties else None
-        name = dtype.name if isinstance(dtype, pickle_read.DType) else None
+        dtype = properties.dtype if type(properties) is _Properties else None
+        name = dtype.name if type(dtype) is pickle_read.DType else None
         info = self._infos.get((name, *shape))
         if info is not None:
             return info
@@ -238,6 +258,12 @@ class _Reader:
 
     def _ints(self, value: Any, key: str) -> tuple[int, ...]:
         """A plain tuple: a Size compares equal but is written back as a Size."""
+        if type(value) is tuple:
+            for n in value:
+                if type(n) is not int or n < 0:
+                    break
+            else:
+                return value
         if isinstance(value, tuple | list):
             for n in value:
                 if type(n) is not int or n < 0:
@@ -262,6 +288,9 @@ class _Reader:
         for key, path in self._dict(planner_data, "planner_data").items():
             if key not in entries:
                 continue
+            if type(path) is tuple and len(path) == 1 and path[0] == key:
+                paths[key] = path
+                continue  # as nearly all are: one segment, checked above
             if not isinstance(path, tuple | list) or not path:
                 self._bad(f"planner_data[{key!r}], expected a path, found {_what(path)}")
             for segment in path:
@@ -272,6 +301,8 @@ class _Reader:
         return paths
 
     def _check_distinct(self, paths: Mapping[str, Path]) -> None:
+        if len(set(paths.values())) == len(paths):
+            return
         home: dict[Path, str] = {}
         for key, path in paths.items():
             other = home.setdefault(path, key)

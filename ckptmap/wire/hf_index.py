@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmap.errors import SourceError
+from ckptmap.files import whole
 
 MAX_INDEX_NBYTES = 100_000_000
 HINT = "download the repository again, or save the model again"
@@ -31,7 +32,7 @@ def parse_index(file: str) -> ShardIndex:
         nbytes = path.stat().st_size
         if nbytes > MAX_INDEX_NBYTES:
             raise _bad(file, f"expected at most {MAX_INDEX_NBYTES} bytes, found {nbytes}")
-        tree = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_unique)
+        tree = json.loads(whole(path).read_bytes().decode("utf-8"), object_pairs_hook=_unique)
     except OSError as error:
         raise _bad(file, f"cannot be read: {error.strerror}") from error
     except RecursionError as error:

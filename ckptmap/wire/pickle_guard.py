@@ -12,7 +12,7 @@ import re
 from functools import lru_cache
 from pickle import UnpicklingError
 
-_COUNTED = {
+COUNTED = {
     **dict.fromkeys(b"UC\x8c\x8a", 1),  # strings, bytes and long integers: op, length, data
     **dict.fromkeys(b"TXB\x8b", 4),
     **dict.fromkeys(b"\x8d\x8e\x96", 8),
@@ -50,7 +50,7 @@ def check_opcodes(data: bytes) -> None:
         matched = run.match(data, at)
         at = matched.end() if matched else at
         op = data[at] if at < limit else 0
-        length_nbytes = _COUNTED.get(op)
+        length_nbytes = COUNTED.get(op)
         if length_nbytes is not None:
             after = at + 1 + length_nbytes
             at = after + int.from_bytes(data[at + 1 : after], "little")

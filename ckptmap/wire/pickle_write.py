@@ -10,7 +10,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptmap.tensors import ITEMSIZE
 from ckptmap.wire.pickle_read import Device, DType, Size
@@ -36,8 +36,7 @@ MAX_DEPTH = 200
 """Nesting of containers; far above any state dict, below Python's own recursion limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class StorageTensor:
+class StorageTensor(NamedTuple):
     """A tensor as torch.save writes it: a view of the storage `data/<key>`.
 
     `numel` counts the storage's elements, `offset_elems` and `stride` elements of `dtype`.
@@ -86,7 +85,8 @@ def dump(value: Any, *, name: str = "") -> bytes:
     """
     emitter = _Emitter()
     emitter.emit(value, (name,) if name else ())
-    return b"".join([b"\x80\x02", *emitter.out, b"."])
+    emitter.out += b"."
+    return bytes(emitter.out)
 
 
 def _path_text(path: tuple[Any, ...]) -> str:
@@ -95,8 +95,10 @@ def _path_text(path: tuple[Any, ...]) -> str:
 
 class _Emitter:
     def __init__(self) -> None:
-        self.out: list[bytes] = []
+        self.out = bytearray(b"\x80\x02")
+        self._add = self.out.extend
         self._memo: dict[Any, bytes] = {}
+        self._alike: dict[tuple[Any, ...], tuple[bytes, bytes]] = {}
         self._handlers: dict[type, Callable[[Any, tuple[Any, ...]], None]] = {
             StorageTensor: self._tensor,
             dict: self._dict,
@@ -115,7 +117,7 @@ class _Emitter:
         kind = type(value)
         atom = _ATOMS.get(kind)
         if atom is not None:
-            self.out.append(atom(value))
+            self._add(atom(value))
         elif kind is str:
             self._str(value)
         elif kind is Global:
@@ -144,9 +146,10 @@ class _Emitter:
     def _memoised(self, key: Any) -> bool:
         """Emit the reference to what was emitted under `key`; False: not yet."""
         known = self._memo.get(key)
-        if known is not None:
-            self.out.append(known)
-        return known is not None
+        if known is None:
+            return False
+        self._add(known)
+        return True
 
     def _remember(self, key: Any) -> None:
         index = len(self._memo)
@@ -156,17 +159,17 @@ class _Emitter:
             packed = struct.pack("<I", index)
             put, get = b"r" + packed, b"j" + packed
         self._memo[key] = get
-        self.out.append(put)
+        self._add(put)
 
     def _str(self, text: str) -> None:
         if not self._memoised(text):
-            self.out.append(_str_op(text))
+            self._add(_str_op(text))
             self._remember(text)
 
     def _global(self, module: str, name: str) -> None:
         key = (module, name)
         if not self._memoised(key):
-            self.out.append(f"c{module}\n{name}\n".encode())
+            self._add(f"c{module}\n{name}\n".encode())
             self._remember(key)
 
     # ----------------------------------------------------------------- calls
@@ -174,7 +177,7 @@ class _Emitter:
     def _call(self, function: Global, args: tuple[Any, ...], path: tuple[Any, ...]) -> None:
         self._global(function.module, function.name)
         self._tuple(args, path)
-        self.out.append(b"R")
+        self._add(b"R")
 
     def _device(self, device: Device) -> None:
         kind, _, index = device.text.partition(":")
@@ -205,72 +208,94 @@ class _Emitter:
             return
         self.emit(value.cls, path)
         self._tuple(value.args, path)
-        self.out.append(b"\x81")
+        self._add(b"\x81")
         if value.state is not None:
             self.emit(value.state, path)
-            self.out.append(b"b")
+            self._add(b"b")
         self._remember(("instance", id(value)))
 
     # ----------------------------------------------------------------- containers
 
     def _tuple(self, values: tuple[Any, ...], path: tuple[Any, ...]) -> None:
         if len(values) > 3:
-            self.out.append(b"(")
+            self._add(b"(")
         for index, value in enumerate(values):
             self.emit(value, (*path, index))
-        self.out.append(_TUPLES[len(values)] if len(values) < 4 else b"t")
+        self._add(_TUPLES[len(values)] if len(values) < 4 else b"t")
 
     def _list(self, values: list[Any], path: tuple[Any, ...]) -> None:
-        self.out.append(b"]")
+        self._add(b"]")
         if values:
-            self.out.append(b"(")
+            self._add(b"(")
             for index, value in enumerate(values):
                 self.emit(value, (*path, index))
-            self.out.append(b"e")
+            self._add(b"e")
 
     def _dict(self, values: Mapping[Any, Any], path: tuple[Any, ...]) -> None:
-        self.out.append(b"}")
+        self._add(b"}")
         self._items(values, path)
 
     def _ordered_dict(self, values: OrderedDict[Any, Any], path: tuple[Any, ...]) -> None:
         self._global("collections", "OrderedDict")
-        self.out.append(b")R")
+        self._add(b")R")
         self._items(values, path)
         metadata = getattr(values, "_metadata", None)
         if metadata is not None:
             self._dict({"_metadata": metadata}, path)
-            self.out.append(b"b")
+            self._add(b"b")
 
     def _items(self, values: Mapping[Any, Any], path: tuple[Any, ...]) -> None:
         if values:
-            self.out.append(b"(")
+            self._add(b"(")
             for key, value in values.items():
-                self.emit(key, (*path, "a key"))
-                self.emit(value, (*path, key))
-            self.out.append(b"u")
+                if type(key) is str:
+                    self._str(key)
+                else:
+                    self.emit(key, (*path, "a key"))
+                if type(value) is StorageTensor:
+                    self._tensor(value, path)
+                else:
+                    self.emit(value, (*path, key))
+            self._add(b"u")
 
     # ----------------------------------------------------------------- tensors
 
     def _tensor(self, tensor: StorageTensor, path: tuple[Any, ...]) -> None:
-        """`_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)`."""
+        """`_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)`. Of tensors that
+        differ in their storage only, the second on are the first's bytes with another key."""
+        alike = self._alike.get(tensor[1:])
+        if alike is not None:
+            self._add(alike[0] + _str_op(tensor.key) + alike[1])
+            return
+        self._parts(tensor)
+        start = len(self.out)
+        key_at = self._parts(tensor)  # once more: from here on all but the key is in the memo
+        again, length = bytes(self.out[start:]), len(_str_op(tensor.key))
+        del self.out[start:]
+        self._alike[tensor[1:]] = again[: key_at - start], again[key_at - start + length :]
+
+    def _parts(self, tensor: StorageTensor) -> int:
+        """Where the storage's key begins."""
         typed = tensor.dtype in STORAGE_CLASS
         self._global("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
-        self.out.append(b"(")
-        self._persistent_storage(tensor)
-        self.out.append(int_op(tensor.offset_elems))
-        self.out.append(int_tuple(tensor.shape))
-        self.out.append(int_tuple(tensor.stride))
-        self.out.append(b"\x88" if tensor.requires_grad else b"\x89")
+        self._add(b"(")
+        key_at = self._persistent_storage(tensor)
+        self._add(int_op(tensor.offset_elems))
+        self._add(int_tuple(tensor.shape))
+        self._add(int_tuple(tensor.stride))
+        self._add(b"\x88" if tensor.requires_grad else b"\x89")
         self._global("collections", "OrderedDict")
-        self.out.append(b")R")
+        self._add(b")R")
         if not typed:
             self._global("torch", tensor.dtype)
-        self.out.append(b"tR")
+        self._add(b"tR")
+        return key_at
 
-    def _persistent_storage(self, tensor: StorageTensor) -> None:
-        """`('storage', torch.FloatStorage, '0', 'cpu', numel)`; bytes for an untyped one."""
+    def _persistent_storage(self, tensor: StorageTensor) -> int:
+        """`('storage', torch.FloatStorage, '0', 'cpu', numel)`; bytes for an untyped one. Where
+        its key begins."""
         legacy = STORAGE_CLASS.get(tensor.dtype)
-        self.out.append(b"(")
+        self._add(b"(")
         self._str("storage")
         if legacy is not None:
             self._global("torch", legacy)
@@ -278,9 +303,11 @@ class _Emitter:
         else:
             self._global("torch.storage", "UntypedStorage")
             numel = tensor.numel * ITEMSIZE[tensor.dtype]
-        self.out.append(_str_op(tensor.key))
+        key_at = len(self.out)
+        self._add(_str_op(tensor.key))
         self._str("cpu")
-        self.out.append(int_op(numel) + b"tQ")
+        self._add(int_op(numel) + b"tQ")
+        return key_at
 
 
 _TUPLES = (b")", b"\x85", b"\x86", b"\x87")

@@ -8,10 +8,10 @@ torch/distributed/tensor/_utils.py (`compute_local_shape_and_global_offset`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 from ckptmap.errors import SourceError
 from ckptmap.tensors import Box, Chunk, Leaf, Opaque, StoredTensor, TensorInfo
@@ -47,8 +47,11 @@ def cut_rows(info: TensorInfo, world_size: int) -> list[tuple[int, Box]]:
 def moved(box: Box, tensor: StoredTensor, within: Box | None = None) -> list[Chunk]:
     """A rank's chunks in the coordinates of the whole tensor: `box` is filled by the part `within`
     of what the rank holds (default: all of it)."""
+    held = tensor.chunks
+    if len(held) == 1 and held[0].box.sizes == box.sizes and within in (None, held[0].box):
+        return [Chunk(box, held[0].region, held[0].crc32)]  # what nearly every rank holds
     chunks = []
-    for chunk in tensor.chunks:
+    for chunk in held:
         part = chunk.box if within is None else chunk.box.intersect(within)
         if part is None:
             continue
@@ -64,8 +67,7 @@ def moved(box: Box, tensor: StoredTensor, within: Box | None = None) -> list[Chu
     return chunks
 
 
-@dataclass(frozen=True, slots=True)
-class Cutting:
+class Cutting(NamedTuple):
     """One Shard: tensor dim `dim` over mesh dim `axis`; `split` above 1: a _StridedShard."""
 
     dim: int
@@ -77,9 +79,25 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 """(start, length) of rows, in the order that the rank holds them."""
 
 
-@dataclass(frozen=True)
-class Placed:
-    """One rank's part of a DTensor.
+class Geometry(NamedTuple):
+    """What a rank holds of a tensor of some shape.
+
+    runs    along each tensor dim
+    sizes   the shape that the local tensor must have; a size may be 0
+    pieces  (box of the whole tensor, box of the local one that fills it), mostly a single pair
+    is_as_fsdp_cuts  are the rows of strided shards those that FSDP2 really holds? It cuts what TP
+            has cut, mesh dims right to left, by torch.chunk; the placements say the same only where
+            that divides (pytorch#161368)
+    """
+
+    runs: tuple[Runs, ...]
+    sizes: tuple[int, ...]
+    pieces: tuple[tuple[Box, Box], ...]
+    is_as_fsdp_cuts: bool
+
+
+class Placed(NamedTuple):
+    """One rank's part of a DTensor; a tuple, because there is one a tensor and rank.
 
     ranks   every rank that takes part in the save, as the mesh knows
     shape   sizes of the mesh dims; coordinate: where this rank is in it
@@ -93,59 +111,51 @@ class Placed:
     coordinate: tuple[int, ...]
     cuts: tuple[Cutting, ...]
     local: Leaf
+    geometry: Geometry
 
-    @cached_property
-    def runs(self) -> tuple[Runs, ...]:
-        """What it holds along each tensor dim."""
-        return tuple(
-            self._runs(dim, size, [cut for cut in self.cuts if cut.dim == dim])
-            for dim, size in enumerate(self.info.shape)
-        )
 
-    def _runs(self, dim: int, size: int, cuts: Sequence[Cutting]) -> Runs:
-        runs: Runs = ((0, size),)
+@lru_cache(maxsize=1 << 14)
+def geometry_of(
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    cuts: tuple[Cutting, ...],
+) -> Geometry:
+    """Worked out once for the many tensors of a model that have one shape."""
+
+    def held(dim: int, cuts: Sequence[Cutting]) -> Runs:
+        runs: Runs = ((0, shape[dim]),)
         for cut in cuts:
-            runs = cut_runs(runs, self.shape[cut.axis], self.coordinate[cut.axis], cut.split)
+            runs = cut_runs(runs, mesh[cut.axis], coordinate[cut.axis], cut.split)
         return runs
 
-    @property
-    def is_as_fsdp_cuts(self) -> bool:
-        """Are the rows of its strided shards those that FSDP2 really holds? It cuts what TP has
-        cut, mesh dims right to left, by torch.chunk; the placements say the same only where that
-        divides (pytorch#161368)."""
-        for dim, size in enumerate(self.info.shape):
-            cuts = [cut for cut in self.cuts if cut.dim == dim]
-            plain = [cut for cut in cuts if cut.split == 1]
-            strided = sorted((c for c in cuts if c.split > 1), key=lambda c: -c.axis)
-            held = [Cutting(dim, cut.axis) for cut in (*plain, *strided)]
-            if strided and _filled(self._runs(dim, size, held)) != _filled(
-                self._runs(dim, size, cuts)
-            ):
-                return False
-        return True
+    runs, as_cut = [], True
+    for dim in range(len(shape)):
+        mine = [cut for cut in cuts if cut.dim == dim]
+        runs.append(held(dim, mine))
+        strided = sorted((c for c in mine if c.split > 1), key=lambda c: -c.axis)
+        plain = [cut for cut in mine if cut.split == 1]
+        real = [Cutting(dim, cut.axis) for cut in (*plain, *strided)]
+        as_cut = as_cut and (not strided or _filled(held(dim, real)) == _filled(runs[-1]))
+    sizes = tuple(sum(length for _, length in found) for found in runs)
+    return Geometry(tuple(runs), sizes, _pieces(runs), as_cut)
 
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """The shape that the local tensor must have; a size may be 0."""
-        return tuple(sum(length for _, length in runs) for runs in self.runs)
 
-    @property
-    def pieces(self) -> tuple[tuple[Box, Box], ...]:
-        """(box of the whole tensor, box of the local one that fills it), mostly a single pair."""
-        dims = []
-        for runs in self.runs:
-            at, spans = 0, []
-            for start, length in runs:
-                spans.append((start, at, length))
-                at += length
-            dims.append(spans)
-        return tuple(
-            (
-                Box(tuple(s[0] for s in spans), tuple(s[2] for s in spans)),
-                Box(tuple(s[1] for s in spans), tuple(s[2] for s in spans)),
-            )
-            for spans in product(*dims)
+def _pieces(dims: Sequence[Runs]) -> tuple[tuple[Box, Box], ...]:
+    placed = []
+    for runs in dims:
+        at, spans = 0, []
+        for start, length in runs:
+            spans.append((start, at, length))
+            at += length
+        placed.append(spans)
+    return tuple(
+        (
+            Box(tuple(s[0] for s in spans), tuple(s[2] for s in spans)),
+            Box(tuple(s[1] for s in spans), tuple(s[2] for s in spans)),
         )
+        for spans in product(*placed)
+    )
 
 
 def cut_runs(runs: Runs, parts: int, index: int, split: int = 1) -> Runs:
@@ -190,21 +200,40 @@ def is_dtensor(leaf: Leaf) -> bool:
     )
 
 
+Mesh: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Ranks of the whole mesh, sizes of the dims, this rank's coordinate."""
+
+_meshes: WeakKeyDictionary[Opaque, Mesh] = WeakKeyDictionary()
+"""By the pickled object, of which all DTensors of a file share one; read once, for it lists every
+rank of the job."""
+
+
 def read_placed(leaf: Opaque, key: str) -> Placed:
     """Raises SourceError CKM112 where the DTensor is malformed, or placed in a way that is not
     known (Partial)."""
     state = leaf.state if isinstance(leaf.state, Mapping) else {}
     spec = _attributes(state.get("_spec"))
-    mesh = _attributes(spec.get("mesh"))
+    mesh = spec.get("mesh")
     local = state.get("_local_tensor")
     placements = spec.get("placements")
-    if leaf.info is None or not isinstance(local, StoredTensor | Opaque) or not mesh:
+    held = isinstance(local, StoredTensor | Opaque) and leaf.info is not None
+    if not held or not isinstance(mesh, Opaque) or not _attributes(mesh):
         raise _malformed(key, "a DTensor without its local tensor, shape or mesh")
-    ranks, shape, coordinate = _read_mesh(mesh, key)
+    ranks, shape, coordinate = read_mesh(mesh, key)
     if not isinstance(placements, list | tuple) or len(placements) != len(shape):
         raise _malformed(key, f"a DTensor without a placement for each of {len(shape)} mesh dims")
+    assert leaf.info is not None, "checked above"
     cuts = _cuts(placements, spec.get("shard_order"), len(leaf.info.shape), key)
-    return Placed(leaf.info, ranks, shape, coordinate, cuts, local)
+    geometry = geometry_of(leaf.info.shape, shape, coordinate, cuts)
+    return Placed(leaf.info, ranks, shape, coordinate, cuts, local, geometry)
+
+
+def read_mesh(mesh: Opaque, key: str) -> Mesh:
+    """Raises SourceError CKM112 where it is malformed."""
+    known = _meshes.get(mesh)
+    if known is None:
+        known = _meshes.setdefault(mesh, _read_mesh(_attributes(mesh), key))
+    return known
 
 
 def mesh_ranks(leaves: Iterable[Leaf]) -> tuple[int, ...]:
@@ -229,10 +258,7 @@ def _ints(values: Any) -> tuple[int, ...] | None:
     return None
 
 
-def _read_mesh(
-    mesh: Mapping[Any, Any], key: str
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(ranks of the whole mesh, sizes of the dims, this rank's coordinate)."""
+def _read_mesh(mesh: Mapping[Any, Any], key: str) -> Mesh:
     whole = _attributes(mesh.get("_root_mesh")) or mesh
     ranks = _ints(whole.get("_flatten_rank_map", whole.get("_flatten_mesh_list")))
     coordinate = _ints(mesh.get("_coordinate_on_dim"))
@@ -246,7 +272,13 @@ def _read_mesh(
         raise _malformed(key, "a DTensor whose mesh cannot be read")
     if not all(0 <= at < n for at, n in zip(coordinate, shape, strict=True)):
         raise _malformed(key, f"mesh coordinate {list(coordinate)} outside {list(shape)}")
-    return ranks, shape, coordinate
+    return _one(ranks), shape, coordinate
+
+
+@lru_cache(maxsize=16)
+def _one(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """The same tuple for equal ones: the files of a job list the same ranks, and are compared."""
+    return ranks
 
 
 def _layout_shape(layout: Mapping[Any, Any]) -> tuple[int, ...] | None:
@@ -283,7 +315,7 @@ def _cuts(placements: Sequence[Any], order: Any, ndim: int, key: str) -> tuple[C
         if type(dim) is not int or not -ndim <= dim < ndim or split > MAX_SPLIT:
             raise _malformed(key, f"{kind}({dim!r:.20}) of a tensor of {ndim} dims")
         cuts.append(Cutting(dim % ndim, axis, split))
-    return tuple(_ordered(cuts, order))
+    return tuple(_ordered(cuts, order) if len(cuts) > 1 else cuts)
 
 
 def _ordered(cuts: list[Cutting], order: Any) -> list[Cutting]:

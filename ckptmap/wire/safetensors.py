@@ -84,7 +84,7 @@ def parse_header(raw: bytes, file_nbytes: int, where: str) -> Header:
     data_start = 8 + len(raw)
     metadata: Mapping[str, str] = {}
     tensors: dict[str, tuple[TensorInfo, int, int]] = {}
-    infos: dict[tuple[Any, ...], TensorInfo] = {}
+    infos: dict[tuple[Any, ...], tuple[TensorInfo, int]] = {}
     for name, entry in pairs:
         if name == METADATA:
             metadata = _metadata(entry, where)
@@ -93,13 +93,13 @@ def parse_header(raw: bytes, file_nbytes: int, where: str) -> Header:
             _check_name(name, where)
         dtype, shape, begin, end = _fields(name, entry, where)
         try:
-            info = infos[(dtype, *shape)]
+            info, nbytes = infos[(dtype, *shape)]
         except (KeyError, TypeError):
-            info = infos[(dtype, *shape)] = _info(name, dtype, shape, where)
-        if end - begin != info.nbytes:
-            raise _bad(
-                where, f"tensor {name!r}: {info} takes {info.nbytes} bytes, found {end - begin}"
-            )
+            info = _info(name, dtype, shape, where)
+            nbytes = info.nbytes
+            infos[(dtype, *shape)] = info, nbytes
+        if end - begin != nbytes:
+            raise _bad(where, f"tensor {name!r}: {info} takes {nbytes} bytes, found {end - begin}")
         tensors[name] = (info, data_start + begin, data_start + end)
     if len(tensors) + any(name == METADATA for name, _ in pairs) != len(pairs):
         raise _bad(where, f"the name {_first_duplicate(pairs)!r} is there twice, expected once")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from ckptmap.errors import SourceError
 from ckptmap.files import Files
-from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
+from ckptmap.tensors import Extent, Leaf, Path, StoredTensor
+from ckptmap.wire import torchao_metadata
 from ckptmap.wire.safetensors import MAX_HEADER_NBYTES, Header
 
 RECORDS = "ckptmap"
@@ -36,29 +36,27 @@ def refuse_text(files: Files, file: str) -> None:
             raise error
 
 
-def stored_tensors(header: Header, file: str) -> Iterator[tuple[str, StoredTensor]]:
-    """Each tensor of a header as one contiguous chunk."""
-    for key, (info, begin, _) in header.tensors.items():
-        yield key, StoredTensor(info, partial(_chunks, info, begin, file))
-
-
-def _chunks(info: TensorInfo, begin: int, file: str) -> tuple[Chunk]:
-    region = Region.contiguous(file, begin, info.shape, info.itemsize)
-    return (Chunk(Box.whole(info.shape), region),)
+def stored_tensors(header: Header, file: str) -> dict[Path, Leaf]:
+    """Each tensor of a header, which is one extent, by its path of one segment."""
+    return {
+        (key,): StoredTensor(info, Extent(file, begin))
+        for key, (info, begin, _) in header.tensors.items()
+    }
 
 
 def records_of(header: Header, file: str) -> dict[str, Mapping[str, Any]]:
-    """ckptmap's own records in a header; empty where another tool wrote the file."""
+    """ckptmap's own records in a header, or those that torchao's metadata make; else empty."""
     text = header.metadata.get(RECORDS)
+    others = torchao_metadata.read(header.metadata)
     if text is None:
-        return {}
+        return others
     try:
         records = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _bad_records(file, f"not JSON: {error}") from error
     if not isinstance(records, dict) or not all(isinstance(r, dict) for r in records.values()):
         raise _bad_records(file, "expected an object of objects")
-    return records
+    return {**{fqn: r for fqn, r in others.items() if fqn not in records}, **records}
 
 
 def _bad_records(file: str, what: str) -> SourceError:

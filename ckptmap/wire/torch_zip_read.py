@@ -9,21 +9,33 @@ by padding in the local header's extra field, sizes are in the central directory
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptmap.errors import SourceError
 from ckptmap.files import Files
-from ckptmap.tensors import ITEMSIZE, Box, Chunk, Opaque, Region, StoredTensor, TensorInfo
+from ckptmap.tensors import (
+    ITEMSIZE,
+    Box,
+    Chunk,
+    Extent,
+    Opaque,
+    Places,
+    Region,
+    StoredTensor,
+    TensorInfo,
+)
 from ckptmap.wire.pickle_read import DType, Inert, standing_for, stub
 from ckptmap.wire.pickle_read import load as load_pickle
 from ckptmap.wire.pickle_write import STORAGE_CLASS
 from ckptmap.wire.zip_read import Record, Records, bad, read_records
 
-__all__ = ["Loaded", "Record", "Records", "StorageRef", "load", "read_records"]
+__all__ = [
+    "Grid", "Loaded", "ReadTensor", "Record", "Records", "StorageRef", "load", "open_zip", "parse",
+    "read_records",
+]  # fmt: skip
 
 LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 """The pickled magic number that torch.save's format of before 1.6 starts with."""
@@ -44,7 +56,6 @@ class Loaded:
     """What a torch.save file holds: `tree` as saved, tensors as `StoredTensor`."""
 
     tree: Any
-    byteorder: str
     records: Records
     pickle_nbytes: int
 
@@ -54,16 +65,37 @@ class StorageRef(Inert):
 
     module = "torch"
     name = "TypedStorage"
-    source: _Storages
-    key: str
-    dtype: str
-    nbytes: int
+    held: tuple[_Storages, str, str, int]
+    """Where from, key, dtype, nbytes."""
 
 
-class _ReadTensor(StoredTensor):
-    """A tensor whose fields the pickle that holds it cannot set."""
+class ReadTensor(StoredTensor):
+    """A tensor that finds its bytes when asked: its data start is in a local header, which takes a
+    read. A pickle that holds it cannot set its fields."""
 
-    __slots__ = ()
+    __slots__ = ("grid", "key", "records", "start")
+
+    def __init__(self, records: Records, key: str, start: int, grid: Grid) -> None:
+        self.records, self.key, self.start, self.grid = records, key, start, grid
+        self.info, self.replicas = grid.info, ()
+        self._place: Any = None
+        self._search = None
+
+    @property
+    def place(self) -> Places:
+        place: Places | None = self._place
+        if place is None:
+            place = self._place = _find(self.records, self.key, self.start, self.grid)
+        return place
+
+    def of(self, records: Records) -> ReadTensor:
+        """The same view of the same storage in another file, whose members are of equal sizes."""
+        return ReadTensor(records, self.key, self.start, self.grid)
+
+    @property
+    def share(self) -> object:
+        records, grid = self.records, self.grid
+        return (records.file, records.base, self.key, self.start, grid.info.shape, grid.steps)
 
     def __setstate__(self, state: Any) -> None:
         raise UnpicklingError("sets the state of a tensor that is already built")
@@ -76,8 +108,20 @@ def load(files: Files, file: str, base: int = 0, nbytes: int | None = None) -> L
     SourceError: CKM104 truncated, CKM105 malformed zip, CKM106 malformed or unsafe pickle,
     CKM117 a file of before torch 1.6.
     """
+    records, data = open_zip(files, file, base, nbytes)
+    return Loaded(parse(records, data), records, len(data))
+
+
+def open_zip(
+    files: Files,
+    file: str,
+    base: int = 0,
+    nbytes: int | None = None,
+    read: Callable[[Files, str, int, int | None], Records] = read_records,
+) -> tuple[Records, bytes]:
+    """The members of a torch.save zip, and its pickle; raises as `load` does."""
     try:
-        records = read_records(files, file, base, nbytes)
+        records = read(files, file, base, nbytes)
     except SourceError as error:
         raise _legacy(files, file, base) or error from None
     for name, what in (("constants.pkl", "a TorchScript archive"), ("data.pkl", "")):
@@ -92,15 +136,26 @@ def load(files: Files, file: str, base: int = 0, nbytes: int | None = None) -> L
             f"{file}: holds {byteorder[:20]}-endian tensors, expected little",
             "load and torch.save it once on a little-endian machine",
         )
-    data = records.read("data.pkl", check=True)
-    tree = load_pickle(
-        data, f"{file}: data.pkl", allow=_ALLOW, persistent_load=_Storages(records).find
+    return records, records.read("data.pkl", check=True)
+
+
+def parse(records: Records, data: bytes, also: Callable[[Any], Any] | None = None) -> Any:
+    """What the pickle of a torch.save zip holds; `also` may resolve persistent ids of its own."""
+    find = _Storages(records).find
+
+    def resolve(pid: Any) -> Any:
+        found = also(pid) if also is not None else None
+        return find(pid) if found is None else found
+
+    return load_pickle(
+        data,
+        f"{records.file}: data.pkl",
+        allow=_ALLOW,
+        persistent_load=find if also is None else resolve,
     )
-    return Loaded(tree, byteorder, records, len(data))
 
 
-@dataclass(frozen=True, slots=True)
-class _Grid:
+class Grid(NamedTuple):
     """Sizes and strides, checked once for the many tensors that share them.
 
     `reach` counts elements from the first to past the last; `steps` are the strides in bytes.
@@ -109,16 +164,20 @@ class _Grid:
     info: TensorInfo
     steps: tuple[int, ...]
     reach: int
+    nbytes: int
+    is_contiguous: bool
 
     @classmethod
-    def make(cls, dtype: str, size: Any, stride: Any) -> _Grid:
+    def make(cls, dtype: str, size: Any, stride: Any) -> Grid:
         if len(size) != len(stride) or not {*map(type, (*size, *stride))} <= {int}:
             raise UnpicklingError(f"malformed sizes {size!r:.60} or strides {stride!r:.60}")
         if min((*size, *stride), default=0) < 0:
             raise UnpicklingError(f"negative size or stride in {size!r:.60}, {stride!r:.60}")
         reach = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         steps = tuple([s * ITEMSIZE[dtype] for s in stride])
-        return cls(TensorInfo(tuple(size), dtype), steps, 0 if 0 in size else reach)
+        info = TensorInfo(tuple(size), dtype)
+        dense = Region("", 0, info.shape, steps, info.itemsize).is_contiguous
+        return cls(info, steps, 0 if 0 in size else reach, info.nbytes, dense)
 
 
 def _legacy(files: Files, file: str, base: int) -> SourceError | None:
@@ -138,11 +197,11 @@ class _Storages:
 
     def __init__(self, records: Records) -> None:
         self.records = records
-        self._grids: dict[tuple[Any, ...], _Grid] = {}
+        self._grids: dict[tuple[Any, ...], Grid] = {}
 
     def find(self, pid: Any) -> StorageRef:
         """`("storage", class, key, location, numel)`: numel in elements of the class's dtype."""
-        if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"):
+        if not (type(pid) is tuple and len(pid) == 5 and pid[0] == "storage"):
             raise UnpicklingError(f"unknown persistent id {pid!r:.80}")
         _, cls, key, _, numel = pid
         if not (isinstance(cls, Opaque) and isinstance(key, str) and type(numel) is int):
@@ -153,14 +212,14 @@ class _Storages:
             raise UnpicklingError(
                 f"storage {key!r} is {numel} x {dtype}, its record holds {nbytes} bytes"
             )
-        found = StorageRef()
-        found.__dict__.update(source=self, key=key, dtype=dtype, nbytes=nbytes)
+        found = object.__new__(StorageRef)
+        found.__dict__["held"] = (self, key, dtype, nbytes)
         return found
 
-    def grid(self, dtype: str, size: Any, stride: Any) -> _Grid:
+    def grid(self, dtype: str, size: Any, stride: Any) -> Grid:
         known = self._grids.get((dtype, size, stride))
         if known is None:
-            known = self._grids[dtype, size, stride] = _Grid.make(dtype, size, stride)
+            known = self._grids[dtype, size, stride] = Grid.make(dtype, size, stride)
         return known
 
 
@@ -177,7 +236,7 @@ def _rebuild_v2(
     metadata: Any = None,
 ) -> Any:
     """`torch._utils._rebuild_tensor_v2`; `metadata` would be a conjugate or negative bit."""
-    dtype = storage.dtype if isinstance(storage, StorageRef) else ""
+    dtype = storage.held[2] if isinstance(storage, StorageRef) else ""
     if not dtype or metadata:
         return stub("torch._utils", "_rebuild_tensor_v2")(storage, offset, size, stride, metadata)
     return _view(storage, dtype, offset, size, stride)
@@ -201,35 +260,32 @@ def _rebuild_v3(
 
 def _view(storage: StorageRef, dtype: str, offset: Any, size: Any, stride: Any) -> StoredTensor:
     """The tensor that is `size`, `stride`, `offset` (elements) of a storage, checked to lie in it."""
-    grid = storage.source.grid(dtype, size, stride)
-    info, steps, itemsize = grid.info, grid.steps, ITEMSIZE[dtype]
+    source, key, _, nbytes = storage.held
+    grid = source.grid(dtype, size, stride)
+    itemsize = ITEMSIZE[dtype]
     if type(offset) is not int or offset < 0:
-        raise UnpicklingError(f"{info} at offset {offset!r:.20} of storage {storage.key!r}")
+        raise UnpicklingError(f"{grid.info} at offset {offset!r:.20} of storage {key!r}")
     if grid.reach:
         end = (offset + grid.reach) * itemsize
-        if end > storage.nbytes:
+        if end > nbytes:
             raise UnpicklingError(
-                f"{info} reaches byte {end} of storage {storage.key!r}, which holds {storage.nbytes}"
+                f"{grid.info} reaches byte {end} of storage {key!r}, which holds {nbytes}"
             )
-        if info.nbytes > max(MAX_EXPANDED_NBYTES, storage.nbytes * MAX_EXPANSION):
+        if grid.nbytes > MAX_EXPANDED_NBYTES and grid.nbytes > nbytes * MAX_EXPANSION:
             raise UnpicklingError(
-                f"{info} expands the {storage.nbytes} bytes of storage {storage.key!r} to "
-                f"{info.nbytes}"
+                f"{grid.info} expands the {nbytes} bytes of storage {key!r} to {grid.nbytes}"
             )
-    records, key = storage.source.records, storage.key
-    return _ReadTensor(
-        info,
-        partial(_chunks, records, key, offset * itemsize, grid),
-        share=(records.file, records.base, key, offset, info.shape, steps),
-    )
+    return ReadTensor(source.records, key, offset * itemsize, grid)
 
 
-def _chunks(records: Records, key: str, start: int, grid: _Grid) -> Sequence[Chunk]:
-    """The one chunk; its data start is found only now, by a read of the local header."""
-    record, info = records[f"data/{key}"], grid.info
-    region = Region(record.file, record.offset + start, info.shape, grid.steps, info.itemsize)
-    covers = region.nbytes == record.nbytes and region.is_contiguous
-    return (Chunk(Box.whole(info.shape), region, record.crc32 if covers else None),)
+def _find(records: Records, key: str, start: int, grid: Grid) -> Places:
+    """Its one extent, or its one chunk where its elements do not follow each other."""
+    offset, nbytes, crc32 = records.locate(f"data/{key}")
+    if grid.is_contiguous:
+        return Extent(records.file, offset + start, crc32 if grid.nbytes == nbytes else None)
+    info = grid.info
+    region = Region(records.file, offset + start, info.shape, grid.steps, info.itemsize)
+    return (Chunk(Box.whole(info.shape), region),)
 
 
 def _rebuild_parameter(data: Any, *rest: Any) -> Any:

@@ -11,18 +11,23 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from ckptmap.wire.zip_read import U16, U32
 
 _LOCAL_NBYTES = 30
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_DESCRIPTOR = struct.Struct("<4s3I")
+_DESCRIPTOR_WIDE = struct.Struct("<4sI2Q")
 _FLAGS_DATA, _FLAGS_EMPTY = 0x0808, 0x0800
 """UTF-8 names; sizes follow the data in a descriptor (not where there is no data)."""
 
 _ID_NBYTES = 40
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
+class _Member(NamedTuple):
     name: bytes
     nbytes: int
     header: int
@@ -36,9 +41,10 @@ class _Member:
     @property
     def end(self) -> int:
         """Past its data descriptor: signature, CRC, two sizes of 4 or 8 bytes."""
-        if not self.nbytes:
-            return self.offset
-        return self.offset + self.nbytes + (24 if self.is_wide else 16)
+        _, nbytes, header, offset = self
+        if not nbytes:
+            return offset
+        return offset + nbytes + (24 if nbytes >= U32 or header >= U32 else 16)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,33 @@ class ZipLayout:
 
         `crcs` are the storages' CRC-32 in order; `extra` records go to the end of the archive.
         """
+        return list(_pieces(*self._filled(crcs, extra)))
+
+    def ends(self, crcs: Sequence[int], extra: Mapping[str, bytes]) -> Iterator[tuple[int, bytes]]:
+        """The same without what lies between two storages, for which `between` is asked; for an
+        archive of which no storage is `ready`."""
+        members, sums, contents = self._filled(crcs, extra)
+        for member, crc in zip(members, sums, strict=True):
+            data = contents.get(member.name)
+            if data is not None:  # piece by piece: a manifest may be 20 MB, and no copy is wanted
+                yield member.header, _header(member)
+                yield member.offset, data
+                yield member.offset + member.nbytes, _descriptor(member, crc)
+        if crcs:
+            first, last = members[self._first], members[self._first + len(crcs) - 1]
+            yield first.header, _header(first)
+            yield last.offset + last.nbytes, _descriptor(last, crcs[-1])
+        yield members[-1].end, _directory(members, sums)
+
+    def between(self, number: int, crc: int) -> bytes:
+        """What lies between the data of storage `number`, of this CRC-32, and of the next."""
+        at = self._first + number
+        return _descriptor(self._members[at], crc) + _header(self._members[at + 1])
+
+    def _filled(
+        self, crcs: Sequence[int], extra: Mapping[str, bytes]
+    ) -> tuple[list[_Member], list[int], dict[bytes, bytes]]:
+        """All members with their CRC-32 and what is known of their contents."""
         if len(crcs) != len(self.offsets):
             raise ValueError(f"{len(crcs)} checksums for {len(self.offsets)} storages")
         members = list(self._members)
@@ -81,7 +114,7 @@ class ZipLayout:
             contents[members[-1].name] = data
         sums = [zlib.crc32(contents[m.name]) if m.name in contents else 0 for m in members]
         sums[self._first : self._first + len(crcs)] = crcs
-        return list(_pieces(members, sums, contents))
+        return members, sums, contents
 
     def _serialization_id(self, crcs: Sequence[int]) -> bytes:
         """40 digits that change with names and contents, as torch's do; they protect nothing."""
@@ -116,10 +149,11 @@ def layout_zip(
     sizes += [(f"data/{key}", nbytes) for key, nbytes in storages]
     sizes += [("version", 2), (".data/serialization_id", _ID_NBYTES)]
     members: list[_Member] = []
-    at = 0
+    at, folder = 0, f"{root}/".encode()
     for name, nbytes in sizes:
-        members.append(_place(at, f"{root}/{name}".encode(), nbytes, align))
-        at = members[-1].end
+        member = _place(at, folder + name.encode(), nbytes, align)
+        members.append(member)
+        at = member.end
     first = len(fixed)
     offsets = [member.offset for member in members[first : first + len(storages)]]
     fixed["version"] = b"3\n"
@@ -134,7 +168,9 @@ def _all(contents: Mapping[bytes, bytes]) -> bytes:
 
 def _place(at: int, name: bytes, nbytes: int, align: int) -> _Member:
     """A member whose header starts at `at`: header, name, zip64 and padding fields, data."""
-    start = at + _LOCAL_NBYTES + len(name) + _wide_nbytes(nbytes, at) + 4
+    start = at + _LOCAL_NBYTES + len(name) + 4
+    if nbytes >= U32 or at >= U32:
+        start += _wide_nbytes(nbytes, at)
     return _Member(name, nbytes, at, start + -start % align)
 
 
@@ -155,36 +191,40 @@ def _wide_field(member: _Member) -> bytes:
 
 def _header(member: _Member) -> bytes:
     """A local header; sizes and CRC follow the data, padding is torch's `FB` field."""
+    name, nbytes, header, offset = member
     wide = _wide_field(member)
-    rest = member.offset - member.header - _LOCAL_NBYTES - len(member.name) - len(wide)
-    flags = _FLAGS_DATA if member.nbytes else _FLAGS_EMPTY
-    head = struct.pack(
-        "<4s5H3I2H", b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(member.name), len(wide) + rest
-    )
-    padding = b"FB" + struct.pack("<H", rest - 4) + b"Z" * (rest - 4)
-    return b"".join((head, member.name, wide, padding))
+    rest = offset - header - _LOCAL_NBYTES - len(name) - len(wide)
+    flags = _FLAGS_DATA if nbytes else _FLAGS_EMPTY
+    head = _LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(wide) + rest)
+    return b"".join((head, name, wide, _padding(rest)))
+
+
+@lru_cache(maxsize=512)
+def _padding(nbytes: int) -> bytes:
+    return b"FB" + (nbytes - 4).to_bytes(2, "little") + b"Z" * (nbytes - 4)
 
 
 def _descriptor(member: _Member, crc: int) -> bytes:
     if not member.nbytes:
         return b""
-    form = "<4sI2Q" if member.is_wide else "<4s3I"
-    return struct.pack(form, b"PK\7\x08", crc, member.nbytes, member.nbytes)
+    form = _DESCRIPTOR_WIDE if member.is_wide else _DESCRIPTOR
+    return form.pack(b"PK\7\x08", crc, member.nbytes, member.nbytes)
 
 
 def _central(member: _Member, crc: int) -> bytes:
+    name, nbytes, header, _ = member
     wide = _wide_field(member)
-    flags = _FLAGS_DATA if member.nbytes else _FLAGS_EMPTY
-    nbytes, header = min(member.nbytes, U32), min(member.header, U32)
-    head = struct.pack(
-        "<4s6H3I5H2I", b"PK\1\2", 0, 0, flags, 0, 0, 0, crc, nbytes, nbytes,
-        len(member.name), len(wide), 0, 0, 0, 0, header,
+    flags = _FLAGS_DATA if nbytes else _FLAGS_EMPTY
+    nbytes, header = min(nbytes, U32), min(header, U32)
+    head = _CENTRAL.pack(
+        b"PK\1\2", 0, 0, flags, 0, 0, 0, crc, nbytes, nbytes,
+        len(name), len(wide), 0, 0, 0, 0, header,
     )  # fmt: skip
-    return b"".join((head, member.name, wide))
+    return head + name + wide
 
 
 def _end_nbytes(members: Sequence[_Member]) -> int:
-    directory = sum(46 + len(m.name) + len(_wide_field(m)) for m in members)
+    directory = sum([_CENTRAL.size + len(m.name) + len(_wide_field(m)) for m in members])
     return members[-1].end + directory + 56 + 20 + 22
 
 
@@ -212,6 +252,12 @@ def _pieces(
             run = []
             start = member.offset + member.nbytes
         run.append(_descriptor(member, crc))
-    directory = [_central(member, crc) for member, crc in zip(members, crcs, strict=True)]
-    nbytes = sum(map(len, directory))
-    yield start, b"".join((*run, *directory, _end_records(len(members), nbytes, members[-1].end)))
+    yield start, b"".join((*run, _directory(members, crcs)))
+
+
+def _directory(members: Sequence[_Member], crcs: Sequence[int]) -> bytes:
+    """The central directory and the records that end the archive."""
+    entries = bytearray()
+    for member, crc in zip(members, crcs, strict=True):
+        entries += _central(member, crc)
+    return bytes(entries) + _end_records(len(members), len(entries), members[-1].end)

@@ -7,11 +7,13 @@ sections 4.3-4.5). Data starts are read from the local headers, and only when as
 from __future__ import annotations
 
 import itertools
+import os
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptmap.errors import SourceError
 from ckptmap.files import Files, Fingerprint
@@ -22,6 +24,12 @@ SMALL_NBYTES = 16 << 10
 TAIL_NBYTES = 4 << 10
 """What is read of the end first; holds the whole directory of an archive of a few tensors."""
 
+BLOCK_NBYTES = 256 << 10
+NEAR_NBYTES = 16 << 10
+FEW = 64
+"""Local headers no farther apart are read a block at a time, not one by one; nor where the archive
+has few members, as a DCP item does."""
+
 MAX_COMMENT = 0xFFFF
 U32 = 0xFFFFFFFF
 U16 = 0xFFFF
@@ -29,15 +37,14 @@ U16 = 0xFFFF
 _ENCRYPTED = 0x2041
 """Flag bits: encrypted, strongly encrypted, directory masked."""
 
-_LOCAL = struct.Struct("<4s5H3I2H")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
+LOCAL = struct.Struct("<4s2x2H16x2H")
+_CENTRAL = struct.Struct("<4s4x2H4x3I3H8xI")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A member: `offset` of its first byte in the file, absolute; `crc32` None: not computed."""
 
     name: str
@@ -47,8 +54,7 @@ class Record:
     crc32: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry(NamedTuple):
     header: int
     nbytes: int
     crc32: int
@@ -68,7 +74,7 @@ def truncated(file: str, what: str) -> SourceError:
     return SourceError("CKM104", f"{file}: truncated: {what}", "copy or download it again")
 
 
-class _Window:
+class Window:
     """The archive's bytes: from `base` on in a file, with the blocks read so far."""
 
     def __init__(self, files: Files, file: str, base: int, nbytes: int | None) -> None:
@@ -77,6 +83,7 @@ class _Window:
         self.files, self.file, self.base, self.nbytes = files, file, base, nbytes
         self._start = 0 if nbytes <= SMALL_NBYTES else nbytes - TAIL_NBYTES
         self._tail = files.read(file, base + self._start, nbytes - self._start)
+        self._block: tuple[int, bytes] = (0, b"")
 
     def read(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or offset + nbytes > self.nbytes:
@@ -87,6 +94,15 @@ class _Window:
         if at >= 0:
             return self._tail[at : at + nbytes]
         return self.files.read(self.file, self.base + offset, nbytes)
+
+    def read_near(self, offset: int, nbytes: int) -> bytes:
+        """The same for bytes of which there are more nearby, that will be asked for next."""
+        start, block = self._block
+        at = offset - start
+        if at < 0 or at + nbytes > len(block):
+            block = self.read(offset, max(nbytes, min(BLOCK_NBYTES, self.nbytes - offset)))
+            self._block, at = (offset, block), 0
+        return block[at : at + nbytes]
 
 
 def _file_nbytes(files: Files, file: str) -> int:
@@ -101,8 +117,10 @@ def _file_nbytes(files: Files, file: str) -> int:
 class Records:
     """The members of an archive by their names below its one root folder."""
 
-    def __init__(self, window: _Window, root: str, entries: dict[str, _Entry]) -> None:
+    def __init__(self, window: Window, root: str, entries: dict[str, Entry]) -> None:
         self.root = root
+        self._root = f"{root}/".encode()
+        self._many = len(entries) > FEW
         self.file = window.file
         self.base = window.base
         self._window = window
@@ -119,23 +137,56 @@ class Records:
 
     def nbytes(self, name: str) -> int:
         """Size of a member; from the directory, no read."""
-        return self._entry(name).nbytes
+        entry = self._entries.get(name)
+        return self._entry(name).nbytes if entry is None else entry.nbytes
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Sizes of the members of this prefix."""
+        return {n: entry.nbytes for n, entry in self._entries.items() if n.startswith(prefix)}
+
+    def locate_all(self, prefix: str) -> dict[str, tuple[int, int, int | None]]:
+        """`locate` of the members of this prefix, by what follows it: one small read each."""
+        start, fixed, base, known = len(prefix), LOCAL.size, self.base, b""
+        found = {}
+        with self._window.files.descriptor(self.file) as fd:
+            for name, (header, nbytes, crc32, limit) in self._entries.items():
+                if not name.startswith(prefix):
+                    continue
+                full = self._root + name.encode()
+                head_nbytes = fixed + len(full)
+                raw = os.pread(fd, head_nbytes, base + header)
+                if raw[:10] != known or raw[fixed:] != full or raw[26] + 256 * raw[27] != len(full):
+                    found[name[start:]] = self.locate(name)  # the first, and what is wrong
+                    known = raw[:10]  # signature, flags, method
+                    continue
+                at = header + head_nbytes + raw[28] + 256 * raw[29]
+                if at + nbytes > limit:
+                    self.locate(name)  # says so
+                found[name[start:]] = (base + at, nbytes, crc32 if crc32 or not nbytes else None)
+        self._window.files.forget(self.file)  # nothing more is wanted of it here
+        return found
 
     def __getitem__(self, name: str) -> Record:
         """A member with its data start, which is read from its local header."""
-        entry = self._entry(name)
-        full = f"{self.root}/{name}".encode()
-        raw = self._window.read(entry.header, _LOCAL.size + len(full))
-        sig, _, flags, method, _, _, _, _, _, name_nbytes, extra_nbytes = _LOCAL.unpack_from(raw)
+        return Record(name, self.file, *self.locate(name))
+
+    def locate(self, name: str) -> tuple[int, int, int | None]:
+        """The same without names: offset, nbytes and CRC-32."""
+        header, nbytes, crc32, limit = self._entries.get(name) or self._entry(name)
+        full, fixed = self._root + name.encode(), LOCAL.size
+        near = self._many and limit - header < NEAR_NBYTES
+        read = self._window.read_near if near else self._window.read
+        raw = read(header, fixed + len(full))
+        sig, flags, method, name_nbytes, extra_nbytes = LOCAL.unpack_from(raw)
         if sig != b"PK\3\4" or method or flags & _ENCRYPTED:
             raise bad(self.file, f"{name}: its local header is not that of a stored member")
-        if name_nbytes != len(full) or raw[_LOCAL.size :] != full:
-            raise bad(self.file, f"{name}: its local header says {raw[_LOCAL.size :][:80]!r}")
-        start = entry.header + _LOCAL.size + name_nbytes + extra_nbytes
-        if start + entry.nbytes > entry.limit:
-            raise bad(self.file, f"{name}: overlaps what follows it at byte {entry.limit}")
-        crc = entry.crc32 if entry.crc32 or not entry.nbytes else None
-        return Record(name, self.file, self.base + start, entry.nbytes, crc)
+        if name_nbytes != len(full) or not raw.endswith(full):
+            raise bad(self.file, f"{name}: its local header says {raw[fixed:][:80]!r}")
+        start = header + fixed + name_nbytes + extra_nbytes
+        if start + nbytes > limit:
+            raise bad(self.file, f"{name}: overlaps what follows it at byte {limit}")
+        crc = crc32 if crc32 or not nbytes else None
+        return self.base + start, nbytes, crc
 
     def read(self, name: str, *, limit: int = 1 << 30, check: bool = False) -> bytes:
         """A member's bytes, at most `limit`; `check`: against its CRC-32."""
@@ -150,7 +201,7 @@ class Records:
             )
         return data
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> Entry:
         try:
             return self._entries[name]
         except KeyError:
@@ -163,19 +214,30 @@ def read_records(files: Files, file: str, base: int = 0, nbytes: int | None = No
     Raises SourceError CKM104 where its end is missing, CKM105 where a member is compressed or
     encrypted, doubled, named outside the one root folder, overlaps another or ends past the file.
     """
-    window = _Window(files, file, base, nbytes)
+    window, raw, count, directory = read_directory(files, file, base, nbytes)
+    return parsed_records(window, raw, count, directory)
+
+
+def read_directory(
+    files: Files, file: str, base: int = 0, nbytes: int | None = None
+) -> tuple[Window, bytes, int, int]:
+    """The archive, its central directory, how many members that announces, and where it starts."""
+    window = Window(files, file, base, nbytes)
     if window.nbytes < _END.size:
         raise truncated(file, f"{window.nbytes} bytes are no zip archive")
     count, directory_nbytes, directory = _find_directory(window)
-    raw = window.read(directory, directory_nbytes)
-    members = _parse_directory(file, raw, count)
+    return window, window.read(directory, directory_nbytes), count, directory
+
+
+def parsed_records(window: Window, raw: bytes, count: int, directory: int) -> Records:
+    members = _parse_directory(window.file, raw, count)
     if not members:
-        raise bad(file, "is an empty zip archive")
-    root = _check_names(file, members)
-    return Records(window, root, _entries(file, members, len(root) + 1, directory))
+        raise bad(window.file, "is an empty zip archive")
+    root = _check_names(window.file, members)
+    return Records(window, root, _entries(window.file, members, len(root) + 1, directory))
 
 
-def _find_directory(window: _Window) -> tuple[int, int, int]:
+def _find_directory(window: Window) -> tuple[int, int, int]:
     """(members, nbytes, offset) of the central directory, from the end records."""
     end_at, fields = _find_end(window)
     count, nbytes, offset = fields
@@ -199,7 +261,7 @@ def _find_directory(window: _Window) -> tuple[int, int, int]:
     return count, nbytes, offset
 
 
-def _find_end(window: _Window) -> tuple[int, tuple[int, int, int]]:
+def _find_end(window: Window) -> tuple[int, tuple[int, int, int]]:
     """Where the end record lies, and its (members, directory nbytes, directory offset)."""
     near = window.nbytes - _END.size
     raw = window.read(near, _END.size)
@@ -225,17 +287,24 @@ def _find_end(window: _Window) -> tuple[int, tuple[int, int, int]]:
 def _parse_directory(file: str, raw: bytes, count: int) -> list[tuple[str, int, int, int]]:
     """(name, header offset, nbytes, crc) of every member, in directory order."""
     members = []
-    at, end = 0, len(raw)
+    at, end, fixed = 0, len(raw), _CENTRAL.size
+    unpack = _CENTRAL.unpack_from
     while at < end:
-        if end - at < _CENTRAL.size:
+        if end - at < fixed:
             raise bad(file, "malformed zip directory")
-        (sig, _, _, flags, method, _, _, crc, packed, nbytes, name_n, extra_n, comment_n,
-         _, _, _, header) = _CENTRAL.unpack_from(raw, at)  # fmt: skip
-        name_at = at + _CENTRAL.size
+        (sig, flags, method, crc, packed, nbytes, name_n, extra_n, comment_n, header) = unpack(
+            raw, at
+        )
+        name_at = at + fixed
         at = name_at + name_n + extra_n + comment_n
         if sig != b"PK\1\2" or at > end:
             raise bad(file, "malformed zip directory")
-        name = _decode_name(file, raw[name_at : name_at + name_n])
+        try:
+            name = raw[name_at : name_at + name_n].decode()
+        except UnicodeDecodeError:
+            raise bad(
+                file, f"member name {raw[name_at : name_at + name_n][:80]!r} is not UTF-8"
+            ) from None
         if nbytes == U32 or packed == U32 or header == U32:
             extra = raw[name_at + name_n : name_at + name_n + extra_n]
             nbytes, packed, header = _wide_fields(file, name, extra, nbytes, packed, header)
@@ -243,7 +312,7 @@ def _parse_directory(file: str, raw: bytes, count: int) -> list[tuple[str, int, 
             raise bad(file, f"{name}: is compressed; expected a stored member")
         if flags & _ENCRYPTED:
             raise bad(file, f"{name}: is encrypted")
-        if not name.endswith("/"):
+        if name[-1:] != "/":
             members.append((name, header, nbytes, crc))
         elif nbytes:
             raise bad(file, f"{name}: a folder that holds {nbytes} bytes")
@@ -273,13 +342,6 @@ def _wide_fields(
     raise bad(file, f"{name}: malformed zip64 extra field")
 
 
-def _decode_name(file: str, raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        raise bad(file, f"member name {raw[:80]!r} is not UTF-8") from None
-
-
 def _check_names(file: str, members: list[tuple[str, int, int, int]]) -> str:
     """The one root folder. Raises where a name is doubled, leaves it, or is no plain path."""
     names = [member[0] for member in members]
@@ -289,27 +351,28 @@ def _check_names(file: str, members: list[tuple[str, int, int, int]]) -> str:
         twice = next(a for a, b in itertools.pairwise(ordered) if a == b)
         raise bad(file, f"{twice}: is there twice")
     prefix = root + "/"
-    for name in names:
+    for name in (min(names), max(names)):  # what begins alike lies between
         if not name.startswith(prefix) or not root:
             raise bad(file, f"member {name[:80]!r} lies outside its root folder {root[:80]!r}")
-        if "\\" in name or "\0" in name or (".." in name and ".." in name.split("/")):
-            raise bad(file, f"member {name[:80]!r} has an unsafe name")
+    text = "".join(names)  # one look at all of them finds nothing in an honest file
+    if "\\" in text or "\0" in text or ".." in text:
+        for name in names:
+            if "\\" in name or "\0" in name or ".." in name.split("/"):
+                raise bad(file, f"member {name[:80]!r} has an unsafe name")
     return root
 
 
 def _entries(
     file: str, members: list[tuple[str, int, int, int]], prefix: int, directory: int
-) -> dict[str, _Entry]:
+) -> dict[str, Entry]:
     """Entries by name below the root; checks that no member reaches into the next."""
-    order = sorted(range(len(members)), key=lambda i: members[i][1])
-    limits = [directory] * len(members)
-    for before, after in itertools.pairwise(order):
-        limits[before] = members[after][1]
-    entries = {}
-    for (name, header, nbytes, crc), limit in zip(members, limits, strict=True):
-        if header + _LOCAL.size + len(name) + nbytes > limit:
+    members = sorted(members, key=itemgetter(1))
+    limits = [member[1] for member in members[1:]]
+    entries, head_nbytes = {}, LOCAL.size
+    for (name, header, nbytes, crc), limit in zip(members, [*limits, directory], strict=True):
+        if header + head_nbytes + len(name) + nbytes > limit:
             raise bad(file, f"{name}: overlaps what follows it at byte {limit}")
-        entries[name[prefix:]] = _Entry(header, nbytes, crc, limit)
+        entries[name[prefix:]] = Entry(header, nbytes, crc, limit)
     return entries
 
 

@@ -1,0 +1,223 @@
+"""How bytes move as they are: a span of small slots, or one large slot.
+
+Every byte is read once and written once; the digest of a slot (and its CRC-32, where the container
+stores one) is taken on the way, in row-major order.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+from ckptmap.errors import SourceError
+from ckptmap.files import Files
+from ckptmap.gather import Run, fill, row_major_boxes, run_of
+from ckptmap.journal import Written
+from ckptmap.protocols import OutFile, Slot
+from ckptmap.sink import ALIGN, Buffer, OutputFile, Outputs, Stream, Sums
+from ckptmap.steps import FilePlan, Target
+from ckptmap.tensors import Box, StoredTensor
+
+MAX_GAP = 4096
+"""Bytes between two runs that still make one read, or between two slots that make one span."""
+KERNEL_NBYTES = 64 << 20
+"""Bytes that the kernel copies at once: between two of them a run can be stopped."""
+MAX_BUFFERS = 1000
+"""Buffers of one read: below the kernel's 1024."""
+
+_JUNK = memoryview(bytearray(MAX_GAP))
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every unit works with. `advance(nbytes, key)` reports, and raises to stop the unit."""
+
+    plan: Sequence[FilePlan]
+    files: Files
+    outputs: Outputs
+    budget: int
+    """Bytes of buffers of one thread."""
+    device: str
+    advance: Callable[[int, str], None]
+    digests: bool = True
+    """False: none are taken."""
+    joined: list[tuple[int, int, int]] = field(default_factory=list)
+    """(file, first, stop) of slots that were written together with what is between them."""
+
+    def slot(self, target: Target) -> Slot:
+        return self.plan[target.file].out.slots[target.slot]
+
+    def source(self, target: Target) -> StoredTensor:
+        source = self.plan[target.file].sources[target.slot]
+        assert source is not None, f"slot {target} is written by an Encode step"
+        return source
+
+    def sums(self, target: Target) -> Sums:
+        return Sums(self.plan[target.file].out.needs_crc, self.digests)
+
+
+def key_of(slot: Slot) -> str:
+    """A slot's name in messages and progress."""
+    return ".".join(map(str, slot.path))
+
+
+# --------------------------------------------------------------------------------- copies
+
+
+def copy_large(context: Context, target: Target, buffer: Buffer) -> Sequence[Written]:
+    """One slot, streamed through the buffer in row-major order."""
+    slot, source = context.slot(target), context.source(target)
+    key, run = key_of(slot), run_of(source, slot.box)
+    assert slot.nbytes == slot.box.numel * source.info.itemsize, f"{key}: {slot.nbytes} bytes"
+    with context.outputs.file(target.file) as output:
+        done = 0
+        if run is not None and _may_copy(context, target, run):
+            done = _copied(context, output, run, slot)
+            run = Run(run.file, run.offset + done, run.nbytes - done)
+        stream = Stream(output, slot.offset + done, buffer, context.sums(target))
+        for nbytes, bring in _portions(context.files, source, slot.box, run, stream.room):
+            place = stream.take(nbytes)
+            bring(place)
+            stream.push(place)
+            context.advance(nbytes, key)
+        sums = stream.finish()
+    return [recorded(context, target, sums.digest, sums.crc32)]
+
+
+def _copied(context: Context, output: OutputFile, run: Run, slot: Slot) -> int:
+    """Bytes that the kernel has copied, from the first on: all, or none mostly."""
+    done = 0
+    with context.files.descriptor(run.file) as fd:
+        while done < run.nbytes:
+            step = min(KERNEL_NBYTES, run.nbytes - done)
+            count = output.copy_from(fd, run.offset + done, slot.offset + done, step)
+            if not count:
+                break
+            done += count
+            context.advance(count, key_of(slot))
+    return done
+
+
+def _may_copy(context: Context, target: Target, run: Run) -> bool:
+    """May the kernel copy it? Only where nothing is computed of the bytes, and where both places
+    are alike within a block: else it costs twice what reading and writing do."""
+    out = context.plan[target.file].out
+    alike = run.offset % ALIGN == out.slots[target.slot].offset % ALIGN
+    return not context.digests and not out.needs_crc and alike
+
+
+def _portions(
+    files: Files, stored: StoredTensor, box: Box, run: Run | None, limit: int
+) -> Iterator[tuple[int, Callable[[memoryview], None]]]:
+    """(nbytes, what fills them) of a box in row-major order, each at most `limit` bytes."""
+    if run is not None:
+        for at in range(0, run.nbytes, limit):
+            nbytes = min(limit, run.nbytes - at)
+            yield nbytes, partial(_read, files, Run(run.file, run.offset + at, nbytes))
+        return
+    itemsize = stored.info.itemsize
+    for part in row_major_boxes(box, limit // itemsize):
+        yield part.numel * itemsize, partial(fill, files, stored, part)
+
+
+def _read(files: Files, run: Run, place: memoryview) -> None:
+    files.read_into(run.file, run.offset, [place])
+
+
+def copy_span(
+    context: Context, file: int, first: int, stop: int, buffer: Buffer
+) -> Sequence[Written]:
+    """Neighbouring small slots: few reads, one write. What is between them goes along, or is
+    zeroed for sealing to fill in."""
+    from xxhash import xxh3_64_hexdigest as digest_of
+
+    item = context.plan[file]
+    slots, sources = item.out.slots[first:stop], item.sources[first:stop]
+    base, end = slots[0].offset, slots[-1].offset + slots[-1].nbytes
+    span = buffer.at(base, end - base)
+    places = [span[at - base : at - base + nbytes] for _, _, at, nbytes in slots]
+    runs: list[tuple[Run, memoryview]] = []
+    for slot, source, place in zip(slots, sources, places, strict=True):
+        assert source is not None, f"{key_of(slot)}: is written by an Encode step"
+        run = run_of(source, slot.box)
+        if run is None:
+            fill(context.files, source, slot.box, place)
+        else:
+            assert run.nbytes == slot.nbytes, f"{key_of(slot)}: slot of {slot.nbytes} bytes"
+            runs.append((run, place))
+    _read_runs(context.files, runs)
+    crcs = list(map(zlib.crc32, places)) if item.out.needs_crc else [0] * len(places)
+    gaps = _fill_gaps(item.out, first, slots, crcs, span)
+    with context.outputs.file(file) as output:
+        output.write_at(base, span, direct=item.out.between is not None or not gaps)
+    if item.out.between is not None:
+        context.joined.append((file, first, stop))
+    context.advance(end - base, key_of(slots[-1]))
+    if item.out.needs_crc:
+        for slot, source, crc in zip(slots, sources, crcs, strict=True):
+            _check_crc(slot, source, crc)
+    return [
+        Written(file, index, digest_of(place) if context.digests else "", crc)
+        for index, (place, crc) in enumerate(zip(places, crcs, strict=True), first)
+    ]
+
+
+def _fill_gaps(
+    out: OutFile, first: int, slots: Sequence[Slot], crcs: Sequence[int], span: memoryview
+) -> bool:
+    """Put what is between the slots there, or clear it; True where there is anything."""
+    found, base = False, slots[0].offset
+    for index, (before, after) in enumerate(pairwise(slots)):
+        start = before.offset + before.nbytes
+        if after.offset > start:
+            found = True
+            gap = bytes(after.offset - start)
+            if out.between is not None:
+                gap = out.between(first + index, crcs[index])
+            span[start - base : after.offset - base] = gap
+    return found
+
+
+def _read_runs(files: Files, runs: Sequence[tuple[Run, memoryview]]) -> None:
+    """Bring runs to their places; neighbours in one file are one read."""
+    buffers: list[memoryview] = []
+    file, begin, cursor = "", 0, 0
+    for run, place in runs:
+        gap = run.offset - cursor
+        near = run.file == file and 0 <= gap <= MAX_GAP and len(buffers) < MAX_BUFFERS
+        if buffers and not near:
+            files.read_into(file, begin, buffers)
+            buffers = []
+        if not buffers:
+            file, begin = run.file, run.offset
+        elif gap:
+            buffers.append(_JUNK[:gap])
+        buffers.append(place)
+        cursor = run.offset + run.nbytes
+    if buffers:
+        files.read_into(file, begin, buffers)
+
+
+def recorded(context: Context, target: Target, digest: str, crc: int) -> Written:
+    """The record of a written slot."""
+    item = context.plan[target.file]
+    if item.out.needs_crc:
+        _check_crc(item.out.slots[target.slot], item.sources[target.slot], crc)
+    return Written(target.file, target.slot, digest, crc)
+
+
+def _check_crc(slot: Slot, source: StoredTensor | None, crc: int) -> None:
+    """Hold a slot's CRC-32 against the source's own, where that covers the same bytes."""
+    if source is None or slot.box.sizes != source.info.shape:
+        return
+    extent = source.extent
+    if extent is not None and extent.crc32 not in (None, crc):
+        raise SourceError(
+            "CKM113",
+            f"{extent.file}: {key_of(slot)}: bytes are damaged: "
+            f"expected CRC-32 {extent.crc32:08x}, found {crc:08x}",
+            "copy the checkpoint again from where it was made",
+        )

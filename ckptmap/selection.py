@@ -1,0 +1,39 @@
+"""Which tensors a weight-only quantization takes by default: the weights of linear layers."""
+
+from __future__ import annotations
+
+from ckptmap.tensors import TensorInfo
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+# Last module segments of embeddings, heads and routers, lower case: small, or read by index, or
+# so close to the output that 4 bits cost accuracy. The segment must be equal: `gate_proj` is fine.
+_KEPT = frozenset({
+    "wte", "wpe", "shared", "relative_attention_bias",
+    "lm_head", "head", "output", "score", "classifier", "decoder", "qa_outputs",
+    "router", "gate", "shared_expert_gate",
+})  # fmt: skip
+_KEPT_WITHIN = ("embed", "norm", "lora_", "modules_to_save")
+
+
+def is_linear_weight(fqn: str, info: TensorInfo) -> bool:
+    """2-D bfloat16, float16 or float32, named `weight`, of a module that is no embedding, head or
+    router by its last name (`lm_head`, `output`, `gate`, ..., whole names only), and with no
+    `embed`, `norm`, `lora_` or `modules_to_save` in any segment of its path. Upper and lower case
+    are the same."""
+    *path, last = fqn.lower().split(".")
+    if last != "weight" or len(info.shape) != 2 or info.dtype not in DTYPES:
+        return False
+    if path and path[-1] in _KEPT:
+        return False
+    return not any(kept in segment for segment in path for kept in _KEPT_WITHIN)
+
+
+CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
+"""Modules that transformers' GPT-2 kin build as `Conv1D`, with weights [in, out]."""
+
+
+def is_linear_module(fqn: str, info: TensorInfo) -> bool:
+    """`is_linear_weight`, and by its name no `Conv1D` of GPT-2's kin: libraries that quantize
+    modules take `nn.Linear` alone, and could not load the other."""
+    return is_linear_weight(fqn, info) and not CONV1D.intersection(fqn.split(".")[-2:-1])

@@ -1,0 +1,107 @@
+"""Checks of codes that can be kept: what an encoding says of them, and what it takes."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from ckptmap.grids import Coded, Grid, Recodes
+from ckptmap.protocols import Encoding, Refusal
+from ckptmap.tensors import Box, TensorInfo
+from ckptmap.testing.base import expect
+from ckptmap.testing.parts import Assembly, Parts
+from ckptmap.testing.samples import cut, info_of, random_box, same
+
+if TYPE_CHECKING:
+    import torch
+
+BOXES = 4
+MAX_ERROR = 0.05
+"""Relative rms error of values whose codes are kept and whose scales are rounded."""
+
+
+def check_codes(what: str, encoding: Encoding, info: TensorInfo, parts: Parts) -> None:
+    """Codes by boxes are those of the whole, scales fit the grid, and what is stored of both
+    decodes to the same values: the same bits where it says `exact`."""
+    if not isinstance(encoding, Coded):
+        return
+    grid = encoding.grid(info)
+    if grid is None:
+        return
+    expect(grid == encoding.grid(info), f"{what}: another grid when asked again")
+    whole = _codes(what, encoding, info, parts, grid, Box.whole(grid.codes.shape))
+    draw = random.Random(info.numel)
+    for _ in range(BOXES):
+        box = random_box(grid.codes.shape, draw)
+        part = _codes(what, encoding, info, parts, grid, box)
+        expect(same(part, cut(whole, box)), f"{what}: other codes at {box} than the whole has")
+    scales = encoding.scales(info, {name: parts[name] for name in encoding.scale_parts(info)})
+    expect(info_of(scales) == TensorInfo(grid.scales, "float32"), f"{what}: scales {scales.shape}")
+    expect(bool(scales.isfinite().all()), f"{what}: scales of finite values are not finite")
+    if isinstance(encoding, Recodes):
+        _check_taken(what, encoding, info, parts, grid, whole, scales)
+
+
+def _codes(
+    what: str, encoding: Coded, info: TensorInfo, parts: Parts, grid: Grid, box: Box
+) -> torch.Tensor:
+    import torch
+
+    given = {}
+    for name, part in parts.items():
+        where = encoding.code_box(info, name, box)
+        if where is not None:
+            given[name] = cut(part, where).contiguous()
+    out = torch.empty(box.sizes, dtype=getattr(torch, grid.codes.dtype))
+    encoding.codes(info, given, box, out)
+    return out
+
+
+def _check_taken(
+    what: str,
+    encoding: Encoding,
+    info: TensorInfo,
+    parts: Parts,
+    grid: Grid,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+) -> None:
+    """Its own codes, given back to it."""
+    import torch
+
+    assert isinstance(encoding, Recodes)
+    recoder = encoding.recoder(info, grid, "cpu")
+    expect(recoder is not None, f"{what}: does not take its own codes")
+    described = encoding.parts(info)
+    assert recoder is not None and not isinstance(described, Refusal)
+    fidelities = ("codes", "exact")
+    expect(recoder.fidelity in fidelities, f"{what}: fidelity {recoder.fidelity!r}")
+    assembly, flat, step = Assembly(what, described, in_order=True), codes.view(-1), recoder.step
+    for at in range(0, flat.numel(), 3 * step):
+        for write in recoder.feed(at, flat[at : at + 3 * step], scales):
+            assembly.take(write)
+    for write in recoder.finish(scales):
+        assembly.take(write)
+    before, after = (_decoded(encoding, info, found) for found in (parts, assembly.parts()))
+    if recoder.fidelity == "exact":
+        expect(same(before, after), f"{what}: says exact, but its own codes decode differently")
+        return
+    difference = (before.double() - after.double()).square().mean().sqrt()
+    size = before.double().square().mean().sqrt()
+    error = float(difference / size) if before.numel() and float(size) else 0.0
+    expect(error <= MAX_ERROR, f"{what}: an error of {error:.3f} by its own codes")
+    expect(torch.isfinite(after).all().item() is True, f"{what}: values that are not finite")
+
+
+def _decoded(encoding: Encoding, info: TensorInfo, parts: Parts) -> torch.Tensor:
+    import torch
+
+    box = Box.whole(info.shape)
+    given = {}
+    for name, part in parts.items():
+        where = encoding.part_box(info, name, box)
+        assert where is not None
+        given[name] = cut(part, where).contiguous()
+    out = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+    encoding.decode(info, given, box, out)
+    return out

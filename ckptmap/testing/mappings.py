@@ -1,0 +1,306 @@
+"""Tests of a mapping file: what it proves by itself, what it does to numbers, what it refuses.
+
+    from ckptmap.testing import MappingKit
+    MappingKit("mappings/mine.toml").run()
+
+Beside `mine.toml` may stand, and are then part of its tests:
+
+    mine.config.json     the config of a tiny model, best with extents that are all different; without
+                         it, or an [example] in the caller's hands, a typical tiny one is taken
+    mine.tsv             a golden table: what a state dict of the hub's names, filled with consecutive
+                         numbers in key order, is under the scheme's: `key, dtype, shape, axes, hash`
+    mine.refused.toml    [[refused]] with what is done to that state dict, and the `code` that it gets
+
+The pytest plugin collects files that match the setting `ckptmap_mappings` as tests, each check one.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import CkptmapError, PlanError
+from ckptmap.lazy import tensor_bytes
+from ckptmap.mapping.chain import translate
+from ckptmap.mapping.expected import TYPICAL, expected
+from ckptmap.mapping.files import load
+from ckptmap.mapping.memory import applied, info_of
+from ckptmap.mapping.rules import Scheme
+from ckptmap.tensors import ITEMSIZE, TensorInfo
+from ckptmap.testing.base import expect
+
+if TYPE_CHECKING:
+    import torch
+
+COLUMNS = "key\tdtype\tshape\taxes\thash"
+DTYPES = (
+    "float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int8", "uint8", "int64", "bool",
+    "complex64",
+)  # fmt: skip
+"""One of every way that a dtype is stored."""
+_INTEGER = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of a golden table; `axes` is `-` where the table does not say."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    axes: str
+    hash: str
+
+
+# --------------------------------------------------------------------------------- numbers
+
+
+def iota(infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
+    """Consecutive numbers over the keys in sorted order, so that every element of the state dict is
+    another one; of a dtype that cannot count so far, the bits are the numbers' lowest."""
+    import torch
+
+    found, start = {}, 0
+    for key in sorted(infos):
+        shape, dtype = infos[key].shape, infos[key].dtype
+        ids = torch.arange(start, start + prod(shape), dtype=torch.int64)
+        start += prod(shape)
+        if dtype in ("float32", "float64", "int64", "int32"):
+            values = ids.to(getattr(torch, dtype))
+        elif dtype == "bool":
+            values = (ids * 0x9E3779B1 >> 7 & 1).bool()
+        else:
+            values = ids.to(getattr(torch, _INTEGER[ITEMSIZE[dtype]])).view(getattr(torch, dtype))
+        found[key] = values.reshape(shape)
+    return found
+
+
+def table(
+    state: Mapping[str, torch.Tensor], axes: Mapping[str, str] | None = None
+) -> dict[str, Row]:
+    """A row for each tensor, in key order; the hash is xxh3-64 of its bytes, row-major."""
+    import xxhash
+
+    found = {}
+    for key, tensor in sorted(state.items()):
+        info = info_of(tensor)
+        digest = xxhash.xxh3_64_hexdigest(tensor_bytes(tensor.detach().cpu().contiguous()))
+        found[key] = Row(info.dtype, info.shape, (axes or {}).get(key, "-"), digest)
+    return found
+
+
+def write_table(path: str | Path, rows: Mapping[str, Row], made_by: str) -> None:
+    """`made_by` says what made it, for whoever has to make it again."""
+    lines = [f"# {made_by}", COLUMNS]
+    for key, row in sorted(rows.items()):
+        shape = ",".join(map(str, row.shape))
+        lines.append(f"{key}\t{row.dtype}\t{shape}\t{row.axes}\t{row.hash}")
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_table(path: str | Path) -> dict[str, Row]:
+    """Raises PlanError CKM616 where it is no table."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = [line for line in lines if not line.startswith("#")]
+        rows = [line.split("\t") for line in lines[1:]]
+        if not lines or lines[0] != COLUMNS or any(len(row) != 5 for row in rows):
+            raise ValueError(f"its columns are not {COLUMNS.split()}")
+        return {
+            key: Row(dtype, tuple(int(n) for n in shape.split(",") if n), axes, digest)
+            for key, dtype, shape, axes, digest in rows
+        }
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            "CKM616", f"{path}: is no golden table: {error}", "write it with `write_table`"
+        ) from error
+
+
+# --------------------------------------------------------------------------------- the kit
+
+
+class MappingKit:
+    """All tests of one file. `config` is that of a tiny model; None: the file beside it, or a
+    typical one."""
+
+    def __init__(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
+        self.path = Path(path)
+        self.config = dict(config) if config is not None else self._config()
+        self._scheme: Scheme | None = None
+
+    def checks(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """(name of a check, its arguments), in the order they are best run."""
+        yield "proof", ()
+        for dtype in DTYPES:
+            yield "round_trip", (dtype,)
+        if self.golden.is_file():
+            yield "golden", ()
+        for number, _ in enumerate(self.refused()):
+            yield "refuses", (str(number),)
+
+    def run(self) -> list[str]:
+        """Every check; what was checked. Raises AssertionError, or PlanError for a bad file."""
+        done = []
+        for name, arguments in self.checks():
+            self.check(name, *arguments)
+            done.append(" ".join([name, *arguments]))
+        return done
+
+    def check(self, name: str, *arguments: str) -> None:
+        getattr(self, f"check_{name}")(*arguments)
+
+    # ------------------------------------------------------------------ what is beside it
+
+    @property
+    def golden(self) -> Path:
+        return self.path.with_suffix(".tsv")
+
+    def refused(self) -> list[dict[str, Any]]:
+        file = self.path.with_suffix(".refused.toml")
+        if not file.is_file():
+            return []
+        try:
+            found = tomllib.loads(file.read_text(encoding="utf-8"))["refused"]
+            expect(isinstance(found, list) and all("code" in case for case in found), "no code")
+        except (tomllib.TOMLDecodeError, KeyError, AssertionError) as error:
+            raise PlanError(
+                "CKM616", f"{file}: is no list of [[refused]] with a code: {error}", "correct it"
+            ) from error
+        return list(found)
+
+    def _config(self) -> dict[str, Any]:
+        file = self.path.with_suffix(".config.json")
+        if not file.is_file():
+            return dict(TYPICAL)
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+
+    @property
+    def scheme(self) -> Scheme:
+        if self._scheme is None:
+            self._scheme = load(self.path)
+        return self._scheme
+
+    def source(self, dtype: str = "float32") -> dict[str, torch.Tensor]:
+        """The state dict that is mapped, by the hub's names."""
+        return iota(expected(self.scheme, self.config, hub=True, dtype=dtype))
+
+    def there(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """From the hub to the scheme; keys that no rule knows are an error."""
+        return self._mapped(state, None, self.scheme)
+
+    def back(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return self._mapped(state, self.scheme, None)
+
+    def _mapped(
+        self, state: Mapping[str, torch.Tensor], source: Scheme | None, target: Scheme | None
+    ) -> dict[str, torch.Tensor]:
+        infos = {key: info_of(tensor) for key, tensor in state.items()}
+        found = translate(infos, source, target, self.config)
+        if found.unmapped:
+            raise PlanError(
+                "CKM609", f"{self.scheme.title}: no rule knows {found.unmapped[0]}", "add a rule"
+            )
+        return applied(found, state)
+
+    # ------------------------------------------------------------------ checks
+
+    def check_proof(self) -> None:
+        """It loads, and is proven on the way."""
+        self._scheme = load(self.path)
+
+    def check_round_trip(self, dtype: str) -> None:
+        """There and back, bit for bit. Values that an op changes come back only as far as their
+        dtype can tell, and are left to the golden table."""
+        import torch
+
+        source = self.source(dtype)
+        there = self.there(source) if self._can_hold(dtype) else {}
+        if not there:
+            return
+        back = self.back(there)
+        changed = self._changed()
+        for key, tensor in source.items():
+            if key not in back and key in self._dropped(source):
+                continue
+            expect(key in back, f"{key} does not come back")
+            expect(
+                back[key].dtype == tensor.dtype and back[key].shape == tensor.shape,
+                f"{key}: comes back as {info_of(back[key])}, expected {info_of(tensor)}",
+            )
+            if key not in changed and not torch.equal(_bits(back[key]), _bits(tensor)):
+                expect(False, f"{key}: {_first_difference(tensor, back[key])}")
+
+    def check_golden(self) -> None:
+        """The state dict under the scheme's names is what the table says."""
+        rows, made = read_table(self.golden), table(self.there(self.source()))
+        for key, row in rows.items():
+            expect(key in made, f"{key}: is in {self.golden.name} and is not made")
+            found = made[key]
+            expect(
+                (found.dtype, found.shape, found.hash) == (row.dtype, row.shape, row.hash),
+                f"{key}: made {found.dtype}{list(found.shape)} {found.hash},"
+                f" {self.golden.name} has {row.dtype}{list(row.shape)} {row.hash}",
+            )
+        for key in made:
+            expect(key in rows, f"{key}: is made and is not in {self.golden.name}")
+
+    def check_refuses(self, number: str) -> None:
+        """What is wrong with the state dict, or the config, is an error with that code."""
+        case = self.refused()[int(number)]
+        state = {str(case.get("prefix", "")) + k: v for k, v in self._spoilt(case).items()}
+        kit = MappingKit(self.path, {**self.config, **case.get("config", {})})
+        try:
+            kit.there(state)
+        except CkptmapError as error:
+            expect(error.code == case["code"], f"{error.code}: {error}, expected {case['code']}")
+            return
+        expect(False, f"{case.get('why', case)}: was mapped, expected {case['code']}")
+
+    # ------------------------------------------------------------------ details
+
+    def _spoilt(self, case: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        import torch
+
+        state = self.source()
+        for key in case.get("without", []):
+            expect(key in state, f"{case.get('why', case)}: {key} is not there to be left out")
+            del state[key]
+        for key, shape in case.get("add", {}).items():
+            state[key] = torch.zeros(shape)
+        return state
+
+    def _can_hold(self, dtype: str) -> bool:
+        """Value ops need floating values."""
+        return not any(rule.op for rule in self.scheme.rules) or dtype.startswith(("float", "bf"))
+
+    def _changed(self) -> set[str]:
+        """Keys whose values go through an op."""
+        rules = [rule for rule in self.scheme.rules if rule.op]
+        shapes = {name.skeleton for rule in rules for t in rule.hub for name in t.names}
+        from ckptmap.mapping.names import skeleton
+
+        keys = expected(self.scheme, self.config, hub=True)
+        return {key for key in keys if skeleton(key)[0] in shapes}
+
+    def _dropped(self, source: Mapping[str, torch.Tensor]) -> set[str]:
+        infos = {key: info_of(tensor) for key, tensor in source.items()}
+        return set(translate(infos, None, self.scheme, self.config).dropped)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _first_difference(before: torch.Tensor, after: torch.Tensor) -> str:
+    """In words: where the element now is that should be elsewhere."""
+    rows, itemsize = before.numel(), before.element_size()
+    unequal = (_bits(before) != _bits(after)).view(rows, itemsize).any(1)
+    at = int(unequal.nonzero()[0])
+    return f"element {at} of {rows} is {after.reshape(-1)[at]}, expected {before.reshape(-1)[at]}"
