@@ -17,12 +17,14 @@ def options(to: str, **typed: Any) -> Options:
     wrap: str | None = typed.pop("wrap")
     shard: str | None = typed.pop("max_shard_size")
     order: str | None = typed.pop("param_order")
+    exact: bool = typed.pop("exact_scales")
     many: dict[str, Any] = {name: tuple(typed.pop(name) or ()) for name in REPEATABLE}
     return Options(
         to=to,
         wrap=None if wrap is None else tuple(name for name in wrap.split(",") if name),
         max_shard_nbytes=MAX_SHARD_NBYTES if shard is None else parse_nbytes(shard),
         param_order=None if order is None else read_order(order),
+        exact_scales=("*",) if exact else (),
         **many,
         **typed,
     )

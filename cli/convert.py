@@ -21,6 +21,7 @@ EXAMPLES = (
     "ckptmap convert runs/step-2000 out/ --to fsdp2-nf4 --world-size 8",
     "ckptmap convert model.pt out.pt --to compiled --wrap ddp,compile",
     "ckptmap convert model.pt out/ --plan plan.json",
+    "ckptmap convert hf://org/name out/ --to fsdp2-nf4 --low-disk",
 )
 
 Dst = Annotated[str, typer.Argument(metavar="DST", help="Where to; made complete or not at all.")]
@@ -44,9 +45,10 @@ Digest = Annotated[
     str,
     typer.Option(
         "--digest",
-        metavar="xxh3|sha256",
-        callback=ask.one_of("xxh3", "sha256"),
-        help="Of what is written: xxh3 of every tensor, or sha256 of every file as well.",
+        metavar="xxh3|sha256|none",
+        callback=ask.one_of("xxh3", "sha256", "none"),
+        help="Of what is written: xxh3 of every tensor, or sha256 of every file as well. Without"
+        " any, `verify` can check structure only, and a killed run begins anew.",
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="Where arithmetic runs: cpu, cuda, cuda:1.")]
@@ -63,6 +65,12 @@ RankTimeout = Annotated[
         metavar="SECONDS",
         min=1.0,
         help="Under torchrun: give up when a rank shows no sign of life for so long.",
+    ),
+]
+LowDisk = Annotated[
+    bool,
+    typer.Option(
+        "--low-disk", help="From hf://: keep one file of SRC at a time, beside DST, not the cache."
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]
@@ -93,12 +101,17 @@ def command(
     source_root: ask.SourceRoot = None,
     wrap: ask.Wrap = None,
     names_like: ask.NamesLike = None,
+    names: ask.Names = None,
+    names_from: ask.NamesFrom = None,
     encode: ask.Encode = None,
     no_encode: ask.NoEncode = None,
+    exact_scales: ask.ExactScales = False,
+    base: ask.Base = None,
     max_shard_size: ask.MaxShardSize = None,
     config_from: ask.ConfigFrom = None,
     plan_file: PlanFile = None,
     rank_timeout: RankTimeout = 120.0,
+    low_disk: LowDisk = False,
     dry_run: DryRun = False,
     quiet: ask.Quiet = False,
     json: ask.Json = False,
@@ -110,6 +123,8 @@ def command(
     torchrun --nproc-per-node 8 -m ckptmap convert SRC DST --to hf
     """
     from ckptmap.ranks import ShownElsewhere, join
+    from ckptmap.remote.locating import silence
+    from ckptmap.remote.names import is_hub
 
     from .asked import options
 
@@ -119,16 +134,20 @@ def command(
         optimizer=optimizer, optimizer_keys=optimizer_keys, param_order=param_order, like=like,
         mesh=mesh, tp_plan=tp_plan, fsdp_units=fsdp_units, use_orig_params=use_orig_params,
         root=root, source_root=source_root, wrap=wrap, names_like=names_like,
+        names=names, names_from=names_from,
+        exact_scales=exact_scales, base=base,
         encode=encode, no_encode=no_encode, max_shard_size=max_shard_size, config_from=config_from,
     )  # fmt: skip
     _check_usage(asked, plan_file)
     out, report = Output(json, quiet), None
+    if quiet and is_hub(src):
+        silence()
     try:
         with join(rank_timeout) as ranks:
             plan = _plan(src, asked, plan_file)
             if not dry_run:
                 report = _run(
-                    plan, dst, out, ranks, device, threads, limit, overwrite, digest
+                    plan, dst, out, ranks, device, threads, limit, overwrite, digest, low_disk
                 )  # fmt: skip
     except ShownElsewhere as stopped:
         Output.printed = True  # by that rank
@@ -143,8 +162,11 @@ def command(
 
 def _leave() -> None:
     """End this rank now: gloo may abort a process that ends the ordinary way, all work done."""
+    from ckptmap.files import let_go
+
     sys.stdout.flush()
     sys.stderr.flush()
+    let_go()
     os._exit(0)
 
 
@@ -170,12 +192,16 @@ def _saved(src: str, plan_file: str) -> Plan:
 
     from ckptmap.errors import PlanError
     from ckptmap.planning import replan
+    from ckptmap.remote.locating import locate
 
     plan = replan(plan_file)
-    if Path(src).resolve() != Path(plan.ckpt.path).resolve():
+    here = locate(src)
+    if here.origin != plan.ckpt.origin or (
+        not here.origin and here.path.resolve() != Path(plan.ckpt.path).resolve()
+    ):
         raise PlanError(
             "CKM209",
-            f"{plan_file}: plans a conversion of {plan.ckpt.path}, not of {src}",
+            f"{plan_file}: plans a conversion of {plan.ckpt.shown}, not of {src}",
             f"ckptmap plan {src} --to {plan.options.to} -o {plan_file}",
         )
     return plan
@@ -191,6 +217,7 @@ def _run(
     max_memory: int,
     overwrite: bool,
     digest: str,
+    low_disk: bool = False,
 ) -> Report:
     from functools import partial
 
@@ -203,7 +230,7 @@ def _run(
     try:
         return execute(
             dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
-            digest=digest, progress=progress or False,
+            digest=digest, progress=progress or False, low_disk=low_disk,
         )  # fmt: skip
     finally:
         if progress is not None:

@@ -12,6 +12,7 @@ from .output import Output
 EXAMPLES = (
     "ckptmap diff runs/step-2000 out/",
     "ckptmap diff model.pt out/ --values",
+    "ckptmap diff hf://org/name out/",
 )
 
 

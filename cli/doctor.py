@@ -4,37 +4,150 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Sequence
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import options as ask
 from .output import Output
 
+if TYPE_CHECKING:
+    from ckptmap.holding import Holds
+
 EXAMPLES = (
     "ckptmap doctor",
+    "ckptmap doctor --from out/model --to fsdp2-int8",
+    "ckptmap doctor --to fsdp1",
     "ckptmap doctor --json",
 )
 PACKAGES = (
     "torch", "torchao", "safetensors", "xxhash", "huggingface_hub", "typer", "transformers",
-    "accelerate", "bitsandbytes", "peft",
+    "accelerate", "bitsandbytes", "peft", "compressed-tensors",
 )  # fmt: skip
 
 
-def command(json: ask.Json = False) -> None:
+def command(
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="PATH|SETUP", help="What the weights are now: its encodings."
+        ),
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="SETUP", help="What they are for: fsdp2, ddp-int8, ..."),
+    ] = None,
+    json: ask.Json = False,
+) -> None:
     """Show versions, devices, and whether what live models need of torch and torchao works here.
 
-    Exit code 1 where it does not.
+    With --from or --to: which encodings a live model of the setup can hold, with what is installed.
+
+    Exit code 1 where something does not work, or where what is asked for cannot be held.
     """
-    found = report()
     out = Output(json)
+    if source is not None or to is not None:
+        asked = holding(source, to)
+        if out.json:
+            out.document({"holding": asked})
+        else:
+            out.text("\n".join(_table(asked)))
+        one = (source is not None and to is not None) or len(asked) == 1
+        if one and not all(row["holds"] for row in asked):
+            raise typer.Exit(1)
+        return
+    found = report()
     if out.json:
         out.document(found)
     else:
         out.text("\n".join(_lines(found)))
     if any(fix["problem"] for fix in found["fixes"]):
         raise typer.Exit(1)
+
+
+def holding(source: str | None, to: str | None) -> list[dict[str, Any]]:
+    """A row for each pair of setup and encoding that is asked for.
+
+    `--to ddp-int8` asks for one; `--to fsdp1` for the encodings of `--from`, or all; `--from` alone
+    for all setups. Raises what `open` and `parse` raise.
+    """
+    from ckptmap import registry
+    from ckptmap.holding import rows
+    from ckptmap.setups import parse
+
+    aim = parse(to) if to is not None else None
+    encodings = None if source is None else _encodings(source)
+    if aim is not None and aim.scheme is not None:
+        encodings = {aim.scheme.name}
+    dense = {setup.name for setup in registry.setups() if setup.dense}
+    return [
+        _row(setup, encoding, found, setup in dense)
+        for setup, encoding, found in rows()
+        if (aim is None or setup == aim.setup.name) and (encodings is None or encoding in encodings)
+    ]
+
+
+def _row(setup: str, encoding: str, found: Holds, dense: bool) -> dict[str, Any]:
+    how, nearest, lacks = found.how, found.nearest, _lacking(found.needs)
+    if found.ok and dense:
+        how, nearest = (
+            "what loads it takes dense tensors only",
+            (f"fsdp2-{encoding}", f"{setup}-bf16"),
+        )
+    elif found.ok and lacks:
+        how = lacks
+    return {
+        "setup": setup,
+        "encoding": encoding,
+        "holds": found.ok and not dense and not lacks,
+        "how": how,
+        "nearest": list(nearest),
+    }
+
+
+def _encodings(source: str) -> set[str]:
+    """Of a checkpoint, or of a `--to` name; those that live models know."""
+    from pathlib import Path
+
+    from ckptmap.checkpoint import open
+    from ckptmap.setups import parse
+
+    if not Path(source).exists() and "/" not in source:
+        scheme = parse(source).scheme
+        return set() if scheme is None else {scheme.name}
+    with open(source) as ckpt:
+        return set(ckpt.encodings)
+
+
+def _lacking(needs: Sequence[tuple[str, str]]) -> str:
+    """What is not installed here, or too old."""
+    for library, least in needs:
+        found = _version(library)
+        if found is None or _numbers(found) < _numbers(least):
+            return f"needs {library} {least} or later, found {found or 'none'}"
+    return ""
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()]
+
+
+def _table(asked: Sequence[dict[str, Any]]) -> list[str]:
+    if not asked:
+        return ["dense weights: every setup holds them"]
+    installed = ", ".join(
+        f"{name} {_version(name) or '-'}" for name in ("torch", "torchao", "bitsandbytes")
+    )
+    lines = [f"what a live model holds, with {installed}"]
+    for row in asked:
+        verdict = "yes" if row["holds"] else "no"
+        nearest = " or ".join(f"--to {name}" for name in row["nearest"])
+        lines.append(f"  {row['setup']:<16} {row['encoding']:<11} {verdict:<4} {row['how']}")
+        if nearest:
+            lines.append(f"  {'':<33} nearest: {nearest}")
+    return lines
 
 
 def report() -> dict[str, Any]:
@@ -87,6 +200,7 @@ def _fixes() -> list[dict[str, Any]]:
             "within_tested": state.within_tested,
             "why": state.why,
             "problem": state.problem,
+            "asks": state.asks,
         }
         for state in states()
     ]
@@ -95,6 +209,8 @@ def _fixes() -> list[dict[str, Any]]:
 def _verdict(fix: dict[str, Any]) -> str:
     if fix["problem"]:
         return f"FAILS: {fix['problem']}"
+    if fix["asks"]:
+        return f"is needed: {fix['asks']}"
     low, high = fix["tested"]
     span = low if low == high else f"{low} to {high}"
     return "works" if fix["within_tested"] else f"works, though tested with {span} only"
@@ -105,7 +221,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"ckptmap {found['ckptmap']}, Python {found['python']}, {found['platform']}",
         f"  {found['executable']}",
         "packages",
-        *(f"  {name:<16} {version or '-'}" for name, version in found["packages"].items()),
+        *(f"  {name:<18} {version or '-'}" for name, version in found["packages"].items()),
         "devices",
         *(f"  {device}" for device in found["devices"] or ["none: torch is not installed"]),
         "what live models need",

@@ -14,6 +14,7 @@ EXAMPLES = (
     "ckptmap inspect runs/step-2000",
     "ckptmap inspect model.pt --keys 'model.layers.0.*'",
     "ckptmap inspect out/ --json",
+    "ckptmap inspect hf://org/name",
 )
 
 

@@ -7,6 +7,7 @@ asked for is imported, and torch never by this package itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -21,12 +22,16 @@ from typing import Annotated, NoReturn
 import typer
 
 from ckptmap.errors import CkptmapError, Interrupted
+from ckptmap.files import as_named, let_go
 from ckptmap.version import __version__
 
 from .inspect import at_once
 from .output import Output
 
-COMMANDS = ("inspect", "plan", "convert", "verify", "diff", "doctor", "explain")
+COMMANDS = (
+    "inspect", "plan", "convert", "verify", "diff", "merge", "mappings", "pull", "push", "doctor",
+    "explain",
+)  # fmt: skip
 """Each is a module of this package with a function `command` and its `EXAMPLES`."""
 GC_THRESHOLD = (50_000, 20, 20)
 """Opening a checkpoint makes objects by the 100,000 and no garbage: collecting is lost time."""
@@ -55,6 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         _on_terminate(before)
     return 0
+
+
+def leave() -> NoReturn:
+    """The command line of a process of its own, which is gone at once when it is done: taking
+    apart what 100,000 tensors are made of takes longer than to open them. Not one of several
+    ranks: the others may still be reading what it has said."""
+    code = main()
+    if os.environ.get("WORLD_SIZE", "") not in ("", "1"):
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    let_go()
+    os._exit(code)
 
 
 def build(args: Sequence[str]) -> typer.Typer:
@@ -141,10 +160,10 @@ def _exit_code(stop: SystemExit, out: Output) -> int:
 
 
 def _expected(error: CkptmapError, args: Sequence[str], out: Output) -> int:
-    hint = error.hint
-    if isinstance(error, Interrupted) and args[:1] == ["convert"]:
+    hint = as_named(error.hint)
+    if isinstance(error, Interrupted) and args[:1] in (["convert"], ["merge"], ["pull"], ["push"]):
         hint = f"the same command continues it: ckptmap {shlex.join(args)}"
-    out.error(error.code, error.message, hint)
+    out.error(error.code, as_named(error.message), hint)
     _trace(error)
     return error.exit_code
 

@@ -45,7 +45,9 @@ Json = Annotated[bool, _option("--json", help="Print one JSON document.")]
 Quiet = Annotated[
     bool, _option("--quiet", "-q", help="No progress; on stdout the destination only.")
 ]
-Src = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint: file or directory.")]
+Src = Annotated[
+    str, typer.Argument(metavar="SRC", help="A checkpoint: file, directory, hf://org/name.")
+]
 To = Annotated[
     str,
     _option("--to", metavar="SETUP", help="What to convert to: hf, full-bf16, fsdp2-nf4."),
@@ -141,6 +143,19 @@ Wrap = Annotated[
 NamesLike = Annotated[
     str | None, _option("--names-like", metavar="PATH", help="Name keys as this checkpoint does.")
 ]
+Names = Annotated[
+    str | None,
+    _option(
+        "--names",
+        metavar="SCHEME",
+        help="Naming scheme of DST: meta, torchtune, hf, auto (known names to hf), or a mapping"
+        " file; see `ckptmap mappings list`.",
+    ),
+]
+NamesFrom = Annotated[
+    str | None,
+    _option("--names-from", metavar="SCHEME", help="That of SRC; default: by its keys."),
+]
 Encode = Annotated[
     list[str] | None,
     _option("--encode", metavar="GLOB", help="Encode these weights only; repeatable."),
@@ -156,4 +171,16 @@ MaxShardSize = Annotated[
 ConfigFrom = Annotated[
     str | None,
     _option("--config-from", metavar="PATH", help="Directory or config.json to carry over."),
+]
+ExactScales = Annotated[
+    bool,
+    _option("--exact-scales", help="Store quantization scales without loss, where that can be."),
+]
+Base = Annotated[
+    str | None,
+    _option(
+        "--base",
+        metavar="PATH",
+        help="The quantized checkpoint that has the scales of payloads which SRC holds alone.",
+    ),
 ]

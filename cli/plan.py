@@ -12,6 +12,7 @@ from .output import Output
 EXAMPLES = (
     "ckptmap plan runs/step-2000 --to fsdp2-nf4 --world-size 8",
     "ckptmap plan model.pt --to hf -o plan.json",
+    "ckptmap plan hf://org/name@main --to full-nf4",
     "ckptmap convert --plan plan.json model.pt out/",
 )
 
@@ -35,8 +36,12 @@ def command(
     source_root: ask.SourceRoot = None,
     wrap: ask.Wrap = None,
     names_like: ask.NamesLike = None,
+    names: ask.Names = None,
+    names_from: ask.NamesFrom = None,
     encode: ask.Encode = None,
     no_encode: ask.NoEncode = None,
+    exact_scales: ask.ExactScales = False,
+    base: ask.Base = None,
     max_shard_size: ask.MaxShardSize = None,
     config_from: ask.ConfigFrom = None,
     save: Annotated[
@@ -58,6 +63,8 @@ def command(
         optimizer=optimizer, optimizer_keys=optimizer_keys, param_order=param_order, like=like,
         mesh=mesh, tp_plan=tp_plan, fsdp_units=fsdp_units, use_orig_params=use_orig_params,
         root=root, source_root=source_root, wrap=wrap, names_like=names_like,
+        names=names, names_from=names_from,
+        exact_scales=exact_scales, base=base,
         encode=encode, no_encode=no_encode, max_shard_size=max_shard_size, config_from=config_from,
     )  # fmt: skip
     plan = ckptmap.plan(src, to, options=asked)

@@ -5,15 +5,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
-from ckptmap.checkpoint import Checkpoint, join
+from ckptmap.checkpoint import Checkpoint
 from ckptmap.collapse import Row, table
+from ckptmap.errors import CkptmapError
 from ckptmap.lazy import LazyTensor
+from ckptmap.leaves import join
+from ckptmap.mapping.config import config_beside
+from ckptmap.mapping.detect import recognise
 from ckptmap.plans import human
 
 SHOWN = 8
 """Entries of `extra`, wrappers and ties that the text spells out; JSON has all."""
+
+
+class _Look(NamedTuple):
+    """What a row of the table and the counts above it say of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    encoding: str
+    nbytes: int
+    kind: tuple[str]
 
 
 class Portrait:
@@ -23,7 +38,8 @@ class Portrait:
         self.ckpt = ckpt
         self.keys = keys
         self.weights = list(ckpt.values())
-        self.kinds = Counter((lazy.info, lazy.encoding) for lazy in self.weights)
+        self._known: dict[int, _Look] = {}
+        self.kinds = Counter(map(self._look, self.weights))
         # Asked only then: to name what an index means, a transformers class may have to be built.
         named = {} if ckpt.optimizer_by_index else ckpt.optimizer
         self.states = [lazy for states in named.values() for lazy in states.values()]
@@ -34,17 +50,18 @@ class Portrait:
     def to_json(self) -> dict[str, Any]:
         ckpt = self.ckpt
         return {
-            "path": ckpt.path,
+            "path": ckpt.shown,
             "container": ckpt.index.container,
             "setup": ckpt.setup,
             "world_size": ckpt.world_size,
             "wrappers": list(ckpt.wrappers),
+            "names": self._schemes(),
             "encodings": dict(self._counted("encoding")),
             "dtypes": dict(self._counted("dtype")),
             "totals": {
                 "tensors": len(self.weights),
                 "numel": self._numel(),
-                "nbytes": sum(lazy.nbytes for lazy in self.weights),
+                "nbytes": self._nbytes(),
                 "files": len(ckpt.index.files),
             },
             "optimizer": self._optimizer(),
@@ -58,14 +75,35 @@ class Portrait:
             "tensors": [_entry(role, lazy, ckpt) for role, lazy in self._listed()],
         }
 
+    def _look(self, lazy: LazyTensor) -> _Look:
+        """One for all dense tensors of one info, which there may be 100,000 of."""
+        if lazy.encoding != "dense":
+            return _Look(lazy.shape, lazy.dtype, lazy.encoding, lazy.nbytes, (_kind(lazy),))
+        found = self._known.get(id(lazy.info))
+        if found is None:
+            found = _Look(lazy.shape, lazy.dtype, "dense", lazy.nbytes, (lazy.dtype,))
+            self._known[id(lazy.info)] = found
+        return found
+
+    def _schemes(self) -> list[str]:
+        """The naming schemes whose fingerprints the keys have."""
+        try:
+            config = config_beside(self.ckpt.index.beside or self.ckpt.path)
+        except CkptmapError:
+            config = None
+        return [entry.title for entry in recognise(list(self.ckpt), config)]
+
     def _numel(self) -> int:
-        return sum(info.numel * count for (info, _), count in self.kinds.items())
+        return sum(prod(look.shape) * count for look, count in self.kinds.items())
+
+    def _nbytes(self) -> int:
+        return sum(look.nbytes * count for look, count in self.kinds.items())
 
     def _counted(self, what: str) -> Counter[str]:
         """Tensors by dtype or by encoding."""
         found: Counter[str] = Counter()
-        for (info, encoding), count in self.kinds.items():
-            found[info.dtype if what == "dtype" else encoding] += count
+        for look, count in self.kinds.items():
+            found[look.dtype if what == "dtype" else look.encoding] += count
         return found
 
     def _optimizer(self) -> dict[str, Any]:
@@ -92,27 +130,31 @@ class Portrait:
 
     def _tied(self) -> list[tuple[str, ...]]:
         """Names that the file itself says are one tensor."""
+        first: dict[object, str] = {}
         sharing: dict[object, list[str]] = {}
         for lazy in self.weights:
             share = next(iter(lazy.parts.values())).share
-            if share is not None and lazy.info.numel:
-                sharing.setdefault(share, []).append(lazy.fqn)
-        return [tuple(names) for names in sharing.values() if len(names) > 1]
+            if share is None:
+                continue
+            other = first.setdefault(share, lazy.fqn)
+            if other is not lazy.fqn and lazy.info.numel:
+                sharing.setdefault(share, [other]).append(lazy.fqn)
+        return [tuple(names) for names in sharing.values()]
 
     # ------------------------------------------------------------------ as text
 
     def __str__(self) -> str:
         facts = [(name, text) for name, text in self._facts() if text]
         block = [f"  {name:<11}{text}" for name, text in facts]
-        # Optimizer state repeats every weight two or three times: only if asked for by name.
-        rows = [
-            Row(lazy.fqn, role, lazy.shape, (_kind(lazy),), "", lazy.nbytes)
-            for role, lazy in self._listed()
-            if role != "optimizer" or self.keys != "*"
-        ]
-        return "\n".join(
-            [self.ckpt.path, *block, "", *(table(rows) or ["  no tensor is named so"])]
-        )
+        lines = table(self._rows()) or ["  no tensor is named so"]
+        return "\n".join([self.ckpt.shown, *block, "", *lines])
+
+    def _rows(self) -> Iterator[Row]:
+        """Optimizer state repeats every weight two or three times: only if asked for by name."""
+        for role, lazy in self._listed():
+            if role != "optimizer" or self.keys != "*":
+                look = self._look(lazy)
+                yield Row(lazy.fqn, role, look.shape, look.kind, "", look.nbytes)
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         ckpt, weights = self.ckpt, self.weights
@@ -120,8 +162,9 @@ class Portrait:
         yield "container", f"{ckpt.index.container}, {_count(len(ckpt.index.files), 'file')}{world}"
         yield "setup", ckpt.setup
         yield "wrappers", _some(list(ckpt.wrappers))
+        yield "names", " or ".join(self._schemes())
         numel = self._numel()
-        size = human(sum(lazy.nbytes for lazy in weights))
+        size = human(self._nbytes())
         yield "weights", f"{_count(len(weights), 'tensor')}, {numel:,} parameters, {size}"
         yield "dtypes", _histogram(self._counted("dtype"))
         yield "encodings", _histogram(self._counted("encoding"))

@@ -12,6 +12,8 @@ from .output import Output
 EXAMPLES = (
     "ckptmap verify out/",
     "ckptmap verify out/ --against runs/step-2000",
+    "ckptmap verify out/ --against base-model/ --adapter adapter/",
+    "ckptmap verify out/ --against runs/qlora/ --base base-model-nf4/",
 )
 
 
@@ -26,12 +28,22 @@ def command(
             help="Compare the values, each by its fidelity, with the source's.",
         ),
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            "--adapter",
+            metavar="PATH",
+            show_default=False,
+            help="The adapter that `ckptmap merge` merged with SRC.",
+        ),
+    ] = None,
+    base: ask.Base = None,
     json: ask.Json = False,
 ) -> None:
     """Check coverage, sizes and digests by the manifest; exit code 1 where one is wrong."""
     import ckptmap
 
-    report = ckptmap.verify(dst, against=against)
+    report = ckptmap.verify(dst, against=against, adapter=adapter, base=base)
     Output(json).show(report)
     if not report.ok:
         raise typer.Exit(1)

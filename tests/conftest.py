@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,3 +53,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from tests.corpus import Corpus
 
     yield Corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Hub on loopback (`tests.hub_server.Hub`) that this process's huggingface_hub speaks to."""
+    from tests.hub_client import connected
+
+    with connected(tmp_path / "home", monkeypatch) as running:
+        yield running

@@ -63,7 +63,7 @@ def changed(files: list[OutFile], **change: Any) -> Files:
 
 def slot_overlaps(state: OutState, files: list[OutFile]) -> Files:
     (slot,) = files[largest(files)].slots
-    return changed(files, slots=[slot, replace(slot, offset=1, nbytes=slot.nbytes - 1)])
+    return changed(files, slots=[slot, slot._replace(offset=1, nbytes=slot.nbytes - 1)])
 
 
 def slot_leaves(state: OutState, files: list[OutFile]) -> Files:
@@ -150,7 +150,7 @@ def test_zip_writer_whose_slots_overlap(tmp_path: Path) -> None:
         def files(self, state: OutState, name: str) -> Files:
             (out,) = super().files(state, name)
             first, *others = out.slots
-            moved = [replace(slot, offset=first.offset) for slot in others]
+            moved = [slot._replace(offset=first.offset) for slot in others]
             return [replace(out, slots=[first, *moved])]
 
     with pytest.raises(AssertionError, match="slots overlap"):
@@ -187,12 +187,12 @@ def with_regions(index: Index, change: Callable[[Any], Any]) -> Index:
 
 class OffByOne(SafetensorsFile):
     def index(self, place: Place) -> Index:
-        return with_regions(super().index(place), lambda r: replace(r, offset=r.offset - 1))
+        return with_regions(super().index(place), lambda r: r._replace(offset=r.offset - 1))
 
 
 class ReadsPastTheEnd(SafetensorsFile):
     def index(self, place: Place) -> Index:
-        return with_regions(super().index(place), lambda r: replace(r, offset=r.offset + 1))
+        return with_regions(super().index(place), lambda r: r._replace(offset=r.offset + 1))
 
 
 class ForgetsShort(toy.ToyReader):  # type: ignore[misc]

@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,16 @@ import pytest
 import torch
 import xxhash
 
+from ckptmap import copying, sink
 from ckptmap import execute as execute_module
-from ckptmap import moves, sink
 from ckptmap.encodings.dense import Dense, DenseAs
 from ckptmap.errors import DestinationError, Interrupted, RunError, SourceError
-from ckptmap.execute import Executed, execute
+from ckptmap.execute import execute
 from ckptmap.files import Files
 from ckptmap.journal import Journal, Written
 from ckptmap.lazy import LazyTensor, tensor_bytes
 from ckptmap.protocols import Encoding, Group, OutFile, Slot, Write
+from ckptmap.results import Executed
 from ckptmap.sink import ALIGN, Buffer, OutputFile, Stream, Sums
 from ckptmap.steps import Compare, Encode, FilePlan, Target
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo, contiguous_strides
@@ -235,7 +236,7 @@ def test_damaged_source_is_found_for_free(tmp_path: Path) -> None:
     """A zip record's CRC-32 is held against the bytes where the target needs a CRC anyway."""
     for size in (50, 2_000_000):
         (stored,) = stored_in(tmp_path / "src", [random_tensor(size)])
-        wrong = StoredTensor(stored.info, [replace(stored.chunks[0], crc32=123)])
+        wrong = StoredTensor(stored.info, [stored.chunks[0]._replace(crc32=123)])
         with pytest.raises(
             SourceError, match="src: t0: bytes are damaged: expected CRC-32 0000007b"
         ):
@@ -586,7 +587,7 @@ def test_replicas_are_compared_by_bytes(tmp_path: Path) -> None:
 def test_replicas_are_compared_by_crc_where_both_have_one(tmp_path: Path) -> None:
     tensor = random_tensor(9, 10)
     (stored,) = stored_in(tmp_path / "src", [tensor])
-    stored = StoredTensor(stored.info, [replace(stored.chunks[0], crc32=5)])
+    stored = StoredTensor(stored.info, [stored.chunks[0]._replace(crc32=5)])
     wrong = random_tensor(9, 10)
     run(tmp_path / "w1", [copy_plan([stored])], compares=[
         Compare("w", stored, replica_of(tmp_path, wrong, 0, crc=5))])  # fmt: skip
@@ -722,4 +723,4 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
 
 def test_limits_are_consistent() -> None:
     assert execute_module.SMALL <= execute_module.SPAN <= execute_module.MAX_BUFFER
-    assert moves.MAX_BUFFERS < 1024
+    assert copying.MAX_BUFFERS < 1024

@@ -16,22 +16,26 @@ HEAVY = {"torch", "torchao", "numpy", "safetensors", "xxhash", "transformers", "
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("version", "errors", "codes", "collapse"),
-    ("tensors", "files", "locks", "foreign", "journal", "sink", "meta_model"),
-    ("heartbeat",),
-    ("ranks",),
-    ("protocols", "coverage", "gather", "publish", "like"),
+    ("tensors", "holding", "files", "locks", "journal", "sink", "calm"),
+    ("heartbeat", "meta_model", "remote", "lattice"),
+    ("ranks", "woven", "leaves", "results"),
+    ("protocols", "coverage", "gather", "publish", "like", "foreign"),
+    ("grids", "fourbit", "selection"),
     ("lazy", "wire"),
+    ("blocks",),
     ("containers", "encodings", "layouts", "mapping"),
     ("optim",),
-    ("registry", "roots", "places", "steps", "compare"),
-    ("setups", "moves", "split", "cutting", "members", "directories"),
-    ("checkpoint",),
-    ("plans", "model_order"),
-    ("drafting", "manifest", "execute"),
+    ("registry", "roots", "places", "steps", "compare", "recoding", "groups"),
+    ("setups", "grouping", "copying", "split", "supply", "cutting", "members", "directories"),
+    ("checkpoint", "flat_units", "moves", "sealing"),
+    ("plans", "model_order", "translation", "mapping_draft", "base", "lora", "adapters"),
+    ("arranging", "drafting", "manifest", "execute", "choosing", "declaring", "overlay"),
     ("planning",),
-    ("verification", "difference"),
+    ("verification", "difference", "replanning"),
     ("conversion", "resume"),
+    ("hub", "integrations", "merging"),
     ("testing",),
+    ("pytest_plugin",),
 )
 """Modules and rooms of ckptmap, lowest first; each imports from lower layers only."""
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
@@ -39,9 +43,13 @@ ADAPTERS = {"containers", "encodings", "layouts"}
 UPWARDS = {("plans", "conversion")}
 """`Plan.execute` is a shorthand for what stands above it; the import is inside the method."""
 NAMED = {
-    ("checkpoint", "encodings.dense"),  # what a tensor is that no scheme has claimed
+    ("groups", "encodings.dense"),  # what a tensor is that no scheme has claimed
     ("resume.fixes", "encodings.nf4"),
     ("resume.fixes", "encodings.nf4_live"),
+    ("resume.bnb_live", "encodings.nf4_codes"),
+    ("resume.in_place", "encodings.nf4_live"),
+    ("resume.bnb_live", "encodings.nf4_encoding"),
+    ("resume.replicas", "encodings.nf4_live"),
     ("resume.nf4_live", "encodings.nf4"),
     ("resume.nf4_live", "encodings.nf4_encoding"),
     ("resume.nf4_live", "encodings.nf4_live"),

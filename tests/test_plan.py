@@ -210,13 +210,12 @@ def test_declared_tie_that_does_not_hold_is_refused(tmp_path: Path) -> None:
 
 
 FOREIGN: dict[str, dict[str, Any]] = {
-    "bitsandbytes 4-bit": {
-        "w.weight": torch.zeros(8, 1, dtype=torch.uint8), "w.weight.absmax": torch.ones(1),
-        "w.weight.quant_map": torch.ones(16),
-        "w.weight.quant_state.bitsandbytes__nf4": torch.zeros(4, dtype=torch.uint8),
-    },
     "block-scaled fp8": {
-        "w.weight": torch.zeros(4, 4, dtype=torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(1, 1),
+        "w.weight": torch.zeros(4, 4, dtype=torch.float8_e5m2), "w.weight_scale_inv": torch.ones(1, 1),
+    },
+    "MXFP4": {
+        "w.down_proj_blocks": torch.zeros(4, 4, 16, dtype=torch.uint8),
+        "w.down_proj_scales": torch.zeros(4, 4, dtype=torch.uint8),
     },
     "GPTQ or AWQ": {
         "w.qweight": torch.zeros(4, 4, dtype=torch.int32), "w.scales": torch.ones(1, 4).half(),

@@ -32,7 +32,7 @@ def out_tensors(
 def materialise(
     outs: Sequence[OutFile], directory: FilePath, tensors: Mapping[Path, torch.Tensor]
 ) -> None:
-    """Every byte of every file must come from a slot or from `seal`, and from one of them."""
+    """Every byte of every file must come from a slot or from what is sealed, and from one of them."""
     directory.mkdir(parents=True, exist_ok=True)
     for out in outs:
         covered = 0
@@ -44,7 +44,7 @@ def materialise(
                 assert len(data) == slot.nbytes
                 crcs.append(zlib.crc32(data))
                 covered += os.pwrite(file.fileno(), data, slot.offset) if data else 0
-            for offset, piece in out.seal(crcs if out.needs_crc else (), None):
+            for offset, piece in out.pieces(crcs if out.needs_crc else (), None):
                 covered += os.pwrite(file.fileno(), piece, offset)
         assert covered == out.nbytes == os.stat(directory / out.name).st_size
 
