@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("ckptmap", deadline=None)  # a busy machine is no defect
+settings.load_profile("ckptmap")
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,8 @@ DIRECTORIES = {
 
 
 def test_every_reader_is_checked() -> None:
-    written = {setup.writer for setup in SETUPS.values()}
+    forms = {"accelerate-full": "accelerate"}  # two forms of what one reader reads
+    written = {forms.get(setup.writer, setup.writer) for setup in SETUPS.values()}
     assert written | set(ONLY_READ) | set(DIRECTORIES) == set(READERS)
     assert set(DIRECTORIES) == {registry._load(spec).name for spec in registry.DIRECTORIES}
 
