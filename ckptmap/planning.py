@@ -6,7 +6,6 @@ the writer places every chunk, and every placed byte is traced to a source regio
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -412,29 +411,3 @@ def _unnamed(reader: OptimizerReader) -> Unresolved:
         "give the names in order with --param-order FILE, or convert the weights alone with"
         " --optimizer drop",
     )
-
-
-def replan(path: str | os.PathLike[str]) -> Plan:
-    """The plan that `Plan.save` wrote, made again from its source: the same, or PlanError CKM209."""
-    try:
-        saved = json.loads(FilePath(path).read_text(encoding="utf-8"))
-        given: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in saved["options"].items()
-        }
-        options, source, digest = Options(**given), saved["source"]["path"], saved["digest"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PlanError(
-            "CKM209",
-            f"{path}: is no saved plan: {error}",
-            "write one with ckptmap plan -o plan.json",
-        ) from error
-    if options.param_order is not None:  # JSON has lists
-        options = replace(options, param_order=tuple(map(tuple, options.param_order)))
-    made = plan(source, options.to, options=options)
-    if made.digest != digest:
-        raise PlanError(
-            "CKM209",
-            f"{path}: {source} is not what was planned on: digest {made.digest[:12]}, expected {digest[:12]}",
-            "plan again: the source, or ckptmap, has changed",
-        )
-    return made

@@ -1,13 +1,18 @@
-"""A plan made again: with exact scales for tensors that turned out to need them."""
+"""A plan made again: from its file, or with exact scales for tensors that turned out to need them."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from glob import escape
+from pathlib import Path as FilePath
+from typing import Any
 
+from ckptmap.errors import PlanError
 from ckptmap.planning import plan
-from ckptmap.plans import Plan
+from ckptmap.plans import Options, Plan
 
 
 def with_exact_scales(made: Plan, fqns: Sequence[str]) -> Plan | None:
@@ -24,3 +29,29 @@ def with_exact_scales(made: Plan, fqns: Sequence[str]) -> Plan | None:
         " since outliers would have made others zero or of another sign"
     )
     return replace(finer, notes=(*finer.notes, note))
+
+
+def replan(path: str | os.PathLike[str]) -> Plan:
+    """The plan that `Plan.save` wrote, made again from its source: the same, or PlanError CKM209."""
+    try:
+        saved = json.loads(FilePath(path).read_text(encoding="utf-8"))
+        given: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in saved["options"].items()
+        }
+        options, source, digest = Options(**given), saved["source"]["path"], saved["digest"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(
+            "CKM209",
+            f"{path}: is no saved plan: {error}",
+            "write one with ckptmap plan -o plan.json",
+        ) from error
+    if options.param_order is not None:  # JSON has lists
+        options = replace(options, param_order=tuple(map(tuple, options.param_order)))
+    made = plan(source, options.to, options=options)
+    if made.digest != digest:
+        raise PlanError(
+            "CKM209",
+            f"{path}: {source} is not what was planned on: digest {made.digest[:12]}, expected {digest[:12]}",
+            "plan again: the source, or ckptmap, has changed",
+        )
+    return made

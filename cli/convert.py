@@ -191,8 +191,8 @@ def _saved(src: str, plan_file: str) -> Plan:
     from pathlib import Path
 
     from ckptmap.errors import PlanError
-    from ckptmap.planning import replan
     from ckptmap.remote.locating import locate
+    from ckptmap.replanning import replan
 
     plan = replan(plan_file)
     here = locate(src)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptmap
 from ckptmap.errors import PlanError, RunError, SourceError
-from ckptmap.planning import replan
+from ckptmap.replanning import replan
 from tests.corpus import CASES, Corpus
 from tests.test_open import assert_same
 
