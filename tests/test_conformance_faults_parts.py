@@ -137,7 +137,7 @@ class Faults(NF4Scheme):
         found: Any = super().encoding(info)
         if not isinstance(found, NF4):
             return found
-        return FaultyNF4(found.block_size, found.scaler_block_size, self.fault)  # type: ignore[attr-defined]
+        return FaultyNF4(found.block_size, found.scaler_block_size, fault=self.fault)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
