@@ -114,7 +114,7 @@ def test_the_command_line_has_both_options(tmp_path: Path) -> None:
     ).stdout
     assert "exact 1" in exact
     missing = subprocess.run([*run, "--base", str(tmp_path / "no")], capture_output=True, text=True)
-    assert missing.returncode == 2 or "CKM101" in missing.stderr
+    assert (missing.returncode, "error[CKM101]" in missing.stderr) == (2, True), missing.stderr
 
 
 class Net(nn.Module):

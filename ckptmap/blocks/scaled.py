@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ckptmap.blocks import geometry, values
 from ckptmap.blocks.encoder import Constants, ScaledEncoder, ScaledRecoder
@@ -180,6 +180,11 @@ class Scaled:
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
     ) -> None:
         out.copy_(parts[self.codes_part])
+
+    def keeping(self, info: TensorInfo, grid: Grid) -> Self | None:
+        """Itself, where it can take these codes as they are."""
+        fits = not self.refusal(info) and self.recoder(info, grid, "cpu") is not None
+        return self if fits else None
 
     def recoder(self, info: TensorInfo, grid: Grid, device: str) -> Recoder | None:
         """Takes any codes of its dtype in its own blocks; exact where their scales mean the same."""

@@ -139,10 +139,7 @@ class BnbInt8Scheme:
         return encoding.refusal(info) or encoding
 
     def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
-        encoding = BnbInt8(extra=_FORMAT_PART)
-        if encoding.refusal(info) or encoding.recoder(info, grid, "cpu") is None:
-            return None
-        return encoding
+        return BnbInt8(extra=_FORMAT_PART).keeping(info, grid)
 
     def quantization_config(
         self, encoded: Mapping[str, TensorInfo], dense: Collection[str]

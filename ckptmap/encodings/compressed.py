@@ -116,9 +116,7 @@ class _Target:
         grouped = grid.block[0] == 1 and info.shape[1] % grid.block[1] == 0
         tiled = encoding.codes_dtype != "int8" and info.shape[1] % grid.block[1] == 0
         fits = grid.block == info.shape or grouped or tiled
-        if not fits or encoding.refusal(info) or encoding.recoder(info, grid, "cpu") is None:
-            return None
-        return encoding
+        return encoding.keeping(info, grid) if fits else None
 
     def quantization_config_of(
         self, encoded: Mapping[str, tuple[Encoding, TensorInfo]], dense: Collection[str]

@@ -103,10 +103,7 @@ class Fp8Scheme:
 
     def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
         """Tiles of its own size."""
-        encoding = Fp8(BLOCK)
-        if encoding.refusal(info) or encoding.recoder(info, grid, "cpu") is None:
-            return None
-        return encoding
+        return Fp8(BLOCK).keeping(info, grid)
 
     def quantization_config(
         self, encoded: Mapping[str, TensorInfo], dense: Collection[str]

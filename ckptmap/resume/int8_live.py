@@ -22,9 +22,9 @@ from ckptmap.errors import LoadError, RunError
 from ckptmap.grids import Coded, Grid, KeepsCodes
 from ckptmap.lazy import LazyTensor
 from ckptmap.protocols import Encoding, Refusal, part_key
-from ckptmap.resume import fixes
 from ckptmap.resume.nf4_live import StoredPart
 from ckptmap.resume.reader import Reader
+from ckptmap.resume.row_shards import row_shard
 from ckptmap.resume.target import INT8_CLASSES, Target, held, is_dtensor
 from ckptmap.tensors import Box, TensorInfo
 
@@ -78,7 +78,7 @@ def rows_of(target: Target, source: LazyTensor) -> Rows | str:
         return reason
     rank, world = 0, 1
     if is_dtensor(target.tensor):
-        sharding = _sharding(target)
+        sharding = row_shard(target, "int8")
         if isinstance(sharding, str):
             return sharding
         rank, world = sharding
@@ -106,22 +106,6 @@ def _unfit(target: Target, grid: Grid) -> str:
         if not any("Linear" in cls.__name__ for cls in type(module).__mro__):
             return f"{type(module).__name__} cannot compute with an Int8Tensor"
     return "" if _torchao() is not None else "torchao 0.15 or later is not installed"
-
-
-def _sharding(target: Target) -> tuple[int, int] | str:
-    """(rank, world size) of a DTensor that FSDP2 cuts by rows; a text: it is none."""
-    tensor: Any = target.tensor
-    if target.fsdp_param is None:
-        return "a DTensor outside of fully_shard has no way to compute with int8"
-    if fixes.is_model_parallel(target.fsdp_param):
-        return "a tensor-parallel weight has no way to compute with int8"
-    if fixes.reshards_apart(target.fsdp_param):
-        return "reshard_after_forward to a smaller mesh does not support int8"
-    coordinate = tensor.device_mesh.get_coordinate()
-    shards = [i for i, p in enumerate(tensor.placements) if not p.is_replicate()]
-    if coordinate is None or len(shards) != 1 or not tensor.placements[shards[0]].is_shard(0):
-        return f"placements {tensor.placements} are not rows over one dim of the mesh"
-    return coordinate[shards[0]], tensor.device_mesh.size(shards[0])
 
 
 # ------------------------------------------------------------------------------- read

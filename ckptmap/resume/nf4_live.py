@@ -28,8 +28,8 @@ from ckptmap.grids import Grid
 from ckptmap.lazy import LazyTensor
 from ckptmap.protocols import Refusal
 from ckptmap.recoding import grid_of, recoded
-from ckptmap.resume import fixes
 from ckptmap.resume.reader import Reader
+from ckptmap.resume.row_shards import row_shard
 from ckptmap.resume.target import Target, held, is_dtensor, is_nf4
 from ckptmap.tensors import Box, TensorInfo
 
@@ -84,7 +84,7 @@ def rows_of(target: Target, info: TensorInfo, encoding: NF4) -> Rows | str:
     rank, world = 0, 1
     tensor: Any = target.tensor
     if is_dtensor(tensor):
-        sharding = _sharding(target)
+        sharding = row_shard(target, "NF4")
         if isinstance(sharding, str):
             return sharding
         rank, world = sharding
@@ -96,22 +96,6 @@ def rows_of(target: Target, info: TensorInfo, encoding: NF4) -> Rows | str:
     box = Box((rank * rows,) + (0,) * (len(shape) - 1), shape)
     live = replace(encoding, scaler_block_size=scaler_block)
     return Rows(TensorInfo(shape, info.dtype), info, encoding, live, box)
-
-
-def _sharding(target: Target) -> tuple[int, int] | str:
-    """(rank, world size) of a DTensor that FSDP2 cuts by rows; a text: it is none."""
-    tensor: Any = target.tensor
-    if target.fsdp_param is None:
-        return "a DTensor outside of fully_shard has no way to compute with NF4"
-    if fixes.is_model_parallel(target.fsdp_param):
-        return "a tensor-parallel weight has no way to compute with NF4"
-    if fixes.reshards_apart(target.fsdp_param):
-        return "reshard_after_forward to a smaller mesh does not support NF4"
-    coordinate = tensor.device_mesh.get_coordinate()
-    shards = [i for i, p in enumerate(tensor.placements) if not p.is_replicate()]
-    if coordinate is None or len(shards) != 1 or not tensor.placements[shards[0]].is_shard(0):
-        return f"placements {tensor.placements} are not rows over one dim of the mesh"
-    return coordinate[shards[0]], tensor.device_mesh.size(shards[0])
 
 
 # ------------------------------------------------------------------------------- from NF4
