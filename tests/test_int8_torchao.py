@@ -368,8 +368,8 @@ def test_a_class_that_is_not_decoded_moves_with_what_torchao_says_of_it(tmp_path
 
 def test_the_kernels_that_are_timed_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    timed = importlib.import_module("kernels_int8")
+    timed = importlib.import_module("kernels_8bit")
     for dtype in ("bfloat16", "float32"):
         timed.check(timed.kernels._weight(256, dtype))
         assert all(getattr(timed, name) for c in timed.CONTESTS for name in (c.mine, *c.peers))
-    sys.modules.pop("kernels_int8"), sys.modules.pop("kernels")
+    sys.modules.pop("kernels_8bit"), sys.modules.pop("kernels_4bit")

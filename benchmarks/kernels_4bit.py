@@ -1,8 +1,8 @@
 """The kernels of 4-bit encodings against those of torchao and bitsandbytes: one CPU thread, 4096 x
 4096, every result checked before it is timed.
 
-    python benchmarks/kernels.py                # all; a table on stdout
-    python benchmarks/kernels.py --only decode --size 2048
+    python benchmarks/kernels_4bit.py                # all; a table on stdout
+    python benchmarks/kernels_4bit.py --only decode --size 2048
 
 A contestant is a process of its own, so that its peak memory is its own. Times are CPU seconds of
 one thread, the least of `--rounds` calls: on an idle machine the wall's too. Memory is the peak of
@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -202,14 +203,14 @@ def check(w: Any) -> None:
 # ------------------------------------------------------------------------------- measuring
 
 
-def measure(name: str, size: int, dtype: str, rounds: int) -> dict[str, float]:
+def measure(make: Callable[[Any], Kernel], size: int, dtype: str, rounds: int) -> dict[str, float]:
     """In this process: the least CPU seconds of a call, and MiB at the peak beside the result."""
     import torch
 
     torch.set_num_threads(1)
     w = _weight(size, dtype)
-    run, result_nbytes = globals()[name](w)
-    small = globals()[name](_weight(256, dtype))[0]
+    run, result_nbytes = make(w)
+    small = make(_weight(256, dtype))[0]
     small()  # tables, lazy imports, the allocator's arenas
     with _Peak() as peak:
         run()
@@ -246,27 +247,29 @@ def _anon() -> int:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
 
 
-def in_own_process(name: str, size: int, dtype: str, rounds: int) -> dict[str, float]:
-    argv = [sys.executable, __file__, "--one", name, "--size", str(size), "--dtype", dtype]
+def in_own_process(bench: ModuleType, name: str, size: int, dtype: str, rounds: int) -> Any:
+    argv = [sys.executable, str(bench.__file__), "--one", name, "--size", str(size)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*argv, "--rounds", str(rounds)], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [*argv, "--dtype", dtype, "--rounds", str(rounds)], capture_output=True, text=True, env=env
+    )
     if done.returncode:
         raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(contest: Contest, size: int, dtype: str, rounds: int) -> None:
-    mine = in_own_process(contest.mine, size, dtype, rounds)
+def compare(bench: ModuleType, contest: Contest, size: int, dtype: str, rounds: int) -> None:
+    mine = in_own_process(bench, contest.mine, size, dtype, rounds)
     cells = [f"{1e3 * mine['s']:.1f} ms, {mine['mib']:.0f} MiB"]
     for peer in contest.peers:
-        found = in_own_process(peer, size, dtype, max(1, rounds // 4))
+        found = in_own_process(bench, peer, size, dtype, max(1, rounds // 4))
         cells.append(f"{peer} {1e3 * found['s']:.0f} ms, {found['mib']:.0f} MiB: {found['s'] / mine['s']:.1f}x")  # fmt: skip
     print(f"| {contest.job} | {dtype} | {' | '.join(cells)} | {contest.goals} |", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(bench: ModuleType) -> None:
+    """Hold the `CONTESTS` of a module, between functions of it, once its `check` has passed."""
+    parser = argparse.ArgumentParser(description=(bench.__doc__ or "").splitlines()[0])
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=8)
@@ -274,13 +277,14 @@ def main() -> None:
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
-        print(json.dumps(measure(asked.one, asked.size, asked.dtype, asked.rounds)))
+        make = getattr(bench, asked.one)
+        print(json.dumps(measure(make, asked.size, asked.dtype, asked.rounds)))
         return
-    check(_weight(512, asked.dtype))
-    for contest in CONTESTS:
+    bench.check(_weight(512, asked.dtype))
+    for contest in bench.CONTESTS:
         if asked.only in contest.job:
-            compare(contest, asked.size, asked.dtype, asked.rounds)
+            compare(bench, contest, asked.size, asked.dtype, asked.rounds)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.modules[__name__])

@@ -1,23 +1,19 @@
 """The kernels of 8-bit encodings against those of torchao, bitsandbytes and transformers: one CPU
-thread, 4096 x 4096, every result checked before it is timed. As `kernels.py` measures.
+thread, 4096 x 4096, every result checked before it is timed. As `kernels_4bit.py` measures.
 
-    python benchmarks/kernels_int8.py
-    python benchmarks/kernels_int8.py --only decode --size 2048
+    python benchmarks/kernels_8bit.py
+    python benchmarks/kernels_8bit.py --only decode --size 2048
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import kernels
-from kernels import MIB, Contest, Kernel
+import kernels_4bit as kernels
+from kernels_4bit import Contest, Kernel
 
 CONTESTS = (
     Contest("encode int8 (torchao's)", "ours_int8", ("torchao_int8",), "5x torchao"),
@@ -181,56 +177,5 @@ def check(w: Any) -> None:
         assert same(mine(w)[0](), theirs(w)[0]()), theirs
 
 
-def measure(name: str, size: int, dtype: str, rounds: int) -> dict[str, float]:
-    """In this process: the least seconds of a call, and MiB at the peak beside the result."""
-    import torch
-
-    torch.set_num_threads(1)
-    w = kernels._weight(size, dtype)
-    run, result_nbytes = globals()[name](w)
-    globals()[name](kernels._weight(256, dtype))[0]()  # lazy imports, the allocator's arenas
-    with kernels._Peak() as peak:
-        run()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return {"s": min(times), "mib": (peak.nbytes - result_nbytes) / MIB}
-
-
-def in_own_process(name: str, size: int, dtype: str, rounds: int) -> dict[str, float]:
-    argv = [sys.executable, __file__, "--one", name, "--size", str(size), "--dtype", dtype]
-    done = subprocess.run([*argv, "--rounds", str(rounds)], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--size", type=int, default=4096)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--only", default="", help="jobs with this in their name")
-    parser.add_argument("--one", default="", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.one:
-        print(json.dumps(measure(asked.one, asked.size, asked.dtype, asked.rounds)))
-        return
-    check(kernels._weight(512, asked.dtype))
-    for contest in (c for c in CONTESTS if asked.only in c.job):
-        mine = in_own_process(contest.mine, asked.size, asked.dtype, asked.rounds)
-        cells = [f"{1e3 * mine['s']:.1f} ms, {mine['mib']:.0f} MiB"]
-        for peer in contest.peers:
-            found = in_own_process(peer, asked.size, asked.dtype, max(1, asked.rounds // 4))
-            times = found["s"] / mine["s"]
-            cells.append(f"{peer} {1e3 * found['s']:.0f} ms, {found['mib']:.0f} MiB: {times:.1f}x")
-        print(
-            f"| {contest.job} | {asked.dtype} | {' | '.join(cells)} | {contest.goals} |", flush=True
-        )
-
-
 if __name__ == "__main__":
-    main()
+    kernels.main(sys.modules[__name__])
