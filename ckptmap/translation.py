@@ -9,17 +9,20 @@ change, or a quantized tensor is rearranged across its blocks) is read through i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckptmap.checkpoint import Checkpoint
+from ckptmap.compare import same_parts
 from ckptmap.errors import PlanError
+from ckptmap.foreign import RESTORE, naked_payloads
 from ckptmap.groups import DENSE, Groups
 from ckptmap.lazy import LazyTensor
 from ckptmap.mapping.chain import translate
 from ckptmap.mapping.config import config_beside
 from ckptmap.mapping.detect import Choice, choose
+from ckptmap.mapping.dims import Dims
 from ckptmap.mapping.files import loads
 from ckptmap.mapping.pulled import Pulled
 from ckptmap.mapping.resolve import Made, Resolution
@@ -111,6 +114,11 @@ class Translated(Checkpoint):
             return found.group
         return found
 
+    @property
+    def in_hub_names(self) -> bool:
+        target = self.translation.choice.target
+        return target is None or target.is_hub
+
     def unknown(self, key: str) -> tuple[str, str]:
         """Why a key has no name here, and what to do about it."""
         choice = self.translation.choice
@@ -120,6 +128,9 @@ class Translated(Checkpoint):
             f"no rule of {choice.text} knows it",
             f"leave it behind with --drop '{key}', or add a rule to your own copy of {where}",
         )
+
+    def dense(self) -> Mapping[str, StoredTensor]:
+        return {fqn: held for fqn, held in super().dense().items() if fqn not in self._pulled}
 
     def __getitem__(self, fqn: str) -> LazyTensor:
         pulled = self._pulled.get(fqn)
@@ -173,6 +184,26 @@ def named_alike(ckpt: Checkpoint, record: Mapping[str, Any], logical: Iterable[s
         return ckpt
 
 
+def tied_away(
+    ckpt: Checkpoint, record: Mapping[str, Any] | None, known: Collection[str]
+) -> set[str]:
+    """Keys of `ckpt` beside `known` ones that the schemes of a translation tie to one of these, and
+    that have its bytes: a head that is stored too, held against an output that leaves it out."""
+    found = set()
+    for side in ("from", "to") if record is not None else ():
+        if record is None or record[side] is None:
+            continue
+        scheme = loads(record[side]["text"], record[side]["title"])
+        dims = Dims(scheme.dims, record["config"])
+        for tie in scheme.ties:
+            name, kept = tie.name.text, tie.kept.text
+            if name in known or name not in ckpt or kept not in known or kept not in ckpt:
+                continue
+            if dims.holds(tie.when) and same_parts(ckpt[kept], ckpt[name]) is None:
+                found.add(name)
+    return found
+
+
 def _applied(
     ckpt: Checkpoint,
     choice: Choice,
@@ -180,7 +211,12 @@ def _applied(
     left: Mapping[str, str],
 ) -> Checkpoint:
     infos = {key: info for key, info in ckpt.infos().items() if key not in left}
-    resolution = translate(infos, choice.source, choice.target, config, left=left)
+    try:
+        resolution = translate(infos, choice.source, choice.target, config, left=left)
+    except PlanError as error:
+        if error.code == "CKM606" and naked_payloads(infos):  # its shape is that of packed codes
+            error.hint = RESTORE + error.hint
+        raise
     if not resolution.made and infos:
         raise PlanError(
             "CKM609",

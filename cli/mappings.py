@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from . import options as ask
 from .output import Output
 
+if TYPE_CHECKING:
+    from ckptmap.mapping.schemes import Entry
+
 EXAMPLES = (
     "ckptmap mappings list",
+    "ckptmap mappings list llama",
     "ckptmap mappings show llama/meta",
     "ckptmap mappings check my-mapping.toml",
     "ckptmap mappings test my-mapping.toml --config config.json",
@@ -26,7 +30,10 @@ def command(
     ],
     what: Annotated[
         str | None,
-        typer.Argument(metavar="[SCHEME|FILE]", help="A scheme as llama/meta, or a mapping file."),
+        typer.Argument(
+            metavar="[SCHEME|FILE]",
+            help="A scheme as llama/meta, or a mapping file; list: a family or model type, too.",
+        ),
     ] = None,
     config: Annotated[
         str | None,
@@ -53,7 +60,7 @@ def command(
     """
     out = Output(json)
     if action == "list":
-        _list(out)
+        _list(out, what)
     elif action == "new":
         _new(out, source, to, values)
     else:
@@ -62,19 +69,24 @@ def command(
         _ON_FILES[action](out, what, config)
 
 
-def _list(out: Output) -> None:
-    from ckptmap.mapping.schemes import available
+def _list(out: Output, what: str | None) -> None:
+    from ckptmap.mapping.schemes import listed
 
-    entries = [
-        {"scheme": entry.title, "models": list(entry.models), "summary": entry.summary,
-         "path": entry.path}
-        for entry in available()
-    ]  # fmt: skip
+    entries = listed(what)
     if out.json:
-        out.document({"mappings": entries})
+        document = [
+            {"scheme": entry.title, "models": list(entry.models), "summary": entry.summary,
+             "path": entry.path, "same_as": entry.same_as}
+            for entry in entries
+        ]  # fmt: skip
+        out.document({"mappings": document})
         return
-    width = max((len(str(entry["scheme"])) for entry in entries), default=0)
-    out.text("\n".join(f"{entry['scheme']:<{width}}  {entry['summary']}" for entry in entries))
+    width = max((len(entry.title) for entry in entries), default=0)
+    out.text("\n".join(f"{entry.title:<{width}}  {_described(entry)}" for entry in entries))
+
+
+def _described(entry: Entry) -> str:
+    return entry.summary + (f" (= {entry.family}/{entry.same_as})" if entry.same_as else "")
 
 
 def _path(what: str) -> str:

@@ -158,6 +158,25 @@ TINY = {
         Tiny("gemma", "gemma", {"model_type": "gemma", **_COMMON}),
         Tiny("gemma2", "gemma2", {"model_type": "gemma2", **_COMMON}),
         Tiny("gemma3_text", "gemma3_text", {"model_type": "gemma3_text", **_COMMON}),
+        Tiny(
+            "gemma3",
+            "gemma3",
+            {
+                "model_type": "gemma3",
+                "text_config": dict(_COMMON),
+                "vision_config": {
+                    "hidden_size": 24,
+                    "intermediate_size": 34,
+                    "num_hidden_layers": 3,
+                    "num_attention_heads": 2,
+                    "num_channels": 5,
+                    "image_size": 28,
+                    "patch_size": 7,
+                    "vision_use_head": True,
+                },
+                "mm_tokens_per_image": 4,
+            },
+        ),
         Tiny("phi3", "phi3", {"model_type": "phi3", **_drop(_SQUARE, "head_dim")}),
         Tiny(
             "gpt2",
@@ -180,6 +199,16 @@ TINY = {
                 "model_type": "gpt_neox",
                 **_drop(_SQUARE, "num_key_value_heads", "head_dim"),
                 "rotary_pct": 0.4,
+            },
+        ),
+        Tiny(
+            "gpt_neox_sequential",
+            "gpt_neox",
+            {
+                "model_type": "gpt_neox",
+                **_drop(_SQUARE, "num_key_value_heads", "head_dim"),
+                "rotary_pct": 0.4,
+                "use_parallel_residual": False,
             },
         ),
         Tiny(

@@ -26,9 +26,14 @@ CHOSEN = [
     ("qwen3_tied", "torchtitan@2026-04b"),
     ("gemma2", "torchtune"),
     ("gemma3_text", "megatron"),
+    ("gemma3", "hf-memory@4.50"),
+    ("gemma3", "hf-memory@5.0"),
     ("phi3", "torchtune"),
+    ("phi3", "megatron"),
     ("gpt2", "nanogpt"),
     ("gpt_neox", "hf-memory"),
+    ("gpt_neox_sequential", "megatron"),
+    ("falcon_new", "megatron"),
     ("mixtral", "gpt-fast"),
     ("mixtral", "hf-memory"),
     ("qwen2_moe", "megatron"),
@@ -36,6 +41,7 @@ CHOSEN = [
     ("deepseek_v3", "hf-memory"),
     ("deepseek_v3_mtp", "torchtitan@2026-07"),
     ("gpt_oss", "torchtitan@2026-07"),
+    ("gpt_oss", "megatron"),
 ]
 
 
@@ -58,7 +64,7 @@ def test_chosen_are_of_every_scheme_and_family() -> None:
     assert {scheme.partition("@")[0] for _, scheme in CHOSEN} >= {
         scheme.partition("@")[0] for _, scheme in CASES if "fused" not in scheme
     }
-    alone = {"falcon", "bloom"}  # they have no scheme beside the hub's
+    alone = {"bloom"}  # it has no scheme beside the hub's
     families = {tiny.family for tiny in TINY.values()} - alone
     assert {TINY[model].family for model, _ in CHOSEN} >= families - {"mistral"}
 
@@ -129,6 +135,7 @@ def test_plan_says_the_scheme_and_what_is_rearranged(published: Path) -> None:
     [
         ("llama", "torchtitan@2026-04a", "hf", ""),
         ("phi3", "torchtune", "hf", "could be of llama/torchtune, phi3/torchtune"),
+        ("phi3", "megatron", "hf", "could be of llama/megatron, phi3/megatron"),
     ],
 )
 def test_source_by_its_fingerprint(

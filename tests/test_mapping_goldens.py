@@ -49,7 +49,7 @@ def assert_hub(back: State, model: str, *, without: set[str] = frozenset()) -> N
     assert {key for key in expected if key not in back} == without
     assert [key for key in back if key in expected and not back[key].equal(expected[key])] == []
     for key in back.keys() - expected.keys():
-        assert key == "lm_head.weight" and config_of(model)["tie_word_embeddings"]
+        assert key.endswith("lm_head.weight") and config_of(model)["tie_word_embeddings"]
         assert any(back[key].equal(tensor) for tensor in expected.values())
 
 
@@ -174,6 +174,8 @@ def test_hub_file_finds_a_key_that_is_missing(model: str) -> None:
 UNSEEN: dict[tuple[str, str], str | None] = {
     # The same names and the same rows as Meta's: nothing to tell apart, and nothing to lose.
     ("llama", "torchtitan@2025-07"): "meta",
+    # What transformers 5 reads from disk, too.
+    ("gemma3", "hf-memory@4.50"): HUB,
     # Biases on all four projections: no fingerprint of its own, to be named with --names-from.
     ("llama_bias", HUB): None,
 }
@@ -201,12 +203,30 @@ def test_with_a_config_the_fingerprint_is_of_one_file(model: str, scheme: str) -
     assert choice.source == entry_of(model, expected).load()
 
 
+def test_what_is_the_same_as_another_scheme_says_so() -> None:
+    """By its rules, and by what the peers' code makes of one model."""
+    alike = {entry.title: entry for entry in available() if entry.same_as}
+    assert alike.keys() == {"llama/torchtitan@2025-07"}
+    for entry in alike.values():
+        other = entry_of("llama", entry.same_as)
+        assert other.aliases == [entry.title] and other.shown == "llama/meta (= torchtitan@2025-07)"
+        mine, theirs = entry.load(), other.load()
+        assert [(r.hub, r.other) for r in mine.rules] == [(r.hub, r.other) for r in theirs.rules]
+        assert mine.ties == theirs.ties
+        assert golden("llama", entry.title.partition("/")[2]) == golden("llama", entry.same_as)
+
+
 def test_names_that_more_than_one_file_knows() -> None:
     """GPT-2's are told apart by shapes. torchtune's Llama and Phi-3 have rows in another order and
-    the same shapes: refused without a config, see `test_mapping_convert.py`."""
+    the same shapes, Megatron's are the same tensors: refused without a config, which says what they
+    are called on disk; see `test_mapping_convert.py`."""
     twofold = {
         tuple(entry.title for entry in found)
         for model, scheme in TABLES
         if len(found := recognise(list(golden(model, scheme)))) > 1
     }
-    assert twofold == {("gpt2/hf", "gpt2/nanogpt"), ("llama/torchtune", "phi3/torchtune")}
+    assert twofold == {
+        ("gpt2/hf", "gpt2/nanogpt"),
+        ("llama/torchtune", "phi3/torchtune"),
+        ("llama/megatron", "phi3/megatron"),
+    }

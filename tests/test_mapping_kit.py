@@ -214,6 +214,40 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^llama/meta +\S", text, re.M)
     document = json.loads(cli(capsys, "list", "--json"))
     assert {entry["scheme"] for entry in document["mappings"]} == {e.title for e in available()}
+    assert re.search(r"^llama/torchtitan@2025-07 .*\(= llama/meta\)$", text, re.M)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("phi3", {"phi3/hf", "phi3/megatron", "phi3/torchtune"}),
+        ("gemma3_text", {"gemma3_text/hf", "gemma3_text/megatron"}),
+        ("meta", {"llama/meta", "mixtral/meta"}),
+        ("mixtral/gpt-fast", {"mixtral/gpt-fast"}),
+        ("llama/torchtitan@2026-04a", {"llama/torchtitan@2026-04a"}),
+    ],
+)
+def test_list_of_a_part(what: str, expected: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(cli(capsys, "list", what, "--json"))
+    assert {entry["scheme"] for entry in document["mappings"]} == expected
+    lines = cli(capsys, "list", what).splitlines()
+    assert {line.split()[0] for line in lines} == expected
+
+
+def test_list_of_a_model_type_is_that_of_its_family(capsys: pytest.CaptureFixture[str]) -> None:
+    """Less the files that are not for it: Mistral's go with Llama's."""
+    found = {line.split()[0] for line in cli(capsys, "list", "mistral").splitlines()}
+    assert found == {e.title for e in available() if "mistral" in e.models}
+    assert {title.partition("/")[0] for title in found} == {"llama"}
+
+
+def test_list_of_nothing_that_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    for what in ("lama", "llama/mata"):
+        assert main(["mappings", "list", what]) == 2
+        found = capsys.readouterr()
+        assert not found.out and len(found.err.strip().splitlines()) == 2
+        assert f"error[CKM603]: {what!r} is no family, model type or scheme" in found.err
+        assert "bloom, deepseek_v3, falcon" in found.err
 
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,7 +301,12 @@ def test_convert_plan_and_inspect(capsys: pytest.CaptureFixture[str], tmp_path: 
     )
     capsys.readouterr()
     assert main(["inspect", out]) == 0
-    assert re.search(r"^ +names +llama/meta$", capsys.readouterr().out, re.M)
+    assert re.search(
+        r"^ +names +llama/meta \(= torchtitan@2025-07\)$", capsys.readouterr().out, re.M
+    )
+    assert main(["inspect", out, "--json"]) == 0
+    names = json.loads(capsys.readouterr().out)["names"]
+    assert names == ["llama/meta", "llama/torchtitan@2025-07"]
     assert main(["inspect", str(tmp_path / "hf"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["names"] == ["llama/hf"]
     options = ["--to", "full", "--names", "auto", "--config-from", str(tmp_path / "hf")]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.golden.mappings.make_hf import disk_state, memory_state
+import ckptmap
+from tests.golden.mappings.make_hf import ERAS, disk_state, memory_state
 from tests.golden.mappings.tables import ROOT, rows
 from tests.mapping_configs import TINY
 from tests.mapping_forward import gpt_fast_logits, meta_logits, nanogpt_logits
@@ -28,8 +31,9 @@ TOKENS = torch.arange(24).reshape(2, 12)
 def test_transformers_still_writes_and_loads_these_names(model: str) -> None:
     disk, config = disk_state(TINY[model])
     assert facts(rows(disk)) == facts(golden(model, "hf"))
-    if (ROOT / model / "hf-memory.tsv").exists():
-        assert facts(rows(memory_state(disk, config))) == facts(golden(model, "hf-memory"))
+    memory = f"hf-memory{ERAS.get(model, '')}"
+    if (ROOT / model / f"{memory}.tsv").exists():
+        assert facts(rows(memory_state(disk, config))) == facts(golden(model, memory))
 
 
 def random_model(model: str) -> tuple[State, Tensor]:
@@ -73,6 +77,61 @@ def test_logits_would_show_rows_in_the_order_of_the_hub() -> None:
             made[f"layers.{n}.attention.w{name}.weight"] = kept
     wrong = meta_logits(made, config, TOKENS)
     assert (wrong - logits).abs().max() > 0.1 * logits.abs().max()
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """Gemma 3 with images in the forms that transformers 5 has of it, and what it computes."""
+    folder = tmp_path_factory.mktemp("gemma3")
+    model: Any = TINY["gemma3"].build()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.copy_(torch.randn(tensor.shape) * 0.2)
+    model.save_pretrained(folder / "disk")
+    model.save_pretrained(folder / "plain", save_original_format=False)
+    (folder / "memory").mkdir()
+    torch.save(model.state_dict(), folder / "memory" / "model.pt")
+    model.config.save_pretrained(folder / "memory")
+    return folder, computed(model)
+
+
+def computed(model: Any) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(1, 5, 28, 28, generator=generator)
+    with torch.no_grad():
+        seen = model.get_image_features(pixels)
+        return {
+            "text": model(TOKENS).logits,
+            "image": seen.pooler_output if hasattr(seen, "pooler_output") else seen,
+        }
+
+
+@pytest.mark.parametrize("source", ["disk", "plain", "memory"])
+@pytest.mark.parametrize(
+    ("names", "has"),
+    [
+        ("hf", "vision_tower.post_layernorm.bias"),
+        ("hf-memory@4.50", "vision_tower.vision_model.post_layernorm.bias"),
+        ("hf-memory@4.52", "model.vision_tower.vision_model.post_layernorm.bias"),
+        ("hf-memory", "model.vision_tower.post_layernorm.bias"),
+    ],
+)
+def test_gemma_3_with_images_in_all_its_names(
+    source: str, names: str, has: str, gemma3: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """Text, vision tower and projector; where transformers 5 loads the names, it computes the same."""
+    folder, expected = gemma3
+    place = folder / source / "model.pt" if source == "memory" else folder / source
+    ckptmap.convert(place, tmp_path / "out", to="hf", names=names)
+    assert ckptmap.verify(tmp_path / "out", place).ok
+    assert has in load_file(tmp_path / "out" / "model.safetensors")
+    if names != "hf-memory@4.52":  # which no version has on disk
+        kind: Any = type(TINY["gemma3"].build())
+        found = computed(kind.from_pretrained(tmp_path / "out", dtype=torch.float32).eval())
+        assert {key: found[key].equal(expected[key]) for key in expected} == {
+            "text": True,
+            "image": True,
+        }
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])

@@ -160,6 +160,21 @@ def test_partial_rotary_by_segments() -> None:
     assert torch.equal(whole["w"], numbers(2, 2, 2, 2).transpose(1, 2).reshape(8, 2))
 
 
+def test_blocks_against_groups_by_segments_that_share_an_axis() -> None:
+    """Phi-3's q, k and v, a block each, against Megatron's: a group's queries, its k, its v."""
+    found = scheme(
+        rule('"a :: ([g q | g | g] d) i"', '"b :: (g [q | 1 | 1] d) i"'),
+        'g = "groups"\nq = "queries"\nd = "head"',
+    )
+    config = {"groups": 2, "queries": 3, "head": 5}
+    made = there_and_back(found, {"a": numbers(50, 2)}, config)
+    q, k, v = (part.view(2, -1, 2) for part in torch.split(numbers(50, 2), [30, 10, 10]))
+    assert torch.equal(made["b"], torch.cat([q, k, v], 1).view(50, 2))
+    with pytest.raises(PlanError, match=r"a: expected \[50, .*found \[45, 2\]") as caught:
+        mapped(found, {"a": numbers(45, 2)}, config)
+    assert caught.value.code == "CKM606"
+
+
 def test_grouped_heads_of_one_matrix() -> None:
     """Megatron's and Falcon's: for each group its queries, then its k, then its v."""
     found = scheme(
@@ -293,6 +308,20 @@ def test_a_tie_is_made_or_left_out() -> None:
         mapped(scheme(rules + tie), state, None)
 
 
+def test_a_tie_that_is_written_all_the_same() -> None:
+    """nanoGPT's state dict has both; a writer that stores a storage once leaves one out."""
+    rules = rule('"embed"', '"tok"') + rule('"head"', '"out"')
+    tie = '[[tie]]\nwhen = "tied"\nhf = ["head", "embed"]\nx = ["out", "tok"]\nwritten = true\n'
+    found, state, config = scheme(rules + tie), {"embed": numbers(3)}, {"tied": True}
+    made = mapped(found, state, config)
+    assert torch.equal(made["out"], made["tok"])
+    own = mapped(found, {**state, "head": numbers(3) + 1}, config)
+    assert torch.equal(own["out"], numbers(3) + 1)
+    assert mapped(found, {"tok": numbers(3)}, config, back=True).keys() == {"embed"}
+    with pytest.raises(PlanError, match="out is missing"):
+        mapped(found, {"tok": numbers(3)}, {"tied": False}, back=True)
+
+
 def test_what_a_file_refuses_itself() -> None:
     found = scheme(
         rule('"a"', '"b"') + '[[refuse]]\nwhen = "act == \'relu2\'"\nwhy = "no place for it"\n'
@@ -363,6 +392,9 @@ def test_files_that_contradict_themselves(rules: str, message: str) -> None:
         ('[[rule]]\nhf = "a"\n', "has no side 'x'"),
         (rule('"a :: (h i"', '"b :: h i"'), r"'\(' is not closed"),
         (rule('"a :: h h"', '"b :: h h"'), "axis 'h' occurs twice"),
+        (rule('"a :: [h h | i]"', '"b :: [h | i]"'), "axis 'h' occurs twice"),
+        (rule('"a :: h [h | i]"', '"b :: h [i | i]"'), "axis 'h' occurs twice"),
+        (rule('"a :: [ | i]"', '"b :: [i | i]"'), "a segment names no axis"),
         (rule('"a :: "', '"b"'), "is empty"),
         (rule('"a :: h ! i"', '"b"'), "cannot be read at"),
         (rule('"a :: [x]"', '"b :: [x]"'), "two or more segments"),
@@ -371,8 +403,10 @@ def test_files_that_contradict_themselves(rules: str, message: str) -> None:
         (rule("[]", '"b"'), "is empty"),
         (rule('"a"', '"b"', "optional = 3"), "expected true or"),
         (rule('"a"', '"b"', 'range = { n = "3" }'), 'expected "LOW : END"'),
+        (rule('"a"', '"b"', 'range = { n = "0 : n +" }'), r"x\.toml: .*'n \+': ends too early"),
         (rule('"a"', '"b"') + '[[drop]]\nhf = "c"\n', "needs names of one side, and a why"),
         (rule('"a"', '"b"') + '[[tie]]\nhf = ["c"]\n', "needs two names"),
+        (rule('"a"', '"b"') + '[[tie]]\nx = ["c", "b"]\nwritten = 1\n', "written is 1, expected"),
         (rule('"a"', '"b"') + '[[refuse]]\nwhy = "x"\n', "needs a when"),
         ("", r"has no \[\[rule\]\]"),
         ("[[rule]]\nhf = ", "is no TOML"),

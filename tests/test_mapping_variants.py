@@ -57,18 +57,28 @@ LOCAL = {
 
 
 @pytest.mark.parametrize(
-    "model", ["llama", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"]
-)
+    "model",
+    ["llama", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "phi3", "gpt_oss",
+     "gpt_neox_sequential"],
+)  # fmt: skip
 def test_megatron_without_transformer_engine(model: str) -> None:
     """The names of the local modules, which are those of megatron-core's model on a CPU."""
     state = {}
     for key, value in state_of(model, "megatron").items():
         for engine, local in LOCAL.items():
             key = key.replace(engine, local)
-        key = re.sub(r"(linear_fc[12]\.weight)(\d+)$", r"local_experts.\2.\1", key)
+        key = re.sub(r"(linear_fc[12]\.(?:weight|bias))(\d+)$", r"local_experts.\2.\1", key)
         state[key] = value
     assert state.keys() != state_of(model, "megatron").keys()
     assert_hub(translate_names(state, "hf", config_of(model)), model)
+
+
+def test_an_expert_without_its_bias() -> None:
+    state = dict(state_of("gpt_oss", "megatron"))
+    del state["decoder.layers.1.mlp.experts.linear_fc1.bias3"]
+    with pytest.raises(PlanError, match=r"linear_fc1\.bias3 is missing, found 6 of 7") as caught:
+        translate_names(state, "hf", config_of("gpt_oss"))
+    assert caught.value.code == "CKM607"
 
 
 def test_grouped_and_single_experts_of_one_checkpoint() -> None:

@@ -159,6 +159,21 @@ def test_torchtune_without_a_config_is_of_two_families() -> None:
         ("gemma", {}, "llama/meta", "no norms of 1 . w"),
         ("gemma", {}, "llama/torchtitan", "no norms of 1 . w"),
         ("gemma", {}, "llama/gpt-fast", "no norms of 1 . w"),
+        ("gpt_neox", {}, "gpt_neox/megatron", "attention and feed-forward from the same input"),
+        ("gpt_neox", {"use_parallel_residual": None}, "gpt_neox/megatron", "from the same input"),
+        ("gpt_neox_sequential", {"attention_bias": False}, "gpt_neox/megatron", "on nothing"),
+        ("falcon_rw", {}, "falcon/megatron", "Megatron core has no ALiBi"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "phi3/megatron", "LongRoPE"),
+        (
+            "phi3",
+            {"rope_parameters": None, "rope_scaling": {"type": "longrope"}},
+            "phi3/megatron",
+            "LongRoPE",
+        ),
+        ("phi3", {"rope_scaling": {"type": "su"}}, "phi3/megatron", "LongRoPE"),
+        ("falcon_rw", {"alibi": False}, "falcon/megatron", "layers with parallel attention"),
+        ("falcon_new", {"bias": True}, "falcon/megatron", "leave the biases out"),
+        ("falcon_new", {"num_ln_in_parallel_attn": 1}, "falcon/megatron", "has two norms"),
     ],
 )
 def test_what_a_scheme_has_no_place_for_is_refused(

@@ -113,13 +113,14 @@ def parse_axes(text: str, where: str) -> tuple[Axes, tuple[Slice, ...]]:
         return Axes(pattern, ()), found
     dims = tuple(_dims(_tokens(pattern, where), pattern, where))
     axes = Axes(pattern, dims)
-    names = axes.names()
-    twice = next((axis for axis in names if names.count(axis) > 1), None)
-    if twice is not None:
-        raise _malformed(pattern, where, f"axis {twice!r} occurs twice")
     counts = {len(f) for dim in dims for f in dim if not isinstance(f, str)}
     if len(counts) > 1 or 1 in counts:
         raise _malformed(pattern, where, "brackets need two or more segments, each as many")
+    for sheet in range(max(1, axes.segments)):
+        names = axes.of_sheet(sheet)
+        twice = next((axis for axis in names if names.count(axis) > 1), None)
+        if twice is not None:
+            raise _malformed(pattern, where, f"axis {twice!r} occurs twice")
     return axes, found
 
 
@@ -187,11 +188,11 @@ def _segments(tokens: Sequence[str], text: str, where: str) -> Iterator[tuple[st
     segment: list[str] = []
     for token in (*tokens, "|"):
         if token != "|":
-            if token in ("(", "[", "1"):
+            if token in ("(", "["):
                 raise _malformed(text, where, f"unexpected {token!r} in a segment")
             segment.append(token)
         elif segment:
-            yield tuple(segment)
+            yield tuple(axis for axis in segment if axis != "1")
             segment = []
         else:
             raise _malformed(text, where, "a segment names no axis")

@@ -10,14 +10,17 @@ from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.files import whole
+from ckptmap.remote.locating import locate
+from ckptmap.wire.meta_params import PARAMS, read_params
 
 CONFIG = "config.json"
 MAX_NBYTES = 64 << 20
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A config.json, or that of a directory. Raises PlanError CKM605 where it is none."""
-    file = Path(path)
+    """A config.json, or that of a directory, here or on the Hub. Raises PlanError CKM605 where it
+    is none."""
+    file = locate(path).path
     file = file / CONFIG if file.is_dir() else file
     try:
         if file.stat().st_size > MAX_NBYTES:
@@ -33,12 +36,16 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def config_beside(path: str, asked: str | None = None) -> dict[str, Any] | None:
-    """The one that was `asked` for, else the one beside a checkpoint; None: there is none."""
+    """The one that was `asked` for, else the one beside a checkpoint, else the sizes that Meta's
+    params.json beside it has; None: there is none."""
     if asked is not None:
         return read_config(asked)
     place = Path(path)
-    file = (place if place.is_dir() else place.parent) / CONFIG
-    return read_config(file) if file.is_file() else None
+    folder = place if place.is_dir() else place.parent
+    if (folder / CONFIG).is_file():
+        return read_config(folder / CONFIG)
+    params = read_params(folder / PARAMS) if (folder / PARAMS).is_file() else None
+    return None if params is None else params.config
 
 
 def as_config(config: object) -> dict[str, Any] | None:

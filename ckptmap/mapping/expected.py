@@ -13,14 +13,18 @@ from ckptmap.mapping.sets import limits
 from ckptmap.mapping.space import examples, stacked
 from ckptmap.tensors import TensorInfo
 
-TYPICAL: Mapping[str, int] = {
+TYPICAL: Mapping[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 60, "num_attention_heads": 12, "num_key_value_heads": 4,
     "head_dim": 10, "intermediate_size": 56, "vocab_size": 102, "moe_intermediate_size": 18,
     "shared_expert_intermediate_size": 26, "num_experts": 5, "num_local_experts": 5,
     "n_routed_experts": 5, "n_shared_experts": 1, "first_k_dense_replace": 1,
     "q_lora_rank": 14, "kv_lora_rank": 22, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8,
     "v_head_dim": 11, "n_layer": 2, "n_embd": 60, "n_head": 12, "n_positions": 64,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 64, "use_parallel_residual": False,
+    "vision_config": {
+        "num_hidden_layers": 3, "hidden_size": 24, "intermediate_size": 34, "num_channels": 5,
+        "image_size": 28, "patch_size": 7,
+    },
 }  # fmt: skip
 """A tiny model whose extents are all different, for files that are tested without a config."""
 FREE = 13
@@ -33,7 +37,8 @@ def expected(
     """Keys and shapes of one side, in the order of the rules; what is optional is there, what is
     tied away by the config is not. Raises PlanError CKM605 where the config lacks a value."""
     dims = _Sizes(scheme, config)
-    left = {t.name.text for t in scheme.ties if t.hub == hub and dims.holds(t.when)}
+    ties = [tie for tie in scheme.ties if tie.hub == hub and not tie.written]
+    left = {tie.name.text for tie in ties if dims.holds(tie.when)}
     found: dict[str, TensorInfo] = {}
     words = list(dict.fromkeys(rule.either for rule in scheme.rules if rule.either))
     for rule in scheme.rules:

@@ -33,7 +33,7 @@ MAX_NBYTES = 4 << 20
 _WORD = re.compile(r"[A-Za-z0-9_.-]+")
 _TOP = {
     "schema", "family", "models", "scheme", "era", "summary", "dims", "detect", "rule", "drop",
-    "tie", "refuse",
+    "tie", "refuse", "same_as",
 }  # fmt: skip
 _RULE = {"when", "range", "optional", "either", "op", "pad"}
 _OPTIONAL: Mapping[object, Optional] = {False: "no", True: "whole", "any": "any"}
@@ -80,6 +80,8 @@ class Head:
     models: tuple[str, ...]
     summary: str
     detect: Detect
+    same_as: str = ""
+    """The scheme of the family with the same names and axes, which is recognised in its place."""
 
 
 def head(document: Mapping[str, Any], where: str) -> Head:
@@ -106,6 +108,7 @@ class _Reader:
             tuple(self._texts(document.get("models", [family]), "models")),
             self._text(document.get("summary", ""), "summary"),
             self._detect(self._table(document, "detect")),
+            self._text(document.get("same_as", ""), "same_as"),
         )
 
     def scheme(self, document: Mapping[str, Any], text: str) -> Scheme:
@@ -181,7 +184,7 @@ class _Reader:
         low, colon, high = self._text(text, what).partition(":")
         if not colon or not high.strip():
             raise self._wrong(f'{what} is {text!r}, expected "LOW : END"')
-        return parse(low.strip() or "0"), parse(high.strip())
+        return self._parsed(low.strip() or "0", what), self._parsed(high.strip(), what)
 
     def _detect(self, entry: Mapping[str, Any]) -> Detect:
         self._known(entry, {"any", "all", "none"}, "[detect]")
@@ -210,7 +213,10 @@ class _Reader:
         return Drop(names, sides[0] == HUB, why, self._condition(entry))
 
     def _ties(self, entry: Mapping[str, Any]) -> Iterator[Tie]:
-        self._known(entry, {HUB, self._scheme, "when"}, "[[tie]]")
+        self._known(entry, {HUB, self._scheme, "when", "written"}, "[[tie]]")
+        written = entry.get("written", False)
+        if not isinstance(written, bool):
+            raise self._wrong(f"[[tie]] written is {written!r}, expected true or false")
         sides = [side for side in dict.fromkeys((HUB, self._scheme)) if side in entry]
         for side in sides:
             names = [
@@ -220,7 +226,8 @@ class _Reader:
             ]
             if len(names) != 2 or any(name.captures for name in names):
                 raise self._wrong("[[tie]] needs two names of a side, without captures")
-            yield Tie(names[0], names[1], side == HUB, self._condition(entry))
+            keeps = written and side != HUB
+            yield Tie(names[0], names[1], side == HUB, self._condition(entry), keeps)
         if not sides:
             raise self._wrong("[[tie]] names no side")
 
@@ -239,7 +246,13 @@ class _Reader:
     def _expr(self, value: object, what: str) -> Expr:
         if isinstance(value, int) and not isinstance(value, bool):
             return parse(str(value))
-        return parse(self._text(value, what))
+        return self._parsed(self._text(value, what), what)
+
+    def _parsed(self, text: str, what: str) -> Expr:
+        try:
+            return parse(text)
+        except PlanError as error:
+            raise self._wrong(f"{what}: {error.message}") from error
 
     def _text(self, value: object, what: str) -> str:
         if not isinstance(value, str):

@@ -307,6 +307,7 @@ class _Resolver:
         return any(
             tie.hub == self.to_hub and tie.name.text == name and self.dims.holds(tie.when)
             for tie in self.scheme.ties
+            if not tie.written
         )
 
     def _leave_ties(self) -> None:
@@ -314,7 +315,8 @@ class _Resolver:
         equal to the one that is kept."""
         for tie in self.scheme.ties:
             name, kept = tie.name.text, tie.kept.text
-            if tie.hub or tie.hub != self.to_hub or not self.dims.holds(tie.when):
+            leaves = not tie.hub and not self.to_hub and not tie.written
+            if not leaves or not self.dims.holds(tie.when):
                 continue
             if name in self.made and kept in self.made:
                 self.tied[name] = kept

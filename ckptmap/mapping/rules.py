@@ -83,12 +83,14 @@ class Drop:
 
 @dataclass(frozen=True)
 class Tie:
-    """On one side the tensor `name` may be absent: it is `kept`."""
+    """On one side the tensor `name` may be absent: it is `kept`. `written`: going there it is written
+    all the same."""
 
     name: Name
     kept: Name
     hub: bool
     when: Expr | None = None
+    written: bool = False
 
 
 @dataclass(frozen=True)

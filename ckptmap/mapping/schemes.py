@@ -34,10 +34,24 @@ class Entry:
     summary: str
     detect: Detect
     path: str
+    same_as: str = ""
 
     @property
     def title(self) -> str:
         return f"{self.family}/{self.name}" + (f"@{self.era}" if self.era else "")
+
+    @property
+    def aliases(self) -> list[str]:
+        """Titles of the schemes that say that they are this one: no key tells them apart."""
+        mine = self.title.partition("/")[2]
+        alike = (e for e in available() if e.family == self.family and e.same_as == mine)
+        return [entry.title for entry in alike]
+
+    @property
+    def shown(self) -> str:
+        """`"llama/meta (= torchtitan@2025-07)"`."""
+        also = ", ".join(title.partition("/")[2] for title in self.aliases)
+        return f"{self.title} (= {also})" if also else self.title
 
     def load(self) -> Scheme:
         """The whole file, proven. Raises PlanError CKM601, CKM602."""
@@ -88,6 +102,30 @@ def find(text: str) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.era, reverse=True)
 
 
+def listed(what: str | None) -> list[Entry]:
+    """The mapping files of a family, a model type or a scheme; None: all. Raises PlanError CKM603
+    where there is none."""
+    entries = available()
+    if what is None:
+        return entries
+    found = [entry for entry in entries if what in (entry.family, *entry.models)]
+    if found:
+        return found
+    try:
+        titles = {entry.title for entry in find(what)}
+    except PlanError as error:
+        if error.code != "CKM603":
+            raise
+        families = ", ".join(dict.fromkeys(entry.family for entry in entries))
+        raise PlanError(
+            "CKM603",
+            f"{what!r} is no family, model type or scheme that is known, expected one of {families},"
+            " or a scheme such as llama/meta",
+            "see `ckptmap mappings list`",
+        ) from error
+    return [entry for entry in entries if entry.title in titles]
+
+
 def unknown(text: str) -> PlanError:
     names = sorted({entry.name for entry in available()} | {HUB})
     return PlanError(
@@ -118,8 +156,9 @@ def _loaded(path: str, mark: tuple[int, int]) -> Scheme:
 def _entry(path: str, mark: tuple[int, int]) -> Entry:
     found = head(_head_of(path), path)
     return Entry(
-        found.family, found.name, found.era, found.models, found.summary, found.detect, path
-    )
+        found.family, found.name, found.era, found.models, found.summary, found.detect, path,
+        found.same_as,
+    )  # fmt: skip
 
 
 def _head_of(path: str) -> Mapping[str, Any]:

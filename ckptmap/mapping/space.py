@@ -208,11 +208,25 @@ class _Space:
         for source in self.sources:
             term = self.terms[0][source.term]
             expected = self._shape(term, not self.to_hub)
-            if expected != source.info.shape:
+            if expected != source.info.shape and not self._filled(term, source, expected):
                 raise misshapen(
                     self.scheme, self.rule, source.key, source.info, expected,
                     _axes(term).text, self.dims,
                 )  # fmt: skip
+
+    def _filled(self, term: Term, source: Source, expected: tuple[int, ...]) -> bool:
+        """Is it filled up further than the rule does? Megatron-LM's multiple grows with the tensor
+        parallel ranks; the rest is cut off all the same."""
+        shape, dims = source.info.shape, _axes(term).dims
+        if not self.to_hub or len(shape) != len(expected):
+            return False
+        for found, wanted, axes in zip(shape, expected, dims, strict=True):
+            axis = axes[0] if len(axes) == 1 else None
+            pad = self.rule.pad.get(axis) if isinstance(axis, str) else None
+            step = 0 if pad is None else max(1, self.dims.number(pad, self.size))
+            if found != wanted and not (step and found > wanted and found % step == 0):
+                return False
+        return True
 
     def _shape(self, term: Term, hub: bool) -> tuple[int, ...]:
         return _axes(term).shape({**self._extents(term), **self._padded(hub)})

@@ -40,10 +40,16 @@ def strip_wrappers(keys: Collection[str], where: str = "checkpoint") -> dict[str
     result: dict[str, str] = {}
     taken: dict[str, str] = {}
     for key, fqn in plain.items():
-        if not fqn or fqn in taken:
+        if not fqn:
             raise SourceError(
                 "CKM114",
-                f"{where}: keys {taken.get(fqn, '')!r} and {key!r} are both {fqn!r} without their"
+                f"{where}: key {key!r} is no name of a tensor, or nothing but wrapper segments",
+                "rename it, and save it again",
+            )
+        if fqn in taken:
+            raise SourceError(
+                "CKM114",
+                f"{where}: keys {taken[fqn]!r} and {key!r} are both {fqn!r} without their"
                 " wrapper segments",
                 "drop one of them with --exclude",
             )

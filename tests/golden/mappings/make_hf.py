@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 State = dict[str, "Tensor"]
 
+ERAS = {"gemma3": "@5.0"}
+"""Models whose names in memory have changed; the older ones are made by `make_hf_older`."""
+
 
 def disk_state(tiny: Tiny) -> tuple[State, str]:
     """(the iota state dict under the names that transformers writes, text of its config.json)."""
@@ -81,7 +84,7 @@ def main() -> None:
         loadable = {key: value for key, value in disk.items() if key not in tiny.disk_extra}
         if rows(memory) != rows(loadable) and not tiny.disk_extra:
             made_by = [f"{version}: from_pretrained, then state_dict()"]
-            write(folder / "hf-memory.tsv", rows(memory), made_by)
+            write(folder / f"hf-memory{ERAS.get(name, '')}.tsv", rows(memory), made_by)
 
 
 if __name__ == "__main__":

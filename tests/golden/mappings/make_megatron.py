@@ -200,7 +200,7 @@ def engine_names(state: State, config: dict[str, Any]) -> State:
             name = name.replace(".q_layernorm.", ".linear_q_up_proj.layer_norm_")
             name = name.replace(".kv_layernorm.", ".linear_kv_up_proj.layer_norm_")
         # One matrix an expert, numbered at the end of its name: the experts as they are grouped.
-        name = re.sub(r"local_experts\.(\d+)\.(linear_fc[12]\.weight)", r"\2\1", name)
+        name = re.sub(r"local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))", r"\2\1", name)
         result[name] = value
     return result
 
@@ -286,7 +286,7 @@ def built(config: dict[str, Any]) -> Any:
     ).eval()
 
 
-def check_logits(name: str, config: dict[str, Any], convert: Any) -> None:
+def check_logits(name: str, config: dict[str, Any], convert: Any, build: Any = built) -> None:
     """A random model of transformers, converted, has the same logits in Megatron."""
     import torch
 
@@ -297,7 +297,7 @@ def check_logits(name: str, config: dict[str, Any], convert: Any) -> None:
             tensor.copy_(torch.randn(tensor.shape) * 0.2)
     disk = saved(source)
     state = convert(disk)
-    model = built(config)
+    model = build(config)
     own = {key for key, value in model.state_dict().items() if value is not None}
     assert own == set(state), sorted(own ^ set(state))[:9]
     model.load_state_dict(state, strict=False)
