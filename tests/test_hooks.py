@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 import ckptmap
 from ckptmap.errors import CkptmapError
+from ckptmap.resume.hooks_fsdp1 import set_extra_state
 from tests.corpus.ranks import run_ranks
 from tests.live.resume_model import net, train
 
@@ -207,5 +209,29 @@ def test_between_meshes() -> None:
     run_ranks("tests.live.hooks_mesh", 4, timeout=240)
 
 
-def test_fsdp1_is_refused() -> None:
-    run_ranks("tests.live.hooks_fsdp1", 1)
+class Counting(nn.Linear):
+    """A module with extra state of its own."""
+
+    count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+def test_extra_state_is_set_where_torch_does_not_come() -> None:
+    """As FSDP1's hooks do it, by names without wrapper segments."""
+    model = nn.Sequential(Counting(2, 2), nn.Tanh(), Counting(2, 2))
+    state = {"module._orig_mod.0._extra_state": 7, "module._orig_mod.1._extra_state": 8}
+    lost, strange = set_extra_state(nn.Sequential(OrderedDict(module=model)), state)
+    assert (lost, strange) == (["2._extra_state"], ["1._extra_state"])
+    assert [module.count for module in model if isinstance(module, Counting)] == [7, 0]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_into_fsdp1(world: int) -> None:
+    """translate() and hooks, both use_orig_params, whole and sharded state dicts, from foreign
+    names, encodings, shards and optimizer keys; compared as torch gathers FSDP1."""
+    run_ranks("tests.live.hooks_fsdp1", world, timeout=300)

@@ -145,11 +145,50 @@ def test_accelerate_is_itself_again() -> None:
     assert not made._save_model_state_pre_hook
 
 
-def test_accelerate_with_two_models_is_refused(tmp_path: Path) -> None:
+def two(seed: int, swapped: bool = False) -> tuple[Any, list[Any], list[Any]]:
+    """Two models of different words; `swapped`: the optimizers in the other order."""
+    made = Accelerator(cpu=True)
+    made.free_memory()
+    models: list[Any] = [net(seed), net(seed + 1)]
+    models[1].layers[0] = torch.nn.Identity()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    prepared_ = made.prepare(*models, *(reversed(optimizers) if swapped else optimizers))
+    return made, list(prepared_[:2]), list(prepared_[2:])
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_accelerate_with_two_models(swapped: bool, tmp_path: Path) -> None:
+    """Files are told by number, an optimizer by whose parameters it has."""
+    made, models, optimizers = two(0, swapped)
+    pairs = list(zip(models, reversed(optimizers) if swapped else optimizers, strict=True))
+    for model, optimizer in pairs:
+        train(model, optimizer, 0, 2)
+    made.save_state(str(tmp_path / "out"))
+    want = [train(model, optimizer, 2, 4) for model, optimizer in pairs]
+    again, others, theirs = two(5, swapped)
+    with install(again) as handle:
+        again.load_state(str(tmp_path / "out"))
+    assert set(handle.reports) == {"model", "model_1"}
+    assert all(not report.missing for report in handle.reports.values())
+    pairs = list(zip(others, reversed(theirs) if swapped else theirs, strict=True))
+    assert [train(model, optimizer, 2, 4) for model, optimizer in pairs] == want
+
+
+def test_accelerate_with_several_models_on_two_ranks(tmp_path: Path) -> None:
+    """FSDP2, sharded: one directory a model."""
+    env = {"PYTHONPATH": places()}
+    run_ranks("tests.live.accelerate_several", 2, [str(tmp_path)], timeout=240, env=env)
+
+
+def test_accelerate_with_other_models_is_refused(tmp_path: Path) -> None:
     made, model, *_ = prepared(0)
-    made._models.append(model)
-    with install(made), pytest.raises(CkptmapError, match="has 2 models and 1 optimizers"):
-        made.load_state(str(tmp_path))
+    made.save_state(str(tmp_path / "out"))
+    made._models.append(net(1))
+    with install(made), pytest.raises(CkptmapError, match=r"has models \[0\], expected 2"):
+        made.load_state(str(tmp_path / "out"))
+    made._models[:] = [model, model]
+    with install(made), pytest.raises(CkptmapError, match=r"has parameters of models \[0, 1\]"):
+        made.load_state(str(tmp_path / "out"))
 
 
 # ------------------------------------------------------------------ transformers

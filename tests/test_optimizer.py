@@ -573,7 +573,7 @@ def test_state_goes_with_its_weight(by_name: Path, tmp_path: Path) -> None:
 
 
 def test_key_forms_that_a_target_cannot_hold(by_name: Path) -> None:
-    with pytest.raises(PlanError, match="turns integer keys into strings"):
+    with pytest.raises(PlanError, match="holds in one file of whole tensors only"):
         ckptmap.plan(by_name, "fsdp2", optimizer_keys="index")
     with pytest.raises(PlanError, match="choose one of flattened, index, fqn"):
         ckptmap.plan(by_name, "full", optimizer_keys="name")

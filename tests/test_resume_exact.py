@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.corpus.ranks import ROOT, run_ranks
-from tests.live.resume_optimizers import ALL, ROUNDING
+from tests.live.resume_optimizers import ALL, ROUNDING, TORCH
 
 EAGER = {"CKPTMAP_TEST_EAGER": "1"}
 MODULE = "tests.live.resume_exact"
@@ -28,8 +28,10 @@ def alone(part: str, folder: Path, names: str, mode: str, env: dict[str, str]) -
 
 
 def test_one_process(tmp_path: Path) -> None:
+    """All but bitsandbytes' RMSprop8bit, which makes NaN of this model by itself."""
+    names = ",".join(name for name in ALL if name != "rmsprop8")
     for part in ("first", "second"):
-        alone(part, tmp_path, ",".join(ALL), "eager", EAGER)
+        alone(part, tmp_path, names, "eager", EAGER)
 
 
 def test_one_process_compiled(tmp_path: Path) -> None:
@@ -39,10 +41,18 @@ def test_one_process_compiled(tmp_path: Path) -> None:
 
 
 def test_fsdp2(tmp_path: Path) -> None:
-    """Moments of the 79 rows are in codes on one of the two ranks and plain on the other."""
-    names = "adamw,adamw-fused,sgd," + ",".join(ROUNDING)
+    """Moments of the 79 rows are in codes on one of the two ranks and plain on the other. All of
+    torch but Adafactor, which cannot step with DTensors."""
+    names = ",".join(name for name in (*TORCH, *ROUNDING) if name != "adafactor")
     for part in ("first", "second"):
         args = [part, str(tmp_path), names, "fsdp2", "eager"]
+        run_ranks(MODULE, 2, args, timeout=400, env=EAGER)
+
+
+def test_fsdp1(tmp_path: Path) -> None:
+    """Blocks of codes straddle the parameters of a flat shard; both use_orig_params."""
+    for part in ("first", "second"):
+        args = [part, str(tmp_path), "ao8,ao4,bnb8,lion8", "fsdp1,fsdp1-flat", "eager"]
         run_ranks(MODULE, 2, args, timeout=400, env=EAGER)
 
 

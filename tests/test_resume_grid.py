@@ -37,6 +37,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_wrapping_and_mode(world: int, start: str, folder: Path) -> None:
     run_ranks("tests.live.resume_grid", world, [str(folder), start], timeout=400)
     saved = sorted(path.name for path in (folder / f"world{world}").iterdir())
-    wraps = 6 if world % 2 == 0 else 5
-    assert len([name for name in saved if not name.startswith(".")]) == 4 * wraps
+    assert len([name for name in saved if not name.startswith(".")]) == 6 * 4
     assert not [name for name in saved if name.startswith(".")]  # no lock, no work directory

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.checkpoint import open as open_checkpoint
-from ckptmap.errors import LoadError
+from ckptmap.checkpoint import open_as
+from ckptmap.integrations.accelerate_several import Numbered, Prepared, prepared
 from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.resume.hooks import Handle, name_by_live
 from ckptmap.resume.load import MAX_MEMORY, load
-from ckptmap.resume.optimizers import unwrapped
 
 WHERE = "accelerate"
 OWN = "random_states_*.pkl"
@@ -34,7 +34,9 @@ def install(
     """Take over models and optimizers of `accelerator.load_state`, and their names in `save_state`,
     until `remove()` of the handle; call it after `prepare()`.
 
-    Registers a save and a load pre-hook. The report of a load is `handle.reports["model"]`.
+    Registers a save and a load pre-hook. The report of a load is `handle.reports["model"]`; of
+    several models those of `"model"`, `"model_1"`, as accelerate names them, each with the optimizer
+    of its parameters.
     strict, precision, max_memory: as in `ckptmap.load`.
     """
     handle = Handle()
@@ -53,8 +55,7 @@ class _Installed:
     def __init__(self, accelerator: Any, handle: Handle, options: dict[str, Any]) -> None:
         self._accelerator, self._handle, self._options = accelerator, handle, options
         self._save, self._load = accelerator.save_state, accelerator.load_state
-        self._model: Any = None
-        self._optimizer: Any = None
+        self._prepared: list[Prepared] = []
 
     # ------------------------------------------------------------------ saving
 
@@ -72,15 +73,7 @@ class _Installed:
         """Models and optimizers by `before_load`; the rest as accelerate does, where the directory
         is of its kind."""
         owner = self._accelerator
-        if len(owner._models) != 1 or len(owner._optimizers) > 1:
-            raise LoadError(
-                "CKM505",
-                f"accelerator: has {len(owner._models)} models and {len(owner._optimizers)}"
-                " optimizers, expected one of each",
-                "load each with ckptmap.load(path, model, optimizer)",
-            )
-        self._model = owner._models[0]
-        self._optimizer = unwrapped(owner._optimizers[0]) if owner._optimizers else None
+        self._prepared = prepared(owner)
         try:
             if input_dir is not None and not any(Path(input_dir).expanduser().glob(OWN)):
                 self.before_load([], str(input_dir))
@@ -88,20 +81,27 @@ class _Installed:
             with _without(owner, "_models", "_optimizers"):
                 return self._load(input_dir, *args, **kwargs)
         finally:
-            self._model = self._optimizer = None
+            self._prepared = []
 
     def before_load(self, models: list[Any], input_dir: str) -> None:
         """accelerate has found the directory; what it would load itself is taken from its list."""
-        if self._model is None:
-            return
-        with open_checkpoint(Path(input_dir).expanduser()) as checkpoint:
+        folder = Path(input_dir).expanduser()
+        for one in self._prepared:
+            self._load_one(one, folder)
+        if self._prepared:
+            models.clear()
+
+    def _load_one(self, one: Prepared, folder: Path) -> None:
+        count = len(self._prepared)
+        with (
+            open_checkpoint(folder) if count == 1 else open_as(folder, Numbered(one, count))
+        ) as checkpoint:
             has_state = bool(checkpoint.optimizer_reader.present)
-            optimizer = self._optimizer if has_state else None
+            optimizer = one.optimizer if has_state else None
             if optimizer is not None:
-                name_by_live(checkpoint, self._model, optimizer)
-            report = load(checkpoint, self._model, optimizer, random="leave", **self._options)
-        self._handle.reports["model"] = report
-        models.clear()
+                name_by_live(checkpoint, one.model, optimizer)
+            report = load(checkpoint, one.model, optimizer, random="leave", **self._options)
+        self._handle.reports[one.title] = report
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from ckptmap.like import Like, Plain, Units
 from ckptmap.optim.alignment import align
 from ckptmap.optim.flat_places import Held, Place, copies, is_cut, single_places, unit_places
 from ckptmap.optim.nested import read_nested
-from ckptmap.optim.state import GROUPS, NAMES, PARAMS, STATE, Keys, Told, expanded
+from ckptmap.optim.state import GROUPS, NAMES, PARAMS, STATE, Keys, expanded
 from ckptmap.tensors import (
     Chunk,
     Leaf,
@@ -30,6 +30,7 @@ from ckptmap.tensors import (
     Region,
     StoredTensor,
     TensorInfo,
+    Told,
 )
 from ckptmap.wire.flat_rectangles import InUnit, Slices, rectangles
 from ckptmap.wire.sharded import is_sharded

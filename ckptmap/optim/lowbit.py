@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import PlanError, SourceError
+from ckptmap.optim import lowbit_codes
 from ckptmap.protocols import Encoder, Group, Refusal
 from ckptmap.tensors import Box, StoredTensor, TensorInfo, contiguous_strides
 
@@ -179,21 +180,7 @@ class LowBit:
 
     def values(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Codes of whole blocks -> flat float32; only the last block may be short."""
-        import torch
-
-        codes, scale = parts[CODES].view(-1), parts[SCALE]
-        if self.name == "adamfp8":
-            values = codes.float()
-        else:
-            if self.kind.packed == 2:
-                codes = torch.stack([codes >> 4, codes & 0xF], dim=-1).view(-1)
-            values = parts[QMAP][codes.int()]
-        whole = values.numel() // self.block_size * self.block_size
-        blocks = whole // self.block_size
-        values[:whole].view(blocks, -1).mul_(scale[:blocks].view(-1, 1)) if blocks else None
-        if whole < values.numel():
-            values[whole:].mul_(scale[blocks])
-        return values
+        return lowbit_codes.decode(parts[CODES], self.block_size, parts.get(QMAP), parts[SCALE])
 
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
         """No target of a conversion: an optimizer's own library encodes, in a live run."""

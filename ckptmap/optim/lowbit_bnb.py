@@ -1,7 +1,9 @@
-"""bitsandbytes' blockwise 8-bit optimizer state: four tensors that are one moment.
+"""bitsandbytes' blockwise 8-bit optimizer state: three tensors that are one moment.
 
     state1 u8 [shape], absmax1 f32 [ceil(n/256)], qmap1 f32 [256]  ->  exp_avg
     state2, absmax2, qmap2                                         ->  exp_avg_sq
+    state1 [2, shape] and absmax1 [2, blocks] of AdEMAMix          ->  exp_avg, exp_avg_slow
+    state1 alone                                                   ->  as the groups tell, see `_ONE`
 
 `state_dict()` of bitsandbytes 0.45 and later hides them in a dict of their own,
 `__bnb_optimizer_quant_state__`. Small tensors are float32 and have state1 and state2 alone.
@@ -9,16 +11,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptmap.optim.lowbit import CODES, LOGICAL, QMAP, SCALE, LowBit, LowBitScheme, malformed
+from ckptmap.optim.state import GROUPS
 from ckptmap.protocols import Group
 from ckptmap.tensors import Box, Chunk, Path, Region, StoredTensor, TensorInfo
 
 HIDDEN = "__bnb_optimizer_quant_state__"
 BLOCK = 256
-MOMENTS = {"1": "exp_avg", "2": "exp_avg_sq"}
+FIRST, SLOW, SECOND = "exp_avg", "exp_avg_slow", "exp_avg_sq"
+UNNAMED = "state1"
+"""A moment of which the file does not say what it is."""
 
 
 class Bnb8bit(LowBitScheme):
@@ -29,33 +34,123 @@ class Bnb8bit(LowBitScheme):
 
 def moments(leaves: Mapping[Path, Any]) -> Mapping[Path, Any]:
     """Leaves of optimizer state with bitsandbytes' tensors put together as moments, where some
-    are: a Group in place of three or four. Raises SourceError CKM115."""
+    are: a Group in place of three. Raises SourceError CKM115."""
     if not any(path[-1] in ("state1", "state2") for path in leaves if path):
         return leaves
+    one = _one_state(leaves)
     found: dict[Path, Any] = {}
-    taken = set[Path]()
     for path, leaf in leaves.items():
-        number = path[-1][-1:] if isinstance(path[-1], str) else ""
-        if path[-1] != f"state{number}" or number not in MOMENTS:
-            continue
-        around = path[:-1]
-        home = around[:-1] if around and around[-1] == HIDDEN else around
-        keys = {name: (*around, f"{name}{number}") for name in ("absmax", "qmap")}
-        parts = {name: leaves.get(key) for name, key in keys.items()}
-        taken |= {path, *keys.values()}
-        found[(*home, MOMENTS[number])] = (
-            leaf if parts["absmax"] is None else _group(path, leaf, parts)
-        )
-    kept = {path: leaf for path, leaf in leaves.items() if path not in taken}
-    return {**kept, **found}
+        name, around = path[-1], path[:-1]
+        hidden = bool(around) and around[-1] == HIDDEN
+        home = around[:-1] if hidden else around
+        number = str(name)[-1:]
+        if name in ("state1", "state2"):
+            parts = [leaves.get((*around, f"{part}{number}")) for part in ("absmax", "qmap")]
+            other = leaves.get((*around, "state2")) if name == "state1" else None
+            names = (SECOND,) if number == "2" else _names(leaf, other, one)
+            found |= {(*home, key): v for key, v in _moments(path, names, leaf, parts).items()}
+        elif not _is_part(path, leaves):
+            found[(*home, name) if hidden else path] = leaf
+    return found
 
 
-def _group(path: Path, codes: Any, parts: Mapping[str, Any]) -> Group:
+def _is_part(path: Path, leaves: Mapping[Path, Any]) -> bool:
+    """Is it a scale or table of a state beside it?"""
+    name = str(path[-1])
+    known = name[:-1] in ("absmax", "qmap") and name[-1] in "12"
+    return known and (*path[:-1], f"state{name[-1]}") in leaves
+
+
+def _names(first: Any, second: Any, one: str) -> tuple[str, ...]:
+    """What `state1` holds: AdEMAMix's has a row for each of two averages."""
+    if second is None:
+        return (one,)
+    shapes = [getattr(getattr(leaf, "info", None), "shape", ()) for leaf in (first, second)]
+    return (FIRST, SLOW) if shapes[0] == (2, *shapes[1]) else (FIRST,)
+
+
+def _moments(
+    path: Path, names: tuple[str, ...], leaf: Any, parts: Sequence[Any]
+) -> dict[str, StoredTensor | Group]:
+    if len(names) == 1:
+        return {names[0]: leaf if parts[0] is None else _group(path, leaf, *parts)}
+    rows = [_row(leaf, number) for number in range(len(names))]
+    absmax, qmap = parts
+    if absmax is None:
+        return dict(zip(names, rows, strict=True))
+    if not isinstance(absmax, StoredTensor):
+        raise malformed(".".join(map(str, path)), f"absmax, expected a tensor, found {absmax!r}")
+    scales = [_row(absmax, number) for number in range(len(names))]
+    return {
+        name: _group(path, row, scale, qmap)
+        for name, row, scale in zip(names, rows, scales, strict=True)
+    }
+
+
+def _row(stored: StoredTensor, number: int) -> StoredTensor:
+    """One index of the first dim."""
+
+    def chunks() -> list[Chunk]:
+        shape = stored.info.shape
+        wanted = Box((number, *(0 for _ in shape[1:])), (1, *shape[1:]))
+        found = []
+        for chunk in stored.chunks:
+            common = chunk.box.intersect(wanted)
+            if common is not None:
+                region = chunk.region.crop(common.relative_to(chunk.box.offsets))
+                inner = _without_first(region)
+                found.append(Chunk(Box(common.offsets[1:], common.sizes[1:]), inner))
+        return found
+
+    return StoredTensor(TensorInfo(stored.info.shape[1:], stored.info.dtype), chunks)
+
+
+def _without_first(region: Region) -> Region:
+    """Without its first dim, of one element."""
+    return region._replace(sizes=region.sizes[1:], strides=region.strides[1:])
+
+
+_ONE = {"SGD": "momentum_buffer", "RMSprop": "square_avg", "Adagrad": "sum", "Lion": FIRST}
+"""What the one state of an algorithm is called where torch or others have it, too."""
+LION_BETA = 0.9
+"""A second beta above is Lion's; below it may be the dampening of an SGD."""
+
+
+def _one_state(leaves: Mapping[Path, Any]) -> str:
+    """The name of a state that stands alone, where all groups are of one algorithm."""
+    known = {_algorithm(group) for group in _groups(leaves)}
+    return _ONE.get(known.pop(), UNNAMED) if len(known) == 1 else UNNAMED
+
+
+def _groups(leaves: Mapping[Path, Any]) -> list[Mapping[Any, Any]]:
+    found: dict[Path, dict[Any, Any]] = {}
+    for path, leaf in leaves.items():
+        if path == (GROUPS,) and isinstance(leaf, list):
+            found |= {(n,): dict(g) for n, g in enumerate(leaf) if isinstance(g, Mapping)}
+        elif path[0] == GROUPS and len(path) > 2:
+            found.setdefault(path[1:-1], {})[path[-1]] = leaf
+    return list(found.values())
+
+
+def _algorithm(group: Mapping[Any, Any]) -> str:
+    """As bitsandbytes fills the words of Adam: SGD (momentum, dampening) and eps 0, RMSprop
+    (alpha, momentum), Adagrad zeros, Lion two betas and eps 0."""
+    betas, eps = group.get("betas"), group.get("eps")
+    numbers = isinstance(betas, list | tuple) and all(isinstance(b, int | float) for b in betas)
+    if not numbers or len(betas) != 2 or not isinstance(eps, int | float):  # type: ignore[arg-type]
+        return ""
+    first, second = betas  # type: ignore[misc]
+    if eps > 0:
+        return "RMSprop" if first else "Adagrad"
+    if not second:
+        return "SGD"
+    return "Lion" if second > LION_BETA else ""
+
+
+def _group(path: Path, codes: Any, absmax: Any, qmap: Any) -> Group:
     title = ".".join(map(str, path))
-    stored = (codes, parts["absmax"], parts["qmap"])
-    if not all(isinstance(part, StoredTensor) for part in stored):
+    if not all(isinstance(part, StoredTensor) for part in (codes, absmax, qmap)):
         raise malformed(title, "bitsandbytes state, expected plain state, absmax and qmap")
-    absmax, qmap = parts["absmax"], parts["qmap"]
     info = TensorInfo(codes.info.shape, LOGICAL)
     encoding = LowBit("bnb8bit", BLOCK, path[-1] == "state1")
     wanted = encoding.parts(info)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptmap.lazy import LazyTensor
+from ckptmap.leaves import ListIndex
 from ckptmap.optim.state import GROUPS, PARAMS, STATE, Group, Keys, Optimizer
 from ckptmap.tensors import Leaf, Path
-from ckptmap.wire.tree import ListIndex
 
 
 def read_nested(leaves: Mapping[Path, Leaf]) -> Keys | None:

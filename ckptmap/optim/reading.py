@@ -6,7 +6,7 @@ asks for the state itself, so that `inspect` stays without torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,12 +24,11 @@ from ckptmap.optim.state import (
     STATE,
     KeyForm,
     Optimizer,
-    Told,
     collect,
     expanded,
     plain_names,
 )
-from ckptmap.tensors import Leaf, Path, TensorInfo
+from ckptmap.tensors import Leaf, Path, TensorInfo, Told
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class OptimizerReader:
         self._tried = False
         self._order = ""
         self._told = told
-        self.why = told.refused
+        self.why = told.refused or (_several(whole) if self.form is None else "")
 
     @property
     def present(self) -> bool:
@@ -220,3 +219,9 @@ def _stripped(key: str) -> Iterator[str]:
     while len(path) > 1 and path[0] == HEAD:
         path = path[1:]
         yield ".".join(path)
+
+
+def _several(leaves: Iterable[Path]) -> str:
+    """Why a list of optimizers, as Lightning saves it, is not read; "": it is none."""
+    count = len({path[0] for path in leaves if len(path) > 1 and isinstance(path[0], int)})
+    return f"it is the state of {count} optimizers, and one is carried" if count > 1 else ""

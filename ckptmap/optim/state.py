@@ -44,15 +44,6 @@ class Keys:
     rest: Sequence[Path] = ()
 
 
-@dataclass(frozen=True)
-class Told:
-    """A leaf in place of state that lay flat: where the names of its parameters came from
-    (`order`), or why it has none (`refused`)."""
-
-    order: str = ""
-    refused: str = ""
-
-
 class KeyForm(Protocol):
     """One way to key optimizer state, read and written."""
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.leaves import nest
-from ckptmap.resume import settings, streams
+from ckptmap.resume import flat_codes, settings, streams
 from ckptmap.resume.groups import load_scheduler
 from ckptmap.resume.match import LoadPlan
 from ckptmap.resume.optimizers import unwrapped
+from ckptmap.resume.peers import rank_and_world
 from ckptmap.resume.report import LoadReport, listed
 from ckptmap.resume.restore import StatePlan
 from ckptmap.resume.target import Target
@@ -41,13 +42,14 @@ class Continuation:
         self._scheduler = scheduler
         self._targets = targets
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
-        self._rank, world = _rank()
+        self._rank, world = rank_and_world()
         self._live = settings.describe(model, self._optimizer, targets, world)
         everything = nest({**checkpoint.plain, **checkpoint.other})
         self._saved = _taken(everything, settings.KEY)
         found = next((name for name in SCHEDULERS if name in everything), SCHEDULERS[0])
         self._scheduler_state = _taken(everything, found)
-        everything.pop(streams.KEY, None)
+        for key in (streams.KEY, flat_codes.KEY):
+            everything.pop(key, None)
         self._extra: dict[str, Any] = everything
         self.inexact: list[str] = []
         self._streams: dict[str, Any] = {}
@@ -69,7 +71,7 @@ class Continuation:
         ):  # fmt: skip
             if items:
                 why.append(f"{len(items)} weights {what}")
-        if self._saved.get("decoded"):
+        if self._saved.get("decoded") and not (state is not None and state.kept):
             why.append("codes of moments were decoded when it was saved")
         if state is None:
             if self._checkpoint.optimizer_groups:
@@ -157,14 +159,6 @@ def _taken(everything: dict[str, Any], name: str) -> Mapping[str, Any]:
     """A dict that is taken out; what has its name and is none stays an extra value."""
     found = everything.get(name)
     return everything.pop(name) if isinstance(found, Mapping) else {}
-
-
-def _rank() -> tuple[int, int]:
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
 
 
 def _read(value: Any) -> Any:

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
 from ckptmap.lazy import LazyTensor
-from ckptmap.resume.family import KINDS, STEP, Codes, Family, Part, is_a, local_of
+from ckptmap.resume.family import KINDS, STEP, Family, Part, is_a, local_of
+from ckptmap.resume.family_bnb import BNB
 from ckptmap.resume.target import like
 
 if TYPE_CHECKING:
     import torch
-
-NUMBERED = {"1": "exp_avg", "2": "exp_avg_sq"}
-"""bitsandbytes counts its moments."""
 
 
 class TorchAdam(Family):
@@ -136,58 +134,6 @@ class Torchao(Family):
         return like(part.param, made).to(part.param.device)
 
 
-class Bnb(Family):
-    """bitsandbytes' Adam and AdamW with two states, 8 bit or 32, paged or not."""
-
-    name = "bitsandbytes"
-    mixed = True
-    moments = ("exp_avg", "exp_avg_sq")
-
-    def claims(self, optimizer: Any) -> bool:
-        return is_a(optimizer, "bitsandbytes", "Optimizer2State") and (
-            getattr(optimizer, "optimizer_name", "") == "adam"
-        )
-
-    def flags(self, optimizer: Any) -> dict[str, Any]:
-        names = ("optim_bits", "min_8bit_size", "max_unorm", "skip_zeros")
-        found = {name: getattr(optimizer.args, name, None) for name in names}
-        return {**found, "is_paged": bool(optimizer.is_paged)}
-
-    def entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in state.items():
-            number = name[-1]
-            if name in ("state1", "state2"):
-                absmax = state.get(f"absmax{number}")
-                found[NUMBERED[number]] = value if absmax is None else Codes(
-                    "bnb8bit", 256, number == "1", value, absmax, state[f"qmap{number}"],
-                    tuple(value.shape),
-                )  # fmt: skip
-            elif not name.startswith(("absmax", "qmap")):
-                found[name] = value
-        return found
-
-    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
-        optimizer, group = part.optimizer, part.group
-        number = next(i for i, known in enumerate(optimizer.param_groups) if known is group)
-        place = next(i for i, known in enumerate(group["params"]) if known is part.param)
-        if not optimizer.initialized:
-            optimizer.check_overrides()
-        optimizer.state[part.param] = {}
-        optimizer.init_state(group, part.param, number, place)
-        return self.entries(optimizer.state[part.param])
-
-    def install(self, part: Part, values: Mapping[str, Any]) -> None:
-        """Codes were filled in place; a count, or a moment that became plain, is put there."""
-        state = part.optimizer.state[part.param]
-        state[STEP] = int(values.get(STEP, 0))
-        for number, name in NUMBERED.items():
-            if name in values and not isinstance(values[name], Codes):
-                state[f"state{number}"] = values[name]
-                state.pop(f"absmax{number}", None)
-                state.pop(f"qmap{number}", None)
-
-
 class Other(Family):
     """Any other optimizer of torch's kind: what it keeps is seen from one step of a copy."""
 
@@ -251,7 +197,7 @@ class Other(Family):
 
 
 FAMILIES: tuple[Family, ...] = (
-    Torchao(), Bnb(), TorchAdam(), TorchSgd(), TorchAdafactor(), Other(),
+    Torchao(), *BNB, TorchAdam(), TorchSgd(), TorchAdafactor(), Other(),
 )  # fmt: skip
 
 

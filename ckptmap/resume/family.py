@@ -87,6 +87,8 @@ class Family:
     """Can it step with moments of another dtype than the parameter's?"""
     moments: tuple[str, ...] = ()
     """Canonical names that it cannot do without."""
+    scratch: tuple[str, ...] = ()
+    """Entries that each step makes anew: it is nothing to begin without them."""
 
     def claims(self, optimizer: Any) -> bool:
         return True
@@ -102,6 +104,10 @@ class Family:
     def entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Canonical name -> tensor (of any kind), Codes or plain value."""
         return {name: value for name, value in state.items() if value is not None}
+
+    def named(self, source: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The checkpoint's state of one parameter, where this family knows a name that it lacks."""
+        return source
 
     def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
         """Fresh state by canonical name; `source` is what the checkpoint has: LazyTensors and

@@ -6,11 +6,13 @@ a number. What an implementation chooses (foreach, fused, ...) stays the live on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ckptmap.errors import LoadError
 from ckptmap.lazy import LazyTensor
+from ckptmap.resume.algorithms import algorithm, spoken, unspoken
+from ckptmap.resume.family import Part
 from ckptmap.resume.holdings import Owner
 
 CHOICES = (
@@ -24,7 +26,14 @@ NAMES = ("params", "param_names")
 class Groups:
     """The live groups matched with the checkpoint's, by the parameters that are in them."""
 
-    def __init__(self, owners: Sequence[Owner], stored: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        owners: Sequence[Owner],
+        stored: Sequence[Mapping[str, Any]],
+        state: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """`state` is the checkpoint's, by FQN: what is kept tells what a group is for."""
+        self._state = state
         self.settings: list[str] = []
         self.choices: list[str] = []
         self._set: list[Callable[[], None]] = []
@@ -53,13 +62,17 @@ class Groups:
         found = {id(g): g for owner in members if (g := self._group(owner)) is not None}
         if not found:
             return
-        values = [{k: plain(v) for k, v in g.items() if k not in NAMES} for g in found.values()]
-        live = members[0].part.group
-        if algorithm(live) != algorithm(values[0]):
+        live, part = members[0].part.group, members[0].part
+        kinds = {self._kind(group) for group in found.values()}
+        if kinds != {self._live_kind(part, found.values())}:
             self.settings.append(
-                f"group {number}: kept as is, the checkpoint's are those of {algorithm(values[0])}"
+                f"group {number}: kept as is, the checkpoint's are those of {', '.join(sorted(kinds))}"
             )
             return
+        (kind,) = kinds
+        before = [{k: plain(v) for k, v in g.items() if k not in NAMES} for g in found.values()]
+        values = [spoken(kind, group, live) for group in before]
+        self.settings += [f"group {number} {text}" for text in unspoken(kind, before[0], live)]
         for key, value in values[0].items():
             others = [other.get(key) for other in values[1:]]
             if all(other == value for other in others):
@@ -69,6 +82,16 @@ class Groups:
                 self.settings.append(
                     f"group {number} {key}: its parameters had {shown}; kept {plain(live[key])}"
                 )
+
+    def _kind(self, group: Mapping[str, Any]) -> str:
+        states = (self._state.get(fqn, ()) for fqn in group["params"])
+        return algorithm(group, next(filter(None, states), ()))
+
+    def _live_kind(self, part: Part, stored: Iterable[Mapping[str, Any]]) -> str:
+        """What an optimizer that is not known keeps is tried only where there is state to compare."""
+        stateful = any(self._state.get(fqn) for group in stored for fqn in group["params"])
+        known = part.family.name != "other"
+        return algorithm(part.group, part.family.needs(part) if known or stateful else ())
 
     def _setting(self, title: str, live: dict[str, Any], key: str, value: Any) -> None:
         if key in CHOICES:
@@ -85,12 +108,6 @@ class Groups:
         if plain(live[key]) != plain(made):
             self.settings.append(f"{title}: was {plain(live[key])} here, now {plain(made)}")
         self._set.append(lambda: _put(live, key, made))
-
-
-def algorithm(group: Mapping[str, Any]) -> str:
-    """What kind of optimizer such hyper-parameters are for; those of another mean other things."""
-    marks = {"betas": "Adam", "beta2_decay": "Adafactor", "alpha": "RMSprop", "momentum": "SGD"}
-    return next((name for key, name in marks.items() if key in group), "another optimizer")
 
 
 def _put(group: dict[str, Any], key: str, value: Any) -> None:

@@ -202,11 +202,9 @@ def _hold_entry(held: Held, owner: Owner, name: str, value: Any) -> None:
     import torch
 
     codes = codes_of(value)
-    if codes is not None and owner.is_flat:
-        value, codes = decoded(codes).view(codes.shape), None
-        held.decoded.append(f"{owner.fqn}.{name}")
-    elif owner.is_flat and owner.part.family.mixed and _is_narrow(value):
-        value = value.float()  # on another rank it may be in codes
+    if is_decoded(owner, value):
+        value = value.float() if codes is None else decoded(codes).view(codes.shape)
+        codes = None
         held.decoded.append(f"{owner.fqn}.{name}")
     if codes is not None:
         _hold_codes(held, owner, name, codes)
@@ -223,10 +221,15 @@ def _hold_entry(held: Held, owner: Owner, name: str, value: Any) -> None:
         held.holdings += [_apart(value, path) for path in _paths(owner, name)]
 
 
-def _is_narrow(value: Any) -> bool:
+def is_decoded(owner: Owner, value: Any) -> bool:
+    """Is an entry stored in float32 by name, since its codes straddle parameters, or, of one that
+    is narrow, since it may be in codes on another rank?"""
     import torch
 
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    if not owner.is_flat:
+        return False
+    narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return codes_of(value) is not None or (owner.part.family.mixed and narrow)
 
 
 def _paths(owner: Owner, name: str) -> list[Path]:

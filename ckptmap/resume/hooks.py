@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.errors import LoadError
 from ckptmap.resume.agree import peer_groups
 from ckptmap.resume.finding import find_targets
 from ckptmap.resume.fsdp1 import is_fsdp1
 from ckptmap.resume.holdings import owners
+from ckptmap.resume.hooks_fsdp1 import Fsdp1Hooks, in_module_order, is_own_state
 from ckptmap.resume.live_load import load_live
 from ckptmap.resume.live_state import is_spread, opened
 from ckptmap.resume.optimizers import unwrapped
@@ -67,22 +67,22 @@ def install(
     """From now on `model.load_state_dict` and `optimizer.load_state_dict` take state dicts of any
     setup that `ckptmap.translate` takes, until `remove()` of the handle.
 
-    model       as it is trained, in its outermost wrapper: plain, DDP, compiled, `fully_shard`ed.
-                Where it is spread over ranks, all of them load together
+    model       as it is trained, in its outermost wrapper: plain, DDP, compiled, `fully_shard`ed,
+                FSDP1. Where it is spread over ranks, all of them load together
     optimizer   built from its parameters
     config      the model's config, where names of another scheme need sizes
     precision   of moments, as in `ckptmap.load`
     max_memory  bytes of messages a rank
 
-    Raises LoadError CKM505 for FSDP1, whose own hooks gather the model first.
+    A state dict that fits as it is goes to torch alone; of FSDP1 only flat shards do, as its
+    LOCAL_STATE_DICT and its optimizer's own `state_dict()` have them. All else goes into the shards
+    without gathering a unit.
     """
-    if any(is_fsdp1(module) for module in model.modules()):
-        raise LoadError(
-            "CKM505", "model: FSDP1 gathers its parameters before a hook can see the state dict",
-            "load the saved checkpoint with ckptmap.load(path, model, optimizer)",
-        )  # fmt: skip
     handle = Handle()
-    _ModuleHooks(handle, model, config, max_memory)
+    if any(is_fsdp1(module) for module in model.modules()):
+        Fsdp1Hooks(handle, model, config, max_memory)
+    else:
+        _ModuleHooks(handle, model, config, max_memory)
     if optimizer is not None:
         _OptimizerHooks(handle, model, unwrapped(optimizer), precision, max_memory)
     return handle
@@ -192,12 +192,14 @@ class _OptimizerHooks:
             type(self._optimizer).load_state_dict(self._optimizer, state_dict)
 
     def _load(self, state_dict: Mapping[str, Any]) -> bool:
-        """False: there is no state in it, only groups."""
+        """False: there is no state in it, only groups, or it is FSDP1's own local state."""
         targets, _ = find_targets(self._model)
         tensors = list(_tensors(state_dict))
         spread = bool(peer_groups(self._model, targets)) or is_spread(tensors)
         peers = Peers.join(PURPOSE) if spread else Peers()
         if not any(peers.all(bool(tensors))):
+            return False
+        if is_own_state(self._optimizer, state_dict, owners(self._optimizer, targets), peers):
             return False
         weights = {
             name: TensorInfo(tuple(target.tensor.shape), target.dtype)
@@ -209,7 +211,7 @@ class _OptimizerHooks:
             live,
             targets,
             optimizer=self._optimizer,
-            order=live_order(self._optimizer, targets),
+            order=live_order(self._optimizer, targets, self._model),
             weights=False,
             precision=self._precision,
             max_memory=self._max_memory,
@@ -223,7 +225,7 @@ def name_by_live(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any)
     CKM207 where shapes refute it."""
     if checkpoint.optimizer_by_index:
         targets, _ = find_targets(model)
-        checkpoint.order_optimizer(live_order(optimizer, targets))
+        checkpoint.order_optimizer(live_order(optimizer, targets, model))
 
 
 def _tensors(value: Any) -> list[Any]:
@@ -236,13 +238,20 @@ def _tensors(value: Any) -> list[Any]:
     return [value] if isinstance(value, torch.Tensor) else []
 
 
-def live_order(optimizer: Any, targets: Sequence[Target]) -> list[list[str]]:
-    """What an index means here: the live optimizer's own parameters, as torch takes it."""
-    by_group: dict[int, list[str]] = {}
+def live_order(
+    optimizer: Any, targets: Sequence[Target], model: torch.nn.Module
+) -> list[list[str]]:
+    """What an index means here: the live optimizer's own parameters, as torch takes it; those of
+    a flat parameter one by one, where the model had them."""
+    by_group: dict[int, list[Target]] = {}
+    whole = False
     for owner in owners(optimizer, targets):
-        names = by_group.setdefault(id(owner.part.group), [])
-        names += [target.fqn for target, _ in owner.members]
-    return list(by_group.values())
+        found = by_group.setdefault(id(owner.part.group), [])
+        found += [target for target, _ in owner.members]
+        whole = whole or len(owner.members) > 1
+    groups = by_group.values()
+    ordered = [in_module_order(model, group) if whole else group for group in groups]
+    return [[target.fqn for target in group] for group in ordered]
 
 
 def _groups_alone(optimizer: Any) -> dict[str, Any]:

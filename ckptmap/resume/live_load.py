@@ -38,12 +38,12 @@ class Shadow(Target):
     @classmethod
     def of(cls, target: Target) -> Shadow:
         """Raises LoadError CKM505 where the model keeps the tensor in a way of its own."""
-        if target.is_flat or bnb_live.is_live(target):
-            kind = "a part of FSDP1's flat parameter" if target.is_flat else "a Params4bit"
+        if bnb_live.is_live(target):
             raise LoadError(
-                "CKM505", f"model: {target.fqn} is {kind}, which no state dict can hold",
+                "CKM505",
+                f"model: {target.fqn} is a Params4bit, which no state dict can hold",
                 "load it into the model with ckptmap.load, or ckptmap.hooks.install",
-            )  # fmt: skip
+            )
         return cls(target.names, target.places, target.is_buffer, target.fsdp_param)
 
     @property

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.files import Files
+from ckptmap.leaves import ListIndex
 from ckptmap.optim.order import Weight
 from ckptmap.optim.reading import Model
-from ckptmap.resume import int8_live, nf4_live
+from ckptmap.resume import int8_live, nf4_live, sharded
 from ckptmap.resume.assign import Assigner, Assignment, Offer, offer
 from ckptmap.resume.family import codes_of
 from ckptmap.resume.holdings import CodedPiece, Held, Holding, Piece, info_of
@@ -24,7 +25,6 @@ from ckptmap.resume.peers import Peers
 from ckptmap.resume.target import PLAIN, Target, held, is_dtensor, is_nf4
 from ckptmap.roots import Roles
 from ckptmap.tensors import Box, Index, Path, TensorInfo
-from ckptmap.wire.tree import ListIndex
 
 if TYPE_CHECKING:
     import torch
@@ -156,6 +156,9 @@ def _hold(mine: Held, path: Path, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         mine.values[path] = value
         return
+    if sharded.is_sharded(value):
+        mine.holdings.append(sharded.holding(path, value))
+        return
     leaf = Leaf((str(path[-1]),), (), False, None, value.detach())
     local = leaf.local
     codes = codes_of(leaf.tensor)
@@ -278,5 +281,5 @@ def _sources(offers: Sequence[Sequence[Offer]], assignment: Assignment) -> Sourc
 
 
 def is_spread(tensors: Sequence[Any]) -> bool:
-    """Does a mesh say what each rank holds of any of them?"""
-    return any(is_dtensor(tensor) for tensor in tensors)
+    """Is it said of any of them what each rank holds?"""
+    return any(is_dtensor(tensor) or sharded.is_sharded(tensor) for tensor in tensors)

@@ -74,7 +74,7 @@ class LoadPlan:
             raise LoadError(
                 "CKM501",
                 f"{path}: keys do not match the model, {'; '.join(seen)}",
-                "load with strict=False to take what matches, or rename with a mapping",
+                _way_out(missing, self.unexpected),
             )
         if homeless:
             raise LoadError(
@@ -109,6 +109,19 @@ class LoadPlan:
             peak_host_nbytes=reader.meter.peak_host_nbytes,
             peak_device_nbytes=reader.meter.peak_device_nbytes,
         )
+
+
+def _way_out(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """peft puts `base_model.model.` before all names: whether a base or a run was saved tells what
+    comes first."""
+    live, saved = (
+        any(n.startswith("base_model.model.") for n in ns) for ns in (missing, unexpected)
+    )
+    if live and not saved:
+        return "load the base before get_peft_model(model, ...) renames it"
+    if saved and not live:
+        return "wrap the model by get_peft_model first, or load what `ckptmap merge` makes of it"
+    return "load with strict=False to take what matches, or rename with a mapping"
 
 
 @dataclass(frozen=True)

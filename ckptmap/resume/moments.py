@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.lazy import LazyTensor
+from ckptmap.optim import lowbit_codes
 from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit, flat_span
 from ckptmap.resume.family import STEP, Codes, codes_of, local_of
+from ckptmap.resume.flat_codes import Kept, filled
 from ckptmap.resume.holdings import Owner, decoded
 from ckptmap.resume.reader import Reader, window
 from ckptmap.resume.report import Cast, Recoded
@@ -56,13 +58,14 @@ class StateLoader:
 
     def __init__(
         self, owner: Owner, sources: Sequence[Source], policy: Policy, notes: StateNotes,
-        betas: Sequence[float] = (),
+        betas: Sequence[float] = (), kept: Mapping[str, Kept] | None = None,
     ) -> None:  # fmt: skip
         self.owner = owner
         self.sources = sources
         self.policy = policy
         self.notes = notes
         self.betas = betas
+        self.kept = kept or {}
 
     def __call__(self, reader: Reader) -> None:
         part = self.owner.part
@@ -85,6 +88,10 @@ class StateLoader:
             return live
         if not self._is_like_param(live):
             return self._apart(name, live, reader)
+        if name in self.kept:
+            found = self._as_it_was(name, live, reader)
+            if found is not None:
+                return found
         live = self._form(name, live)
         with torch.no_grad():
             codes = codes_of(live)
@@ -99,6 +106,18 @@ class StateLoader:
             return True
         whole = self.owner.part.model
         return tuple(live.shape) == tuple(whole.shape)
+
+    def _as_it_was(self, name: str, live: Any, reader: Reader) -> Any:
+        """A flat shard's own codes; None: they are of another form than this optimizer's."""
+        import torch
+
+        with torch.no_grad():
+            found = filled(self.kept[name], live, self.owner.part, reader)
+        if found is not None:
+            titles = [f"{target.fqn}.{name}" for target, _ in self.owner.members]
+            self.notes.loaded += titles
+            self.notes.copied += titles if codes_of(found) is not None else ()
+        return found
 
     # ------------------------------------------------------------------ which form
 
@@ -248,6 +267,8 @@ class StateLoader:
         """A tensor of a shape of its own, cut as it is here."""
         lazy = self._lazy(name, self.sources[0])
         title = f"{self.owner.fqn}.{name}"
+        if lazy is None and name in self.owner.part.family.scratch:
+            return live
         if lazy is None or lazy.shape != tuple(live.shape):
             self.notes.initialised.append(f"{title}: the checkpoint has none of this shape")
             return live
@@ -285,7 +306,8 @@ def derivation(name: str, source: Source, betas: Sequence[float] = ()) -> tuple[
         return name, None
     if name == "max_exp_avg_sq" and "exp_avg_sq" in source:
         return "exp_avg_sq", 1.0
-    if name == "momentum_buffer" and "exp_avg" in source and betas:
+    adam = "exp_avg" in source and "exp_avg_sq" in source  # Lion's average has another factor
+    if name == "momentum_buffer" and adam and betas:
         return "exp_avg", 1.0 / (1.0 - float(betas[0]))
     return name, None
 
@@ -339,7 +361,9 @@ def encode(live: Any, codes: Codes, values: torch.Tensor) -> None:
         codes.codes.copy_(made.view(codes.codes.shape))
         codes.scale.copy_(state.absmax)
         return
-    local_of(live).copy_(values)
+    made = values.to(codes.codes.device)
+    if not lowbit_codes.encode(made, codes.block_size, codes.qmap, codes.codes, codes.scale):
+        local_of(live).copy_(values)
 
 
 def _codes(value: Any) -> Codes:

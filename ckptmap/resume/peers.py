@@ -75,3 +75,12 @@ class Peers:
             if answer is not None:
                 code, message, hint = answer
                 raise RunError(code, f"[rank {rank}] {message}", hint)
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Of torch's default group; (0, 1) without one."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +10,12 @@ from ckptmap.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.lazy import LazyTensor
 from ckptmap.optim.lowbit import LowBit
+from ckptmap.resume import flat_codes
 from ckptmap.resume.groups import Groups
 from ckptmap.resume.holdings import Owner, owners
 from ckptmap.resume.moments import Policy, Source, StateLoader, StateNotes, derivation
 from ckptmap.resume.optimizers import is_offloaded, unwrapped
+from ckptmap.resume.peers import rank_and_world
 from ckptmap.resume.reader import Reader
 from ckptmap.resume.report import StateReport, listed
 from ckptmap.resume.target import Target
@@ -26,6 +28,7 @@ class StatePlan:
     """What will be done with the optimizer, and what stands against it.
 
     lossy  entries that cannot be the same bits here
+    kept   is all that was saved decoded there as it was, and used?
     """
 
     steps: list[Callable[[Reader], None]] = field(default_factory=list)
@@ -36,6 +39,7 @@ class StatePlan:
     lossy: list[str] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)
     choices: list[str] = field(default_factory=list)
+    kept: bool = False
 
     def refuse(self, path: str, strict: bool) -> None:
         if self.mismatched:
@@ -80,6 +84,10 @@ class StateMatcher:
         encodings = (lazy.encoding_ for state in self._tensors.values() for lazy in state.values())
         schemes = frozenset(e.name for e in encodings if isinstance(e, LowBit))
         self._policy = Policy(precision, schemes)
+        flat = precision == "keep" and any(owner.is_flat for owner in self._owners)
+        place = rank_and_world()
+        self._kept = flat_codes.recorded(checkpoint, targets, *place) if flat else None
+        self._used_kept: set[str] = set()
         self._plan = StatePlan()
 
     def plan(self) -> StatePlan:
@@ -87,7 +95,7 @@ class StateMatcher:
         plan = self._plan
         self._refuse_unnamed()
         stored = self._checkpoint.optimizer_groups
-        groups = Groups(self._owners, stored)
+        groups = Groups(self._owners, stored, self._tensors)
         listed_there = {fqn for group in stored for fqn in group["params"]}
         used: set[str] = set()
         plan.steps.append(
@@ -96,11 +104,13 @@ class StateMatcher:
         if is_offloaded(self._optimizer):
             plan.steps.append(self._refresh_copies)
         for owner in self._owners:
-            sources = [self._source(target, used) for target, _ in owner.members]
+            family = owner.part.family
+            sources = [family.named(self._source(target, used)) for target, _ in owner.members]
             self._decide(owner, sources, groups, listed_there)
         plan.unexpected = [fqn for fqn in (*self._tensors, *self._values) if fqn not in used]
         plan.unexpected = list(dict.fromkeys(plan.unexpected))
         plan.settings, plan.choices = groups.settings, groups.choices
+        plan.kept = self._kept is not None and self._used_kept == self._kept.keys()
         return plan
 
     def _refuse_unnamed(self) -> None:
@@ -147,7 +157,15 @@ class StateMatcher:
             plan.steps.append(lambda reader: _forget(owner))
             return
         self._foresee(owner, sources)
-        plan.steps.append(StateLoader(owner, sources, self._policy, plan.notes, betas))
+        kept = self._kept_of(owner)
+        plan.steps.append(StateLoader(owner, sources, self._policy, plan.notes, betas, kept))
+
+    def _kept_of(self, owner: Owner) -> Mapping[str, flat_codes.Kept]:
+        kept = (self._kept or {}).get(owner.fqn, {}) if owner.is_flat else {}
+        if not flat_codes.fits(kept, owner.part):
+            return {}
+        self._used_kept.add(owner.fqn)
+        return kept
 
     def _unfit(self, owner: Owner, sources: Sequence[Source], betas: Sequence[float]) -> str:
         """Why the state cannot be this optimizer's; empty: it can. Shapes are checked, too."""

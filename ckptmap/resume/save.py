@@ -15,7 +15,8 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.resume import settings, streams
+from ckptmap.leaves import ListIndex
+from ckptmap.resume import flat_codes, settings, streams
 from ckptmap.resume.assign import Assigner, offer
 from ckptmap.resume.finding import find_targets
 from ckptmap.resume.holdings import (
@@ -164,6 +165,8 @@ def _held(
     if optimizer is not None:
         mine = owners(optimizer, targets)
         hold_optimizer(held, mine)
+        for fqn, kept in flat_codes.held(mine).items():
+            _values(held, ("extra", flat_codes.KEY, f"rank{peers.rank}", fqn), kept, private=True)
         if peers.rank == 0:
             _values(held, ("optimizer", "param_groups"), _groups(mine))
     _values(held, ("extra", streams.KEY, f"rank{peers.rank}"), random_state, private=True)
@@ -173,7 +176,7 @@ def _held(
             _values(held, ("extra", "scheduler"), scheduler.state_dict())
         if step is not None:
             extra = {"step": step, **extra}
-        reserved = {settings.KEY, streams.KEY, "scheduler"} & set(extra)
+        reserved = {settings.KEY, streams.KEY, flat_codes.KEY, "scheduler"} & set(extra)
         if reserved:
             raise LoadError(
                 "CKM508", f"extra: {sorted(reserved)} are ckptmap's own", "use other names"
@@ -215,7 +218,7 @@ def _values(held: Held, path: Path, value: Any, private: bool = False) -> None:
             _values(held, (*path, key), item, private)
     else:
         for number, item in enumerate(value):
-            _values(held, (*path, number), item, private)
+            _values(held, (*path, ListIndex(number)), item, private)
 
 
 def _holds_tensor(value: Any) -> bool:

@@ -187,13 +187,13 @@ def _chunk(runs: list[range], parts: int, index: int, split: int) -> list[range]
     total = sum(map(len, runs))
     taken: list[range] = []
     for piece in range(split):
-        start, stop = _chunk_bounds(total, split, piece)
-        low, high = _chunk_bounds(stop - start, parts, index)
+        start, stop = chunk_bounds(total, split, piece)
+        low, high = chunk_bounds(stop - start, parts, index)
         taken += _take(runs, start + low, start + high)
     return taken
 
 
-def _chunk_bounds(n: int, parts: int, index: int) -> tuple[int, int]:
+def chunk_bounds(n: int, parts: int, index: int) -> tuple[int, int]:
     step = -(-n // parts)
     start = min(index * step, n)
     return start, min(start + step, n)

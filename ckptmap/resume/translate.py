@@ -17,7 +17,9 @@ from ckptmap.mapping.rules import HUB
 from ckptmap.mapping.wrappers import strip_wrappers, wrap_prefix
 from ckptmap.resume.agree import peer_groups
 from ckptmap.resume.finding import find_targets
-from ckptmap.resume.live_load import Shadow, load_live
+from ckptmap.resume.fsdp1 import is_fsdp1
+from ckptmap.resume.fsdp1_state import own_keys, shadows
+from ckptmap.resume.live_load import load_live
 from ckptmap.resume.live_state import WHERE, is_spread, opened
 from ckptmap.resume.peers import Peers
 from ckptmap.resume.recode_state import DENSE, DTYPES, QUANTIZED, cast, decoded, quantized
@@ -60,6 +62,7 @@ def translate(
                 `load_state_dict` takes, name by name, in its dtypes, NF4 or int8 where it is so, on
                 its mesh with its placements. The ranks that hold the model together call it
                 together, each with what it has: its shards of any mesh, everything, or nothing.
+                An FSDP1 model's state dict type says whether that is whole tensors or rows.
                 Where live DTensors are on another mesh their boxes move from device to device, in
                 messages of at most `max_memory` bytes a rank; what is here is not sent
     to          a scheme of names: `hf`, `auto`, `meta`, `llama/torchtune`, a mapping file. None:
@@ -140,18 +143,18 @@ def _like(
     targets, homeless = find_targets(model)
     peers = joined(state_dict, model, targets)
     with peers.together():
-        shadows = [Shadow.of(target) for target in targets]
+        made = shadows(model, targets)
         weights = renamed(state_dict, targets, config or getattr(model, "config", None), source)
     live = opened(weights, peers, "model")
-    report = load_live(live, shadows, homeless, strict=strict, max_memory=max_memory)
-    keys = live_keys(model)
-    made = Translation()
-    for shadow in shadows:
+    report = load_live(live, made, homeless, strict=strict, max_memory=max_memory)
+    keys = live_keys(model, targets)
+    found = Translation()
+    for shadow in made:
         result = shadow.result
         if result is not None:
-            made |= {keys.get(name, name): result for name in shadow.names}
-    made.report = report
-    return made
+            found |= {keys.get(name, name): result for name in shadow.names}
+    found.report = report
+    return found
 
 
 def joined(state_dict: State, model: torch.nn.Module, targets: Sequence[Target]) -> Peers:
@@ -161,8 +164,10 @@ def joined(state_dict: State, model: torch.nn.Module, targets: Sequence[Target])
     return Peers()
 
 
-def live_keys(model: torch.nn.Module) -> dict[str, str]:
+def live_keys(model: torch.nn.Module, targets: Sequence[Target]) -> dict[str, str]:
     """Plain name -> the name that the model's own state dict has."""
+    if any(map(is_fsdp1, model.modules())):
+        return own_keys(model, targets)
     keys = [key for key in model.state_dict() if not key.endswith(EXTRA_STATE)]
     return {plain: key for key, plain in strip_wrappers(keys, "model").items()}
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap import manifest, registry
 from ckptmap.checkpoint import open as open_checkpoint
-from ckptmap.errors import CkptmapError, DestinationError, RunError
+from ckptmap.errors import RunError
 from ckptmap.lazy import tensor_bytes
 from ckptmap.protocols import OutFile, OutState
 from ckptmap.publish import Workspace
+from ckptmap.replacing import refuse_stranger
 from ckptmap.resume.peers import Peers
+from ckptmap.structure import check_structure
 from ckptmap.tensors import Box, Path
-from ckptmap.verification import check_structure
 from ckptmap.version import __version__
 
 if TYPE_CHECKING:
@@ -110,15 +111,8 @@ def write(
 
 
 def _open(layout: Layout, dst: FilePath, overwrite: bool) -> Workspace:
-    if overwrite and dst.is_dir() and any(dst.iterdir()):
-        try:
-            open_checkpoint(dst).close()
-        except CkptmapError as error:
-            raise DestinationError(
-                "CKM301",
-                f"{dst}: is a directory that holds no checkpoint ({error.message})",
-                "overwrite replaces checkpoints only; choose another path",
-            ) from error
+    if overwrite:
+        refuse_stranger(dst)
     return Workspace.open(
         dst, layout.digest, one_file=False, overwrite=overwrite, nbytes=layout.nbytes
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -87,12 +88,13 @@ def check(model: Any, path: Path) -> None:
     assert len(gradients) == 2, "of the trainable layer's weight and bias"
 
 
-def fsdp2(path: Path) -> None:
-    world = dist.get_world_size()
+def fsdp2(path: Path, mesh: DeviceMesh | None = None) -> None:
+    """Over all ranks, or over the last dim of the mesh and copied over the first."""
+    world = dist.get_world_size() if mesh is None else mesh.size(1)
     model = net()
     for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     report = load(path, model)
     odd = world > 1
     expected = {"0.weight", "2.weight"} if odd else {"0.weight", "2.weight", "3.weight"}
@@ -119,7 +121,7 @@ def fsdp2(path: Path) -> None:
     assert type(model[0].weight.to_local()).__name__ == "ShardedInt8"
     load(path, model)
     assert torch.equal(model(x), reference(x)), "again"
-    saved = path.parent / f"saved-{path.stem}-{world}"
+    saved = path.parent / f"saved-{path.stem}-{dist.get_world_size()}"
     save(saved, model).wait()
     with ckptmap.open(saved) as ours, ckptmap.open(path) as original:
         assert ours["0.weight"].encoding == "int8" and not ours.refused
@@ -197,6 +199,11 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
+        if dist.get_world_size() == 4:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            for name in ("int8", "bnb-int8"):
+                fsdp2(folder / f"{name}.pt", mesh)
+            return
         for name in SOURCES:
             fsdp2(folder / f"{name}.pt")
             ddp(folder / f"{name}.pt")

@@ -20,9 +20,7 @@ from tests.live.resume_model import built
 
 
 def cases() -> list[tuple[str, str]]:
-    wraps = ["plain", "ddp", "fsdp1", "fsdp1-flat", "fsdp2"]
-    if dist.get_world_size() % 2 == 0:
-        wraps.append("hsdp")
+    wraps = ["plain", "ddp", "fsdp1", "fsdp1-flat", "fsdp2", "hsdp"]
     modes = ["eager", "compiled", "compiled-layers", "checkpointed"]
     return [(wrap, mode) for wrap in wraps for mode in modes]
 

@@ -110,8 +110,10 @@ def fsdp2(model: nn.Module, mesh: Any = None) -> nn.Module:
 
 
 def hsdp(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
-    return fsdp2(model, mesh)
+    """Two replicas; of an odd number of ranks each is one."""
+    world = dist.get_world_size()
+    sizes = (world, 1) if world % 2 else (2, world // 2)
+    return fsdp2(model, init_device_mesh("cpu", sizes, mesh_dim_names=("r", "s")))
 
 
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {

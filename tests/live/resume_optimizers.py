@@ -24,7 +24,7 @@ def bnb(name: str, **options: Any) -> Callable[[Iterable[Tensor]], Any]:
         warnings.filterwarnings("ignore", "Paged optimizers are not supported on CPU")
         import bitsandbytes
 
-        return getattr(bitsandbytes.optim, name)(params, lr=1e-2, **options)
+        return getattr(bitsandbytes.optim, name)(params, **{"lr": 1e-2, **options})
 
     return build
 
@@ -47,15 +47,27 @@ TORCH: dict[str, Callable[[Iterable[Tensor]], Any]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
     "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
 }
 
 BNB: dict[str, Callable[[Iterable[Tensor]], Any]] = {
     "bnb8": bnb("AdamW8bit"),
     "bnb8-paged": bnb("PagedAdamW8bit"),
     "bnb32": bnb("AdamW"),
+    "lamb8": bnb("LAMB8bit"),
 }
 
-ALL = {**TORCH, **ROUNDING, **BNB}
+BNB_OTHERS: dict[str, Callable[[Iterable[Tensor]], Any]] = {
+    "ademamix8": bnb("AdEMAMix8bit"),
+    "lion8": bnb("PagedLion8bit", lr=1e-3),
+    "sgd8": bnb("SGD8bit", momentum=0.9),
+    "lars8": bnb("LARS8bit", momentum=0.9),
+    "rmsprop8": bnb("RMSprop8bit", lr=1e-3),
+    "adagrad8": bnb("Adagrad8bit"),
+}
+"""Those whose states are not Adam's two; all of bitsandbytes' step on the CPU."""
+
+ALL = {**TORCH, **ROUNDING, **BNB, **BNB_OTHERS}
 
 
 def inner(value: Any) -> list[Tensor]:

@@ -1,0 +1,142 @@
+"""The arithmetic of low-bit moments: values to codes as torchao makes them, and codes to values.
+
+    m [n] f32 -> scale [n/block], codes [n] u8, or [n/2] with the first of two in the high nibble
+    m'[i] = qmap[code[i]] * scale[i / block]
+
+Bit-equal to `copy_` into OptimState8bit, OptimState4bit and OptimStateFp8 (torchao 0.18,
+optim/quant_utils.py and subclass_*.py): the quotient is m / max(absmax, 1e-12); its code is the
+last one whose value is not above it, or the next if the rest is at least half of the step, all in
+float32. Both differences are monotone in the quotient, so that there is a threshold for each code.
+Work goes in chunks that stay in cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptmap import fourbit
+from ckptmap.counting import FineCounter
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_NUMEL = 256 * 1024
+LEAST = 1e-12
+_LARGEST_FP8 = 448.0
+_ULPS = 128
+"""How far from the middle of two values a threshold is looked for."""
+
+_counters: dict[tuple[bytes, str], FineCounter] = {}
+
+
+# ------------------------------------------------------------------------------- encoding
+
+
+def encode(
+    values: torch.Tensor,
+    block: int,
+    qmap: torch.Tensor | None,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+) -> bool:
+    """values f32 [n], n a multiple of the block -> fill `codes` (u8, two to a byte where `qmap` has
+    16 values; float8 where there is none) and `scale` f32 [n/block]. False, and nothing done, where
+    the table is none that has thresholds."""
+    counter = None if qmap is None else _counter(qmap)
+    if qmap is not None and counter is None:
+        return False
+    flat, out = values.reshape(-1), codes.view(-1)
+    packed = _packed(qmap)
+    step = max(1, CHUNK_NUMEL // block) * block
+    for start in range(0, flat.numel(), step):
+        part = flat.narrow(0, start, min(step, flat.numel() - start))
+        peaks = scale.narrow(0, start // block, part.numel() // block)
+        place = out.narrow(0, start // packed, part.numel() // packed)
+        _encode(part, block, counter, place, peaks)
+    return True
+
+
+def _encode(
+    values: torch.Tensor,
+    block: int,
+    counter: FineCounter | None,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+) -> None:
+    import torch
+
+    blocks = values.view(-1, block)
+    scale.copy_(blocks.abs().amax(1).clamp_(min=LEAST))
+    if counter is None:
+        codes.copy_(torch.div(blocks, scale.div_(_LARGEST_FP8).unsqueeze(1)).view(-1))
+        return
+    quotient = torch.div(blocks, scale.unsqueeze(1)).view(-1)
+    both = codes.numel() < values.numel()
+    found = codes.new_empty(values.numel()) if both else codes
+    counter.count(quotient, torch.empty_like(quotient), found)
+    if both:
+        torch.bitwise_or(found[::2] << 4, found[1::2], out=codes)
+
+
+def _packed(qmap: torch.Tensor | None) -> int:
+    """Codes in a byte."""
+    return 2 if qmap is not None and qmap.numel() == 16 else 1
+
+
+def _counter(qmap: torch.Tensor) -> FineCounter | None:
+    key = qmap.cpu().numpy().tobytes(), str(qmap.device)
+    found = _counters.get(key)
+    if found is None:
+        limits = thresholds(qmap.cpu())
+        if limits is not None:
+            found = _counters[key] = FineCounter(limits.to(qmap.device))
+    return found
+
+
+def thresholds(qmap: torch.Tensor) -> torch.Tensor | None:
+    """qmap [m] f32 ascending -> [m - 1]: the least quotient of each code but the first."""
+    import torch
+
+    lower, upper = qmap.narrow(0, 0, qmap.numel() - 1), qmap.narrow(0, 1, qmap.numel() - 1)
+    middle = (lower.double() + upper.double()).div_(2).float().view(torch.int32)
+    around = torch.arange(-_ULPS, _ULPS + 1, dtype=torch.int32)
+    near = (middle.unsqueeze(1) + around).view(torch.float32).sort(dim=1).values
+    below = near - lower.unsqueeze(1) < ((upper - lower) * 0.5).unsqueeze(1)
+    count = below.sum(1, keepdim=True)
+    if bool((count == 0).any()) or bool((count > 2 * _ULPS).any()):
+        return None
+    return near.gather(1, count).squeeze(1)
+
+
+# ------------------------------------------------------------------------------- decoding
+
+
+def decode(
+    codes: torch.Tensor, block: int, qmap: torch.Tensor | None, scale: torch.Tensor
+) -> torch.Tensor:
+    """Codes of whole blocks -> flat float32; only the last block may be short."""
+    import torch
+
+    codes, packed = codes.view(-1), _packed(qmap)
+    out = torch.empty(codes.numel() * packed, dtype=torch.float32, device=codes.device)
+    table = fourbit.pairs(qmap) if qmap is not None and packed == 2 else qmap
+    step = max(1, CHUNK_NUMEL // block) * block
+    for start in range(0, out.numel(), step):
+        part = out.narrow(0, start, min(step, out.numel() - start))
+        found = codes.narrow(0, start // packed, part.numel() // packed)
+        if table is None:
+            part.copy_(found)
+        else:
+            torch.index_select(table, 0, found.to(torch.int32), out=part.view(table.dtype))
+        _scale(part, scale.narrow(0, start // block, -(-part.numel() // block)), block)
+    return out
+
+
+def _scale(values: torch.Tensor, scale: torch.Tensor, block: int) -> None:
+    whole = values.numel() // block
+    if whole:
+        blocks = values.narrow(0, 0, whole * block).view(-1, block)
+        blocks.mul_(scale.narrow(0, 0, whole).unsqueeze(1))
+    if whole < scale.numel():
+        rest = values.numel() - whole * block
+        values.narrow(0, whole * block, rest).mul_(scale.narrow(0, whole, 1))
