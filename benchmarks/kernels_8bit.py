@@ -24,6 +24,8 @@ CONTESTS = (
     Contest("decode int8", "ours_decode_int8", ("torchao_decode_int8",), ""),
     Contest("decode int8 (bitsandbytes')", "ours_decode_bnb", ("bnb_decode",), ""),
     Contest("decode fp8 tiles", "ours_decode_fp8", ("transformers_decode_fp8",), ""),
+    Contest("encode 8-bit moments", "ours_moments", ("torchao_moments",), "10x torchao"),
+    Contest("decode 8-bit moments", "ours_decode_moments", ("torchao_decode_moments",), ""),
 )
 
 
@@ -85,7 +87,43 @@ def ours_decode_fp8(w: Any) -> Kernel:
     return kernels._decode(_fp8(w), w)
 
 
+def ours_moments(w: Any) -> Kernel:
+    """Into the tensors of a live optimizer, as torchao's `copy_`."""
+    from ckptmap.optim import lowbit_codes
+
+    state, values = _moments(w), w.float()
+
+    def run() -> Any:
+        lowbit_codes.encode(values, state.block_size, state.qmap, state.codes, state.scale)
+        return state
+
+    return run, 0
+
+
+def ours_decode_moments(w: Any) -> Kernel:
+    from ckptmap.optim import lowbit_codes
+
+    state = ours_moments(w)[0]()
+    args = state.codes, state.block_size, state.qmap, state.scale
+    return lambda: lowbit_codes.decode(*args).view(w.shape), 4 * w.numel()
+
+
+def _moments(w: Any) -> Any:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    return OptimState8bit.zeros(w.shape)
+
+
 # ------------------------------------------------------------------------------- the libraries
+
+
+def torchao_moments(w: Any) -> Kernel:
+    state, values = _moments(w), w.float()
+    return lambda: state.copy_(values), 0
+
+
+def torchao_decode_moments(w: Any) -> Kernel:
+    return torchao_moments(w)[0]().dequantize, 4 * w.numel()
 
 
 def torchao_int8(w: Any) -> Kernel:
@@ -167,12 +205,14 @@ def check(w: Any) -> None:
     codes, scb, _ = bnb_int8(w)[0]()
     found = ours_bnb(w)[0]()
     assert same(found[""], codes) and same(found["SCB"], scb), "bitsandbytes"
+    found, wanted = ours_moments(w)[0](), torchao_moments(w)[0]()
+    assert same(found.codes, wanted.codes) and same(found.scale, wanted.scale), "moments"
     found, wanted = ours_fp8(w)[0](), transformers_fp8(w)[0]()
     assert same(found[""], wanted["w.weight"]), "transformers' codes"
     assert same(found["scale_inv"], wanted["w.weight_scale_inv"]), "transformers' scales"
     for mine, theirs in (
         (ours_decode_int8, torchao_decode_int8), (ours_decode_bnb, bnb_decode),
-        (ours_decode_fp8, transformers_decode_fp8),
+        (ours_decode_fp8, transformers_decode_fp8), (ours_decode_moments, torchao_decode_moments),
     ):  # fmt: skip
         assert same(mine(w)[0](), theirs(w)[0]()), theirs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 
 from ckptmap.errors import PlanError
@@ -12,12 +13,17 @@ from ckptmap.protocols import Encoding, Refusal, Scheme
 from ckptmap.recoding import grid_of
 
 
-def encoding_for(lazy: LazyTensor, scheme: Scheme | None, options: Options) -> Encoding | None:
-    """None: the tensor stays as it is. Raises PlanError CKM203 where `--encode` names a tensor
-    that the scheme cannot hold."""
+def encoding_for(
+    lazy: LazyTensor, scheme: Scheme | None, options: Options, *, declared: bool = False
+) -> Encoding | None:
+    """None: the tensor stays as it is. `declared`: a config.json will promise the scheme's library
+    what it can load. Raises PlanError CKM203 where `--encode` names a tensor that the scheme cannot
+    hold, or codes would be kept that the library does not load."""
     if scheme is None or lazy.encoding == scheme.name or _matches(lazy.fqn, options.no_encode):
         return _repaired(lazy)
     found = _chosen(lazy, scheme, options)
+    if found is not None and declared:
+        _check_module(lazy, scheme)
     return _repaired(lazy) if found is None else found
 
 
@@ -28,7 +34,6 @@ def _chosen(lazy: LazyTensor, scheme: Scheme, options: Options) -> Encoding | No
     if grid is not None and isinstance(scheme, KeepsCodes) and (named or not options.encode):
         kept = scheme.keeping(lazy.info, grid, exact)
         if kept is not None:
-            _check_module(lazy, scheme)
             return kept
     found = _fresh(lazy, scheme, named) if named or not options.encode else None
     if found is not None and exact and isinstance(scheme, ScalesExactly):
@@ -40,9 +45,10 @@ def _check_module(lazy: LazyTensor, scheme: Scheme) -> None:
     if isinstance(scheme, TakesModules) and not scheme.takes(lazy.fqn):
         raise PlanError(
             "CKM203",
-            f"{lazy.fqn}: cannot be {scheme.name}: by its name it is of no linear module, and the"
-            " library would not load it",
-            f"decode it first, as --to hf-bf16 does, or leave it with --no-encode '{lazy.fqn}'",
+            f"{lazy.fqn}: cannot be {scheme.name}: by its name it is of no linear module of its own,"
+            " and transformers would not load it",
+            f"leave it as it is with --no-encode '{lazy.fqn}', or write where no config.json"
+            f" promises it, --to full-{scheme.suffix}; from codes of another scheme: first --to hf-bf16",
         )
 
 
@@ -56,6 +62,20 @@ def _fresh(lazy: LazyTensor, scheme: Scheme, named: bool) -> Encoding | None:
             "narrow --encode, or leave it out with --no-encode",
         )  # fmt: skip
     return forced
+
+
+def unmatched(options: Options, fqns: Collection[str], dropped: Collection[str]) -> list[str]:
+    """Notes on patterns of the user's that nothing is named like: a name misspelt."""
+    asked = {
+        "include": fqns, "encode": fqns, "no-encode": fqns, "exclude": dropped, "drop": dropped
+    }  # fmt: skip
+    return [
+        f"--{name} {pattern!r}: nothing is named so"
+        for name, keys in asked.items()
+        for pattern in getattr(options, name.replace("-", "_"))
+        if not any(key == pattern or fnmatchcase(key, pattern) for key in keys)
+        and not any(fnmatchcase(key, f"{pattern}.*") for key in keys if keys is dropped)
+    ]
 
 
 def _matches(fqn: str, patterns: tuple[str, ...]) -> bool:

@@ -70,13 +70,13 @@ class Quantized:
                 dense.append(name.removesuffix(".weight"))
         if present is not None and (self.keep or (encoded and not self.fresh)):
             return present
-        said = {
-            name: config
-            for name, infos in encoded.items()
-            if (config := self._said(name, infos, dense)) is not None
-        }
-        _check_one_library(said, encoded)
-        return next(iter(said.values()), None)
+        dense += _in_memory(dense, self.encodings)
+        said = {name: self._said(name, infos, dense) for name, infos in encoded.items()}
+        if None in said.values():  # only we read those: no other reader is to be promised the rest
+            return None
+        declared = {name: config for name, config in said.items() if config is not None}
+        _check_one_library(declared, encoded)
+        return next(iter(declared.values()), None)
 
     def _said(
         self, name: str, infos: Mapping[str, TensorInfo], dense: Collection[str]
@@ -90,6 +90,31 @@ class Quantized:
         return scheme.quantization_config(infos, dense) if isinstance(scheme, Declares) else None
 
 
+_TOWERS = frozenset({"language_model", "vision_tower", "vision_model", "visual"})
+
+
+def _in_memory(modules: Collection[str], names: Collection[str]) -> list[str]:
+    """What dense modules of a model of several towers are called once it is loaded, where that is
+    not their name on disk: transformers 5 puts the towers into `model`, and takes heads out of
+    them. A name that is no module's does no harm; one of a quantized weight's module is left out.
+
+        language_model.lm_head        -> lm_head
+        language_model.model.layers.0 -> model.language_model.layers.0
+        vision_tower.encoder.layers.0 -> model.vision_tower.encoder.layers.0
+    """
+    if all(_TOWERS.isdisjoint(name.split(".")[:2]) for name in names):
+        return []
+    found: dict[str, None] = {}
+    for module in modules:
+        first, _, rest = module.partition(".")
+        found[f"model.{module}" if first != "model" else f"model.language_model.{rest}"] = None
+        if first == "language_model":
+            found[rest] = None
+            found[f"model.language_model.{rest.removeprefix('model.')}"] = None
+    written = {name.removesuffix(".weight") for name in names}
+    return [each for each in found if each and each not in written]
+
+
 def _check_one_library(
     said: Mapping[str, Mapping[str, Any]], encoded: Mapping[str, Mapping[str, TensorInfo]]
 ) -> None:
@@ -100,14 +125,15 @@ def _check_one_library(
         ways.setdefault((config.get("quant_method"), config.get("load_in_8bit")), name)
     if len(ways) < 2:
         return
-    fewest = min(ways.values(), key=lambda name: len(encoded[name]))
-    fqn = next(iter(encoded[fewest]))
-    others = ", ".join(name for name in ways.values() if name != fewest)
+    fewest, *_, most = sorted(ways.values(), key=lambda name: len(encoded[name]))
+    fqn, others = next(iter(encoded[fewest])), len(encoded[fewest]) - 1
+    more = f" and {others} more stay" if others else ": stays"
     raise PlanError(
         "CKM203",
-        f"{fqn}: stays {fewest}, expected {others} as the other quantized weights, since one"
+        f"{fqn}{more} {fewest}, expected {most} as {len(encoded[most])} other weights, since one"
         " config.json cannot declare both",
-        "decode all of them first, as --to hf-bf16 does, and encode the result",
+        f"decode them all with --to hf-bf16 (-fp16, -fp32), and from that --to hf-{most}; or keep"
+        " both as they are where there is no config.json, --to full",
     )
 
 

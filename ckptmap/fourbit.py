@@ -5,8 +5,7 @@
 The arithmetic is bitsandbytes' (0.50, backends/default/ops.py): the quotient `w * (1 / absmax)` and
 the product `table[code] * absmax` are float32, the product is rounded once to T. A block that is
 short (the last one) is divided, not multiplied. The code is the number of midpoints below the
-quotient, so a tie takes the lower value. A midpoint is found by the upper 16 bits of a quotient
-and one comparison, since no two of them share a bucket. Work goes in chunks that stay in cache.
+quotient (see `counting`), so a tie takes the lower value. Work goes in chunks that stay in cache.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ckptmap.counting import Counter
 from ckptmap.tensors import Box, TensorInfo, contiguous_strides
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _FP4 = tuple(value / 12.0 for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3
 ZERO_PAIR = {"nf4": 0x77, "fp4": 0x00}
 """The byte of two zeros."""
 
-_lookups: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
+_counters: dict[tuple[str, str], Counter] = {}
 
 
 def table(kind: str, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -51,38 +51,20 @@ def table(kind: str, device: torch.device | str = "cpu") -> torch.Tensor:
 # ------------------------------------------------------------------------------- encoding
 
 
-def _lookup(kind: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the upper 16 bits of a quotient: how many midpoints lie below all of the bucket u8
-    [65536], and the next midpoint f32 [65536], above which the count is one higher."""
+def _counter(kind: str, device: str) -> Counter:
+    """Of the midpoints between neighbours: above one the count is higher, at it not yet."""
     import torch
 
-    found = _lookups.get((kind, device))
+    found = _counters.get((kind, device))
     if found is not None:
         return found
-    ordered = table(kind, device).sort(stable=True).values
+    ordered, codes = table(kind, device).sort(stable=True)
     middles = (ordered.narrow(0, 0, 15) + ordered.narrow(0, 1, 15)) / 2
-    upper = torch.arange(65536, dtype=torch.int32, device=device) << 16
-    ends = torch.stack([upper, upper | 0xFFFF]).view(torch.float32)
-    least = torch.where(ends.isnan().any(0), torch.inf, ends.amin(0))
-    counts = torch.searchsorted(middles, least, right=False)
-    above = torch.cat([middles, middles.new_full((1,), torch.inf)]).index_select(0, counts)
-    found = counts.to(torch.uint8), above
-    if type(found[0]) is torch.Tensor:  # a fake one must not outlive its mode
-        _lookups[kind, device] = found
+    above = middles.nextafter(torch.full_like(middles, torch.inf))
+    found = Counter(above, codes.to(torch.uint8))
+    if type(above) is torch.Tensor:  # a fake one must not outlive its mode
+        _counters[kind, device] = found
     return found
-
-
-def _order(kind: str, device: str) -> torch.Tensor | None:
-    """Two places in ascending order, packed -> two codes, packed: u8 [256]; None where places are
-    codes."""
-    import torch
-
-    if kind == "nf4":
-        return None
-    code = table(kind, device).sort(stable=True).indices
-    byte = torch.arange(256, device=device)
-    high, low = code.index_select(0, byte >> 4), code.index_select(0, byte.bitwise_and(15))
-    return ((high << 4) | low).to(torch.uint8)
 
 
 class Quantizer:
@@ -93,19 +75,16 @@ class Quantizer:
 
         self._block = block
         self._chunk = max(1, min(-(-numel // block), CHUNK_NUMEL // block)) * block
-        self._counts, self._above = _lookup(kind, device)
-        self._order = _order(kind, device)
+        self._counter = _counter(kind, device)
         self._integer = torch.int32 if dtype.itemsize == 4 else torch.int16
-        self._magnitude = torch.empty(self._chunk, dtype=self._integer, device=device)
+        self._spare = torch.empty(self._chunk, dtype=torch.int32, device=device)
         self._quotient = torch.empty(self._chunk, dtype=torch.float32, device=device)
-        self._limit = torch.empty_like(self._quotient)
-        self._upper = torch.empty(self._chunk, dtype=torch.int32, device=device)
         self._code = torch.empty(self._chunk, dtype=torch.uint8, device=device)
 
     @property
     def nbytes(self) -> int:
         """Of the buffers."""
-        held = (self._magnitude, self._quotient, self._limit, self._upper, self._code)
+        held = (self._spare, self._quotient, self._code)
         return sum(b.numel() * b.element_size() for b in held)
 
     def run(self, values: torch.Tensor, absmax: torch.Tensor, packed: torch.Tensor) -> None:
@@ -127,7 +106,7 @@ class Quantizer:
 
         n = values.numel()
         # Without their sign, floats order as the integers of their bits, NaN above infinity.
-        magnitude = self._magnitude.narrow(0, 0, n)
+        magnitude = self._spare.view(self._integer).narrow(0, 0, n)
         torch.bitwise_and(values.view(self._integer), torch.iinfo(self._integer).max, out=magnitude)
         peaks = magnitude.view(-1, self._block).amax(1).view(values.dtype)
         torch.abs(peaks.float(), out=absmax)
@@ -150,27 +129,18 @@ class Quantizer:
         import torch
 
         n = quotient.numel()
-        upper, code = self._upper.narrow(0, 0, n), self._code.narrow(0, 0, n)
-        torch.bitwise_right_shift(quotient.view(torch.int32), 16, out=upper)
-        upper.bitwise_and_(0xFFFF)
-        torch.index_select(self._counts, 0, upper, out=code)
-        limit = torch.index_select(self._above, 0, upper, out=self._limit.narrow(0, 0, n))
-        # One more above the limit: the sign of the difference, three times as fast as `>`, which
-        # torch does not vectorise. Differences of floats keep their sign, however small.
-        torch.sub(limit, quotient, out=limit)
-        torch.bitwise_right_shift(limit.view(torch.int32), 31, out=upper)  # -1 where it is above
-        code.sub_(upper.to(torch.uint8))  # modulo 256: minus 255 is plus 1
+        spare, code = self._spare.narrow(0, 0, n), self._code.narrow(0, 0, n)
+        self._counter.count(quotient, spare, code)
         pairs = code.view(torch.int16)  # first + second * 256
-        torch.bitwise_or(pairs << 4, pairs >> 8, out=packed)  # the low byte of it
-        if self._order is not None:
-            index = packed.to(torch.int32)
-            torch.index_select(self._order, 0, index, out=packed)
+        sixteen = spare.view(torch.int16).narrow(0, 0, n // 2)
+        torch.mul(pairs, 4097, out=sixteen)  # modulo 2^16: first + (first * 16 + second) * 256
+        torch.bitwise_right_shift(sixteen, 8, out=packed)  # the low byte of it
 
 
 # ------------------------------------------------------------------------------- decoding
 
 
-def _pairs(values: torch.Tensor) -> torch.Tensor:
+def pairs(values: torch.Tensor) -> torch.Tensor:
     """values [16] f32 -> [256] i64: the two values of a byte, in order."""
     import torch
 
@@ -183,7 +153,7 @@ class Dequantizer:
     """Values of blocks, at most `numel` (even) at a time, in a buffer that is used again."""
 
     def __init__(self, numel: int, values: torch.Tensor) -> None:
-        self._pairs = _pairs(values)
+        self._pairs = pairs(values)
         self._values = values.new_empty(numel)
 
     def run(self, packed: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:

@@ -33,10 +33,12 @@ def grouped(
     root: Path,
     where: str,
     refused: list[Refused],
+    said: Mapping[str, str],
 ) -> Groups:
     """Logical tensors by stored key, in stored order; what no scheme knows goes to `refused`.
 
-    `records` are by FQN from above `root`. Raises SourceError CKM114 for a key that is there
+    `records` are by FQN from above `root`; what strings beside the tensors say is a record, too:
+    `{"value": text}` by their key. Raises SourceError CKM114 for a key that is there
     twice, and what a scheme says of malformed parts.
     """
     stored = {join(path): leaf for path, leaf in leaves.items() if isinstance(leaf, StoredTensor)}
@@ -55,6 +57,7 @@ def grouped(
         order[key] = group
     prefix = join(root) + "." if root else ""
     mine = {k.removeprefix(prefix): r for k, r in records.items() if k.startswith(prefix)}
+    mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
     for group, consumed in (
         found for scheme in registry.schemes() for found in scheme.group(stored, mine)
     ):
@@ -62,6 +65,16 @@ def grouped(
             del stored[key]
         order[consumed[0]] = group
     return _in_order(order, stored)
+
+
+def strings_beside(rest: Mapping[Path, Any], root: Path) -> dict[str, str]:
+    """Strings of a model's dict by key, as bitsandbytes 0.38 to 0.42 names the order of its codes."""
+    depth = len(root)
+    return {
+        join(path[depth:]): leaf
+        for path, leaf in rest.items()
+        if isinstance(leaf, str) and len(path) > depth and path[:depth] == root
+    }
 
 
 def _in_order(order: Mapping[str, Group | None], stored: Mapping[str, StoredTensor]) -> Groups:

@@ -9,6 +9,7 @@ merged tensor is a group of base parts and adapter parts (`lora`), decoded box b
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from ckptmap import setups
 from ckptmap.adapters import Adapter, Low, open_adapter
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.errors import SourceError
+from ckptmap.files import whole
 from ckptmap.foreign import foreign_tensors
 from ckptmap.groups import DENSE, Groups
 from ckptmap.lazy import LazyTensor
@@ -30,10 +32,12 @@ from ckptmap.tensors import StoredTensor, TensorInfo
 WEIGHTS = ("float64", "float32", "bfloat16", "float16")
 """Dtypes of values that something can be added to."""
 HALF = ("bfloat16", "float16")
+EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in", "shared"})
+HEADS = frozenset({"lm_head", "embed_out", "output", "proj_out", "decoder"})
 
 
 class Overlaid(Checkpoint):
-    """`base` with an adapter merged in; `changed` names the tensors that it adds to."""
+    """`base` with an adapter merged in."""
 
     def __init__(
         self, base: Checkpoint, adapter: Adapter, groups: Mapping[str, Group], leave: Sequence[str]
@@ -41,7 +45,6 @@ class Overlaid(Checkpoint):
         self.__dict__.update(base.__dict__)
         self.base = base
         self._groups = Groups({fqn: groups.get(fqn) or base._groups.held(fqn) for fqn in base})
-        self.changed = tuple(fqn for fqn, group in groups.items() if group.encoding != DENSE)
         more = [file for file in adapter.files if file not in base.index.files]
         self.index = replace(base.index, files=(*base.index.files, *more))
         trained = sum(name in groups for name in adapter.trained)
@@ -78,7 +81,20 @@ def overlaid(
             adapter = open_adapter(adapter, adapter_config)
         adapter = adapter.without(leave)
         named = _renamed(adapter, ckpt)
-        return Overlaid(ckpt, adapter, _Merger(ckpt, adapter, scheme, named).groups(), leave)
+        merger = _Merger(ckpt, adapter, scheme, named)
+        merged = Overlaid(ckpt, adapter, merger.groups(), leave)
+    merged.notes += _left(merger.copies)
+    return merged
+
+
+def _left(copies: Sequence[LazyTensor]) -> list[str]:
+    if not copies:
+        return []
+    more = f" and {len(copies) - 1} more are" if len(copies) > 1 else " is"
+    return [
+        f"{copies[0].fqn}{more} a quantized copy of the base's weight ({copies[0].encoding}): left"
+        " in the adapter, the base's own values are merged"
+    ]
 
 
 # --------------------------------------------------------------------------------- names
@@ -86,15 +102,32 @@ def overlaid(
 
 def _renamed(adapter: Adapter, ckpt: Checkpoint) -> Callable[[str], str]:
     """The adapter's names -> the base's: as they are, or with a first segment less or more (peft
-    around a model, its backbone saved alone, or the reverse)."""
+    around a model, its backbone saved alone, or the reverse), or those on disk of a model of several
+    towers."""
     names = [f"{module}.weight" for module in adapter.lows] + list(adapter.trained)
     heads = dict.fromkeys(fqn.split(".", 1)[0] for fqn in ckpt if "." in fqn)
     ways: list[Callable[[str], str]] = [_same, _shorter]
     ways += [_longer(head) for head in heads]
+    ways.append(lambda name: next((each for each in _on_disk(name) if each in ckpt), name))
     for way in ways:
-        if names and all(way(name) in ckpt for name in names):
+        found = {way(name) for name in names}
+        if names and len(found) == len(set(names)) and all(fqn in ckpt for fqn in found):
             return way
     return _same
+
+
+def _on_disk(name: str) -> Iterator[str]:
+    """What transformers 5 may call on disk what it calls so in memory, in a model of several towers:
+    see `declaring`, which goes the other way."""
+    rest = name.removeprefix("model.language_model.")
+    if rest != name:
+        yield f"language_model.model.{rest}"
+        yield f"model.{rest}"
+    elif name.startswith("model."):
+        yield _shorter(name)
+    else:
+        yield f"language_model.{name}"
+    yield name
 
 
 def _same(name: str) -> str:
@@ -125,6 +158,7 @@ class _Merger:
         self.ckpt, self.adapter, self.scheme, self.named = ckpt, adapter, scheme, named
         self.where = adapter.path
         self.foreign = foreign_tensors(ckpt.infos())
+        self.copies: list[LazyTensor] = []
 
     def groups(self) -> dict[str, Group]:
         if not self.adapter.lows and not self.adapter.trained:
@@ -132,7 +166,10 @@ class _Merger:
         made: dict[str, Group] = {}
         for name, lazy in self.adapter.trained.items():
             fqn = self._known(name, lazy)
-            made[fqn] = self._trained(fqn, lazy)
+            self._check_tie(fqn, lazy)
+            group = self._frozen(fqn, lazy) if _is_frozen(lazy) else self._trained(fqn, lazy)
+            if group is not None:
+                made[fqn] = group
         for low in self.adapter.lows.values():
             fqn = self._known(f"{low.module}.weight", low.a)
             made[fqn] = self._low(low, made.get(fqn) or self.ckpt.group(fqn))
@@ -204,13 +241,26 @@ class _Merger:
         base = self.ckpt.group(fqn)
         packed = base.parts.get("")
         if base.encoding != DENSE and packed is not None and lazy.info == packed.info:
-            return _proven(base, packed, self._dense(lazy))
+            return _proven(base, "", self._dense(lazy))
         self._check_shape(lazy, base.info.shape, base)
         stored = self._dense(lazy)
         if lazy.dtype == base.info.dtype and base.encoding == DENSE:
             return Group(fqn, base.info, DENSE, {"": stored})
         info = TensorInfo(base.info.shape, self._dtype(base))
         return Group(fqn, info, Replaced(base.encoding, base.info.dtype), {"": stored})
+
+    def _frozen(self, fqn: str, lazy: LazyTensor) -> Group | None:
+        """A quantized weight that QLoRA trained beside and its checkpoint repeats. Where the base
+        holds such codes they are a replica; None: the base's own values stay. Its scales may have
+        been cut anew for other ranks, so they are not compared."""
+        base = self.ckpt.group(fqn)
+        self._check_shape(lazy, base.info.shape, base)
+        codes = _codes_part(lazy)
+        packed = base.parts.get(codes) if base.encoding.name == lazy.encoding else None
+        if packed is None or packed.info != lazy.parts[codes].info:
+            self.copies.append(lazy)
+            return None
+        return _proven(base, codes, lazy.parts[codes])
 
     def _dtype(self, base: Group) -> str:
         """fp32 where the merged values are cast as they are written."""
@@ -252,6 +302,23 @@ class _Merger:
 
     # ------------------------------------------------------------------ what must fit
 
+    def _check_tie(self, fqn: str, lazy: LazyTensor) -> None:
+        """peft unties an embedding that it trains as a whole: the head stays as it was. A base that
+        stores no head, and whose config ties it, would make another model of it."""
+        stem, saved = _stem(fqn), self.adapter.config.text.get("modules_to_save") or ()
+        known = {_stem(name) for name in (*self.ckpt, *self.adapter.left)}
+        if stem not in EMBEDDINGS or stem not in saved or not HEADS.isdisjoint(known):
+            return
+        if not _ties(self.ckpt):
+            return
+        raise SourceError(
+            "CKM322",
+            f"{self.where}: {lazy.fqn} takes the place of the embedding {fqn}, which the base ties to"
+            " its head: peft trained it untied, with the head as it was",
+            "save the base with its head (tie_word_embeddings false) and give that as BASE, or merge"
+            " with peft itself",
+        )
+
     def _dense(self, lazy: LazyTensor) -> StoredTensor:
         if lazy.encoding_ != DENSE or lazy.dtype not in WEIGHTS:
             raise SourceError(
@@ -287,12 +354,39 @@ class _Merger:
             )
 
 
-def _proven(base: Group, packed: StoredTensor, copy: StoredTensor) -> Group:
-    """The base's own codes, which the adapter's checkpoint repeats without their scales: a replica
-    that must hold the same bytes."""
+def _is_frozen(lazy: LazyTensor) -> bool:
+    return lazy.encoding_ != DENSE and ".modules_to_save." not in lazy.fqn
+
+
+def _codes_part(lazy: LazyTensor) -> str:
+    """The part that takes most of its bytes."""
+    return max(lazy.parts, key=lambda part: lazy.parts[part].info.nbytes)
+
+
+def _proven(base: Group, part: str, copy: StoredTensor) -> Group:
+    """The base's own codes, which the adapter's checkpoint repeats: a replica that must hold the
+    same bytes."""
+    packed = base.parts[part]
     replicas = (*packed.replicas, *copy.chunks)
     same = StoredTensor(packed.info, packed.place, replicas, packed.share)
-    return base._replace(parts={**base.parts, "": same})
+    return base._replace(parts={**base.parts, part: same})
+
+
+def _stem(fqn: str) -> str:
+    """The last name of a weight's module."""
+    return fqn.rpartition(".")[0].rpartition(".")[2]
+
+
+def _ties(ckpt: Checkpoint) -> bool:
+    """Does the config.json beside it give the model a head, tied to its embedding?"""
+    try:
+        config = json.loads(whole(Path(ckpt.index.files[0]).parent / "config.json").read_text())
+        names = [name for name in config.get("architectures") or () if isinstance(name, str)]
+        inner = config.get("text_config") or config
+        said = config.get("tie_word_embeddings", inner.get("tie_word_embeddings", True))
+    except (OSError, ValueError, AttributeError, IndexError, TypeError):
+        return False
+    return said is not False and any(not name.endswith("Model") for name in names)
 
 
 def _share(group: Group) -> object:

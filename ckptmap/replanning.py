@@ -22,7 +22,8 @@ def with_exact_scales(made: Plan, fqns: Sequence[str]) -> Plan | None:
     finer = plan(made.ckpt, made.options.to, options=options)
     before = {step.tensor.fqn: step.encoding for step in made.encodes}
     after = {step.tensor.fqn: step.encoding for step in finer.encodes}
-    if not fqns or any(before[fqn] == after[fqn] for fqn in fqns):
+    # One that is not encoded then moves as bytes: its own scales were exact.
+    if not fqns or any(before[fqn] == after.get(fqn) for fqn in fqns):
         return None
     note = (
         f"{fqns[0]}{f' and {len(fqns) - 1} more' if len(fqns) > 1 else ''}: scales are kept exactly,"

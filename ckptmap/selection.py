@@ -13,18 +13,19 @@ _KEPT = frozenset({
     "lm_head", "head", "output", "score", "classifier", "decoder", "qa_outputs",
     "router", "gate", "shared_expert_gate",
 })  # fmt: skip
+_KEPT_ANYWHERE = frozenset({"router"})  # granite: `router.layer`
 _KEPT_WITHIN = ("embed", "norm", "lora_", "modules_to_save")
 
 
 def is_linear_weight(fqn: str, info: TensorInfo) -> bool:
     """2-D bfloat16, float16 or float32, named `weight`, of a module that is no embedding, head or
-    router by its last name (`lm_head`, `output`, `gate`, ..., whole names only), and with no
-    `embed`, `norm`, `lora_` or `modules_to_save` in any segment of its path. Upper and lower case
+    router by its last name (`lm_head`, `output`, `gate`, ..., whole names only) and in no
+    `router`, and with no `embed`, `norm`, `lora_` or `modules_to_save` in any segment of its path. Upper and lower case
     are the same."""
     *path, last = fqn.lower().split(".")
     if last != "weight" or len(info.shape) != 2 or info.dtype not in DTYPES:
         return False
-    if path and path[-1] in _KEPT:
+    if (path and path[-1] in _KEPT) or _KEPT_ANYWHERE.intersection(path):
         return False
     return not any(kept in segment for segment in path for kept in _KEPT_WITHIN)
 
@@ -34,6 +35,30 @@ CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
 
 
 def is_linear_module(fqn: str, info: TensorInfo) -> bool:
-    """`is_linear_weight`, and by its name no `Conv1D` of GPT-2's kin: libraries that quantize
-    modules take `nn.Linear` alone, and could not load the other."""
-    return is_linear_weight(fqn, info) and not CONV1D.intersection(fqn.split(".")[-2:-1])
+    """`is_linear_weight`, and by its name no `Conv1D` of GPT-2's kin, nor one that is held in fp32:
+    libraries that quantize modules take `nn.Linear` alone, and could not load the others."""
+    path = fqn.split(".")
+    return is_linear_weight(fqn, info) and not CONV1D.intersection(path[-2:-1]) and not is_wide(fqn)
+
+
+_WIDE = (".DenseReluDense.wo.", ".indexer.weights_proj.")
+_WIDE_WITHIN = frozenset({"qformer"})
+
+
+def is_wide(fqn: str) -> bool:
+    """By its name a module that transformers holds in fp32 and never quantizes
+    (`_keep_in_fp32_modules` of T5 and its kin, BLIP-2, DeepSeek-V3.2)."""
+    inside = f".{fqn}"
+    return any(name in inside for name in _WIDE) or not _WIDE_WITHIN.isdisjoint(fqn.split("."))
+
+
+def is_expert(fqn: str) -> bool:
+    """By its name one of a layer's experts: `mlp.experts.3.gate_proj.weight`. transformers 5 stacks
+    the experts of a layer into one parameter. bitsandbytes and torchao, which quantize modules,
+    leave that dense; their codes it would not load, but initialise the experts at random."""
+    return "experts" in fqn.split(".")
+
+
+def is_single_module(fqn: str, info: TensorInfo) -> bool:
+    """`is_linear_module`, and no expert."""
+    return is_linear_module(fqn, info) and not is_expert(fqn)

@@ -129,22 +129,26 @@ def compressed(
 
 
 def _calibrate(module: Any, args: Any) -> None:
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     weight, strategy = module.weight.data, str(args.strategy)
+    overall: dict[str, Any] = {}
+    if hasattr(module, "weight_global_scale"):  # NVFP4
+        overall = {"global_scale": generate_gparam(weight.amin(), weight.amax())}
+        module.weight_global_scale.data.copy_(overall["global_scale"])
     if strategy == "channel":
         low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
     elif strategy == "tensor":
         low, high = weight.amin().view(1), weight.amax().view(1)
-    elif strategy == "group":
+    elif strategy in ("group", "tensor_group"):
         groups = weight.view(weight.shape[0], -1, args.group_size)
         low, high = groups.amin(-1), groups.amax(-1)
     else:
         rows, columns = args.block_structure
         tiles = weight.view(weight.shape[0] // rows, rows, weight.shape[1] // columns, columns)
         low, high = tiles.amin((1, 3)), tiles.amax((1, 3))
-    scale, zero = calculate_qparams(low, high, args)
-    module.weight_scale.data.copy_(scale)
+    scale, zero = calculate_qparams(low, high, args, **overall)
+    module.weight_scale.data = scale.to(module.weight_scale.dtype)
     if hasattr(module, "weight_zero_point"):
         module.weight_zero_point.data.copy_(zero)
 

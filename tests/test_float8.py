@@ -116,6 +116,30 @@ def test_tiles_are_quantized_and_decoded_bit_equal_to_transformers(
     assert torch.equal(decoded(Fp8((128, 128)), info_of(w), parts, box), whole[100:128, 50:120])
 
 
+@pytest.mark.parametrize("split", [0, 1, 7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_within_rows(dtype: torch.dtype, split: int) -> None:
+    """The tiles of a transpose, were they 128 x 1: each row by itself, however it is fed."""
+    w = weights((6, 1024), dtype, "heavy")
+    parts = encoded(Fp8((1, 128)), w, split)
+    blocks = w.float().view(6, 8, 128)
+    forward = 448.0 / blocks.abs().amax(-1)
+    codes = (blocks * forward.unsqueeze(-1)).clamp(-448, 448).to(torch.float8_e4m3fn).view(6, 1024)
+    assert torch.equal(parts[""].view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(parts["scale_inv"], 1.0 / forward)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 128)], ids=str)
+def test_tiny_blocks_do_not_turn_zeros_into_nan(block: tuple[int, int]) -> None:
+    """448 / absmax overflows below 1.3e-36, and infinity times 0 is none."""
+    w = torch.zeros(128, 256)
+    w[:, ::2] = 1e-38 * torch.randn(128, 128, generator=torch.Generator().manual_seed(1))
+    parts = encoded(Fp8(block), w)
+    values = decoded(Fp8(block), info_of(w), parts)
+    assert not values[:, 1::2].any()
+    assert (values - w).norm(dtype=torch.float64) < 0.1 * w.norm(dtype=torch.float64)
+
+
 @pytest.mark.parametrize("shape", [(200, 300), (5, 129), (1000, 60)], ids=str)
 def test_short_tiles(shape: Any) -> None:
     """ceil(out / 128) x ceil(in / 128) scales, as DeepSeek has them; each tile by itself."""

@@ -88,9 +88,23 @@ def test_tiles_of_a_gpus_kernels_are_refused(number: int, name: str, tmp_path: P
     tensors = load_file(tmp_path / "in" / "model.safetensors")
     tensors[QUERY.replace("weight", "weight_format")] = torch.tensor(number, dtype=torch.uint8)
     save_file(tensors, tmp_path / "tiles.safetensors")
-    with pytest.raises(ckptmap.CkptmapError, match=f"expected rows, found {name}") as caught:
-        ckptmap.open(tmp_path / "tiles.safetensors")
-    assert caught.value.code == "CKM316"
+    # A torch file of bitsandbytes before 0.43 has the name itself, which is no tensor.
+    said = {**tensors, QUERY.replace("weight", "weight_format"): name}
+    torch.save(said, tmp_path / "name.pt")
+    torch.save({"model": said, "step": 3}, tmp_path / "within.pt")
+    for file in ("tiles.safetensors", "name.pt", "within.pt"):
+        with pytest.raises(ckptmap.CkptmapError, match=f"expected rows, found {name}") as caught:
+            ckptmap.open(tmp_path / file)
+        assert caught.value.code == "CKM316"
+
+
+def test_a_format_by_name(tmp_path: Path) -> None:
+    truth = bnb_int8(tmp_path / "in", torch.float16)
+    tensors: dict[str, Any] = load_file(tmp_path / "in" / "model.safetensors")
+    named = {k: "row" if k.endswith("weight_format") else v for k, v in tensors.items()}
+    torch.save(named, tmp_path / "old.pt")
+    with ckptmap.open(tmp_path / "old.pt") as ckpt:
+        assert torch.equal(ckpt[QUERY].read(), truth[QUERY])
 
 
 def test_files_without_a_format_number(tmp_path: Path) -> None:

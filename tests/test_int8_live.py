@@ -138,8 +138,9 @@ def test_a_training_weight_on_meta_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "in.pt", model)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_fsdp2_and_ddp(world: int, folder: Path) -> None:
+    """4 ranks are HSDP: 2 copies of 2 shards."""
     run_ranks("tests.live.int8", world, [str(folder)], timeout=240)
 
 

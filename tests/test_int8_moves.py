@@ -26,7 +26,7 @@ from ckptmap.lazy import LazyTensor
 from ckptmap.protocols import Refusal
 from ckptmap.tensors import Box
 from tests.corpus.ranks import run_ranks
-from tests.int8_models import decoded, dense, encoded, info_of, weights
+from tests.int8_models import decoded, dense, encoded, info_of, loaded, weights
 from tests.int8_ranks import KINDS, values
 
 INT8 = ("int8", "bnb-int8", "ct-int8")
@@ -292,10 +292,31 @@ def test_fsdp1_holds_none_of_them(work: Path) -> None:
 
 
 def test_weights_of_two_libraries_in_one_config_are_refused(tmp_path: Path) -> None:
-    """transformers would leave those of the other at random."""
+    """transformers would leave those of the other at random. What the hint says can be done."""
     ckptmap.convert(dense(tmp_path / "dense"), tmp_path / "int8", to="hf-int8")
     kept = ("*.q_proj.*",)
     with pytest.raises(ckptmap.CkptmapError, match="cannot declare both") as caught:
         ckptmap.plan(tmp_path / "int8", "hf-bnb-nf4", no_encode=kept)
     assert caught.value.code == "CKM203" and "q_proj.weight: stays int8" in caught.value.message
+    with pytest.raises(ckptmap.CkptmapError, match="and 2 more stay int8, expected bnb-nf4 as 4"):
+        ckptmap.plan(tmp_path / "int8", "hf-bnb-nf4", no_encode=("*.mlp.*",))
+    said = caught.value.hint
+    assert all(to in said for to in ("--to hf-bf16", "--to hf-bnb-nf4", "--to full"))
     assert ckptmap.plan(tmp_path / "int8", "full-bnb-nf4", no_encode=kept).steps
+    ckptmap.convert(tmp_path / "int8", tmp_path / "bf16", to="hf-bf16")
+    ckptmap.convert(tmp_path / "bf16", tmp_path / "nf4", to="hf-bnb-nf4")
+    layer = loaded(tmp_path / "nf4").model.layers[0]
+    assert type(layer.self_attn.q_proj).__name__ == type(layer.mlp.up_proj).__name__ == "Linear4bit"
+
+
+def test_beside_nf4_no_library_is_promised_the_rest(tmp_path: Path) -> None:
+    """torchao's NF4 is read by nothing but ckptmap: of a quantized embedding beside it, the
+    source's config.json would say that transformers loads it."""
+    source, embedding = dense(tmp_path / "dense"), "model.embed_tokens.weight"
+    ckptmap.convert(source, tmp_path / "int8", to="hf-int8", encode=(embedding, "*.mlp.*"))
+    ckptmap.convert(tmp_path / "int8", tmp_path / "nf4", to="hf-nf4")
+    configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("int8", "nf4")]
+    assert ["quantization_config" in config for config in configs] == [True, False]
+    with ckptmap.open(tmp_path / "nf4") as ckpt, ckptmap.open(tmp_path / "int8") as before:
+        assert set(ckpt.encodings) == {"dense", "int8", "nf4"}
+        assert torch.equal(ckpt[embedding].read(), before[embedding].read())

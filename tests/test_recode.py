@@ -218,6 +218,18 @@ def test_outliers_never_turn_the_sign_of_a_block(tmp_path: Path) -> None:
         assert bool((ckpt["fc.weight"].read().sign() * w.sign() >= 0).all())
 
 
+def test_what_has_exact_scales_moves_as_bytes_when_they_are_needed(tmp_path: Path) -> None:
+    """Single quantization to double: with outliers it stays what it was, beside one that does not."""
+    w = torch.randn(128, 1024, generator=torch.Generator().manual_seed(5)) * 0.02
+    w[:, :2] *= 60000
+    save_file({"fc.weight": w, "calm.weight": calm((64, 64), w.dtype)}, tmp_path / "m.safetensors")
+    ckptmap.convert(tmp_path / "m.safetensors", tmp_path / "single.pt", "full-bnb-nf4")
+    report = ckptmap.convert(tmp_path / "single.pt", tmp_path / "out.pt", "full-bnb-nf4-dq")
+    assert report.fidelity == {"bytes": 1, "codes": 1}
+    assert any(note.startswith("fc.weight: scales are kept exactly") for note in report.notes)
+    assert ckptmap.verify(tmp_path / "out.pt", tmp_path / "single.pt").ok
+
+
 def test_scales_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
     state = Layers({"fc": linear4bit(calm((64, 128), torch.bfloat16), "nf4", False)}).state_dict()
     state["fc.weight.absmax"][7] = torch.nan

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptmap.blocks.rules import Rule
-from ckptmap.blocks.values import CHUNK_NUMEL
 
 if TYPE_CHECKING:
     import torch
+
+
+CHUNK_NUMEL = 512 * 1024
+"""Elements at a time."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,21 @@ class Quantized:
     absmax: torch.Tensor
 
 
-def absmax_of(values: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """The largest absolute value along `dims`, in the values' dtype, NaN where there is one."""
+def absmax_of(
+    values: torch.Tensor, dims: tuple[int, ...], spare: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The largest absolute value along `dims`, in the values' dtype, NaN where there is one.
+    `spare` is a buffer of float32, of at least as many elements, that is overwritten."""
     import torch
 
     integer = torch.int32 if values.element_size() == 4 else torch.int16
-    bits = values.view(integer).bitwise_and(torch.iinfo(integer).max)
-    return bits.amax(dims).view(values.dtype)
+    bits, mask = values.view(integer), torch.iinfo(integer).max
+    if spare is None:
+        magnitude = bits.bitwise_and(mask)
+    else:
+        room = spare.view(-1).view(integer).narrow(0, 0, values.numel()).view(values.shape)
+        magnitude = torch.bitwise_and(bits, mask, out=room)
+    return magnitude.amax(dims).view(values.dtype)
 
 
 def quantize_rows(values: torch.Tensor, rule: Rule) -> Quantized:
@@ -41,21 +52,43 @@ def quantize_rows(values: torch.Tensor, rule: Rule) -> Quantized:
     import torch
 
     rows, width = values.shape
-    dtype = getattr(torch, rule.codes_dtype)
-    step = max(1, CHUNK_NUMEL // width)
-    codes, scales, peaks = [], [], []
+    if not values.is_cpu:
+        return _quantize(values, rule, None, None)
+    step = min(rows, max(1, CHUNK_NUMEL // width))
+    wide = torch.empty((step, width), dtype=torch.float32)
+    codes = torch.empty((rows, width), dtype=getattr(torch, rule.codes_dtype))
+    found = []
     for start in range(0, rows, step):
-        part = values.narrow(0, start, min(step, rows - start))
-        if rule.takes:  # by way of float32: torch's cast from bfloat16 to float16 is slower
-            part = part.to(torch.float32).to(getattr(torch, rule.takes))
-        absmax = absmax_of(part, (1,))
-        scale, operand = rule.scales(absmax)
-        wide = part.to(torch.float32, copy=True)
-        rule.apply(wide, operand.unsqueeze(1))
-        codes.append(wide.to(dtype))
-        scales.append(scale)
-        peaks.append(absmax)
-    return Quantized(_joined(codes), _joined(scales), _joined(peaks))
+        count = min(step, rows - start)
+        part, room = values.narrow(0, start, count), wide.narrow(0, 0, count)
+        found.append(_quantize(part, rule, room, codes.narrow(0, start, count)))
+    scales, peaks = _joined([f.scales for f in found]), _joined([f.absmax for f in found])
+    return Quantized(codes, scales, peaks)
+
+
+def _quantize(
+    values: torch.Tensor, rule: Rule, wide: torch.Tensor | None, codes: torch.Tensor | None
+) -> Quantized:
+    """By way of `wide` into `codes` where they are given: memory that is new every time is slower
+    than all of the arithmetic."""
+    import torch
+
+    if rule.takes == "float32":
+        values = values.to(torch.float32)  # not into `wide`, which is about to be overwritten
+    elif rule.takes:  # by way of float32: torch's cast from bfloat16 to float16 is slower
+        values = _as_float32(values, wide).to(getattr(torch, rule.takes))
+    absmax = absmax_of(values, (1,), wide)
+    scale, operand = rule.scales(absmax)
+    made = _as_float32(values, wide)
+    rule.apply(made, operand.unsqueeze(1))
+    coded = made.to(getattr(torch, rule.codes_dtype)) if codes is None else codes.copy_(made)
+    return Quantized(coded, scale, absmax)
+
+
+def _as_float32(values: torch.Tensor, wide: torch.Tensor | None) -> torch.Tensor:
+    import torch
+
+    return values.to(torch.float32, copy=True) if wide is None else wide.copy_(values)
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:

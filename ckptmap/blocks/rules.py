@@ -95,13 +95,17 @@ class TorchaoFloat8:
 @dataclass(frozen=True)
 class FinegrainedFloat8:
     """transformers' `Fp8Quantize`: code = x * (448 / absmax) in fp32, `weight_scale_inv` =
-    1 / (448 / absmax), and 1 for a block of zeros (transformers 5, finegrained_fp8.py)."""
+    1 / (448 / absmax), and 1 for a block of zeros (transformers 5, finegrained_fp8.py). Where that
+    quotient overflows, and zeros would become NaN, it is the largest finite number."""
 
     codes_dtype: ClassVar[str] = "float8_e4m3fn"
     takes: ClassVar[str] = "float32"
 
     def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
         forward = 448.0 / absmax.masked_fill(absmax == 0, 448.0)
+        forward.clamp_(max=torch.finfo(torch.float32).max)
         return 1.0 / forward, forward
 
     def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:

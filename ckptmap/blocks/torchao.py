@@ -22,7 +22,7 @@ from ckptmap.blocks.scaled import Scaled
 from ckptmap.blocks.torchao_flat import flat_of, flat_parts, part_key
 from ckptmap.grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
-from ckptmap.selection import is_linear_module
+from ckptmap.selection import is_expert, is_single_module
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 
@@ -93,8 +93,8 @@ class TorchaoScheme:
         return self._group(fqn, found) if found.codes.info.dtype in self.codes_dtypes else None
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Weights of linear layers: see `selection.is_linear_module`."""
-        if not is_linear_module(fqn, info):
+        """Weights of linear layers: see `selection.is_single_module`."""
+        if not is_single_module(fqn, info):
             return None
         encoding = self.encoding(info)
         return None if isinstance(encoding, Refusal) else encoding
@@ -104,6 +104,10 @@ class TorchaoScheme:
             return Refusal(f"quantizes matrices by rows, found shape {list(info.shape)}")
         encoding = self._fresh((1, max(1, info.shape[1])))
         return encoding.refusal(info) or encoding
+
+    def takes(self, fqn: str) -> bool:
+        """No expert: see `selection.is_expert`."""
+        return not is_expert(fqn)
 
     def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
         """Any blocks that torchao has, which are all whole; scales in float32, so without loss."""

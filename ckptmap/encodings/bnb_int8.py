@@ -26,7 +26,7 @@ from ckptmap.errors import SourceError
 from ckptmap.files import Files
 from ckptmap.grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
-from ckptmap.selection import is_linear_module
+from ckptmap.selection import is_expert, is_single_module, is_wide
 from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class BnbInt8Scheme:
         """Raises SourceError CKM115 where parts do not fit, CKM316 for the tiles of a kernel."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
         groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
-        return [*groups, *_found(stored, mine)]
+        return [*groups, *_found(stored, mine, records)]
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
         return None
@@ -129,7 +129,7 @@ class BnbInt8Scheme:
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
         """Weights of linear layers, not those that GPT-2 kin hold as [in, out]: bitsandbytes would
         quantize the transpose."""
-        if not is_linear_module(fqn, info):
+        if not is_single_module(fqn, info):
             return None
         encoding = self.encoding(info)
         return None if isinstance(encoding, Refusal) else encoding
@@ -137,6 +137,10 @@ class BnbInt8Scheme:
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         encoding = BnbInt8(extra=_FORMAT_PART)
         return encoding.refusal(info) or encoding
+
+    def takes(self, fqn: str) -> bool:
+        """No expert and none held in fp32: see `selection.is_expert`, `is_wide`."""
+        return not is_expert(fqn) and not is_wide(fqn)
 
     def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
         return BnbInt8(extra=_FORMAT_PART).keeping(info, grid)
@@ -172,9 +176,12 @@ def _recorded(
 
 
 def _found(
-    stored: Mapping[str, StoredTensor], known: Collection[str]
+    stored: Mapping[str, StoredTensor],
+    known: Collection[str],
+    records: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[tuple[Group, Sequence[str]]]:
-    """Those of other writers, by the key that gives them away."""
+    """Those of other writers, by the key that gives them away. The format is a number, or in torch
+    files of bitsandbytes before 0.43 its name."""
     scales = [key for key in stored if key.endswith(SCB) and key[:-3][-1:] in ("", ".")]
     dtype = model_dtype(stored, set(scales), "float16") if scales else ""
     files, models = Files(), Models()
@@ -184,9 +191,12 @@ def _found(
             codes = stored.get(fqn)
             if fqn in known or codes is None or codes.info.dtype != "int8":
                 continue
-            number = stored.get(f"{key.removesuffix(SCB)}{FORMAT}")
+            said = f"{key.removesuffix(SCB)}{FORMAT}"
+            number = stored.get(said)
             if number is not None:
-                _refuse_tiles(fqn, small(number, files, fqn))
+                _check_rows(fqn, small(number, files, fqn))
+            elif said in records:
+                _check_name(fqn, str(records[said].get("value")))
             across = models.is_conv1d(fqn, codes)
             info = TensorInfo(codes.info.shape[:: -1 if across else 1], dtype)
             encoding = BnbInt8(extra=_FORMAT_PART if number else (), transposed=across)
@@ -195,14 +205,19 @@ def _found(
         files.close()
 
 
-def _refuse_tiles(fqn: str, number: bytes) -> None:
-    if not any(number):
+def _check_rows(fqn: str, number: bytes) -> None:
+    if any(number):
+        _check_name(fqn, _TILES.get(number[0], f"number {number[0]}"))
+
+
+def _check_name(fqn: str, name: str) -> None:
+    if name == "row":
         return
-    name = _TILES.get(number[0], f"number {number[0]}")
     raise SourceError(
         "CKM316",
         f"{fqn}: stored in the order of a GPU kernel's tiles, expected rows, found {name}",
-        "load and save it again with bitsandbytes 0.38 to 0.44 on such a GPU: it saves rows",
+        "load it with bitsandbytes 0.38 to 0.44 on such a GPU and save it before the first forward:"
+        " then it saves rows",
     )
 
 

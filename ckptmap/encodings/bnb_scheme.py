@@ -11,7 +11,7 @@ from ckptmap.encodings.bnb_fourbit import BLOCKS, FourBit, Nested
 from ckptmap.encodings.bnb_read import found
 from ckptmap.grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
-from ckptmap.selection import CONV1D, is_linear_module
+from ckptmap.selection import CONV1D, is_expert, is_single_module, is_wide
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 
@@ -35,7 +35,7 @@ class FourBitScheme:
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
         """Weights of linear layers; not those that GPT-2 kin hold as [in, out], whose transpose
         bitsandbytes would quantize."""
-        if not is_linear_module(fqn, info):
+        if not is_single_module(fqn, info):
             return None
         encoding = self.encoding(info)
         return None if isinstance(encoding, Refusal) else encoding
@@ -46,9 +46,12 @@ class FourBitScheme:
         return parts if isinstance(parts, Refusal) else encoding
 
     def takes(self, fqn: str) -> bool:
-        """No embedding, and no `Conv1D`: transformers would look for its transpose."""
+        """No embedding, no expert, none held in fp32, and no `Conv1D`: transformers would look for
+        its transpose."""
         segments = fqn.lower().split(".")
-        return not CONV1D.intersection(segments[-2:-1]) and not any("embed" in s for s in segments)
+        if is_expert(fqn) or is_wide(fqn) or any("embed" in segment for segment in segments):
+            return False
+        return not CONV1D.intersection(segments[-2:-1])
 
     def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
         """The same blocks, where bitsandbytes has them; `exact`: single quantized."""

@@ -9,9 +9,8 @@ torchao/quantization/quantize_/workflows/nf4/nf4_tensor.py), which compute every
 departure: an all-zero block, 0/0 there and the lowest code, has the code of 0 here.
 
 The code of an element is a function of the quotient w/absmax alone. For a 16-bit T that is a table
-of 65536 entries on its bit pattern; for float32 one on the upper 16 bits, and one comparison with
-the next threshold, since no bucket holds two. Work goes in chunks that stay in cache. Nothing here
-synchronises with the device.
+of 65536 entries on its bit pattern; for float32 a number of thresholds (see `counting`). Work goes
+in chunks that stay in cache. Nothing here synchronises with the device.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ckptmap.counting import Counter
 from ckptmap.errors import RunError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ TABLE = (
 )  # fmt: skip
 ZERO_CODE = TABLE.index(0.0)
 
-_lookups: dict[tuple[torch.dtype, str], tuple[torch.Tensor, torch.Tensor | None]] = {}
+_lookups: dict[tuple[torch.dtype, str], torch.Tensor | Counter] = {}
 
 
 def value_table(dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -59,15 +59,19 @@ def nearest(values: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------- encoding
 
 
-def lookup(dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Codes [65536] u8 by the upper 16 bits of a quotient, and for float32 the threshold
-    [65536] from which on the code is one higher. A NaN, which is 0/0, has the code of 0."""
+def lookup(dtype: torch.dtype, device: str) -> torch.Tensor | Counter:
+    """What tells the codes of quotients: of 16 bits a table [65536] u8 by their bits, of float32 a
+    Counter. A NaN, which is 0/0, has the code of 0."""
     import torch
 
     found = _lookups.get((dtype, device))
     if found is None:
-        found = _lookup_32(device) if dtype.itemsize == 4 else _lookup_16(dtype, device)
-        if type(found[0]) is torch.Tensor:  # a fake one must not outlive its mode
+        limits = _thresholds(device) if dtype.itemsize == 4 else None
+        if limits is None:
+            found = made = _lookup_16(dtype, device)
+        else:
+            found = Counter(limits, made := torch.arange(16, dtype=torch.uint8, device=device))
+        if type(made) is torch.Tensor:  # a fake one must not outlive its mode
             _lookups[dtype, device] = found
     return found
 
@@ -79,28 +83,12 @@ def _patterns(device: str) -> torch.Tensor:
     return torch.arange(65536, dtype=torch.int32, device=device).to(torch.int16)
 
 
-def _lookup_16(dtype: torch.dtype, device: str) -> tuple[torch.Tensor, None]:
+def _lookup_16(dtype: torch.dtype, device: str) -> torch.Tensor:
     import torch
 
     values = _patterns(device).view(dtype)
     codes = nearest(values)
-    return torch.where(values.isnan(), ZERO_CODE, codes).to(torch.uint8), None
-
-
-def _lookup_32(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    limits = _thresholds(device)
-    bits = _patterns(device).to(torch.int32) << 16
-    ends = torch.stack([bits, bits | 0xFFFF]).view(torch.float32)
-    least = torch.where(ends.isnan().any(0), torch.nan, ends.amin(0))
-    codes = torch.searchsorted(limits, least, right=True)
-    nan = least.isnan()
-    above = torch.cat([limits, limits.new_full((1,), torch.inf)]).index_select(0, codes)
-    return (
-        torch.where(nan, ZERO_CODE, codes).to(torch.uint8),
-        torch.where(nan, torch.inf, above),
-    )
+    return torch.where(values.isnan(), ZERO_CODE, codes).to(torch.uint8)
 
 
 def _thresholds(device: str) -> torch.Tensor:
@@ -126,19 +114,17 @@ class Quantizer:
 
         self._block = block
         self._chunk = min(numel, max(CHUNK_NUMEL // block, 1) * block)
-        self._codes, self._above = lookup(dtype, device)
+        self._lookup = lookup(dtype, device)
         self._integer = torch.int32 if dtype.itemsize == 4 else torch.int16
-        self._magnitude = torch.empty(self._chunk, dtype=self._integer, device=device)
+        self._spare = torch.empty(self._chunk, dtype=torch.int32, device=device)
         self._quotient = torch.empty(self._chunk, dtype=dtype, device=device)
-        self._index = torch.empty(self._chunk, dtype=torch.int32, device=device)
         self._code = torch.empty(self._chunk, dtype=torch.uint8, device=device)
-        self._limit = None if self._above is None else torch.empty_like(self._quotient)
 
     @property
     def nbytes(self) -> int:
         """Of the buffers."""
-        buffers = (self._magnitude, self._quotient, self._index, self._code, self._limit)
-        return sum(b.numel() * b.element_size() for b in buffers if b is not None)
+        buffers = (self._spare, self._quotient, self._code)
+        return sum(b.numel() * b.element_size() for b in buffers)
 
     def run(self, values: torch.Tensor, absmax: torch.Tensor, packed: torch.Tensor) -> None:
         """values [m] T -> absmax [m/block] T, packed [m/2] u8 (the first of two in the high
@@ -157,7 +143,7 @@ class Quantizer:
         n = values.numel()
         # Without their sign, floats order as the integers of their bits, NaN above infinity:
         # the maximum of integers is 5 times faster than that of 16-bit floats.
-        magnitude = self._magnitude.narrow(0, 0, n)
+        magnitude = self._spare.view(self._integer).narrow(0, 0, n)
         mask = torch.iinfo(self._integer).max
         torch.bitwise_and(values.view(self._integer), mask, out=magnitude)
         torch.amax(magnitude.view(-1, self._block), 1, out=absmax.view(self._integer))
@@ -165,7 +151,7 @@ class Quantizer:
         blocks = (-1, self._block)
         torch.div(values.view(blocks), absmax.unsqueeze(-1), out=quotient.view(blocks))
         pairs = self._nearest(quotient).view(torch.int16)  # first + second * 256
-        sixteen = self._magnitude.view(torch.int16).narrow(0, 0, n // 2)
+        sixteen = self._spare.view(torch.int16).narrow(0, 0, n // 2)
         torch.mul(pairs, 4097, out=sixteen)  # modulo 2^16: first + (first * 16 + second) * 256
         torch.bitwise_right_shift(sixteen, 8, out=packed)  # the low byte of it
 
@@ -173,17 +159,15 @@ class Quantizer:
         import torch
 
         n = quotient.numel()
-        code, upper = self._code.narrow(0, 0, n), self._index.narrow(0, 0, n)
-        if self._above is None or self._limit is None:
-            if upper.is_cpu:  # one buffer: what a thread frees at once goes back to the system
-                upper.copy_(quotient.view(torch.uint16))
-            else:
-                upper = quotient.view(torch.uint16).to(torch.int32)
-            return torch.index_select(self._codes, 0, upper, out=code)
-        torch.bitwise_right_shift(quotient.view(torch.int32), 16, out=upper).bitwise_and_(0xFFFF)
-        torch.index_select(self._codes, 0, upper, out=code)
-        limit = torch.index_select(self._above, 0, upper, out=self._limit.narrow(0, 0, n))
-        return code.add_(quotient >= limit)
+        code, spare = self._code.narrow(0, 0, n), self._spare.narrow(0, 0, n)
+        if isinstance(self._lookup, Counter):
+            self._lookup.count(quotient, spare, code)
+            return code
+        if spare.is_cpu:  # one buffer: what a thread frees at once goes back to the system
+            spare.copy_(quotient.view(torch.uint16))
+        else:
+            spare = quotient.view(torch.uint16).to(torch.int32)
+        return torch.index_select(self._lookup, 0, spare, out=code)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
@@ -291,15 +275,21 @@ class Dequantizer:
     """Values of blocks, at most `numel` at a time, in a buffer that is used again."""
 
     def __init__(self, numel: int, table: torch.Tensor) -> None:
-        self._pairs = pair_table(table)
-        self._values = table.new_empty(numel)
-
-    def run(self, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """packed [m/2] u8, scale [m/block] T -> values [m] T, valid until the next run."""
         import torch
 
-        index = packed.to(torch.int32)
-        values = self._values.narrow(0, 0, 2 * packed.numel())
+        self._pairs = pair_table(table)
+        self._values = table.new_empty(numel)
+        self._index = table.new_empty(-(-numel // 2), dtype=torch.int32)
+
+    def run(
+        self, packed: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """packed [m/2] u8, scale [m/block] T -> values [m] T, in `out` where it is given, which
+        begins at an even element; else valid until the next run."""
+        import torch
+
+        index = self._index.narrow(0, 0, packed.numel()).copy_(packed)
+        values = self._values.narrow(0, 0, 2 * packed.numel()) if out is None else out
         torch.index_select(self._pairs, 0, index, out=values.view(self._pairs.dtype))
         values.view(scale.numel(), -1).mul_(scale.unsqueeze(-1))
         return values

@@ -120,22 +120,20 @@ class NF4:
             return
         block, table = self.block_size, parts[TABLE]
         first, last = fourbit.blocks_of(info, box, self.block_size)
-        within_factor = first % self.scaler_block_size
+        unit = self.scaler_block_size
+        scales = nf4_codes.scales(parts[SCALERS], parts[FACTOR], parts[MEAN], unit, first % unit)
         slabs = list(fourbit.slabs(info, box, out))
         widest = max(stop - start for start, stop, _, _ in slabs) + 2 * block
         run = nf4_codes.Dequantizer(min(widest, (last - first) * block), table).run
         for start, stop, part, strides in slabs:
             low, high = start // block - first, -(-stop // block) - first
-            scale = nf4_codes.scales(
-                parts[SCALERS].narrow(0, low, high - low),
-                parts[FACTOR],
-                parts[MEAN],
-                self.scaler_block_size,
-                within_factor + low,
-            )
+            scale = scales.narrow(0, low, high - low)
             packed = parts[DATA].narrow(0, low * block // 2, (high - low) * block // 2)
-            values = run(packed, scale)
-            part.copy_(values.as_strided(part.shape, strides, start - (first + low) * block))
+            if start % block == stop % block == 0 and strides == (1,) and _takes(part, table):
+                run(packed, scale, part)
+            else:
+                values = run(packed, scale)
+                part.copy_(values.as_strided(part.shape, strides, start - (first + low) * block))
 
     # ------------------------------------------------------------------ codes
 
@@ -193,6 +191,11 @@ class NF4:
             "dtype": info.dtype,
             **({"exact": True} if self.exact else {}),
         }
+
+
+def _takes(out: torch.Tensor, table: torch.Tensor) -> bool:
+    """Can values be written there at once, two by two?"""
+    return out.is_contiguous() and out.dtype == table.dtype and out.storage_offset() % 2 == 0
 
 
 class NF4Encoder:

@@ -67,7 +67,8 @@ def write(records: Mapping[str, Mapping[str, Any]], keys: Iterable[str]) -> dict
         for fqn, entry in entries.items()
         for part in entry["_tensor_data_names"]
     }
-    found = {key: json.dumps({"_type": "Tensor"}) for key in keys if key not in parts}
+    plain = (key for key in keys if key not in parts and "." in key)  # torchao splits every name
+    found = {key: json.dumps({"_type": "Tensor"}) for key in plain}
     found |= {fqn: json.dumps(entry) for fqn, entry in entries.items()}
     return {**found, NAMES: json.dumps(list(found))}
 

@@ -21,6 +21,7 @@ from tests.corpus import (  # noqa: F401 - they register their cases
     writers_nf4,
     writers_optimizer,
     writers_single,
+    writers_torchao,
 )
 from tests.corpus.case import CASES, Case, Spec, names
 from tests.corpus.library import Corpus

@@ -56,7 +56,7 @@ class Spec:
     order: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     opaque: tuple[str, ...] = ()
-    encoding: Literal["dense", "nf4"] = "dense"
+    encoding: Literal["dense", "nf4", "int8", "float8"] = "dense"
     shimmed: bool = False
     notes: str = ""
 
@@ -91,7 +91,7 @@ class Case:
 
     @cached_property
     def stored(self) -> dict[str, Tensor]:
-        """What each stored name must hold, by clean FQN: NF4Tensors where the encoding is NF4."""
+        """What each stored name must hold, by clean FQN: torchao's tensors where it has codes."""
         if self.spec.truth is not None:
             return dict(self.spec.truth())
         return dict(self._gathered["model"])
@@ -105,10 +105,17 @@ class Case:
 
         return dense(self.stored)
 
+    @property
+    def coded(self) -> set[str]:
+        """Names of what is stored in codes, of any encoding."""
+        from tests.corpus.models import is_coded
+
+        return {name for name, value in self.stored.items() if is_coded(value)}
+
     @cached_property
     def nf4(self) -> dict[str, dict[str, Any]]:
         """Inner tensors and numbers of each NF4 weight by clean FQN; empty for dense cases."""
-        if self.spec.encoding == "dense":
+        if self.spec.encoding != "nf4":
             return {}
         from tests.corpus.models import nf4_parts
 

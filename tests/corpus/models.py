@@ -311,11 +311,17 @@ def nf4_parts(state: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     }
 
 
-def dense(state: Mapping[str, Tensor]) -> State:
-    """The same with NF4Tensors decoded by torchao, in the logical dtype."""
-    from torchao.quantization import NF4Tensor
+def is_coded(value: Tensor) -> bool:
+    """Is it one of torchao's tensors of codes?"""
+    return type(value).__name__ in ("NF4Tensor", "Int8Tensor", "Float8Tensor")
 
-    return {
-        name: value.get_original_weight() if isinstance(value, NF4Tensor) else value
-        for name, value in state.items()
-    }
+
+def dense(state: Mapping[str, Tensor]) -> State:
+    """The same with codes decoded by torchao, in the logical dtype."""
+    return {name: _decoded(value) if is_coded(value) else value for name, value in state.items()}
+
+
+def _decoded(value: Any) -> Tensor:
+    nf4 = type(value).__name__ == "NF4Tensor"
+    values: Tensor = value.get_original_weight() if nf4 else value.dequantize()
+    return values
