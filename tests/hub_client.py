@@ -38,9 +38,10 @@ def connected(home: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with Hub() as hub:
         template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         patch.setattr(constants, "ENDPOINT", hub.endpoint)
-        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        for module in (constants, huggingface_hub.file_download):  # the second until 1.0
+            patch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
         patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
-        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True, raising=False)  # since 0.31
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
         patch.setattr(huggingface_hub.utils._cache_assets, "HF_ASSETS_CACHE", str(home / "assets"))
@@ -49,6 +50,7 @@ def connected(home: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
         patch.setattr(huggingface_hub.file_download, "time", waiting)
         patch.setattr(mirror, "_MIRRORS", {})
         patch.setenv("HF_TOKEN", "")
+        patch.setenv("HF_XET_CACHE", str(home / "xet"))
         yield hub
 
 

@@ -54,8 +54,10 @@ def info(ask: Handler, name: str, revision: str) -> Any:
     )  # fmt: skip
 
 
-def described(path: str, blob: Blob) -> dict[str, Any]:
+def described(path: str, blob: Blob, xet: bool = False) -> dict[str, Any]:
     entry = {"type": "file", "oid": blob.git_sha1, "size": len(blob.content), "path": path}
+    if blob.lfs and xet:
+        entry["xetHash"] = blob.sha256
     if blob.lfs:
         pointer = len(blob.pointer)
         entry["lfs"] = {"oid": blob.sha256, "size": len(blob.content), "pointerSize": pointer}
@@ -66,7 +68,9 @@ def tree(ask: Handler, name: str, revision: str, path: str) -> Any:
     """Only as it is asked for here: recursive, files alone (folders are left out by the caller)."""
     _, files = ask._tree(ask._repo(name), revision)
     below = path.strip("/") + "/" if path else ""
-    found = [described(p, blob) for p, blob in sorted(files.items()) if p.startswith(below)]
+    found = [
+        described(p, blob, ask.hub.xet) for p, blob in sorted(files.items()) if p.startswith(below)
+    ]
     if path and not found:
         raise Refused(404, "EntryNotFound", f"{path} does not exist")
     at = int(ask.query.get("cursor", 0))
@@ -81,7 +85,7 @@ def tree(ask: Handler, name: str, revision: str, path: str) -> Any:
 def paths_info(ask: Handler, name: str, revision: str) -> Any:
     _, files = ask._tree(ask._repo(name), revision)
     wanted = parse_qs(ask.body.decode())["paths"]
-    found = [described(path, files[path]) for path in wanted if path in files]
+    found = [described(path, files[path], ask.hub.xet) for path in wanted if path in files]
     for path in wanted:
         if path not in files and any(file.startswith(path + "/") for file in files):
             found.append({"type": "directory", "oid": "0" * 40, "path": path})

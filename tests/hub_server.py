@@ -22,12 +22,13 @@ of huggingface_hub 2.4), for model repositories alone:
     GET, POST /api/models/R/discussions[/N[/status|merge|comment]]   pull requests: draft, open,
                                                      merged; only an open one can be merged
 
-Not stood for: the xet content store (CAS) behind X-Xet-Hash, which hf_xet speaks to in Rust; its
-tokens (/api/models/R/xet-read-token, xet-write-token) are answered with 404, so that hf_xet really
-runs and fails. All other tests have HF_HUB_DISABLE_XET=1: the client takes the HTTP way. What
-ckptmap adds (size and SHA-256 of every file against the tree, before and after) is the same on both
-ways, as both are the same two calls of huggingface_hub, `hf_hub_download` and
-`preupload_lfs_files`.
+    GET  /api/models/R/xet-{read,write}-token/REV    tokens of xet, 404 unless `Hub.cas`
+    GET  /v1/reconstructions/HASH, /v1/chunks/...    the content store of xet (`hub_xet`), for hf_xet
+    POST /v1/xorbs/default/HASH, /v1/shards          itself; its /v2 forms are answered with 404
+
+Tests have HF_HUB_DISABLE_XET=1, so that the client takes the HTTP way, except those of `test_hub_xet`
+and of a xet store that cannot be reached. What ckptmap adds (size and SHA-256 of every file against
+the tree, before and after) is the same on both ways.
 
 `Hub.faults` makes it fail: answers of any status, connections that drop after some bytes, bodies
 cut short or damaged, delays. `Hub.seen` lists what was asked for and how many bytes were sent.
@@ -50,8 +51,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.hub_endpoints import LFS_SUFFIXES, ROUTES, Refused
 from tests.hub_state import MAIN, Blob, Repo
+from tests.hub_xet import XET_ROUTES
 
-TOKENS = {"hf_owner": "org", "hf_reader": "reader"}
+TOKENS = {"hf_owner": "org", "hf_reader": "reader", "cas": "the content store"}
 """Token -> user. `org` may write to what it owns, `reader` reads what is public."""
 
 
@@ -65,6 +67,8 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     drop_after: int | None = None
     """Cut the connection after so many bytes of the body."""
+    hold: bool = False
+    """Instead of cutting it: send no more, until the client goes."""
     truncate: int | None = None
     """Send so many bytes less, and say that this is all."""
     damage: bool = False
@@ -101,6 +105,10 @@ class Hub:
         self.faults: list[Fault] = []
         self.seen: list[Seen] = []
         self.xet = False
+        self.cas = False
+        """Does the content store of xet answer?"""
+        self.xorbs: dict[str, list[bytes]] = {}
+        """Its chunks, by the xorbs that they came in."""
         self.hooks: list[Callable[[str, bool], None]] = []
         """Called with `METHOD path` before and after (True) a request has had its effect."""
         self.lock = threading.RLock()
@@ -217,6 +225,8 @@ class Handler(BaseHTTPRequestHandler):
             self._log(len(sent))  # first: a client that has its answer may look at once
             self.end_headers()
             self.wfile.write(sent)
+            if fault.hold:
+                self.connection.recv(1)
 
     def _log(self, nbytes: int) -> None:
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
@@ -252,7 +262,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> Any:
         self.user  # noqa: B018 - a wrong token is refused everywhere
-        for pattern, handle in ROUTES:
+        for pattern, handle in (*ROUTES, *XET_ROUTES):
             match = re.fullmatch(pattern, f"{self.command} {self.route}")
             if match is not None:
                 return handle(self, *map(unquote, match.groups(default="")))

@@ -85,6 +85,26 @@ def test_convert_fetches_only_what_the_plan_needs(hub: Hub, large: Path, tmp_pat
     assert torch.equal(saved["layers.2.weight"], truth["layers.2.weight"])
 
 
+def test_what_lies_beside_is_fetched_when_it_is_written(
+    hub: Hub, model: Path, tmp_path: Path
+) -> None:
+    """A plan knows it by the tree alone: its sizes are in the total, and its hashes in the digest."""
+    repo = hub.add("org/m", model)
+    plan = ckptmap.plan("hf://org/m", "hf")
+    assert {"config.json", "tokenizer.json"} <= set(plan.carried) and not hub.asked("tokenizer")
+    assert plan.nbytes_out == ckptmap.plan(model, "hf").nbytes_out
+    hub.faults.append(Fault(".*/resolve/.*tokenizer.json", status=403))
+    with pytest.raises(
+        RunError, match=r"this token may not do that while fetching tokenizer\.json"
+    ):
+        plan.execute(tmp_path / "out")
+    assert plan.execute(tmp_path / "out").continued_nbytes > 0
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    repo.commit(MAIN, {**repo.tree(), "tokenizer.json": Blob(b"{}", lfs=False)})
+    moved = ckptmap.plan(f"hf://org/m@{repo.refs[MAIN]}", "hf")
+    assert moved.digest != plan.digest
+
+
 def test_low_disk_keeps_one_shard_at_a_time(
     hub: Hub, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

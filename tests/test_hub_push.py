@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +88,12 @@ def test_push_converts_first(hub: Hub, model: Path, tmp_path: Path) -> None:
     )
     tree = hub.repos["org/new"].tree()
     state = {fqn: tensor.to(torch.bfloat16) for fqn, tensor in truth.items()}
-    shards = split_torch_state_dict_into_shards(state, max_shard_size=100_000).filename_to_tensors
+    split = split_torch_state_dict_into_shards(state, max_shard_size=100_000)
+    shards = split.filename_to_tensors
     assert {path for path in tree if path.endswith(".safetensors")} == set(shards)
     index = json.loads(tree["model.safetensors.index.json"].content)
-    assert set(index["weight_map"]) == set(state)
+    assert index["weight_map"] == split.tensor_to_filename
+    assert index["metadata"]["total_size"] == split.metadata["total_size"]
     config = json.loads(tree["config.json"].content)
     assert {config.get("dtype"), config.get("torch_dtype")} <= {"bfloat16", None}
     loaded = AutoModelForCausalLM.from_pretrained("org/new")
@@ -100,9 +104,13 @@ def test_push_converts_first(hub: Hub, model: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "home/assets").rglob("*.safetensors")), "the copy is removed"
 
 
-@pytest.mark.parametrize("to", ["hf-bnb-nf4", "hf-int8"])
+QUANTIZED = ("bnb-nf4", "bnb-fp4-dq", "bnb-int8", "int8", "float8", "ct-int8", "ct-fp8")
+
+
+@pytest.mark.parametrize("to", [f"hf-{encoding}" for encoding in QUANTIZED])
 def test_quantized_forms_that_users_load(hub: Hub, model: Path, tmp_path: Path, to: str) -> None:
-    """bitsandbytes' and torchao's own: from_pretrained by name gives the model of a local copy."""
+    """bitsandbytes', torchao's and compressed-tensors' own: from_pretrained by name gives the model
+    of a local copy."""
     from transformers import AutoModelForCausalLM
 
     ckptmap.push(model, "org/new", to=to, base_model="org/base")
@@ -118,6 +126,23 @@ def test_quantized_forms_that_users_load(hub: Hub, model: Path, tmp_path: Path, 
     assert torch.equal(there, here) and ckptmap.verify("hf://org/new", against=model).ok
 
 
+def test_block_fp8_that_users_load(hub: Hub, tmp_path: Path) -> None:
+    """DeepSeek's form, of a model with dimensions that have whole blocks."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "m")
+    ckptmap.push(tmp_path / "m", "org/new", to="hf-fp8")
+    ckptmap.convert(tmp_path / "m", tmp_path / "local", to="hf-fp8")
+    tree, tokens = hub.repos["org/new"].tree(), torch.arange(8)[None]
+    declared = json.loads(tree["config.json"].content)["quantization_config"]
+    assert (declared["quant_method"], declared["weight_block_size"]) == ("fp8", [128, 128])
+    there = AutoModelForCausalLM.from_pretrained("org/new")(tokens).logits
+    here = AutoModelForCausalLM.from_pretrained(tmp_path / "local")(tokens).logits
+    assert torch.equal(there, here)
+
+
 def test_push_from_the_hub_to_the_hub(hub: Hub, model: Path) -> None:
     commit = hub.add("org/base", model).refs[MAIN]
     ckptmap.push("hf://org/base", "org/new", to="hf-fp32", low_disk=True)
@@ -128,7 +153,9 @@ def test_push_from_the_hub_to_the_hub(hub: Hub, model: Path) -> None:
     assert ckptmap.diff("hf://org/base", "hf://org/new").changed
 
 
-def test_new_weights_take_the_place_of_old_ones(hub: Hub, model: Path, other: Path) -> None:
+def test_new_weights_take_the_place_of_old_ones(
+    hub: Hub, model: Path, other: Path, tmp_path: Path
+) -> None:
     """A reader of main never finds shards of two models, at no commit."""
     repo = hub.add("org/m", model)
     before = set(repo.tree())
@@ -140,6 +167,9 @@ def test_new_weights_take_the_place_of_old_ones(hub: Hub, model: Path, other: Pa
     assert holds(repo.tree(), other) and not stale & set(repo.tree())
     with ckptmap.open("hf://org/m") as ckpt:
         assert not [note for note in ckpt.notes if "left aside" in note]
+    ckptmap.push(llama(tmp_path / "one"), "org/m")  # in one file: no index names the old shards
+    assert holds(repo.tree(), tmp_path / "one")
+    assert [path for path in repo.tree() if "safetensors" in path] == ["model.safetensors"]
 
 
 def test_what_are_other_weights_stay(hub: Hub, model: Path) -> None:
@@ -211,6 +241,17 @@ def test_a_branch_moves_once(hub: Hub, model: Path, other: Path) -> None:
     ckptmap.push(other, "hf://org/m@v2")
     assert len(shown_on(repo, "v2")) == 1 and holds(repo.tree("v2"), other)
     assert holds(repo.tree(), model) and set(repo.refs) == {MAIN, "v2"}
+
+
+def test_a_branch_that_was_done_but_for_its_work_branch(hub: Hub, model: Path, other: Path) -> None:
+    """Stopped after the one step that shows it: the next run finds it there, and tidies up."""
+    repo = hub.add("org/m", model)
+    hub.faults.append(Fault("DELETE .*/branch/", status=500))
+    with pytest.raises(RunError, match="the Hub answers 500 while moving dev"):
+        ckptmap.push(other, "org/m", revision="dev")
+    assert holds(repo.tree("dev"), other) and len(repo.refs) == 3
+    assert "was published already" in ckptmap.push(other, "org/m", revision="dev").notes
+    assert set(repo.refs) == {MAIN, "dev"}
 
 
 def test_a_repository_without_pull_requests(hub: Hub, model: Path, other: Path) -> None:
@@ -357,10 +398,12 @@ def test_a_xet_store_that_cannot_be_reached(
     repo = hub.add("org/m", model)
     hub.xet = True
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
-    with pytest.raises(RunError, match=r"while fetching|fetching .* failed"):
+    with pytest.raises(RunError, match=r"while fetching|fetching .* failed") as pulled:
         ckptmap.pull("hf://org/m", tmp_path / "out")
-    with pytest.raises(RunError, match=r"while uploading|uploading failed"):
+    with pytest.raises(RunError, match=r"while uploading|uploading failed") as pushed:
         ckptmap.push(model, "org/new")
+    for caught in (pulled, pushed):
+        assert caught.value.hint.endswith("to go without xet: HF_HUB_DISABLE_XET=1")
     assert hub.asked("xet-read-token") and hub.asked("xet-write-token")
     assert not (tmp_path / "out").exists() and len(hub.repos["org/new"].tree()) == 1
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
@@ -414,6 +457,46 @@ def test_main_that_moves_meanwhile(hub: Hub, model: Path, other: Path) -> None:
         ckptmap.push(model, "org/m")
     assert caught.value.code == "CKM714"
     assert repo.tree()["config.json"].content == b"{}" and holds_weights(repo.tree(), other)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_another_model_that_comes_meanwhile(hub: Hub, model: Path, late: bool) -> None:
+    """In files of other names, so that Git would merge both: noticed before the merge, or, where it
+    came that late, right after it; the same command then leaves one model."""
+    repo, theirs = hub.add("org/m"), {"model.safetensors": Blob(b"theirs", True)}
+
+    def hook(request: str, done: bool) -> None:
+        if not done and re.search("/merge$" if late else "/commit/refs/pr", request):
+            hub.hooks.clear()
+            repo.commit(MAIN, {**repo.tree(), **theirs})
+
+    hub.hooks.append(hook)
+    with pytest.raises(RunError, match=r"holds model\.safetensors since somebody wrote") as caught:
+        ckptmap.push(model, "org/m")
+    assert caught.value.code == "CKM714" and holds(repo.tree(), model) == late
+    done = ckptmap.push(model, "org/m")
+    assert done.deleted == ["model.safetensors"] and not theirs.keys() & repo.tree().keys()
+    assert done.pull_request == 2 and holds(repo.tree(), model)
+    assert late or "pull request 1 began from another main: close it" in done.notes
+
+
+def test_pushes_at_the_same_time(hub: Hub, model: Path, other: Path) -> None:
+    """The same model twice and another: every run ends with one of the two, or says what to do."""
+    repo = hub.add("org/m", model)
+
+    def push(folder: Path) -> str:
+        try:
+            ckptmap.push(folder, "org/m")
+        except RunError as error:
+            return error.code
+        return ""
+
+    with ThreadPoolExecutor(3) as pool:
+        codes = list(pool.map(push, [other, other, model]))
+    assert set(codes) <= {"", "CKM708", "CKM713", "CKM714"} and "" in codes
+    ckptmap.push(other, "org/m")
+    assert holds(repo.tree(), other)
+    assert len([path for path in repo.tree() if path.endswith(".safetensors")]) == 3
 
 
 def holds_weights(tree: Tree, folder: Path) -> bool:
@@ -479,6 +562,9 @@ def test_the_command(hub: Hub, model: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["push", str(model), "org/m", "--to", "hf-fp32", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["schema"], document["merged"], document["revision"]) == (1, True, MAIN)
+    assert main(["push", str(model), "org/mine", "--private", "--revision", "dev", "-q"]) == 0
+    assert hub.repos["org/mine"].private and holds(hub.repos["org/mine"].tree("dev"), model)
+    assert "model.safetensors" not in " ".join(hub.repos["org/mine"].tree())
     assert main(["push", str(model), "org/m", "--pr"]) == 0
     assert "waiting for review: http://" in capsys.readouterr().out
     assert main(["push", str(model), "org/m", "--max-shard-size", "1GB"]) == 2

@@ -74,13 +74,21 @@ def test_names_that_are_none(text: str, wrong: str) -> None:
 # ------------------------------------------------------------------ headers by range
 
 
+BESIDE = {"tokenizer.json": b"{}" * 500_000, "generation_config.json": b"{}", "vocab.txt": b"a"}
+"""What goes along with weights, and is not looked at before."""
+
+
 def headers_alone(hub: Hub, large: Path) -> None:
-    """What was sent of the shards is their first blocks."""
+    """What was sent of the shards is their first blocks; else, at most what names their tensors."""
     shards = hub.asked("GET /cdn/")
     assert len(shards) == 4
     assert all(seen.range == "bytes=0-65535" for seen in shards)
     total = sum(file.stat().st_size for file in large.iterdir())
     assert hub.sent() < total / 20
+    whole = {
+        seen.path.rpartition("/")[2] for seen in hub.asked("GET .*/resolve/") if not seen.range
+    }
+    assert whole <= {"config.json", "model.safetensors.index.json"}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +103,8 @@ def headers_alone(hub: Hub, large: Path) -> None:
 def test_asking_reads_headers_by_range(
     hub: Hub, large: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...]
 ) -> None:
-    hub.add("org/m", large)
+    repo = hub.add("org/m", large)
+    repo.commit(MAIN, repo.tree() | {name: Blob(c, lfs=False) for name, c in BESIDE.items()})
     assert main([str(large) if arg == "LOCAL" else arg for arg in args]) == 0
     out = capsys.readouterr().out
     assert "layers.{0..3}.weight" in out or "4 tensors agree" in out

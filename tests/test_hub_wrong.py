@@ -32,7 +32,8 @@ def failing(hub: Hub, large: Path, wrong: str) -> str:
         pointer = Blob((large / "config.json").read_bytes(), True).pointer
         hub.add("org/m").commit(MAIN, {"model.safetensors": Blob(pointer, lfs=False)})
     if wrong.isdigit():
-        hub.faults.append(Fault("GET /api/models", status=int(wrong), times=99))
+        said = {"Retry-After": "17"} if wrong == "429" else {}
+        hub.faults.append(Fault("GET /api/models", status=int(wrong), headers=said, times=99))
     return {
         "missing": "hf://org/nothing", "revision": "hf://org/m@v9", "folder": "hf://org/m/sub",
     }.get(wrong, "hf://org/m")  # fmt: skip
@@ -47,7 +48,7 @@ WRONG = {
     "pointer": ("CKM102", "a Git-LFS pointer of", "the repository itself holds the pointer"),
     "401": ("CKM702", "is not there, or is private", "hf auth login"),
     "403": ("CKM707", "this token may not do that", "hf auth login"),
-    "429": ("CKM708", "the Hub answers 429", "wait a few minutes"),
+    "429": ("CKM708", "the Hub answers 429", "wait 17 seconds, then run"),
     "500": ("CKM708", "the Hub answers 500", "run the same command again"),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 from ckptmap.errors import PlanError
 from ckptmap.files import whole
 from ckptmap.protocols import Declared
+from ckptmap.siblings import Sibling
 from ckptmap.tensors import TensorInfo
 from ckptmap.wire.inside import blobs_of, inside
 
@@ -66,19 +67,19 @@ class HfCarrier:
         beside: str | None,
         dtypes: Collection[str],
         quantized: Declared,
-    ) -> tuple[dict[str, bytes], list[str]]:
-        """Content by name, and what should be said. `dtypes`: of the matrices that are written;
+    ) -> tuple[dict[str, Sibling], list[str]]:
+        """Files by name, and what should be said. `dtypes`: of the matrices that are written;
         `quantized`: their `quantization_config`, by that of the source and the tied heads."""
-        carried = {
-            name: whole(file).read_bytes() for name, file in _files(siblings, beside).items()
-        }
+        found = _files(siblings, beside)
+        carried = {name: Sibling.at(file) for name, file in found.items()}
         if CONFIG not in carried:
             return carried, [
                 "no config.json is beside the weights; give one with --config-from PATH"
             ]
+        config = carried[CONFIG].read()
         if len(dtypes) == 1:
-            carried[CONFIG] = _with_dtype(carried[CONFIG], next(iter(dtypes)))
-        carried[CONFIG] = _with_quantization(carried[CONFIG], quantized)
+            config = _with_dtype(config, next(iter(dtypes)))
+        carried[CONFIG] = Sibling.made(_with_quantization(config, quantized))
         return carried, []
 
 

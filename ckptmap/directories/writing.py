@@ -22,6 +22,7 @@ from ckptmap import registry
 from ckptmap.errors import PlanError
 from ckptmap.optim.classes import decay_groups
 from ckptmap.protocols import Carrier, Declared, OutFile, OutState, OutTensor, Setup
+from ckptmap.siblings import Sibling
 from ckptmap.tensors import Path, TensorInfo
 from ckptmap.wire.tree import nest
 
@@ -56,7 +57,7 @@ class HfCarrier:
         beside: str | None,
         dtypes: Collection[str],
         quantized: Declared,
-    ) -> tuple[dict[str, bytes], list[str]]:
+    ) -> tuple[dict[str, Sibling], list[str]]:
         return _hf_carrier().files(siblings, beside, dtypes, quantized)
 
 

@@ -62,6 +62,13 @@ class Content:
         return seen.hexdigest()[:12]
 
     @property
+    def change(self) -> str:
+        """The id, and what goes: a pull request that began before a file was there cannot delete
+        it."""
+        gone = hashlib.sha256("\n".join(sorted(self.deleted)).encode()).hexdigest()[:6]
+        return f"{self.id}-{gone}" if self.deleted else self.id
+
+    @property
     def nbytes(self) -> int:
         return sum(item.nbytes for item in self.items)
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.checkpoint import Checkpoint, open
-from ckptmap.conversion import refuse_stranger
 from ckptmap.errors import CkptmapError, RunError, SourceError
-from ckptmap.plans import human
-from ckptmap.publish import Workspace
+from ckptmap.publish import Workspace, named_place
 from ckptmap.remote.locating import named_as_asked
 from ckptmap.remote.mirror import Mirror, mirrored
 from ckptmap.remote.names import is_hub, parse
 from ckptmap.remote.repo import Entry
+from ckptmap.replacing import refuse_stranger
+from ckptmap.wording import human
 
 OTHER_WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot",
@@ -80,7 +80,7 @@ def pull(
     with open(src) as ckpt:
         wanted, left = _chosen(ckpt, mirror, place)
     notes = [*ckpt.notes, *([f"left on the Hub: {', '.join(left[:6])}"] if left else [])]
-    one_file, target = place.is_file(), Path(dst)
+    one_file, target = place.is_file(), named_place(dst)
     nbytes = sum(entry.nbytes for entry in wanted.values())
     if _has(target, wanted, one_file):
         notes.append("was complete already")

@@ -26,11 +26,13 @@ from ckptmap.hub.stage import (
     open_pull,
     page,
     ready,
+    sweep,
 )
 from ckptmap.planning import plan
-from ckptmap.plans import DEFAULT_MAX_MEMORY, Plan, human
+from ckptmap.plans import DEFAULT_MAX_MEMORY, Plan
 from ckptmap.remote.failures import has_token
 from ckptmap.remote.names import SCHEME, HubName, is_hub, parse
+from ckptmap.wording import human
 
 Progress = Callable[[int, str], None]
 """Called with the bytes just written and the key they belong to."""
@@ -194,6 +196,7 @@ def _publish(
     content = Content(items, replaced(target.tree, items, name.path))
     notes = [*made.notes, *notes, *more, *_others(target, content)]
     if target.exists and content.is_in(target.tree):
+        sweep(target)
         notes.append("was published already")
         return _report(target.repo, target, content, 0, started, notes)
     what = f"Upload {to or ckpt.setup}"
@@ -204,6 +207,8 @@ def _publish(
     if pr:
         ready(stage)
         return _report(page(stage), target, content, sent, started, notes, stage, merged=False)
+    if target.exists:
+        _alone(Target.look(name.repo, name.revision), content, name)
     (merge_pull if stage.pull is not None else advance_branch)(stage)
     after = Target.look(name.repo, name.revision)
     if not content.is_in(after.tree):
@@ -212,7 +217,23 @@ def _publish(
             f"{name}: does not hold what was merged, somebody may have written at the same time",
             "look at its history on the Hub, then run the same command again",
         )
+    _alone(after, content, name)
     return _report(target.repo, after, content, sent, started, notes, stage)
+
+
+def _alone(now: Target, content: Content, name: HubName) -> None:
+    """Raises RunError CKM714 where somebody has published other weights meanwhile: merged, both
+    would be there, and a loader would take the one or the other."""
+    rivals = [
+        path for path in replaced(now.tree, content.items, name.path) if path not in content.deleted
+    ]
+    if rivals:
+        raise RunError(
+            "CKM714",
+            f"{name}: holds {rivals[0]} since somebody wrote it meanwhile ({len(rivals)} such), and"
+            " a loader could take it for these weights",
+            "run the same command again: these weights then take its place",
+        )
 
 
 def _stage(target: Target, content: Content, what: str, pr: bool) -> Stage:

@@ -9,6 +9,7 @@ killed push leaves no state that the next one could misread.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ BATCH_NBYTES = 10_000_000_000
 """Bytes of files that one commit into the pull request brings: what a killed push may do again."""
 BATCH_FILES = 100
 """Files of one commit: what the Hub advises (huggingface_hub, upload guide)."""
+_WORK_BRANCH = re.compile(r"ckptmap-[0-9a-f]{12}")
 
 
 def api() -> HfApi:
@@ -133,11 +135,14 @@ class Stage:
 
 def open_pull(target: Target, content: Content, what: str) -> Stage:
     """The pull request of an earlier run of the same push, or a new one, a draft."""
-    title = f"{what} (ckptmap {content.id})"
+    title = f"{what} (ckptmap {content.change})"
     with told(target.repo, RunError, "looking for its pull request"):
         found = [d for d in api().get_repo_discussions(target.repo) if _is_ours(d, content)]
     notes = []
     for pull in sorted(found, key=lambda d: d.num):
+        if f"(ckptmap {content.change})" not in pull.title:
+            notes.append(f"pull request {pull.num} began from another main: close it")
+            continue
         stage = Stage(target, content, f"refs/pr/{pull.num}", title, pull.num)
         strange = stage.foreign(stage.tree()[1])
         if not strange:
@@ -150,7 +155,7 @@ def open_pull(target: Target, content: Content, what: str) -> Stage:
 
 
 def _is_ours(found: Discussion, content: Content) -> bool:
-    named = f"(ckptmap {content.id})" in found.title
+    named = f"(ckptmap {content.id}" in found.title
     return found.is_pull_request and named and found.status in ("open", "draft")
 
 
@@ -237,6 +242,17 @@ def advance_branch(stage: Stage) -> None:
                 revision=target.revision, parent_commit=target.head,
             )  # fmt: skip
         api().delete_branch(target.repo, branch=stage.ref)
+
+
+def sweep(target: Target) -> None:
+    """Remove work branches that hold what the target holds: of runs that were stopped right after
+    they had published."""
+    with told(target.repo, RunError, "removing work branches"):
+        for ref in api().list_repo_refs(target.repo).branches:
+            if _WORK_BRANCH.fullmatch(ref.name) is None:
+                continue
+            if Repo(target.repo, ref.target_commit).tree(kind=RunError) == target.tree:
+                api().delete_branch(target.repo, branch=ref.name)
 
 
 # ------------------------------------------------------------------------------- both

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ckptmap.errors import CkptmapError, SourceError
 
@@ -27,6 +28,8 @@ def told(repo: str, kind: Kind = SourceError, doing: str = "") -> Iterator[None]
         said = _said(error, f"hf://{repo}", kind, doing)
         if said is None:
             raise
+        if "xet" in str(error).lower():  # its token, or its store, by their URLs
+            said.hint += "; to go without xet: HF_HUB_DISABLE_XET=1"
         raise said from error
 
 
@@ -57,7 +60,7 @@ def _said(error: BaseException, where: str, kind: Kind, doing: str) -> CkptmapEr
         return kind("CKM705", f"{where}: has no such file", f"see {_page(where)}/tree")
     if isinstance(seen, hub.RepositoryNotFoundError):
         return _not_found(where, kind)
-    if isinstance(seen, hub.HfHubHTTPError):
+    if isinstance(seen, hub.HfHubHTTPError) or _status(seen):
         return _answered(seen, where, kind, doing)
     if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
         return kind(
@@ -83,10 +86,16 @@ def _said(error: BaseException, where: str, kind: Kind, doing: str) -> CkptmapEr
 
 def _innermost(error: BaseException) -> BaseException:
     """The failure behind those that huggingface_hub wraps around it: a lookup that fell back to
-    the cache, an upload in a thread."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    the cache (an HfHubHTTPError itself before 1.0), an upload in a thread."""
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
-    while not isinstance(error, HfHubHTTPError | OfflineModeIsEnabled):
+    while isinstance(error, LocalEntryNotFoundError) or not isinstance(
+        error, HfHubHTTPError | OfflineModeIsEnabled
+    ):
         inner = error.__cause__ or error.__context__
         known = inner is not None and (isinstance(inner, OSError) or _is_network(inner))
         if inner is None or not (known or isinstance(inner, RuntimeError)):
@@ -96,10 +105,12 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _is_network(error: BaseException) -> bool:
-    """Whatever HTTP library huggingface_hub uses, its errors stand above HfHubHTTPError."""
+    """Whatever HTTP library huggingface_hub uses (requests, httpx, httpx2), its errors stand above
+    HfHubHTTPError."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    return isinstance(error, (HfHubHTTPError.__bases__[0], ConnectionError, TimeoutError))
+    above = [kind for kind in HfHubHTTPError.__mro__ if kind.__module__ != "builtins"]
+    return isinstance(error, (above[-1], ConnectionError, TimeoutError))
 
 
 def _not_found(where: str, kind: Kind) -> CkptmapError:
@@ -116,8 +127,8 @@ def _not_found(where: str, kind: Kind) -> CkptmapError:
     )
 
 
-def _answered(error: Exception, where: str, kind: Kind, doing: str) -> CkptmapError:
-    status = getattr(getattr(error, "response", None), "status_code", 0)
+def _answered(error: BaseException, where: str, kind: Kind, doing: str) -> CkptmapError:
+    status = _status(error)
     if status == 401 and not has_token():
         return _not_found(where, kind)
     if status == 401:
@@ -130,10 +141,18 @@ def _answered(error: Exception, where: str, kind: Kind, doing: str) -> CkptmapEr
         )
     hint = "run the same command again"
     if status == 429:
-        hint = "the Hub limits how often it is asked: wait a few minutes, then " + hint
+        response: Any = getattr(error, "response", None)
+        after = response.headers.get("Retry-After", "")
+        wait = f"{after} seconds" if after.isdigit() else "a few minutes"
+        hint = f"the Hub limits how often it is asked: wait {wait}, then {hint}"
     return kind(
         "CKM708", f"{where}: the Hub answers {status}{_while(doing)}: {_reason(error)}", hint
     )
+
+
+def _status(error: BaseException) -> int:
+    """Of the answer that it is raised for; 0: there was none."""
+    return int(getattr(getattr(error, "response", None), "status_code", 0))
 
 
 def has_token() -> bool:
@@ -153,7 +172,7 @@ def _while(doing: str) -> str:
     return f" while {doing}" if doing else ""
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return getattr(error, "server_message", None) or _line(error)
 
 

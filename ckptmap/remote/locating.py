@@ -24,7 +24,10 @@ class Located:
 
 
 def locate(path: str | os.PathLike[str]) -> Located:
-    """Nothing is asked of the Hub for a local path. Raises SourceError CKM701 to 708, CKM716."""
+    """Nothing is asked of the Hub for a local path. Raises SourceError CKM101 for an empty path,
+    which pathlib takes for the working directory, and CKM701 to 708, CKM716."""
+    if not os.fspath(path):
+        raise SourceError("CKM101", "the path of a checkpoint is empty", "is a variable not set?")
     if not is_hub(path):
         return Located(Path(path))
     from ckptmap.remote.mirror import mirrored

@@ -11,13 +11,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError, SourceError
 from ckptmap.remote.failures import Kind, told
 from ckptmap.remote.names import HubName
+from ckptmap.remote.resuming import continued, over_http
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile, RepoFolder
@@ -39,6 +40,7 @@ class Entry:
     nbytes: int
     sha256: str | None
     git_sha1: str
+    xet: bool = field(default=False, compare=False)
 
     @property
     def digest(self) -> str:
@@ -152,16 +154,12 @@ class Repo:
 
     def download(self, entry: Entry, local_dir: Path | None = None) -> str:
         """The whole file, with the size and hash that the tree gives; kept in huggingface_hub's
-        cache or in `local_dir`. A copy that is damaged is fetched once more. Raises RunError
-        CKM709, and 702 to 710 where it cannot be fetched."""
-        from huggingface_hub import hf_hub_download
-
+        cache or in `local_dir`. There one that a killed run began is continued. A copy that is
+        damaged is fetched once more. Raises RunError CKM709, and 702 to 710 where it cannot be
+        fetched."""
         with told(self.id, RunError, f"fetching {entry.path}"):
             for force in (False, True):
-                path = hf_hub_download(
-                    self.id, entry.path, revision=self.commit, local_dir=local_dir,
-                    force_download=force,
-                )  # fmt: skip
+                path = self._fetched(entry, local_dir, force)
                 if entry.is_in(path):
                     return path
         raise RunError(
@@ -169,6 +167,15 @@ class Repo:
             f"hf://{self.id}/{entry.path}: {os.stat(path).st_size} bytes were downloaded that are"
             f" not those of {entry.digest[:12]}, expected {entry.nbytes} bytes of that hash",
             "run the same command again; if it stays so, the repository is damaged",
+        )
+
+    def _fetched(self, entry: Entry, local_dir: Path | None, force: bool) -> str:
+        from huggingface_hub import hf_hub_download
+
+        if local_dir is not None and over_http(entry):
+            return continued(self.id, self.commit, entry, local_dir)
+        return hf_hub_download(
+            self.id, entry.path, revision=self.commit, local_dir=local_dir, force_download=force
         )
 
 
@@ -211,7 +218,8 @@ def _entries(found: list[RepoFile | RepoFolder], repo: str) -> dict[str, Entry]:
             continue  # a folder
         lfs = getattr(item, "lfs", None)
         nbytes, sha256 = (lfs.size, lfs.sha256) if lfs else (size, None)
-        entry = Entry(item.path, nbytes, sha256, getattr(item, "blob_id", ""))
+        xet = getattr(item, "xet_hash", None) is not None  # none says so before 1.x: then by HTTP
+        entry = Entry(item.path, nbytes, sha256, getattr(item, "blob_id", ""), xet)
         _check(entry, repo)
         entries[item.path] = entry
     return entries
