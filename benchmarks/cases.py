@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from rank_sources import SETS
+
 PEERS = Path(__file__).with_name("peers.py")
 MIB = 1 << 20
 OURS, COPY = "ckptmap", "cp -r"
@@ -144,15 +146,15 @@ MERGERS = ("verl_merger",) if find_spec("verl") else ("load_all_and_cat",)
 """verl's own where it is installed, else the same with torch alone: load all ranks, concatenate."""
 
 
-def _ranks(world: int) -> Case:
-    title = f"{world} rank files, {world * 291:,} shards -> HF safetensors"
-    return Case(f"ranks-{world}", title, f"ranks_{world}", _convert("hf"), MERGERS, RANKS)
+def _ranks(source: str) -> Case:
+    world, width = SETS[source]
+    title = f"{world} rank files, {world * 291:,} shards, width {width:,} -> HF safetensors"
+    name, slow = source.replace("_", "-"), width > 1024
+    return Case(name, title, source, _convert("hf"), MERGERS, RANKS, slow=slow)
 
 
 RANK_FILES: Sequence[Case] = (
-    _ranks(16),
-    _ranks(64),
-    _ranks(256),
+    *map(_ranks, SETS),
     Case(
         "files-dcp-full", "DCP of 1,024 files -> one torch.save file", "dcp_files",
         _convert("full"), ("dcp_to_torch_save",), replace(MOVES, peer_cpu=8, peer_wall=None),

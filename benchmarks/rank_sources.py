@@ -1,4 +1,6 @@
-"""Rank files of many ranks, made in one process by torch's own calls: 1.06 GB over 16, 64 or 256.
+"""Rank files of many ranks, made in one process by torch's own calls: 291 tensors over 16, 64 or 256.
+
+At width 1024 they are 1.06 GB, 4 MB a file of 256; at width 2048 4.16 GB, 16 MB a file.
 
 Each rank joins torch's fake process group, which has no peers, as rank R of N; so its device mesh,
 its DTensors and their pickles are those of a job of N ranks. The directory is verl's.
@@ -14,46 +16,52 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-LAYERS, HIDDEN, KV, FFN, VOCABULARY = 32, 1024, 256, 4096, 32000
-WORLDS = (16, 64, 256)
-"""291 tensors: 4,656, 18,624 and 74,496 shards."""
+LAYERS, VOCABULARY = 32, 32000
+SETS = {
+    "ranks_16": (16, 1024), "ranks_64": (64, 1024), "ranks_256": (256, 1024),
+    "ranks_256_large": (256, 2048),
+}  # fmt: skip
+"""Name -> (ranks, width): 4,656, 18,624, 74,496 and 74,496 shards."""
 
 
-def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes(width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(name, shape) as transformers names them."""
-    yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
+    kv, ffn = width // 4, 4 * width
+    yield "model.embed_tokens.weight", (VOCABULARY, width)
     for layer in range(LAYERS):
         at = f"model.layers.{layer}"
-        yield f"{at}.self_attn.q_proj.weight", (HIDDEN, HIDDEN)
-        yield f"{at}.self_attn.k_proj.weight", (KV, HIDDEN)
-        yield f"{at}.self_attn.v_proj.weight", (KV, HIDDEN)
-        yield f"{at}.self_attn.o_proj.weight", (HIDDEN, HIDDEN)
-        yield f"{at}.mlp.gate_proj.weight", (FFN, HIDDEN)
-        yield f"{at}.mlp.up_proj.weight", (FFN, HIDDEN)
-        yield f"{at}.mlp.down_proj.weight", (HIDDEN, FFN)
-        yield f"{at}.input_layernorm.weight", (HIDDEN,)
-        yield f"{at}.post_attention_layernorm.weight", (HIDDEN,)
-    yield "model.norm.weight", (HIDDEN,)
-    yield "lm_head.weight", (VOCABULARY, HIDDEN)
+        yield f"{at}.self_attn.q_proj.weight", (width, width)
+        yield f"{at}.self_attn.k_proj.weight", (kv, width)
+        yield f"{at}.self_attn.v_proj.weight", (kv, width)
+        yield f"{at}.self_attn.o_proj.weight", (width, width)
+        yield f"{at}.mlp.gate_proj.weight", (ffn, width)
+        yield f"{at}.mlp.up_proj.weight", (ffn, width)
+        yield f"{at}.mlp.down_proj.weight", (width, ffn)
+        yield f"{at}.input_layernorm.weight", (width,)
+        yield f"{at}.post_attention_layernorm.weight", (width,)
+    yield "model.norm.weight", (width,)
+    yield "lm_head.weight", (VOCABULARY, width)
 
 
-def config() -> dict[str, Any]:
+def config(width: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
-        "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+        "hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": LAYERS,
+        "num_attention_heads": width // 64, "num_key_value_heads": width // 256, "head_dim": 64,
         "vocab_size": VOCABULARY, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
     }  # fmt: skip
 
 
-def write(folder: Path, world: int) -> None:
+def write(folder: Path, world: int, width: int) -> None:
     """`model_world_size_N_rank_R.pt`, fsdp_config.json and huggingface/ in `folder`."""
     import torch
 
     torch.manual_seed(0)
-    whole = {name: torch.randn(shape).mul_(0.02).to(torch.bfloat16) for name, shape in shapes()}
+    whole = {
+        name: torch.randn(shape).mul_(0.02).to(torch.bfloat16) for name, shape in shapes(width)
+    }
     (folder / "huggingface").mkdir(parents=True)
-    (folder / "huggingface" / "config.json").write_text(json.dumps(config()))
+    (folder / "huggingface" / "config.json").write_text(json.dumps(config(width)))
     _write_tokenizer(folder / "huggingface")
     about = {"FSDP_version": 2, "world_size": world}
     (folder / "fsdp_config.json").write_text(json.dumps(about))

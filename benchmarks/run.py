@@ -20,14 +20,13 @@ from pathlib import Path
 
 from cases import GROUPS, OURS, Case
 from measure import Filler, Sample, nbytes_of, prepare, rounds, run
+from rank_sources import SETS
 from report import Measured, text, verdicts
 from sources import SIZES, is_made, path_of
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-MANY = (
-    "many_safetensors", "many_pt", "many_dcp", "dcp_files", "ranks_16", "ranks_64", "ranks_256",
-)  # fmt: skip
+MANY = ("many_safetensors", "many_pt", "many_dcp", "dcp_files", *SETS)
 """Sources that do not depend on the size; kept apart so that both sizes share them."""
 
 LEFT_OUT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONDONTWRITEBYTECODE")
@@ -62,12 +61,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="full", help="2.47 or 0.62 GB of weights")
     parser.add_argument("--rounds", type=int, default=3, help="after one warm-up (default 3)")
     parser.add_argument(
-        "--only", help="cases or groups (model, growth, inspect), comma between; does not replace "
+        "--only", help="cases or groups (model, growth, ranks, inspect), comma between; does not replace "
         "RESULTS.md",
     )  # fmt: skip
     parser.add_argument(
         "--work", type=Path, default=ROOT / "build" / "bench",
-        help="where sources and outputs go: 30 GB at full size, 12 GB at quarter",
+        help="where sources and outputs go: 34 GB at full size, 16 GB at quarter; 13 GB for ranks",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="where the report goes")
     parser.add_argument("--no-filler", action="store_true", help="leave free memory as it is")

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import rank_sources
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -238,13 +240,11 @@ def _save_rank(state: dict[str, Any], folder: Path, cut: str) -> None:
 # --------------------------------------------------------------------------------- make
 
 
-def many_ranks(world: int) -> Callable[[Path, str], None]:
+def many_ranks(world: int, width: int) -> Callable[[Path, str], None]:
     """verl's directory of that many ranks."""
 
     def make_ranks(folder: Path, size: str) -> None:
-        import rank_sources
-
-        rank_sources.write(folder, world)
+        rank_sources.write(folder, world, width)
 
     return make_ranks
 
@@ -261,7 +261,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path, str], None]]] = {
     "many_safetensors": ("many_safetensors", many_safetensors),
     "many_pt": ("many.pt", many_pt),
     "many_dcp": ("many_dcp", many_dcp),
-    **{f"ranks_{world}": (f"ranks_{world}", many_ranks(world)) for world in (16, 64, 256)},
+    **{name: (name, many_ranks(*cut)) for name, cut in rank_sources.SETS.items()},
 }
 """Name -> (path below the folder, what makes it); `hf` first, others are cut from it."""
 

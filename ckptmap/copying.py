@@ -1,4 +1,4 @@
-"""How bytes move as they are: a span of small slots, or one large slot.
+"""How bytes move as they are: a span of small slots, or a stream of large ones.
 
 Every byte is read once and written once; the digest of a slot (and its CRC-32, where the container
 stores one) is taken on the way, in row-major order.
@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import repeat
 
 from ckptmap.errors import SourceError
 from ckptmap.files import Files
@@ -19,7 +19,7 @@ from ckptmap.journal import Written
 from ckptmap.protocols import OutFile, Slot
 from ckptmap.sink import ALIGN, Buffer, OutputFile, Outputs, Stream, Sums
 from ckptmap.steps import FilePlan, Target
-from ckptmap.tensors import Box, StoredTensor
+from ckptmap.tensors import Box, Extent, StoredTensor
 
 MAX_GAP = 4096
 """Bytes between two runs that still make one read, or between two slots that make one span."""
@@ -67,24 +67,38 @@ def key_of(slot: Slot) -> str:
 # --------------------------------------------------------------------------------- copies
 
 
-def copy_large(context: Context, target: Target, buffer: Buffer) -> Sequence[Written]:
-    """One slot, streamed through the buffer in row-major order."""
+def copy_stream(
+    context: Context, file: int, first: int, stop: int, buffer: Buffer
+) -> Sequence[Written]:
+    """Slots with nothing between them, streamed through the buffer in row-major order."""
+    slots, written = context.plan[file].out.slots, []
+    with context.outputs.file(file) as output:
+        sums = context.sums(Target(file, first))
+        stream = Stream(output, slots[first].offset, buffer, sums)
+        for index in range(first, stop):
+            target = Target(file, index)
+            sums = stream.sums = context.sums(target)
+            _stream(context, target, output, stream)
+            written.append(recorded(context, target, sums.digest, sums.crc32))
+        stream.finish()
+    return written
+
+
+def _stream(context: Context, target: Target, output: OutputFile, stream: Stream) -> None:
+    """One slot; by the kernel where that may."""
     slot, source = context.slot(target), context.source(target)
     key, run = key_of(slot), run_of(source, slot.box)
     assert slot.nbytes == slot.box.numel * source.info.itemsize, f"{key}: {slot.nbytes} bytes"
-    with context.outputs.file(target.file) as output:
-        done = 0
-        if run is not None and _may_copy(context, target, run):
-            done = _copied(context, output, run, slot)
-            run = Run(run.file, run.offset + done, run.nbytes - done)
-        stream = Stream(output, slot.offset + done, buffer, context.sums(target))
-        for nbytes, bring in _portions(context.files, source, slot.box, run, stream.room):
-            place = stream.take(nbytes)
-            bring(place)
-            stream.push(place)
-            context.advance(nbytes, key)
-        sums = stream.finish()
-    return [recorded(context, target, sums.digest, sums.crc32)]
+    if run is not None and _may_copy(context, target, run):
+        done = _copied(context, output, run, slot)
+        if done:
+            stream.skip(done)
+        run = Run(run.file, run.offset + done, run.nbytes - done)
+    for nbytes, bring in _portions(context.files, source, slot.box, run, stream.room):
+        place = stream.take(nbytes)
+        bring(place)
+        stream.push(place)
+        context.advance(nbytes, key)
 
 
 def _copied(context: Context, output: OutputFile, run: Run, slot: Slot) -> int:
@@ -139,16 +153,7 @@ def copy_span(
     base, end = slots[0].offset, slots[-1].offset + slots[-1].nbytes
     span = buffer.at(base, end - base)
     places = [span[at - base : at - base + nbytes] for _, _, at, nbytes in slots]
-    runs: list[tuple[Run, memoryview]] = []
-    for slot, source, place in zip(slots, sources, places, strict=True):
-        assert source is not None, f"{key_of(slot)}: is written by an Encode step"
-        run = run_of(source, slot.box)
-        if run is None:
-            fill(context.files, source, slot.box, place)
-        else:
-            assert run.nbytes == slot.nbytes, f"{key_of(slot)}: slot of {slot.nbytes} bytes"
-            runs.append((run, place))
-    _read_runs(context.files, runs)
+    _bring(context.files, slots, sources, places)
     crcs = list(map(zlib.crc32, places)) if item.out.needs_crc else [0] * len(places)
     gaps = _fill_gaps(item.out, first, slots, crcs, span)
     with context.outputs.file(file) as output:
@@ -159,44 +164,52 @@ def copy_span(
     if item.out.needs_crc:
         for slot, source, crc in zip(slots, sources, crcs, strict=True):
             _check_crc(slot, source, crc)
-    return [
-        Written(file, index, digest_of(place) if context.digests else "", crc)
-        for index, (place, crc) in enumerate(zip(places, crcs, strict=True), first)
-    ]
+    digests = map(digest_of, places) if context.digests else repeat("", len(places))
+    return list(map(Written, repeat(file), range(first, stop), digests, crcs))
 
 
 def _fill_gaps(
     out: OutFile, first: int, slots: Sequence[Slot], crcs: Sequence[int], span: memoryview
 ) -> bool:
     """Put what is between the slots there, or clear it; True where there is anything."""
-    found, base = False, slots[0].offset
-    for index, (before, after) in enumerate(pairwise(slots)):
-        start = before.offset + before.nbytes
-        if after.offset > start:
+    found, between = False, out.between
+    base = end = slots[0].offset
+    for index, (_, _, at, nbytes) in enumerate(slots, first - 1):
+        if at > end:
             found = True
-            gap = bytes(after.offset - start)
-            if out.between is not None:
-                gap = out.between(first + index, crcs[index])
-            span[start - base : after.offset - base] = gap
+            gap = between(index, crcs[index - first]) if between is not None else bytes(at - end)
+            span[end - base : at - base] = gap
+        end = at + nbytes
     return found
 
 
-def _read_runs(files: Files, runs: Sequence[tuple[Run, memoryview]]) -> None:
-    """Bring runs to their places; neighbours in one file are one read."""
+def _bring(
+    files: Files,
+    slots: Sequence[Slot],
+    sources: Sequence[StoredTensor | None],
+    places: Sequence[memoryview],
+) -> None:
+    """Bring the bytes of slots to their places; neighbours in one file are one read."""
     buffers: list[memoryview] = []
     file, begin, cursor = "", 0, 0
-    for run, place in runs:
-        gap = run.offset - cursor
-        near = run.file == file and 0 <= gap <= MAX_GAP and len(buffers) < MAX_BUFFERS
-        if buffers and not near:
+    for slot, source, place in zip(slots, sources, places, strict=True):
+        assert source is not None, f"{key_of(slot)}: is written by an Encode step"
+        run = run_of(source, slot.box)
+        if run is None:
+            fill(files, source, slot.box, place)
+            continue
+        start, nbytes = run[1:]
+        assert nbytes == slot.nbytes, f"{key_of(slot)}: slot of {slot.nbytes} bytes"
+        gap = start - cursor
+        if buffers and not (run[0] == file and 0 <= gap <= MAX_GAP and len(buffers) < MAX_BUFFERS):
             files.read_into(file, begin, buffers)
             buffers = []
         if not buffers:
-            file, begin = run.file, run.offset
+            file, begin = run[0], start
         elif gap:
             buffers.append(_JUNK[:gap])
         buffers.append(place)
-        cursor = run.offset + run.nbytes
+        cursor = start + nbytes
     if buffers:
         files.read_into(file, begin, buffers)
 
@@ -213,7 +226,8 @@ def _check_crc(slot: Slot, source: StoredTensor | None, crc: int) -> None:
     """Hold a slot's CRC-32 against the source's own, where that covers the same bytes."""
     if source is None or slot.box.sizes != source.info.shape:
         return
-    extent = source.extent
+    place = source.place
+    extent = place if type(place) is Extent else source.extent
     if extent is not None and extent.crc32 not in (None, crc):
         raise SourceError(
             "CKM113",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 from ckptmap.tensors import Box
 
@@ -16,6 +17,18 @@ def prove_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     if len(boxes) == 1 and boxes[0] == Box.whole(shape) and min(shape, default=0) >= 0:
         return None  # the one chunk of nearly every tensor
     return _fault(tuple(shape), tuple(boxes))
+
+
+@lru_cache(maxsize=64)
+def prove_rows(shape: tuple[int, ...], bounds: tuple[int, ...]) -> str | None:
+    """The same for chunks of whole rows, each from one of `bounds` to the next: those rise from the
+    first row to past the last."""
+    for start, stop in pairwise(bounds):
+        if stop <= start:
+            return f"a chunk of rows {start} to {stop}"
+    if (bounds[0], bounds[-1]) != (0, shape[0]):
+        return f"chunks cover rows {bounds[0]} to {bounds[-1]} of {shape[0]}"
+    return None
 
 
 @lru_cache(maxsize=64)

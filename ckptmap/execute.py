@@ -1,7 +1,7 @@
 """Move the bytes of a plan: units of work over threads, under a memory budget, journaled.
 
-A unit is a span of small slots, one large slot, one tensor to be encoded, or one replica to be
-compared. Several ranks split the units and put together what they wrote. Every byte is read once
+A unit is a span of small slots, a stream of large ones, one tensor to be encoded, or one replica to
+be compared. Several ranks split the units and put together what they wrote. Every byte is read once
 and written once; its digest (and CRC-32, where the container stores one) is taken on the way, in
 row-major order of its slot. Parallelism is over units: the digest of one slot is sequential. Torch
 is imported only where values change; its own threads are held at one then, because Python threads
@@ -23,9 +23,9 @@ from functools import partial
 from pathlib import Path
 
 from ckptmap.calm import one_torch_thread, stopped_by_sigterm
-from ckptmap.copying import MAX_GAP, Context, copy_large, copy_span, key_of
+from ckptmap.copying import MAX_GAP, Context, copy_span, copy_stream, key_of
 from ckptmap.errors import Interrupted, RunError, SourceError
-from ckptmap.files import Files
+from ckptmap.files import Files, has_backings
 from ckptmap.grids import CoarseScales
 from ckptmap.heartbeat import Stopped
 from ckptmap.journal import Journal, Written
@@ -36,7 +36,7 @@ from ckptmap.results import Executed, Tally
 from ckptmap.sealing import seal
 from ckptmap.sink import ALIGN, Buffer, Outputs, Sums
 from ckptmap.split import Share, split
-from ckptmap.steps import Compare, Encode, FilePlan, Target
+from ckptmap.steps import Compare, Encode, FilePlan
 from ckptmap.supply import batches, read_by_compare, read_by_copies, read_by_encode
 
 MAX_MEMORY = 64 << 20
@@ -47,6 +47,13 @@ SPAN = 4 << 20
 """Bytes of small slots that make one unit."""
 SMALL = 1 << 20
 """Bytes from which a slot is a unit of its own."""
+STREAM = 64 << 20
+"""Bytes of large slots that follow each other and make one unit: where two units meet, a page is
+written by both, past the page cache by neither, and that waits for the writes of other threads."""
+PARTS = 16
+"""Streams at least: threads share them, and an interrupted run keeps those that are done."""
+FEW = 16
+"""Small slots that go along with large ones: each is read and summed by itself then."""
 _TOTALS = struct.Struct("<QQ")
 """Bytes written and kept, before the rows of a rank's report."""
 Progress = Callable[[int, str], None]
@@ -146,7 +153,8 @@ class _Run:
         self._progress_lock = threading.Lock()
         self._errors: list[BaseException] = []
         self.coarse: list[CoarseScales] = []
-        self._tally = Tally([len(item.out.slots) for item in plan])
+        self._slots = [item.out.slots for item in plan]
+        self._tally = Tally([len(slots) for slots in self._slots])
         self._nbytes = [0, 0]  # written now, kept from an earlier run
 
     def all(self, units: Iterator[_Unit], threads: int, buffer_nbytes: int) -> None:
@@ -191,12 +199,12 @@ class _Run:
         found = self.journal.entries.get(unit.name) if self.digests else None
         kept = found is not None and all(self._holds(slot, buffer) for slot in found)
         written = found if found is not None and kept else unit.do(buffer)
+        slots = self._slots
         if unit.name and not kept and self.digests:  # without them nothing could be believed
             self.journal.add(unit.name, written)
         with self._lock:
             self._tally.add(written)
-            for item in written:
-                self._nbytes[kept] += self.slot(item.file, item.slot).nbytes
+            self._nbytes[kept] += sum([slots[file][slot].nbytes for file, slot, _, _ in written])
 
     def _holds(self, written: Written, buffer: Buffer) -> bool:
         """Is the slot, read back, what the journal says?"""
@@ -263,12 +271,15 @@ def _units(context: Context, share: Share) -> Iterator[_Unit]:
         yield _Unit("", partial(_compared, context, replica), partial(read_by_compare, replica))
     for name, step in share.encodes:
         yield _Unit(name, partial(encode, context, step), partial(read_by_encode, step))
+    stream = min(STREAM, sum(item.out.nbytes for item in context.plan) // PARTS)
+    if has_backings():  # all that a unit reads is brought at once
+        stream = 0
     for file, item in enumerate(context.plan):
         limit = min(SPAN, buffer_nbytes(context.budget))
-        for first, stop in _spans(item, limit, share.slots[file]):
-            do = partial(copy_span, context, file, first, stop)
-            if item.out.slots[first].nbytes > min(SMALL, limit):
-                do = partial(copy_large, context, Target(file, first))
+        spans = _spans(item, limit, share.slots[file])
+        for first, stop, streamed in _streams(item, spans, min(SMALL, limit), stream):
+            copy = copy_stream if streamed else copy_span
+            do = partial(copy, context, file, first, stop)
             reads = partial(read_by_copies, item, first, stop)
             yield _Unit(f"copy:{file}:{first}-{stop}", do, reads)
 
@@ -296,6 +307,28 @@ def _spans(item: FilePlan, limit: int, mine: range) -> Iterator[tuple[int, int]]
         end = offset + nbytes
     if first is not None:
         yield first, mine.stop
+
+
+def _streams(
+    item: FilePlan, spans: Iterable[tuple[int, int]], small: int, limit: int
+) -> Iterator[tuple[int, int, bool]]:
+    """(first, stop, is it a stream?): a large slot goes together with large ones, and with few
+    small ones, that follow it without a gap, within `limit` bytes."""
+    slots, held = item.out.slots, (0, 0, False)
+    for first, stop in spans:
+        large = slots[first].nbytes > small
+        begin, end = slots[held[0]].offset, slots[held[1] - 1].offset + slots[held[1] - 1].nbytes
+        nbytes = slots[stop - 1].offset + slots[stop - 1].nbytes - begin
+        follows = held[1] == first and end == slots[first].offset and nbytes <= limit
+        few = (large or stop - first <= FEW) and (held[2] or held[1] - held[0] <= FEW)
+        if follows and few and (large or held[2]):
+            held = held[0], stop, True
+            continue
+        if held[1]:
+            yield held
+        held = first, stop, large
+    if held[1]:
+        yield held
 
 
 def _compared(context: Context, step: Compare, buffer: Buffer) -> Sequence[Written]:

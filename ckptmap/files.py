@@ -7,20 +7,25 @@ All bytes of a source are read here, so that files may stand for others that are
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 from ckptmap.errors import RunError, SourceError
 
-MAX_OPEN = 300
-"""Descriptors held at once: twice that, and the outputs, are below the usual soft limit of 1024.
-The tensors of 256 rank files are read from one after the other, so fewer would open them anew for
-every tensor."""
+MAX_OPEN = 2048
+OPEN_SHARE = 0.3
+"""Descriptors held at once: at most, and of what the process may have. Twice that, and the outputs,
+fit. Every tensor is read from the files of all ranks, so fewer would open them anew for each."""
+
+BATCH = 64
+"""Files that `read_each` holds at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +163,14 @@ class _Use:
 class Files:
     """An LRU of descriptors, safe to share between threads; a descriptor in use is never closed.
 
+    `max_open`: 0: as many as a share of the process's limit.
+
     `by_range`: may bytes of a file that is elsewhere be read alone? Else it is fetched whole first.
     """
 
-    def __init__(self, max_open: int = MAX_OPEN) -> None:
+    def __init__(self, max_open: int = 0) -> None:
         self.by_range = True
-        self._max_open = max_open
+        self._max_open = max_open or _most_open()
         self._lock = threading.Lock()
         self._open: OrderedDict[str, list[int]] = OrderedDict()  # file -> [fd, users]
 
@@ -196,7 +203,7 @@ class Files:
 
     def _open_file(self, file: str) -> int:
         try:
-            return os.open(whole(file), os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(whole(file) if _BACKINGS else file, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SourceError(
                 "CKM101",
@@ -257,11 +264,63 @@ class Files:
                 "the source changed or is truncated; plan again from a complete checkpoint",
             )
 
+    def read_each(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
+        """`read_into` of many: (file, offset, what its bytes fill), a batch of files held at once."""
+        batch = min(BATCH, self._max_open)
+        for at in range(0, len(reads), batch):
+            some = reads[at : at + batch]
+            if not _BACKINGS:
+                with self._descriptors([file for file, _, _ in some]) as fds:
+                    if _all_read(fds, some):
+                        continue
+            for file, offset, place in some:
+                self.read_into(file, offset, [place])  # or says what is wrong
+
+    @contextmanager
+    def _descriptors(self, names: Sequence[str]) -> Iterator[list[int]]:
+        """Of several files at once."""
+        held: list[list[int]] = []
+        try:
+            with self._lock:
+                for file in names:
+                    entry = self._open.get(file)
+                    if entry is None:
+                        entry = self._open[file] = [self._open_file(file), 0]
+                    entry[1] += 1
+                    held.append(entry)
+                    self._open.move_to_end(file)
+                self._evict()
+            yield [fd for fd, _ in held]
+        finally:
+            with self._lock:
+                for entry in held:
+                    entry[1] -= 1
+
     def close(self) -> None:
         with self._lock:
             for fd, _ in self._open.values():
                 os.close(fd)
             self._open.clear()
+
+
+@cache
+def _most_open() -> int:
+    """What the limit was when the first file was opened."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_OPEN if limit == resource.RLIM_INFINITY else min(MAX_OPEN, int(limit * OPEN_SHARE))
+
+
+def _all_read(fds: Sequence[int], reads: Sequence[tuple[str, int, memoryview]]) -> bool:
+    """Did one call each bring all of it?"""
+    try:
+        return all(
+            [
+                os.preadv(fd, (place,), offset) == place.nbytes
+                for fd, (_, offset, place) in zip(fds, reads, strict=True)
+            ]
+        )
+    except OSError:
+        return False
 
 
 @contextmanager

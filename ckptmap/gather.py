@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import gcd, prod
 from typing import Literal, NamedTuple, TypeAlias
 
 from ckptmap.errors import SourceError
 from ckptmap.files import Files
-from ckptmap.tensors import Box, Region, StoredTensor, contiguous_strides
+from ckptmap.rows import Rows
+from ckptmap.tensors import Box, Extent, Region, StoredTensor, contiguous_strides
 from ckptmap.woven import ZEROS, Woven
 
 SCRATCH = 1 << 20
@@ -61,6 +63,10 @@ def fill(files: Files, stored: StoredTensor, box: Box, out: memoryview) -> None:
     filled = 0
     if isinstance(stored, Woven):
         filled = _weave(files, stored, box, out)
+    elif type(held := stored.place) is Rows and box.sizes[1:] == stored.info.shape[1:]:
+        reads = held.reads(box.offsets[0], box.sizes[0], out)
+        files.read_each(reads)
+        filled = sum([part.nbytes for _, _, part in reads])
     else:
         rows = box.sizes[1:] if nbytes and box.sizes else None
         row_nbytes = nbytes // box.sizes[0] if rows is not None else 0
@@ -85,11 +91,12 @@ def fill(files: Files, stored: StoredTensor, box: Box, out: memoryview) -> None:
 def run_of(stored: StoredTensor, box: Box) -> Run | None:
     """The one run of bytes that is `box` in row-major order, where there is one; else None."""
     if box.sizes == stored.info.shape:
-        extent = stored.extent
-        return extent and Run(extent.file, extent.offset, stored.info.nbytes)
+        place = stored.place
+        extent = place if type(place) is Extent else stored.extent
+        return extent and Run(extent[0], extent[1], stored.info.nbytes)
     if isinstance(stored, Woven):
         return None
-    pieces = list(stored.pieces(box))
+    pieces = list(islice(stored.pieces(box), 2))
     if len(pieces) != 1 or pieces[0][0].sizes != box.sizes:
         return None
     region = pieces[0][1]

@@ -254,6 +254,11 @@ class Stream:
             self.push(place)
             data = data[place.nbytes :]
 
+    def skip(self, nbytes: int) -> None:
+        """Leave out bytes that are written already."""
+        self.finish()
+        self._at += nbytes
+
     def _flush(self) -> None:
         end = self._at + self._held
         whole = max(0, end // ALIGN * ALIGN - self._at)

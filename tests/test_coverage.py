@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmap.coverage import prove_tiling
+from ckptmap.coverage import prove_rows, prove_tiling
 from ckptmap.tensors import Box
 
 
@@ -64,3 +64,21 @@ def test_says_what_is_wrong(shape: tuple[int, ...], boxes: list[Box], text: str)
 def test_empty_tensor_needs_no_chunk() -> None:
     assert prove_tiling((0, 5), []) is None
     assert prove_tiling((0, 5), [Box((0, 0), (0, 5))]) is None
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text"),
+    [
+        ((0, 2, 5), None),
+        ((0, 2, 2, 5), "rows 2 to 2"),
+        ((0, 3, 2, 5), "rows 3 to 2"),
+        ((0, 2, 4), "cover rows 0 to 4 of 5"),
+        ((1, 2, 5), "cover rows 1 to 5 of 5"),
+        ((0, 2, 6), "cover rows 0 to 6 of 5"),
+    ],
+)
+def test_rows_rise_from_the_first_to_past_the_last(
+    bounds: tuple[int, ...], text: str | None
+) -> None:
+    wrong = prove_rows((5, 3), bounds)
+    assert wrong is None if text is None else text in (wrong or "")

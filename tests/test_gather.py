@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmap import gather
+from ckptmap import files, gather
+from ckptmap.coverage import prove_rows
 from ckptmap.errors import RunError, SourceError
 from ckptmap.files import Files
 from ckptmap.gather import fill, row_major_boxes, run_of
 from ckptmap.lazy import tensor_bytes
+from ckptmap.rows import Rows
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 
 DTYPES = ["uint8", "bfloat16", "float32", "int64", "complex128"]
@@ -132,6 +136,55 @@ def test_any_chunking(folder: Path, data: st.DataObject) -> None:
         assert caught.value.code == "CKM112"
 
 
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_rows_are_chunks_of_rows(folder: Path, data: st.DataObject) -> None:
+    """Read, and seen, as the chunks that they stand for."""
+    shape = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    shape[0] += 1
+    tensor = random_tensor(shape, data.draw(st.sampled_from(DTYPES)))
+    cuts = data.draw(st.sets(st.integers(1, shape[0] - 1), min_size=1))
+    chunks = []
+    for start, stop in pairwise([0, *sorted(cuts), shape[0]]):
+        box = Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))
+        part = tensor[start:stop].clone()
+        region = store(part, folder / f"rows{start}", part, start)
+        chunks.append(Chunk(box, region, start or None))
+    info = TensorInfo(tuple(shape), str(tensor.dtype).removeprefix("torch."))
+    rows = Rows.of(info, chunks)
+    assert rows is not None
+    assert list(rows) == chunks == rows[:]
+    assert list(rows.ends()) == [(c.region.file, c.region.offset + c.region.nbytes) for c in chunks]
+    assert prove_rows(info.shape, tuple(rows.bounds)) is None
+    check(tensor, StoredTensor(info, rows), data.draw(boxes(shape)))
+    check(tensor, StoredTensor(info, rows), Box.whole(shape))
+    assert Rows.of(info, chunks[1:]) is None
+    assert Rows.of(info, chunks[::-1]) is None
+
+
+def test_rows_are_read_whole_or_not_at_all(folder: Path) -> None:
+    """Few descriptors; a file that is short, or gone, is named."""
+    tensor = random_tensor([10, 4], "uint8")
+    parts = [tensor[i : i + 1].clone() for i in range(10)]
+    chunks = [
+        Chunk(Box((i, 0), (1, 4)), store(part, folder / f"each{i}", part, i))
+        for i, part in enumerate(parts)
+    ]
+    rows = Rows.of(TensorInfo((10, 4), "uint8"), chunks)
+    assert rows is not None
+    stored, files, out = StoredTensor(TensorInfo((10, 4), "uint8"), rows), Files(3), bytearray(40)
+    fill(files, stored, Box.whole((10, 4)), memoryview(out))
+    assert bytes(out) == as_bytes(tensor)
+    assert len(files._open) <= 3
+    files.close()
+    (folder / "each7").write_bytes(b"x" * 9)
+    with pytest.raises(RunError, match="each7: ended at byte 9, expected 11"):
+        check(tensor, stored, Box.whole((10, 4)))
+    (folder / "each7").unlink()
+    with pytest.raises(SourceError, match="each7: cannot be read: No such file"):
+        check(tensor, stored, Box.whole((10, 4)))
+
+
 def cut_one(data: st.DataObject, pieces: list[Box]) -> list[Box]:
     """Split one box along one dim, where it can be split."""
     index = data.draw(st.integers(0, len(pieces) - 1))
@@ -203,6 +256,16 @@ def test_descriptors_are_bounded(folder: Path) -> None:
         assert files.read(str(folder / f"fd{number}"), 0, 1) == bytes([number])
     assert len(files._open) <= 3
     files.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"), [(1024, 307), (256, 76), (1 << 20, 2048), (resource.RLIM_INFINITY, 2048)]
+)
+def test_descriptors_are_a_share_of_those_allowed(
+    monkeypatch: pytest.MonkeyPatch, limit: int, most: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert files._most_open.__wrapped__() == most
 
 
 def test_large_transpose_in_bounded_memory(folder: Path) -> None:

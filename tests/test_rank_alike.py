@@ -20,6 +20,7 @@ from ckptmap.errors import SourceError
 from ckptmap.files import Files
 from ckptmap.layouts.dtensor import DTensorLayout
 from ckptmap.places import look
+from ckptmap.rows import Rows
 from ckptmap.tensors import Index, Opaque, PerRank, StoredTensor
 from ckptmap.wire import rank_trees
 from ckptmap.wire.dtensor_alike import joined_alike
@@ -84,7 +85,7 @@ def test_alike_files_are_parsed_once(corpus: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fsdp2_ranks_w4", "hsdp_ranks_w4", "fsdp2_ranks_tied_w2"])
 def test_the_quick_join_is_the_general_one(corpus: Any, name: str) -> None:
-    layout, quick, shares = DTensorLayout(), 0, {}
+    layout, quick, by_rows, shares = DTensorLayout(), 0, 0, {}
     for path, leaf in index(corpus[name].path).leaves.items():
         if not isinstance(leaf, PerRank) or not isinstance(leaf.values, RankValues):
             continue
@@ -92,12 +93,14 @@ def test_the_quick_join_is_the_general_one(corpus: Any, name: str) -> None:
         assert isinstance(general, StoredTensor)
         if mine is not None:
             quick += 1
+            by_rows += type(mine.place) is Rows
             assert mine.info == general.info
             assert list(mine.chunks) == list(general.chunks)
             assert list(mine.replicas) == list(general.replicas)
             shares.setdefault(mine.share, set()).add(general.share)
             assert len(shares[mine.share]) == 1, path
     assert quick > 1
+    assert by_rows > 1
     assert sum(map(len, shares.values())) == len(set().union(*shares.values()))
 
 
@@ -276,8 +279,8 @@ def test_directories_that_are_alike_are_not_parsed(two: tuple[str, str]) -> None
     first, second = (reader.read(files, file, 0, None) for file in two)
     assert members(second) == members(read_records(files, two[1]))
     assert all(a is b for a, b in zip(first, second, strict=True)), "the first one's names"
-    found = second.locate_all("data/")
-    assert found == {n[5:]: second.locate(n) for n in second if n.startswith("data/")}
+    found = second.starts("data/")
+    assert found == {n[5:]: second.locate(n)[0] for n in second if n.startswith("data/")}
     assert len(found) == 70
 
 
@@ -304,6 +307,37 @@ def test_one_flipped_bit_of_a_directory(
 
     files, reader = Files(), AlikeDirectories()
     reader.read(files, two[0], 0, None)
+    alone = outcome_of(lambda: read_records(files, str(file)))
+    assert outcome_of(lambda: reader.read(files, str(file), 0, None)) == alone
+
+
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(member=st.integers(0, 69), byte=st.integers(0, 55), bit=st.integers(0, 7))
+def test_one_flipped_bit_of_a_local_header(
+    two: tuple[str, str], tmp_path: Path, member: int, byte: int, bit: int
+) -> None:
+    """Headers are taken for those of a sibling only where they are the same, but for the root."""
+    data = bytearray(Path(two[1]).read_bytes().replace(b"rank_22/", b"rank_33/"))
+    file = tmp_path / "rank_33.pt"
+    file.write_bytes(data)
+    files, reader = Files(), AlikeDirectories()
+    first, second = (reader.read(files, name, 0, None) for name in two)
+    again = reader.read(files, str(file), 0, None)
+    assert again.starts("data/") == first.starts("data/") | second.starts("data/")
+    header = read_records(files, str(file))._entries[f"data/{member}"].header
+    data[header + byte] ^= 1 << bit
+    file.write_bytes(data)
+
+    def outcome_of(read: Callable[[], Records]) -> Any:
+        try:
+            return dict(read().starts("data/"))
+        except SourceError as error:
+            return error.code, error.message
+
     alone = outcome_of(lambda: read_records(files, str(file)))
     assert outcome_of(lambda: reader.read(files, str(file), 0, None)) == alone
 

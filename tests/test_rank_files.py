@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckptmap
 from ckptmap import registry
 from ckptmap.containers.rank_files import RankFiles
 from ckptmap.containers.torch_zip import TorchZip
@@ -208,6 +209,14 @@ def test_roles_by_name(tmp_path: Path) -> None:
     assert found.leaves["extra", "extra_state", "rng"] == PerRank((0, 1))
     assert found.leaves["extra", "extra_state", "epoch"] == 3
     assert len(found.files) == 6 and found.world == 2
+
+
+def test_an_optimizer_that_is_none_in_one_file_and_state_in_another(tmp_path: Path) -> None:
+    state = {"state": {"w": {"m": torch.ones(2)}}, "param_groups": [{"params": ["w"]}]}
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": None}, tmp_path / "model_rank_0.pt")
+    torch.save(state, tmp_path / "optim_rank_0.pt")
+    with ckptmap.open(tmp_path) as ckpt:
+        assert list(ckpt) == ["w"] and list(ckpt.optimizer["w"]) == ["m"]
 
 
 def test_what_is_no_rank_file_is_left_alone(tmp_path: Path) -> None:

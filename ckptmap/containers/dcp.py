@@ -12,6 +12,7 @@ from typing import Any
 from ckptmap.errors import SourceError
 from ckptmap.files import whole
 from ckptmap.protocols import Place
+from ckptmap.rows import Rows
 from ckptmap.tensors import (
     Box,
     Chunk,
@@ -31,6 +32,7 @@ from ckptmap.wire.dcp_items import PLAIN_OVERHEAD, Items
 from ckptmap.wire.dcp_metadata import Item, Metadata, TensorEntry, read_metadata
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.inside import inside
+from ckptmap.wire.tree import flatten, holds_tensor
 
 METADATA = ".metadata"
 RECORD_SUFFIX = ".__ckptmap__"
@@ -170,6 +172,10 @@ class _Leaves:
             value = self._items.value(self._files[item.file], item, key)
             if key.endswith(RECORD_SUFFIX):
                 records[key.removesuffix(RECORD_SUFFIX)] = _record(value, key)
+            elif holds_tensor(value):  # a dict that flatten_state_dict=False has left whole
+                path = metadata.path(key)
+                inner = flatten(value, f"{self._where}: {key!r}", item.nbytes)
+                leaves.update({(*path, *below): leaf for below, leaf in inner.items()})
             else:
                 leaves[metadata.path(key)] = value
         return leaves, records
@@ -179,6 +185,13 @@ class _Leaves:
         cuts = {}
         for key in keys:
             entry = metadata.tensors[key]
+            if all(
+                self._items.is_plain(
+                    self._files[i.file], i, key, TensorInfo(sizes, entry.info.dtype)
+                )
+                for _, sizes, i in entry.chunks
+            ):
+                continue
             values = [self._items.value(self._files[i.file], i, key) for _, _, i in entry.chunks]
             if any(isinstance(value, Opaque) for value in values):
                 boxes = [Box(offsets, sizes) for offsets, sizes, _ in entry.chunks]
@@ -208,19 +221,19 @@ class _Leaves:
                 f"{self._where}: tensor {key!r}: {wrong}, expected to fill {info}",
                 "a rank's part is missing; save it again",
             )
-        chunks = []
-        for offsets, sizes, item in entry.chunks:
-            if 0 in sizes:
-                continue
-            file = self._files[item.file]
-            region, crc32 = self._items.region(file, item, key, info.dtype, sizes)
-            chunks.append(Chunk(Box(offsets, sizes), region, crc32))
+        held = [chunk for chunk in entry.chunks if 0 not in chunk[1]]
+        parts = [(self._files[item.file], item, sizes) for _, sizes, item in held]
+        found = self._items.regions(parts, key, info.dtype)
+        chunks = [
+            Chunk(Box(offsets, sizes), *place)
+            for (offsets, sizes, _), place in zip(held, found, strict=True)
+        ]
         if not chunks and entry.chunks:  # an empty tensor: one chunk of no bytes
             offsets, sizes, item = entry.chunks[0]
             file = self._files[item.file]
             region = Region.contiguous(file, item.offset, sizes, info.itemsize)
             chunks.append(Chunk(Box(offsets, sizes), region))
-        return chunks
+        return Rows.of(info, chunks) or chunks
 
 
 class _DcpTensor(StoredTensor):

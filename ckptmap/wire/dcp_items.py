@@ -8,12 +8,13 @@ read in full and the others are compared with it, everything else byte for byte 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckptmap.errors import SourceError
 from ckptmap.files import Files, Fingerprint
-from ckptmap.tensors import Region, StoredTensor
+from ckptmap.tensors import Region, StoredTensor, TensorInfo
 from ckptmap.wire.dcp_metadata import Item
 from ckptmap.wire.torch_zip_read import Loaded, load
 
@@ -29,6 +30,15 @@ PLAIN_OVERHEAD = range(900, 2300)
 records that it added; a tensor subclass of several storages, or other alignment, is elsewhere."""
 
 
+TOGETHER = 256
+"""Items whose bytes are read together."""
+
+Found: TypeAlias = tuple[Region, int | None]
+"""The bytes of a chunk, and their CRC-32 if it is there."""
+Part: TypeAlias = tuple[str, Item, tuple[int, ...]]
+"""File and item of a chunk, and its sizes."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """What items of one kind share: `head` before the data, `fixed` runs (start, bytes) after it."""
@@ -40,6 +50,23 @@ class _Kind:
     """Where the data's CRC-32 is in the tail."""
     region: Region
     """Of the first of the kind, its offset relative to the item."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of head and tail."""
+        return len(self.head) + self.tail_nbytes
+
+    def found(self, raw: bytes | bytearray, at: int, file: str, item: Item) -> Found | None:
+        """The region of an item whose head and tail are in `raw`; None: it is of another kind."""
+        tail = at + len(self.head)
+        if not raw.startswith(self.head, at):
+            return None
+        for start, run in self.fixed:
+            if not raw.startswith(run, tail + start):
+                return None
+        like, crc = self.region, tail + self.crc_at
+        region = Region(file, item.offset + like.offset, like.sizes, like.strides, like.itemsize)
+        return region, int.from_bytes(raw[crc : crc + 4], "little") or None
 
 
 class Items:
@@ -59,30 +86,54 @@ class Items:
         """What an item holds: a StoredTensor, an Opaque, a plain value. Raises SourceError."""
         return self._load(file, item, key).tree
 
-    def region(
-        self, file: str, item: Item, key: str, dtype: str, sizes: tuple[int, ...]
-    ) -> tuple[Region, int | None]:
-        """The bytes of a chunk declared as `sizes` of `dtype`, and their CRC-32 if it is there.
+    def is_plain(self, file: str, item: Item, key: str, info: TensorInfo) -> bool:
+        """Does it hold a plain tensor? `info` is what it is declared as. Raises SourceError."""
+        kind = self._kinds.get((info.dtype, info.shape, item.nbytes))
+        if kind is not None and self._same_kind(kind, file, item) is not None:
+            return True
+        return isinstance(self._learned(file, item, key, info.dtype, info.shape), StoredTensor)
+
+    def region(self, file: str, item: Item, key: str, dtype: str, sizes: tuple[int, ...]) -> Found:
+        """The bytes of a chunk declared as `sizes` of `dtype`.
 
         Raises SourceError CKM112 where the item holds something else.
         """
-        known = (dtype, sizes, item.nbytes)
-        kind = self._kinds.get(known)
+        kind = self._kinds.get((dtype, sizes, item.nbytes))
         if kind is not None:
             found = self._same_kind(kind, file, item)
             if found is not None:
                 return found
-        loaded = self._load(file, item, key)
-        tensor = loaded.tree
+        tensor = self._learned(file, item, key, dtype, sizes)
         if not isinstance(tensor, StoredTensor):
             raise _mismatch(file, item, key, f"{dtype}{list(sizes)}", _described(tensor))
         if tensor.info.dtype != dtype or tensor.info.shape != sizes:
             raise _mismatch(file, item, key, f"{dtype}{list(sizes)}", str(tensor.info))
         chunk = tensor.chunks[0]
-        learned = _learn(self._files, loaded, item, chunk.region, chunk.crc32)
-        if learned is not None:
-            self._kinds[known] = learned
         return chunk.region, chunk.crc32
+
+    def regions(self, parts: Sequence[Part], key: str, dtype: str) -> list[Found]:
+        """`region` of all chunks of a tensor."""
+        found = [
+            self.region(*part[:2], key, dtype, part[2]) for part in parts[:1]
+        ]  # a kind, mostly
+        for at in range(1, len(parts), TOGETHER):
+            some = parts[at : at + TOGETHER]
+            kinds = [self._kinds.get((dtype, sizes, item.nbytes)) for _, item, sizes in some]
+            alike = self._alike(some, kinds)
+            for (file, item, sizes), same in zip(some, alike, strict=True):
+                found.append(same or self.region(file, item, key, dtype, sizes))
+        return found
+
+    def _learned(self, file: str, item: Item, key: str, dtype: str, sizes: tuple[int, ...]) -> Any:
+        """What an item holds; if it is as declared, others of its kind are known from now on."""
+        loaded = self._load(file, item, key)
+        tensor = loaded.tree
+        if isinstance(tensor, StoredTensor) and tensor.info == TensorInfo(sizes, dtype):
+            chunk = tensor.chunks[0]
+            learned = _learn(self._files, loaded, item, chunk.region, chunk.crc32)
+            if learned is not None:
+                self._kinds[dtype, sizes, item.nbytes] = learned
+        return tensor
 
     def _load(self, file: str, item: Item, key: str) -> Loaded:
         try:
@@ -92,26 +143,39 @@ class Items:
             where = f"{file}: item {key!r} at byte {item.offset}"
             raise SourceError(error.code, f"{where}: {text}", error.hint) from error
 
-    def _same_kind(self, kind: _Kind, file: str, item: Item) -> tuple[Region, int | None] | None:
+    def _same_kind(self, kind: _Kind, file: str, item: Item) -> Found | None:
         """The region, if all but data and checksums is as in the kind; None: read it in full."""
-        if self._read(file, item.offset, len(kind.head), item) != kind.head:
-            return None
+        head = self._read(file, item.offset, len(kind.head), item)
         tail_at = item.offset + item.nbytes - kind.tail_nbytes
-        tail = self._read(file, tail_at, kind.tail_nbytes, item)
-        for start, run in kind.fixed:
-            if not tail.startswith(run, start):
-                return None
-        like = kind.region
-        region = Region(file, item.offset + like.offset, like.sizes, like.strides, like.itemsize)
-        return region, int.from_bytes(tail[kind.crc_at : kind.crc_at + 4], "little") or None
+        return kind.found(head + self._read(file, tail_at, kind.tail_nbytes, item), 0, file, item)
+
+    def _alike(
+        self, parts: Sequence[Part], kinds: Sequence[_Kind | None]
+    ) -> Iterator[Found | None]:
+        """The same of many, whose bytes are read together."""
+        raw = bytearray(sum([kind.nbytes for kind in kinds if kind is not None]))
+        reads, at, view = [], 0, memoryview(raw)
+        for (file, item, _), kind in zip(parts, kinds, strict=True):
+            if kind is not None:
+                tail, end = at + len(kind.head), at + kind.nbytes
+                reads.append((file, item.offset, view[at:tail]))
+                reads.append((file, item.offset + item.nbytes - kind.tail_nbytes, view[tail:end]))
+                at = end
+        self._files.read_each(reads)
+        at = 0
+        for (file, item, _), kind in zip(parts, kinds, strict=True):
+            yield None if kind is None else kind.found(raw, at, file, item)
+            at += 0 if kind is None else kind.nbytes
 
     def _read(self, file: str, offset: int, nbytes: int, item: Item) -> bytes:
-        """Bytes of an item; small ones follow each other, and are read a block at a time."""
+        """Bytes of an item; small ones that follow each other in a file are read a block at a time,
+        where each is in another file, as of many ranks, one at a time."""
         if item.nbytes > SMALL_NBYTES:
             return self._files.read(file, offset, nbytes)
         held, start, block = self._block
         if held != file or not start <= offset <= start + len(block) - nbytes:
-            end = min(offset + BLOCK_NBYTES, self._nbytes(file))
+            ahead = BLOCK_NBYTES if held == file else item.offset + item.nbytes - offset
+            end = min(offset + ahead, self._nbytes(file))
             block = self._files.read(file, offset, max(nbytes, end - offset))
             self._block = file, offset, block
             return block[:nbytes]

@@ -7,13 +7,15 @@ What is irregular in any way is left to the general join, which says what is wro
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 from ckptmap.errors import SourceError
-from ckptmap.tensors import ITEMSIZE, Box, Chunk, Opaque, Region, StoredTensor
+from ckptmap.rows import Rows
+from ckptmap.tensors import Box, Chunk, Opaque, Region, StoredTensor, TensorInfo
 from ckptmap.wire.placement import (
     Cutting,
     Placed,
@@ -22,7 +24,7 @@ from ckptmap.wire.placement import (
     read_mesh,
     read_placed,
 )
-from ckptmap.wire.rank_trees import Parsed, RankSet, RankValues
+from ckptmap.wire.rank_trees import Parsed, RankSet, RankTree, RankValues
 from ckptmap.wire.torch_zip_read import ReadTensor
 
 Parts: TypeAlias = Sequence[tuple[int, Box]]
@@ -44,6 +46,9 @@ class _Tiling(NamedTuple):
     kept: tuple[tuple[int, Box], ...]
     repeated: tuple[tuple[int, Box], ...]
     sizes: tuple[set[tuple[int, ...]], ...]
+    bounds: tuple[int, ...]
+    """Where the kept begin, in rows, where each holds whole rows and follows the one before; the
+    last is past the end. Empty: they lie otherwise."""
 
 
 def joined_alike(values: RankValues, key: str) -> StoredTensor | None:
@@ -67,10 +72,12 @@ def joined_alike(values: RankValues, key: str) -> StoredTensor | None:
         if sizes != {kind.local.info.shape} or kind.local.info.dtype != info.dtype:
             return None
     locals_ = tuple([kind.local for kind in kinds])
+    by_rows = tiling.bounds and all(local.grid.is_contiguous for local in locals_)
+    place = _Held(ranks, locals_, tiling.kept)
     return StoredTensor(
         info,
-        partial(_chunks, ranks, locals_, tiling.kept),
-        _chunks(ranks, locals_, tiling.repeated),
+        partial(_rows, info, place, tiling.bounds) if by_rows else place.chunks,
+        _Held(ranks, locals_, tiling.repeated).chunks(),
         share=(ranks, tiling.kept, *((t.key, t.start, t.grid.steps) for t in locals_)),
     )
 
@@ -137,18 +144,53 @@ def _tiling(
     if not kept or sum(box.numel for box in kept) != prod(shape):
         return None
     boxes = tuple([(rank, box) for box, rank in kept.items()])
-    return _Tiling(boxes, tuple(repeated), tuple([sizes[kind] for kind in sorted(sizes)]))
+    kinds = tuple([sizes[kind] for kind in sorted(sizes)])
+    return _Tiling(boxes, tuple(repeated), kinds, _bounds(list(kept), shape))
 
 
-def _chunks(ranks: RankSet, locals_: Sequence[ReadTensor], parts: Parts) -> list[Chunk]:
-    chunks = []
-    for rank, box in parts:
-        tree, local = ranks.trees[rank], locals_[ranks.kind_of[rank]]
-        info, steps, _, view_nbytes, is_contiguous = local.grid
-        offset, nbytes, crc32 = tree.located[local.key]
-        region = Region(
-            tree.records.file, offset + local.start, info.shape, steps, ITEMSIZE[info.dtype]
-        )
-        whole = is_contiguous and view_nbytes == nbytes
-        chunks.append(Chunk(box, region, crc32 if whole else None))
-    return chunks
+def _bounds(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...]:
+    bounds = [0]
+    for box in boxes:
+        if not shape or box.offsets[0] != bounds[-1] or box.sizes[1:] != shape[1:]:
+            return ()
+        bounds.append(bounds[-1] + box.sizes[0])
+    return tuple(bounds)
+
+
+class _Held(NamedTuple):
+    """Boxes of a tensor, and the ranks that hold them."""
+
+    ranks: RankSet
+    locals: Sequence[ReadTensor]
+    parts: Parts
+
+    def place(self, index: int) -> tuple[RankTree, ReadTensor]:
+        rank = self.parts[index][0]
+        return self.ranks.trees[rank], self.locals[self.ranks.kind_of[rank]]
+
+    def crc32(self, index: int) -> int | None:
+        """The member's, where it holds these bytes and no others."""
+        tree, local = self.place(index)
+        name = f"data/{local.key}"
+        whole = local.grid.is_contiguous and local.grid.nbytes == tree.records.nbytes(name)
+        return tree.records.crc32(name) if whole else None
+
+    def chunks(self) -> list[Chunk]:
+        made = []
+        for index, (_, box) in enumerate(self.parts):
+            tree, local = self.place(index)
+            info, at = local.info, tree.starts[local.key] + local.start
+            region = Region(tree.records.file, at, info.shape, local.grid.steps, info.itemsize)
+            made.append(Chunk(box, region, self.crc32(index)))
+        return made
+
+
+def _rows(info: TensorInfo, held: _Held, bounds: tuple[int, ...]) -> Rows:
+    places = [held.place(index) for index in range(len(held.parts))]
+    return Rows(
+        info,
+        bounds,
+        tuple([tree.records.file for tree, _ in places]),
+        array("Q", [tree.starts[local.key] + local.start for tree, local in places]),
+        held.crc32,
+    )

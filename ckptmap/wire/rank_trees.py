@@ -135,7 +135,7 @@ class RankTree:
         self.parsed, self.records = parsed, records
         self._template, self._own = parsed.template, constants
         self._made: dict[int, Any] = {}
-        self._starts: dict[str, tuple[int, int, int | None]] | None = None
+        self._starts: Mapping[str, int] | None = None
 
     def get(self, path: Path) -> Leaf:
         """A leaf as this rank's own file has it; None: it has none there."""
@@ -147,10 +147,10 @@ class RankTree:
         return [] if path is None else [self.get(path)]
 
     @property
-    def located(self) -> Mapping[str, tuple[int, int, int | None]]:
-        """(offset, nbytes, CRC-32) of storages by key; all of a file are found at once."""
+    def starts(self) -> Mapping[str, int]:
+        """Where the storages begin in the file, by key; all of a file are found at once."""
         if self._starts is None:
-            self._starts = self.records.locate_all("data/")
+            self._starts = self.records.starts("data/")
         return self._starts
 
     def filled(self, value: Any) -> Any:

@@ -4,17 +4,22 @@ a job's ranks have them. One is parsed; others are compared with it, all members
     rank_0/data/0   crc   header at 512          one struct for a whole directory: what may differ
     rank_7/data/0   crc   header at 576          are the root, CRC-32, sizes and offsets
 
+So are the local headers: where directories agree in all but CRC-32s and the name of the root, and
+one archive's headers were understood, others' need only be the same bytes with another root.
 A directory that differs otherwise is parsed by itself, and so is one that needs zip64.
 """
 
 from __future__ import annotations
 
+import os
 import struct
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from operator import add, le
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptmap.files import Files
-from ckptmap.wire.zip_read import LOCAL, U32, Entry, Records, parsed_records, read_directory
+from ckptmap.wire.zip_read import LOCAL, U32, Entry, Records, Window, parsed_records, read_directory
 
 _FIXED = 46
 """Bytes of a directory entry before its name."""
@@ -33,13 +38,96 @@ class AlikeDirectories:
         """Raises SourceError as `read_records` does."""
         window, raw, count, directory = read_directory(files, file, base, nbytes)
         if self._first is not None:
-            alike = self._first.entries(raw, count, directory)
+            alike = self._first.records(window, raw, count, directory)
             if alike is not None:
-                return Records(window, *alike)
+                return alike
         records = parsed_records(window, raw, count, directory)
         if self._first is None:
             self._first = _Pattern(records, raw)
         return records
+
+
+class _Headers(NamedTuple):
+    """Local headers of one archive, as others of its shape must have them."""
+
+    places: Sequence[tuple[int, int]]
+    """(nbytes, offset) of each, its name included."""
+    pieces: Sequence[bytes]
+    """What is between the names of the root."""
+    starts: Mapping[str, int]
+    """What they say: where the members begin."""
+
+
+class _Shape:
+    """What archives share that agree in all but CRC-32s and the root's name; nothing overlaps."""
+
+    def __init__(
+        self, numbers: Mapping[str, int], headers: Sequence[int], sizes: Sequence[int], end: int
+    ) -> None:
+        self.numbers, self.headers, self.sizes = numbers, headers, sizes
+        self.limits = (*headers[1:], end)
+        self.by_prefix: dict[str, dict[str, int]] = {}
+        self.found: dict[str, _Headers] = {}
+
+
+class _Entries(Mapping[str, Entry]):
+    """Of one archive; each is made when it is asked for."""
+
+    def __init__(self, shape: _Shape, crcs: Sequence[int]) -> None:
+        self._shape, self._crcs = shape, crcs
+
+    def __getitem__(self, name: str) -> Entry:
+        shape, i = self._shape, self._shape.numbers[name]
+        return Entry(shape.headers[i], shape.sizes[i], self._crcs[i], shape.limits[i])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shape.numbers)
+
+    def __len__(self) -> int:
+        return len(self._shape.numbers)
+
+
+class _AlikeRecords(Records):
+    """An archive of a known shape: what is known of another one is not worked out anew."""
+
+    def __init__(self, window: Window, root: str, shape: _Shape, crcs: Sequence[int]) -> None:
+        super().__init__(window, root, _Entries(shape, crcs))
+        self._shape = shape
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        known = self._shape.by_prefix.get(prefix)
+        if known is None:
+            known = self._shape.by_prefix[prefix] = super().sizes(prefix)
+        return known
+
+    def starts(self, prefix: str) -> Mapping[str, int]:
+        known = self._shape.found.get(prefix)
+        if known is not None and self._reads(known.places) == self._root.join(known.pieces):
+            self._window.files.forget(self.file)  # nothing more is wanted of it here
+            return known.starts
+        starts = super().starts(prefix)
+        if known is None:
+            self._shape.found[prefix] = self._headers(prefix, starts)
+        return starts
+
+    def _headers(self, prefix: str, starts: Mapping[str, int]) -> _Headers:
+        named = [(n.encode(), e.header) for n, e in self._entries.items() if n.startswith(prefix)]
+        fixed, root = LOCAL.size, len(self._root)
+        places = [(fixed + root + len(name), self.base + header) for name, header in named]
+        raw, at, pieces = self._reads(places), 0, [b""]
+        for nbytes, _ in places:
+            pieces[-1] += raw[at : at + fixed]
+            pieces.append(raw[at + fixed + root : at + nbytes])
+            at += nbytes
+        return _Headers(places, pieces, starts)
+
+    def _reads(self, places: Sequence[tuple[int, int]]) -> bytes:
+        """Bytes at these places, one small read each; none where they cannot be read."""
+        try:
+            with self._window.files.descriptor(self.file) as fd:
+                return b"".join([os.pread(fd, nbytes, at) for nbytes, at in places])
+        except OSError:
+            return b""
 
 
 class _Pattern:
@@ -48,38 +136,54 @@ class _Pattern:
     def __init__(self, records: Records, raw: bytes) -> None:
         root = len(records.root.encode())
         self._structs: dict[int, struct.Struct] = {}
-        self._names = list(records)
+        self._numbers = {name: number for number, name in enumerate(records)}
         self._rests = _rests(raw, root)
         fields = self._unpacked(raw, root) or ()
-        self._common = _common(fields, root)
-        named = [f"/{name}".encode() for name in self._names]
+        self._common = _common(fields)
+        self._lengths = [length - root for length in fields[4::_FIELDS]]
+        self._shapes: dict[tuple[Any, ...], _Shape | None] = {}
+        named = [f"/{name}".encode() for name in records]
         rests = fields[8::_FIELDS]
         self._is_plain = (
             len(rests) == len(named)  # no folders
             and all(map(bytes.startswith, rests, named))  # they lie in the order they are listed in
         )
 
-    def entries(
-        self, raw: bytes, count: int, directory: int
-    ) -> tuple[str, dict[str, Entry]] | None:
-        """Root and entries of a directory that is alike, None of another."""
+    def records(self, window: Window, raw: bytes, count: int, directory: int) -> Records | None:
+        """Those of a directory that is alike, None of another."""
         root = raw[_FIXED : raw.find(b"/", _FIXED)]
         plain = root.isascii() and not (b".." in root or b"\\" in root or b"\0" in root)
         fields = self._unpacked(raw, len(root)) if plain and root else None
-        if fields is None or not self._is_plain or count != len(self._names):
+        if fields is None or not self._is_plain or count != len(self._numbers):
             return None
-        if _common(fields, len(root)) != self._common or {*fields[7::_FIELDS]} != {root}:
+        if _common(fields) != self._common or {*fields[7::_FIELDS]} != {root}:
             return None
-        headers, sizes = fields[6::_FIELDS], fields[3::_FIELDS]
-        limits = (*headers[1:], directory)
-        fixed = [LOCAL.size + length for length in fields[4::_FIELDS]]
-        ends = map(add, map(add, headers, fixed), sizes)
-        if sizes != fields[2::_FIELDS] or max(*headers, *sizes) >= U32:
+        columns = fields[2::_FIELDS], fields[3::_FIELDS], fields[4::_FIELDS], fields[6::_FIELDS]
+        key = (window.base, directory, *columns)
+        if key not in self._shapes:
+            self._shapes[key] = self._shape(len(root), directory, *columns)
+        shape = self._shapes[key]
+        if shape is None:
             return None
-        if not all(map(le, ends, limits)):
+        return _AlikeRecords(window, root.decode(), shape, array("I", fields[1::_FIELDS]))
+
+    def _shape(
+        self,
+        root: int,
+        directory: int,
+        packed: Sequence[int],
+        sizes: Sequence[int],
+        lengths: Sequence[int],
+        headers: Sequence[int],
+    ) -> _Shape | None:
+        """None where a member reaches into the next, is compressed, or needs zip64."""
+        ends = map(add, map(add, headers, [LOCAL.size + length for length in lengths]), sizes)
+        if sizes != packed or max(*headers, *sizes) >= U32:
             return None
-        made = map(Entry, headers, sizes, fields[1::_FIELDS], limits)
-        return root.decode(), dict(zip(self._names, made, strict=True))
+        if [length - root for length in lengths] != self._lengths:
+            return None
+        shape = _Shape(self._numbers, headers, sizes, directory)
+        return shape if all(map(le, ends, shape.limits)) else None
 
     def _unpacked(self, raw: bytes, root: int) -> tuple[Any, ...] | None:
         known = self._structs.get(root)
@@ -99,7 +203,6 @@ def _rests(raw: bytes, root: int) -> list[int]:
     return found
 
 
-def _common(fields: tuple[Any, ...], root: int) -> tuple[Any, ...]:
-    """What must be equal: all but CRC-32, sizes, header offsets and the root."""
-    lengths = [length - root for length in fields[4::_FIELDS]]
-    return (*(fields[n::_FIELDS] for n in (0, 5, 8)), lengths)
+def _common(fields: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What must be equal: all but CRC-32, sizes, the names' lengths, header offsets and the root."""
+    return tuple([fields[n::_FIELDS] for n in (0, 5, 8)])

@@ -7,10 +7,9 @@ sections 4.3-4.5). Data starts are read from the local headers, and only when as
 from __future__ import annotations
 
 import itertools
-import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -117,7 +116,7 @@ def _file_nbytes(files: Files, file: str) -> int:
 class Records:
     """The members of an archive by their names below its one root folder."""
 
-    def __init__(self, window: Window, root: str, entries: dict[str, Entry]) -> None:
+    def __init__(self, window: Window, root: str, entries: Mapping[str, Entry]) -> None:
         self.root = root
         self._root = f"{root}/".encode()
         self._many = len(entries) > FEW
@@ -138,33 +137,22 @@ class Records:
     def nbytes(self, name: str) -> int:
         """Size of a member; from the directory, no read."""
         entry = self._entries.get(name)
-        return self._entry(name).nbytes if entry is None else entry.nbytes
+        return self._entry(name)[1] if entry is None else entry[1]
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """Sizes of the members of this prefix."""
         return {n: entry.nbytes for n, entry in self._entries.items() if n.startswith(prefix)}
 
-    def locate_all(self, prefix: str) -> dict[str, tuple[int, int, int | None]]:
-        """`locate` of the members of this prefix, by what follows it: one small read each."""
-        start, fixed, base, known = len(prefix), LOCAL.size, self.base, b""
-        found = {}
-        with self._window.files.descriptor(self.file) as fd:
-            for name, (header, nbytes, crc32, limit) in self._entries.items():
-                if not name.startswith(prefix):
-                    continue
-                full = self._root + name.encode()
-                head_nbytes = fixed + len(full)
-                raw = os.pread(fd, head_nbytes, base + header)
-                if raw[:10] != known or raw[fixed:] != full or raw[26] + 256 * raw[27] != len(full):
-                    found[name[start:]] = self.locate(name)  # the first, and what is wrong
-                    known = raw[:10]  # signature, flags, method
-                    continue
-                at = header + head_nbytes + raw[28] + 256 * raw[29]
-                if at + nbytes > limit:
-                    self.locate(name)  # says so
-                found[name[start:]] = (base + at, nbytes, crc32 if crc32 or not nbytes else None)
+    def starts(self, prefix: str) -> Mapping[str, int]:
+        """Where the members of this prefix begin in the file, by what follows it."""
+        found = {n[len(prefix) :]: self.locate(n)[0] for n in self._entries if n.startswith(prefix)}
         self._window.files.forget(self.file)  # nothing more is wanted of it here
         return found
+
+    def crc32(self, name: str) -> int | None:
+        """None: it was not computed."""
+        entry = self._entry(name)
+        return entry.crc32 if entry.crc32 or not entry.nbytes else None
 
     def __getitem__(self, name: str) -> Record:
         """A member with its data start, which is read from its local header."""
@@ -194,12 +182,24 @@ class Records:
         if record.nbytes > limit:
             raise bad(self.file, f"{name}: {record.nbytes} bytes, expected at most {limit}")
         data = self._window.read(record.offset - self.base, record.nbytes)
-        if check and record.crc32 is not None and zlib.crc32(data) != record.crc32:
+        if check:
+            self._compare(record, zlib.crc32(data))
+        return data
+
+    def check(self, name: str) -> None:
+        """Hold a member against its CRC-32, a block at a time; it may be large."""
+        record, crc = self[name], 0
+        start, end = record.offset - self.base, record.offset - self.base + record.nbytes
+        for at in range(start, end, BLOCK_NBYTES):
+            crc = zlib.crc32(self._window.read(at, min(BLOCK_NBYTES, end - at)), crc)
+        self._compare(record, crc)
+
+    def _compare(self, record: Record, crc: int) -> None:
+        if record.crc32 is not None and crc != record.crc32:
             raise bad(
                 self.file,
-                f"{name}: damaged: CRC-32 {zlib.crc32(data):08x}, expected {record.crc32:08x}",
+                f"{record.name}: damaged: CRC-32 {crc:08x}, expected {record.crc32:08x}",
             )
-        return data
 
     def _entry(self, name: str) -> Entry:
         try:

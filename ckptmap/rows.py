@@ -1,0 +1,96 @@
+"""A tensor that lies in many files by rows, as the ranks of a job leave it: no object for each part.
+
+    rank r    [4 of 1024, cols]    at byte offsets[r] of files[r]    rows bounds[r] to bounds[r + 1]
+
+256 ranks make 256 parts of every tensor. Chunks of them are made when somebody looks at one; who
+reads whole rows asks for `reads`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from math import prod
+from typing import overload
+
+from ckptmap.tensors import Box, Chunk, Region, TensorInfo
+
+
+class Rows(Sequence[Chunk]):
+    """Chunks of whole rows, one after the other from row 0 to the last; each is contiguous in its
+    file, and none is empty.
+
+    bounds   where each begins, in rows, and where the last one ends
+    crc32    the container's own checksum of chunk i, where it covers exactly its bytes
+    """
+
+    __slots__ = ("_crc32", "_info", "bounds", "files", "offsets", "row_nbytes")
+
+    def __init__(
+        self,
+        info: TensorInfo,
+        bounds: Sequence[int],
+        files: Sequence[str],
+        offsets: Sequence[int],
+        crc32: Callable[[int], int | None],
+    ) -> None:
+        assert len(bounds) == len(files) + 1 == len(offsets) + 1
+        self._info, self._crc32 = info, crc32
+        self.bounds, self.files, self.offsets = bounds, files, offsets
+        self.row_nbytes = prod(info.shape[1:]) * info.itemsize
+
+    @classmethod
+    def of(cls, info: TensorInfo, chunks: Sequence[Chunk]) -> Rows | None:
+        """The same as these chunks; None where they lie otherwise, or one is all there is."""
+        bounds, shape = [0], info.shape
+        if len(chunks) < 2 or not shape:
+            return None
+        for box, region, _ in chunks:
+            if box.offsets[0] != bounds[-1] or box.sizes[1:] != shape[1:] or not box.sizes[0]:
+                return None
+            if not region.is_contiguous or any(box.offsets[1:]):
+                return None
+            bounds.append(bounds[-1] + box.sizes[0])
+        crcs = [crc32 for _, _, crc32 in chunks]
+        files = tuple([region.file for _, region, _ in chunks])
+        offsets = array("Q", [region.offset for _, region, _ in chunks])
+        return cls(info, bounds, files, offsets, crcs.__getitem__)
+
+    def ends(self) -> Iterator[tuple[str, int]]:
+        """(file, where the chunk ends in it) of all."""
+        starts, n = self.bounds, self.row_nbytes
+        for file, offset, start, stop in zip(
+            self.files, self.offsets, starts, starts[1:], strict=False
+        ):
+            yield file, offset + (stop - start) * n
+
+    def reads(self, row: int, rows: int, out: memoryview) -> list[tuple[str, int, memoryview]]:
+        """(file, offset, its place in `out`) of all that fills `out` with `rows` rows from `row` on."""
+        first = bisect_right(self.bounds, row) - 1
+        stop = bisect_left(self.bounds, row + rows)
+        at = [(bound - row) * self.row_nbytes for bound in self.bounds[first : stop + 1]]
+        offsets = list(self.offsets[first:stop])
+        if at and at[0] < 0:  # the first is not needed from its start on
+            offsets[0] -= at[0]
+            at[0] = 0
+        places = [out[a:b] for a, b in pairwise(at)]  # the last ends with `out`
+        return list(zip(self.files[first:stop], offsets, places, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Chunk]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        info, index = self._info, range(len(self))[index]
+        start, stop = self.bounds[index : index + 2]
+        sizes = (stop - start, *info.shape[1:])
+        box = Box((start, *(0,) * len(info.shape[1:])), sizes)
+        region = Region.contiguous(self.files[index], self.offsets[index], sizes, info.itemsize)
+        return Chunk(box, region, self._crc32(index))
