@@ -20,7 +20,7 @@ from ckptmap.compare import same_parts
 from ckptmap.errors import MissingKeyError, SourceError
 from ckptmap.files import Files
 from ckptmap.foreign import naked_note
-from ckptmap.grouping import Refused, grouped, remarks
+from ckptmap.grouping import Refused, grouped, remarks, strings_beside
 from ckptmap.lazy import LazyTensor
 from ckptmap.leaves import holds_tensor, join, nest, opaques
 from ckptmap.like import CONFIG, MANIFEST, Like, is_alphabetical, like_config, like_manifest
@@ -31,7 +31,7 @@ from ckptmap.optim.order import Order, Weight
 from ckptmap.optim.reading import Model, OptimizerReader
 from ckptmap.optim.state import REFUSED
 from ckptmap.places import find, look
-from ckptmap.protocols import Group, Place
+from ckptmap.protocols import Directory, Group, Place
 from ckptmap.remote.locating import locate, named_as_asked
 from ckptmap.roots import Roles, is_tensor, split_roles
 from ckptmap.tensors import Index, Leaf, Opaque, Path, PerRank, StoredTensor, TensorInfo
@@ -66,7 +66,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.roles = roles
         self.notes: list[str] = list(index.notes)
         self.refused: list[Refused] = []
-        groups = grouped(roles.model, index.records, roles.model_root, path, self.refused)
+        said = strings_beside(roles.rest, roles.model_root)
+        groups = grouped(roles.model, index.records, roles.model_root, path, self.refused, said)
         plain = strip_wrappers(list(groups), path)
         stripped = any(key is not fqn for key, fqn in plain.items())
         self._groups = groups.renamed(plain) if stripped else groups
@@ -117,6 +118,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def group(self, fqn: str) -> Group:
         return self._groups[fqn]
+
+    def dense(self) -> Mapping[str, StoredTensor]:
+        """The weights that are one plain tensor each, as stored; a look at 100,000 of them."""
+        return self._groups.dense()
 
     def put(self, fqn: str, group: Group) -> None:
         """Say what a tensor is that its own file says too little of."""
@@ -220,7 +225,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def _one(self, path: Path, leaf: Leaf) -> list[LazyTensor]:
         """A tensor outside the weights, by itself; none where it is refused."""
-        groups = grouped({path: leaf}, {}, (), self.path, self.refused).values()
+        groups = grouped({path: leaf}, {}, (), self.path, self.refused, {}).values()
         return [LazyTensor(group.fqn, group, self.files) for group in groups]
 
     def _model(self, plain: Mapping[str, str]) -> Model:
@@ -291,6 +296,12 @@ def open(
     ckpt.origin = located.origin
     ckpt.order_optimizer(param_order, like)
     return ckpt
+
+
+def open_as(path: str | os.PathLike[str], directory: Directory) -> Checkpoint:
+    """A directory as `directory` reads it, which may be one of several checkpoints in it."""
+    place = look(locate(path).path)
+    return _opened(place, merged(directory, place), None, _own(place))
 
 
 def _own(place: Place) -> Callable[[], Like] | None:

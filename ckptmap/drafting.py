@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptmap.checkpoint import Checkpoint
-from ckptmap.coverage import prove_tiling
+from ckptmap.coverage import prove_rows, prove_tiling
 from ckptmap.cutting import Cutter, prove_output
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.files import Fingerprint
 from ckptmap.grids import Grid
 from ckptmap.holding import refuse_unheld
 from ckptmap.lazy import LazyTensor
-from ckptmap.leaves import join, nest
+from ckptmap.leaves import counts, join, nest
 from ckptmap.plans import Step, Unresolved
 from ckptmap.protocols import (
     Encoding,
@@ -30,6 +30,7 @@ from ckptmap.protocols import (
     part_key,
 )
 from ckptmap.recoding import grid_of, kept_at
+from ckptmap.rows import Rows
 from ckptmap.steps import Compare, Encode, FilePlan, Target
 from ckptmap.tensors import Extent, Path, StoredTensor, TensorInfo
 from ckptmap.woven import Pieced
@@ -59,6 +60,8 @@ class Draft:
     extra: dict[Path, Any] = field(default_factory=dict)
     shared: dict[object, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    kinds: dict[int, tuple[int, tuple[int, ...], str]] = field(default_factory=dict)
+    """Bytes, shape and dtype by the id of an info, which thousands of tensors share."""
     proven: dict[int, StoredTensor] = field(default_factory=dict)
     """Tensors that others are pieced together of, each looked at once."""
 
@@ -72,6 +75,23 @@ class Draft:
             self._copy(lazy, role, path)
         else:
             self._encode(lazy, role, path, encoding)
+
+    def plain(self, fqn: str, path: Path, stored: StoredTensor) -> bool:
+        """A dense weight that is one run of bytes and moves as it is, as nearly all do: `tensor` in
+        a third of the time. False: it is not one, and nothing was done."""
+        place = stored.place
+        if type(place) is not Extent or stored.replicas:
+            return False
+        info = stored.info
+        known = self.kinds.get(id(info))
+        if known is None:
+            known = self.kinds[id(info)] = info.nbytes, info.shape, info.dtype
+        nbytes, shape, dtype = known
+        if place.offset + nbytes > self.fingerprints[place.file].nbytes:
+            raise self._past_the_end(fqn, place.file, place.offset + nbytes)
+        self._place(fqn, path, info, stored)
+        self.steps.append(Step(fqn, "model", shape, dtype, dtype, "bytes", nbytes, nbytes))
+        return True
 
     def _check_dense(self, lazy: LazyTensor, encoding: Encoding | None) -> None:
         name = (encoding or lazy.encoding_).name
@@ -98,17 +118,21 @@ class Draft:
             if place.offset + stored.info.nbytes > self.fingerprints[place.file].nbytes:
                 raise self._past_the_end(fqn, place.file, place.offset + stored.info.nbytes)
             return
-        wrong = prove_tiling(stored.info.shape, [chunk.box for chunk in stored.chunks])
+        rows = place if type(place) is Rows else None
+        if rows is not None:
+            wrong = prove_rows(stored.info.shape, tuple(rows.bounds))
+        else:
+            wrong = prove_tiling(stored.info.shape, [chunk.box for chunk in stored.chunks])
         if wrong is not None:
             raise SourceError(
                 "CKM112", f"{self.ckpt.path}: {fqn}: {wrong}, expected to fill {stored.info}",
                 "a rank's file may be missing or from another run; save it again",
             )  # fmt: skip
-        for chunk in (*stored.chunks, *stored.replicas) if stored.replicas else stored.chunks:
-            region = chunk.region
-            end = region.offset + region.span_nbytes
-            if end > self.fingerprints[region.file].nbytes:
-                raise self._past_the_end(fqn, region.file, end)
+        chunks = stored.replicas if rows is not None else (*stored.chunks, *stored.replicas)
+        ends = [(c.region.file, c.region.offset + c.region.span_nbytes) for c in chunks]
+        for file, end in (*ends, *(rows.ends() if rows is not None else ())):
+            if end > self.fingerprints[file].nbytes:
+                raise self._past_the_end(fqn, file, end)
         self.compares += [Compare(fqn, stored, replica) for replica in stored.replicas]
 
     def _past_the_end(self, fqn: str, file: str, end: int) -> SourceError:
@@ -132,7 +156,7 @@ class Draft:
             self._place(lazy.fqn, _part_path(lazy.encoding_, path, part), stored.info, stored)
             if isinstance(stored, Pieced):
                 rearranged = True
-            elif type(stored.place) is not Extent:
+            elif type(stored.place) not in (Extent, Rows):
                 for chunk in stored.chunks:
                     rearranged = rearranged or not chunk.region.is_contiguous
         self._record(lazy.encoding_, lazy.info, path)
@@ -160,18 +184,19 @@ class Draft:
         )
 
     def _place(self, fqn: str, path: Path, info: TensorInfo, stored: StoredTensor | None) -> None:
-        if path in self.sources:
+        count = len(self.sources)
+        self.sources[path] = stored
+        if len(self.sources) == count:
             raise PlanError(
                 "CKM114", f"{fqn}: {join(path)} would be written twice", "use --exclude"
             )
-        if not fqn.isprintable() and any("\ud800" <= char <= "\udfff" for char in fqn):
+        if not fqn.isascii() and any("\ud800" <= char <= "\udfff" for char in fqn):
             raise PlanError(
                 "CKM202",
                 f"{fqn!r}: a name with half a character in it (a lone surrogate), no file holds that",
                 "leave it out with --exclude, or rename it where it is saved",
             )
-        alias = self._alias(fqn, path, stored)
-        self.sources[path] = stored
+        alias = self._alias(fqn, path, stored) if self.writer.shares_storage else None
         self.keys[path] = fqn
         chunks, placement = self.cutter.cut(fqn, info)
         unit = self.cutter.unit(fqn, info)
@@ -179,7 +204,7 @@ class Draft:
 
     def _alias(self, fqn: str, path: Path, stored: StoredTensor | None) -> Path | None:
         """The earlier path whose storage this tensor shares, where the source says so."""
-        if stored is None or not self.writer.shares_storage:
+        if stored is None:
             return None
         share = stored.share
         if share is None or not stored.info.numel:
@@ -217,8 +242,9 @@ class Draft:
     def placed(self, max_shard_nbytes: int) -> tuple[list[FilePlan], list[Encode]]:
         """Every file with the source of each slot, and what is to be encoded into which slots."""
         state = OutState(
-            self.out, _writable(self.extra), self.records, self.cutter.world_size, max_shard_nbytes
-        )
+            self.out, _writable(self.extra, self.out), self.records, self.cutter.world_size,
+            max_shard_nbytes,
+        )  # fmt: skip
         targets: dict[Path, list[Target]] = {}
         files = []
         for number, out in enumerate(self.writer.files(state, "archive")):
@@ -259,16 +285,23 @@ def _in_order(targets: Iterable[Target], files: Sequence[FilePlan]) -> tuple[Tar
     return tuple(sorted(targets, key=lambda t: files[t.file].out.slots[t.slot].box.offsets))
 
 
-def _writable(extra: Mapping[Path, Any]) -> dict[Path, Any]:
-    """Plain values by path, lists whole again: a list of dicts is read leaf by leaf from DCP."""
+def _writable(extra: Mapping[Path, Any], tensors: Iterable[OutTensor]) -> dict[Path, Any]:
+    """Plain values by path; a dict of integer keys is one value, for a DCP path cannot say that an
+    integer is one. Where it holds tensors as well, its leaves stay as they are."""
+    roots = set[Path]()
+    for path in extra:
+        roots.update(path[:at] for at in [at for at, s in enumerate(path) if counts(s)][:1])
+    if not roots:
+        return dict(extra)
+    for tensor in tensors:
+        roots -= {tensor.path[:depth] for depth in range(len(tensor.path))}
     whole: dict[Path, Any] = {}
-    lists: dict[Path, dict[Path, Any]] = {}
+    dicts: dict[Path, dict[Path, Any]] = {}
     for path, value in extra.items():
-        at = next((i for i, segment in enumerate(path) if type(segment) is int), None)
+        at = next((path[:depth] for depth in range(len(path)) if path[:depth] in roots), None)
         if at is None:
             whole[path] = value
         else:
-            lists.setdefault(path[:at], {})[path[at:]] = value
-    for path, values in lists.items():
-        whole[path] = nest({("list", *rest): value for rest, value in values.items()})["list"]
-    return whole
+            whole.setdefault(at)
+            dicts.setdefault(at, {})[("dict", *path[len(at) :])] = value
+    return whole | {path: nest(values)["dict"] for path, values in dicts.items()}

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from io import BytesIO
+from itertools import islice
 from typing import Any, Protocol
 
 from ckptmap.errors import SourceError
@@ -47,8 +48,8 @@ def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) ->
         **({} if plan.ckpt.translated is None else {"names": dict(plan.ckpt.translated)}),
         **({} if plan.ckpt.merged is None else {"merged": dict(plan.ckpt.merged)}),
         "files": _files(plan, sha256 or {}),
-        "carried": {name: _digest(content) for name, content in sorted(plan.carried.items())},
-        "tensors": _Tensors(plan, done),
+        "carried": {name: _digest(sibling.read()) for name, sibling in sorted(plan.carried.items())},
+        "tensors": Tensors(plan, done),
         "logical": _Logical(plan.steps),
         "records": dict(plan.records),
         "dropped": dict(plan.dropped),
@@ -74,15 +75,16 @@ def _pieces(value: Any) -> Iterator[str]:
     if not (isinstance(value, Mapping) and len(value) > BATCH):
         yield _json(dict(value) if isinstance(value, _Entries) else value)
         return
-    keys, mark = list(value), "{"
-    for at in range(0, len(keys), BATCH):
-        some = keys[at : at + BATCH]
-        if isinstance(value, _Entries):
-            yield mark + ",".join(map(value.text, some))
-        else:
-            yield mark + _json({key: value[key] for key in some})[1:-1]
+    texts = value.texts() if isinstance(value, _Entries) else _texts(value)
+    mark = "{"
+    while some := list(islice(texts, BATCH)):
+        yield mark + ",".join(some)
         mark = ","
     yield "}"
+
+
+def _texts(value: Mapping[str, Any]) -> Iterator[str]:
+    return (_json({key: item})[1:-1] for key, item in value.items())
 
 
 def _json(value: object) -> str:
@@ -113,55 +115,74 @@ class _Entries(Mapping[str, dict[str, Any]]):
     def __contains__(self, key: object) -> bool:
         return key in self._found
 
-    def text(self, key: str) -> str:
-        """The entry with its key, as JSON."""
+    def texts(self) -> Iterator[str]:
+        """The entries with their keys, as JSON."""
         raise NotImplementedError
 
 
-class _Tensors(_Entries):
+class Tensors(_Entries):
     """Key -> fqn, and (file, offset, nbytes, offsets, sizes, digest) of each chunk."""
 
     def __init__(self, plan: Plan, done: Digests) -> None:
-        self._plan, self._digests = plan, done.digests
-        self._outs = [(file.out.name, file.out.slots) for file in plan.files]
+        self._keys = plan.keys
+        self._outs = [
+            (file.out.name, file.out.slots, digests)
+            for file, digests in zip(plan.files, done.digests, strict=True)
+        ]
         self._found: dict[str, int | tuple[int, ...]] = {}  # key -> file << 32 | slot, of each
         found = self._found
         for number, file in enumerate(plan.files):
-            for index, slot in enumerate(file.out.slots):
-                key = _key(slot.path)
-                place, known = number << 32 | index, found.get(key)
-                if known is None:
-                    found[key] = place
-                else:
+            for place, slot in enumerate(file.out.slots, number << 32):
+                key = _key(slot[0])
+                known = found.setdefault(key, place)
+                if known != place:
                     found[key] = (*known, place) if isinstance(known, tuple) else (known, place)
+
+    def places(self) -> Iterator[tuple[str, list[tuple[str, Slot]]]]:
+        """Key, and where each chunk was planned: file and slot."""
+        outs = [(name, slots) for name, slots, _ in self._outs]
+        for key, found in self._found.items():
+            if type(found) is int:
+                name, slots = outs[found >> 32]
+                yield key, [(name, slots[found & 0xFFFFFFFF])]
+            else:
+                yield key, [(name, slot) for name, slot, _ in self._chunks(key)]
 
     def _chunks(self, key: str) -> list[tuple[str, Slot, str]]:
         """File, slot and digest of each."""
         found = self._found[key]
         chunks = []
         for place in found if isinstance(found, tuple) else (found,):
-            file, index = place >> 32, place & 0xFFFFFFFF
-            name, slots = self._outs[file]
-            chunks.append((name, slots[index], self._digests[file][index]))
+            name, slots, digests = self._outs[place >> 32]
+            index = place & 0xFFFFFFFF
+            chunks.append((name, slots[index], digests[index]))
         return chunks
 
     def __getitem__(self, key: str) -> dict[str, Any]:
         found = self._chunks(key)
         chunks = [(name, at, n, *box, digest) for name, (_, box, at, n), digest in found]
-        return {"fqn": self._plan.keys[found[0][1].path], "chunks": chunks}
+        return {"fqn": self._keys[found[0][1].path], "chunks": chunks}
 
-    def text(self, key: str) -> str:
-        found = self._chunks(key)
-        chunks = ",".join(
-            [
-                f'[{_text(name)},{at},{n},{_box(box)},"{digest}"]'
-                for name, (_, box, at, n), digest in found
-            ]
-        )
-        fqn = self._plan.keys[found[0][1].path]
-        quoted = _quoted(key)
-        name = quoted if fqn == key else _quoted(fqn)
-        return f'{quoted}:{{"fqn":{name},"chunks":[{chunks}]}}'
+    def texts(self) -> Iterator[str]:
+        outs = [(_quoted(name), slots, digests) for name, slots, digests in self._outs]
+        for key, found in self._found.items():
+            if type(found) is int:  # as nearly every tensor
+                name, slots, digests = outs[found >> 32]
+                index = found & 0xFFFFFFFF
+                path, box, at, n = slots[index]
+                chunks = f'[{name},{at},{n},{_box(box)},"{digests[index]}"]'
+            else:
+                several = self._chunks(key)
+                path = several[0][1].path
+                chunks = ",".join(
+                    [
+                        f'[{_quoted(name)},{at},{n},{_box(box)},"{digest}"]'
+                        for name, (_, box, at, n), digest in several
+                    ]
+                )
+            fqn, quoted = self._keys[path], _quoted(key)
+            name = quoted if fqn == key else _quoted(fqn)
+            yield f'{quoted}:{{"fqn":{name},"chunks":[{chunks}]}}'
 
 
 class _Logical(_Entries):
@@ -176,12 +197,11 @@ class _Logical(_Entries):
         shape, source, target, fidelity = self._found[key][2:6]
         return {"shape": shape, "source": source, "target": target, "fidelity": fidelity}
 
-    def text(self, key: str) -> str:
-        return f"{_quoted(key)}:{_way(self._found[key][2:6])}"
+    def texts(self) -> Iterator[str]:
+        return (f"{_quoted(key)}:{_way(step[2:6])}" for key, step in self._found.items())
 
 
 _quoted = json.encoder.encode_basestring
-_text = lru_cache(maxsize=4096)(_quoted)
 
 
 @lru_cache(maxsize=4096)

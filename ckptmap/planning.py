@@ -10,21 +10,20 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap import registry, setups
 from ckptmap.arranging import arranged
-from ckptmap.base import restore
 from ckptmap.checkpoint import Checkpoint, open
-from ckptmap.choosing import encoding_for
+from ckptmap.choosing import encoding_for, unmatched
 from ckptmap.cutting import Cutter
 from ckptmap.declaring import Quantized, passed_on
 from ckptmap.drafting import Draft
 from ckptmap.errors import PlanError
-from ckptmap.files import Fingerprint
+from ckptmap.files import Fingerprint, as_named
 from ckptmap.foreign import NAKED, NAKED_INT8, RESTORE, foreign_tensors
+from ckptmap.groups import DENSE
 from ckptmap.lazy import LazyTensor
 from ckptmap.leaves import join
 from ckptmap.mapping.wrappers import wrap_prefix
@@ -36,8 +35,10 @@ from ckptmap.plans import Options, Plan, Unresolved
 from ckptmap.protocols import Encoding
 from ckptmap.remote.locating import named_as_asked
 from ckptmap.setups import Aim
-from ckptmap.tensors import FLOATING, Path, TensorInfo
-from ckptmap.translation import Translated, translated
+from ckptmap.siblings import Sibling
+from ckptmap.sourcing import Sourced, sourced
+from ckptmap.tensors import FLOATING, Path, StoredTensor, TensorInfo
+from ckptmap.translation import Translated
 from ckptmap.wire.gc_pause import paused_gc
 
 
@@ -56,40 +57,21 @@ def plan(
     options = options or Options(to=to, **asked)
     aim = setups.parse(to)
     located = options.located()
-    here = with_units(located, aim.setup)
-    ckpt = _source(source, here)
-    with paused_gc(), named_as_asked():
-        made = _Planner(ckpt, aim, here).plan()
+    with named_as_asked():
+        here = with_units(located, aim.setup)
+        given = sourced(source, here)
+        with paused_gc():
+            made = _Planner(given, aim, here).plan()
     if located is options:
         return made
     return replace(made, options=here.written_as(options))
 
 
-def _source(source: str | os.PathLike[str] | Checkpoint, options: Options) -> Checkpoint:
-    if not isinstance(source, Checkpoint):
-        source = open(source, root=options.source_root, like=options.like)
-    source.order_optimizer(options.param_order, options.like or options.config_from)
-    if options.names is not None:
-        leave = partial(_left_behind, options)
-        return translated(source, options.names, options.names_from, options.config_from, leave)
-    return source
-
-
-def _left_behind(options: Options, key: str) -> str | None:
-    """Why a key of the source stays behind: it is named before names are translated."""
-    for name, patterns in (("exclude", options.exclude), ("drop", options.drop)):
-        for pattern in patterns:
-            if key == pattern or fnmatchcase(key, pattern):
-                return f"--{name} {pattern}"
-    return None
-
-
 class _Planner:
     """One planning run; each method handles one kind of leaf."""
 
-    def __init__(self, ckpt: Checkpoint, aim: Aim, options: Options) -> None:
-        compares, notes = restore(ckpt, options.base) if options.base is not None else ([], [])
-        self.ckpt = ckpt
+    def __init__(self, given: Sourced, aim: Aim, options: Options) -> None:
+        self.ckpt = ckpt = given.ckpt
         self.aim = aim
         self.options = options
         writer = registry.writer(aim.setup.writer)
@@ -97,8 +79,8 @@ class _Planner:
         self.world_size = cutter.world_size
         self.fingerprints = {file: Fingerprint.of(file) for file in ckpt.index.files}
         self.draft = Draft(ckpt, aim.setup, writer, cutter, self.fingerprints)
-        self.draft.compares += compares
-        self.draft.notes += notes
+        self.draft.compares += given.compares
+        self.draft.notes += given.notes
         self.names = self._names()
         self.foreign: Mapping[str, str] = {}
         self.written: dict[str, tuple[Encoding, TensorInfo]] = {}
@@ -120,11 +102,13 @@ class _Planner:
         self.draft.extra.update(extra)
         self.draft.records.update(passed_on(self.ckpt.index.records, self.ckpt, self.written))
         carried, draft = self._carried(), self.draft
+        draft.notes += unmatched(self.options, self.ckpt, draft.dropped)
         files, encodes = draft.placed(self.options.max_shard_nbytes)
         return Plan(
             self.ckpt, self.aim, self.options, self.world_size, draft.steps, files, encodes,
             draft.compares, carried, draft.dropped, draft.tied, draft.unresolved, draft.keys,
-            draft.records, self.fingerprints, (*self.ckpt.notes, *draft.notes),
+            draft.records, self.fingerprints,
+            tuple(as_named(note) for note in (*self.ckpt.notes, *draft.notes)),
         )  # fmt: skip
 
     # ------------------------------------------------------------------ what is asked
@@ -134,11 +118,10 @@ class _Planner:
         if self.options.names_like is not None:
             with open(self.options.names_like) as like:
                 return {fqn: like.names.get(fqn, fqn) for fqn in self.ckpt}
-        segments = self.aim.setup.wrap
-        prefix = "".join(segment + "." for segment in segments)
+        prefix = "".join(segment + "." for segment in self.aim.setup.wrap)
         if self.options.wrap is not None:
             prefix = wrap_prefix(self.options.wrap)
-        return {fqn: prefix + fqn for fqn in self.ckpt}
+        return {fqn: prefix + fqn if prefix else fqn for fqn in self.ckpt}
 
     def _siblings(self) -> list[str]:
         """Files beside the weights, if the setup has a place for them."""
@@ -158,9 +141,11 @@ class _Planner:
             return tuple(self.options.root.split("/")) if self.options.root else ()
         return ("model",) if rooted or setup.rooted else ()
 
-    def _dropped_by(self, key: str) -> str | None:
+    def _dropped_by(self, key: str, below: bool = False) -> str | None:
+        """`below`: a pattern also takes what lies below the entry that it names."""
         for pattern in self.options.drop:
-            if key == pattern or fnmatchcase(key, pattern):
+            inside = below and fnmatchcase(key, f"{pattern}.*")
+            if inside or key == pattern or fnmatchcase(key, pattern):
                 return f"--drop {pattern}"
         return None
 
@@ -168,7 +153,7 @@ class _Planner:
 
     def _refused(self) -> None:
         for item in self.ckpt.refused:
-            why = self._dropped_by(item.key) if item.droppable else None
+            why = self._dropped_by(item.key, below=True) if item.droppable else None
             if why is not None:
                 self.draft.dropped[item.key] = why
                 continue
@@ -217,7 +202,7 @@ class _Planner:
         kept: dict[Path, Any] = {}
         for path, value in self.ckpt.plain.items():
             key = join(path)
-            why = self._dropped_by(key) or self._dropped_by(str(path[0]))
+            why = self._dropped_by(key, below=True)
             if why is None and not self.aim.setup.has_place_for(path):
                 why = f"{self.aim.setup.name} has no place for what is not a weight"
             if why is not None:
@@ -229,7 +214,7 @@ class _Planner:
     def _others(self) -> dict[Path, LazyTensor]:
         kept = {}
         for path, lazy in self.ckpt.other.items():
-            why = self._dropped_by(join(path))
+            why = self._dropped_by(join(path), below=True)
             if why is None and not self.aim.setup.has_place_for(path, tensor=True):
                 why = f"{self.aim.setup.name} has no place for what is not a weight"
             if why is not None:
@@ -240,8 +225,8 @@ class _Planner:
 
     def _weights(self, root: Path) -> None:
         ties = {**self._declared_ties(), **self.ckpt.ties}
-        foreign = self._foreign() if self.aim.scheme is not None else {}
-        self.foreign = foreign
+        self.foreign = foreign_tensors(self.ckpt.infos()) if self.aim.scheme else {}
+        dense = {} if self.aim.scheme else self.ckpt.dense()
         for fqn in self._ordered():
             why = self._excluded(fqn)
             if why is not None:
@@ -249,12 +234,7 @@ class _Planner:
             elif fqn in ties:
                 self._tie(fqn, ties[fqn])
             else:
-                lazy = self.ckpt[fqn]
-                encoding: Encoding | None = None
-                if not self._keeps_foreign(fqn, foreign):
-                    encoding = encoding_for(lazy, self.aim.scheme, self.options)
-                self.written[self.names[fqn]] = encoding or lazy.encoding_, lazy.info
-                self.draft.tensor(lazy, "model", (*root, self.names[fqn]), encoding)
+                self._weight(fqn, (*root, self.names[fqn]), dense.get(fqn))
         if not any(step.role == "model" for step in self.draft.steps):
             raise PlanError(
                 "CKM206",
@@ -262,6 +242,16 @@ class _Planner:
                 "check --include and --exclude"
                 + ("; --include goes by the names in DST" if self.options.names else ""),
             )
+
+    def _weight(self, fqn: str, path: Path, plain: StoredTensor | None) -> None:
+        if plain is not None and self.draft.plain(fqn, path, plain):
+            self.written[str(path[-1])] = DENSE, plain.info
+            return
+        lazy, encoding, declared = self.ckpt[fqn], None, self.aim.setup.carrier is not None
+        if not self._keeps_foreign(fqn, self.foreign):
+            encoding = encoding_for(lazy, self.aim.scheme, self.options, declared=declared)
+        self.written[str(path[-1])] = encoding or lazy.encoding_, lazy.info
+        self.draft.tensor(lazy, "model", path, encoding)
 
     def _ordered(self) -> Sequence[str]:
         """As stored, or in the model's order where that decides what the output is."""
@@ -282,9 +272,6 @@ class _Planner:
             f" parameters: {source}"
         )
         return order
-
-    def _foreign(self) -> dict[str, str]:
-        return foreign_tensors({fqn: self.ckpt.group(fqn).info for fqn in self.ckpt})
 
     def _keeps_foreign(self, fqn: str, foreign: Mapping[str, str]) -> bool:
         """A part of a quantized tensor that cannot be decoded here moves as bytes, if so asked."""
@@ -351,8 +338,8 @@ class _Planner:
         if form.whole and self.aim.setup.sharded:
             raise PlanError(
                 "CKM207",
-                f"--optimizer-keys {name}: {self.aim.setup.name} turns integer keys into strings,"
-                " and an optimizer would load no state from it without saying so",
+                f"--optimizer-keys {name}: {self.aim.setup.name} is of several ranks, and"
+                " state that is keyed by index holds in one file of whole tensors only",
                 "use --optimizer-keys fqn, which set_optimizer_state_dict takes",
             )
         return form
@@ -362,8 +349,8 @@ class _Planner:
     def _declared_ties(self) -> Mapping[str, str]:
         """Tied name -> the name kept, where what lies beside the weights says so."""
         carrier = self.aim.setup.carrier
-        if carrier is None:
-            return {}
+        if carrier is None or (isinstance(self.ckpt, Translated) and not self.ckpt.in_hub_names):
+            return {}  # a config.json speaks of the hub's names; another scheme has ties of its own
         infos = {fqn: self.ckpt.group(fqn).info for fqn in self.ckpt if self._excluded(fqn) is None}
         ties = carrier.ties(infos, self.siblings, self.options.config_from)
         return {
@@ -378,7 +365,7 @@ class _Planner:
         self.draft.tied[fqn] = kept
         self.draft.must_equal(other, lazy, f"{fqn} (tied to {kept})")
 
-    def _carried(self) -> dict[str, bytes]:
+    def _carried(self) -> dict[str, Sibling]:
         carrier = self.aim.setup.carrier
         if carrier is None:
             return {}

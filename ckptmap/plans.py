@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptmap.checkpoint import Checkpoint
-from ckptmap.collapse import Row, table
+from ckptmap.collapse import Row, listed, table
 from ckptmap.errors import PlanError
 from ckptmap.files import Fingerprint
 from ckptmap.remote.locating import local
 from ckptmap.remote.names import is_hub
 from ckptmap.setups import Aim
+from ckptmap.siblings import Sibling
 from ckptmap.steps import Compare, Encode, FilePlan
 from ckptmap.version import __version__
+from ckptmap.wording import human
 
 if TYPE_CHECKING:
     import os
@@ -129,8 +133,8 @@ class Plan:
     files: Sequence[FilePlan]
     encodes: Sequence[Encode]
     compares: Sequence[Compare]
-    carried: Mapping[str, bytes]
-    """Sibling files by name, with their content: config.json, tokenizer."""
+    carried: Mapping[str, Sibling]
+    """Files beside the weights, by name: config.json, tokenizer."""
     dropped: Mapping[str, str]
     """Key -> why it is not in the output."""
     tied: Mapping[str, str]
@@ -151,7 +155,9 @@ class Plan:
 
     @property
     def nbytes_out(self) -> int:
-        return sum(file.out.nbytes for file in self.files) + sum(map(len, self.carried.values()))
+        return sum(file.out.nbytes for file in self.files) + sum(
+            sibling.nbytes for sibling in self.carried.values()
+        )
 
     @property
     def one_file(self) -> bool:
@@ -172,7 +178,7 @@ class Plan:
         if self.ckpt.translated is not None:
             seen.update(json.dumps(self.ckpt.translated).encode())
         for name, mark in sorted(self._sources().items()):
-            seen.update(f"{name} {mark.nbytes} {mark.mtime_ns}\n".encode())
+            seen.update(f"{name} {mark.nbytes} {mark.mtime_ns}\n".encode(errors="surrogateescape"))
         text = lru_cache(maxsize=4096)(str)  # nearly all steps and boxes are like another
         for steps in _batches(self.steps):
             lines = [f"{s[0]} {text(s[3:6])}\n" for s in steps]
@@ -182,8 +188,8 @@ class Plan:
             for slots in _batches(file.out.slots):
                 lines = [f"{path} {text(box)} {at} {n}\n" for path, box, at, n in slots]
                 seen.update("".join(lines).encode())
-        for name, content in self.carried.items():
-            seen.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
+        for name, sibling in self.carried.items():
+            seen.update(f"{name} {sibling.mark}\n".encode(errors="surrogateescape"))
         return seen.hexdigest()
 
     def _sources(self) -> dict[str, Fingerprint]:
@@ -258,8 +264,8 @@ class Plan:
     def fidelities(self) -> dict[str, int]:
         """Fidelity -> how many tensors, in the order of loss."""
         order = ("bytes", "exact", "codes", "cast", "quantize", "requantize")
-        counts = {name: sum(s.fidelity == name for s in self.steps) for name in order}
-        return {name: count for name, count in counts.items() if count}
+        counts = Counter(map(itemgetter(5), self.steps))
+        return {name: counts[name] for name in order if counts[name]}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         FilePath(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
@@ -274,7 +280,7 @@ class Plan:
             ),
         ]
         for title, found in (("dropped", self.dropped), ("tied", self.tied)):
-            lines += [f"{title}: {key}: {why}" for key, why in found.items()]
+            lines += listed(title, found)
         lines += [f"carried: {', '.join(sorted(self.carried))}"] if self.carried else []
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"unresolved: {u.key}: {u.reason}; {u.hint}" for u in self.unresolved]
@@ -290,13 +296,3 @@ class Plan:
 def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
     for at in range(0, len(items), BATCH):
         yield items[at : at + BATCH]
-
-
-def human(nbytes: int) -> str:
-    """Bytes for people: 1536 -> "1.5 KiB"."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

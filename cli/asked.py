@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptmap.optim.order import read_order
 from ckptmap.plans import MAX_SHARD_NBYTES, Options
 
 from .options import parse_nbytes
+
+if TYPE_CHECKING:
+    from ckptmap.checkpoint import Checkpoint
 
 REPEATABLE = ("include", "exclude", "drop", "encode", "no_encode", "fsdp_units")
 
@@ -28,3 +31,15 @@ def options(to: str, **typed: Any) -> Options:
         **many,
         **typed,
     )
+
+
+def source(
+    path: str, root: str | None = None, like: str | None = None, param_order: str | None = None
+) -> Checkpoint | str:
+    """A checkpoint that needs more than its path to be opened; its path where nothing was given."""
+    if root is None and like is None and param_order is None:
+        return path
+    import ckptmap
+
+    order = None if param_order is None else read_order(param_order)
+    return ckptmap.open(path, root=root, like=like, param_order=order)

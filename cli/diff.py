@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from . import options as ask
+from .asked import source
 from .output import Output
 
 EXAMPLES = (
@@ -22,12 +23,32 @@ def command(
     values: Annotated[
         bool, typer.Option("--values", help="Compare decoded values too, bit for bit.")
     ] = False,
+    source_root: Annotated[
+        str | None,
+        typer.Option(
+            "--source-root",
+            metavar="KEY",
+            show_default=False,
+            help="The dict of A that holds the weights.",
+        ),
+    ] = None,
+    like: ask.Like = None,
+    param_order: Annotated[
+        str | None,
+        typer.Option(
+            "--param-order",
+            metavar="FILE",
+            show_default=False,
+            help="Which parameters the indices of A's optimizer state mean.",
+        ),
+    ] = None,
     json: ask.Json = False,
 ) -> None:
     """Compare names, shapes, dtypes and encodings; exit code 1 where they differ."""
     import ckptmap
 
-    report = ckptmap.diff(a, b, values=values)
+    one, two = source(a, source_root, like, param_order), source(b, like=like)
+    report = ckptmap.diff(one, two, values=values)
     Output(json).show(report)
     if not report.equal:
         raise typer.Exit(1)

@@ -178,7 +178,7 @@ def _devices() -> list[str]:
         import torch
     except ImportError:
         return []
-    from ckptmap.plans import human
+    from ckptmap.wording import human
 
     found = ["cpu"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

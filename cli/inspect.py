@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from . import options as ask
-from .output import Output
+from .glance import show
 
 EXAMPLES = (
     "ckptmap inspect runs/step-2000",
@@ -35,29 +34,11 @@ def command(
             help="The dict that holds the weights.",
         ),
     ] = None,
+    like: ask.Like = None,
     json: ask.Json = False,
 ) -> None:
     """Show what a checkpoint is and holds: container, setup, wrappers, encodings, every tensor.
 
     Reads headers only; nothing is unpickled, torch is not imported.
     """
-    _show(path, keys, root, json)
-
-
-def _show(path: str, keys: str, root: str | None, json: bool) -> None:
-    import ckptmap
-
-    from .portrait import Portrait
-
-    with ckptmap.open(path, root=root) as ckpt:
-        Output(json).show(Portrait(ckpt, keys))
-
-
-def at_once(args: Sequence[str]) -> bool:
-    """Do what a plain `inspect PATH [--json]` asks for, without the parser: typer takes longer to
-    get ready than reading the headers of most checkpoints. False: it is for the parser."""
-    rest = [arg for arg in args[1:] if arg != "--json"]
-    if list(args[:1]) != ["inspect"] or len(rest) != 1 or rest[0].startswith("-"):
-        return False
-    _show(rest[0], "*", None, "--json" in args)
-    return True
+    show(path, keys, root, json, like)

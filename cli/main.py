@@ -8,34 +8,24 @@ asked for is imported, and torch never by this package itself.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import importlib
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
-from typing import Annotated, NoReturn
-
-import typer
+from typing import NoReturn
 
 from ckptmap.errors import CkptmapError, Interrupted
 from ckptmap.files import as_named, let_go
-from ckptmap.version import __version__
 
-from .inspect import at_once
+from .glance import at_once
 from .output import Output
 
-COMMANDS = (
-    "inspect", "plan", "convert", "verify", "diff", "merge", "mappings", "pull", "push", "doctor",
-    "explain",
-)  # fmt: skip
-"""Each is a module of this package with a function `command` and its `EXAMPLES`."""
 GC_THRESHOLD = (50_000, 20, 20)
 """Opening a checkpoint makes objects by the 100,000 and no garbage: collecting is lost time."""
-WORKING = 3
+USAGE, WORKING = 2, 3
 INTERRUPTED = Interrupted.exit_code
 
 
@@ -48,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = _on_terminate(_interrupt)
     try:
         if not at_once(args):
+            from .app import build
+
             build(args)(args, prog_name="ckptmap")
     except SystemExit as stop:
         return _exit_code(stop, out)
@@ -55,6 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except CkptmapError as error:
         return _expected(error, args, out)
+    except ModuleNotFoundError as error:
+        if error.name != "typer":
+            return _unexpected(error, args, out)
+        out.error("", "the command line needs typer", "pip install typer")
+        return USAGE
     except Exception as error:
         return _unexpected(error, args, out)
     finally:
@@ -74,70 +71,6 @@ def leave() -> NoReturn:
             stream.flush()
     let_go()
     os._exit(code)
-
-
-def build(args: Sequence[str]) -> typer.Typer:
-    """The application, with the one command that `args` begins with, or else with all."""
-    app = typer.Typer(
-        help="Convert PyTorch checkpoints between training setups: every byte of the output is "
-        "accounted for, or nothing is published.",
-        epilog=_lines(
-            "Examples:",
-            "ckptmap inspect runs/step-2000",
-            "ckptmap convert runs/step-2000 out/ --to fsdp2-nf4 --world-size 8",
-            "ckptmap COMMAND --help",
-        )
-        + "\n\n"
-        + _lines(
-            "Exit codes:",
-            "0 ok   1 the answer is no   2 usage, or refused before a byte was written",
-            "3 failed while working, run again to continue   130 interrupted, likewise",
-        ),
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-    )
-    app.callback()(_root)
-    for name in args[:1] if args and args[0] in COMMANDS else COMMANDS:
-        module = importlib.import_module(f".{name}", __package__)
-        examples = _lines("Examples:", *module.EXAMPLES)
-        app.command(name, epilog=examples)(_interruptible(module.command))
-    return app
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        Output().text(f"ckptmap {__version__}")
-        raise typer.Exit
-
-
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Show the version and leave."
-        ),
-    ] = False,
-) -> None:
-    """What comes before a command."""
-
-
-def _lines(title: str, *lines: str) -> str:
-    """Text that the help shows as it stands, not filled into a paragraph."""
-    return "\b\n" + "\n".join([title, *(f"  {line}" for line in lines)])
-
-
-def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """Typer would answer Ctrl-C itself; how to continue is worth a line."""
-
-    @functools.wraps(command)
-    def run(*args: object, **kwargs: object) -> None:
-        try:
-            command(*args, **kwargs)
-        except KeyboardInterrupt as error:
-            raise Interrupted("CKM307", "interrupted") from error
-
-    return run
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -15,7 +15,8 @@ from ckptmap.lazy import LazyTensor
 from ckptmap.leaves import join
 from ckptmap.mapping.config import config_beside
 from ckptmap.mapping.detect import recognise
-from ckptmap.plans import human
+from ckptmap.mapping.schemes import Entry
+from ckptmap.wording import human
 
 SHOWN = 8
 """Entries of `extra`, wrappers and ties that the text spells out; JSON has all."""
@@ -37,9 +38,10 @@ class Portrait:
     def __init__(self, ckpt: Checkpoint, keys: str = "*") -> None:
         self.ckpt = ckpt
         self.keys = keys
-        self.weights = list(ckpt.values())
         self._known: dict[int, _Look] = {}
-        self.kinds = Counter(map(self._look, self.weights))
+        self._dense = ckpt.dense()
+        self.looks = {fqn: self._weight(fqn) for fqn in ckpt}
+        self.kinds = self._counts()
         # Asked only then: to name what an index means, a transformers class may have to be built.
         named = {} if ckpt.optimizer_by_index else ckpt.optimizer
         self.states = [lazy for states in named.values() for lazy in states.values()]
@@ -55,11 +57,11 @@ class Portrait:
             "setup": ckpt.setup,
             "world_size": ckpt.world_size,
             "wrappers": list(ckpt.wrappers),
-            "names": self._schemes(),
+            "names": [t for entry in self._schemes() for t in (entry.title, *entry.aliases)],
             "encodings": dict(self._counted("encoding")),
             "dtypes": dict(self._counted("dtype")),
             "totals": {
-                "tensors": len(self.weights),
+                "tensors": len(self.looks),
                 "numel": self._numel(),
                 "nbytes": self._nbytes(),
                 "files": len(ckpt.index.files),
@@ -75,23 +77,37 @@ class Portrait:
             "tensors": [_entry(role, lazy, ckpt) for role, lazy in self._listed()],
         }
 
-    def _look(self, lazy: LazyTensor) -> _Look:
-        """One for all dense tensors of one info, which there may be 100,000 of."""
-        if lazy.encoding != "dense":
-            return _Look(lazy.shape, lazy.dtype, lazy.encoding, lazy.nbytes, (_kind(lazy),))
-        found = self._known.get(id(lazy.info))
+    def _weight(self, fqn: str) -> _Look:
+        """One for all dense tensors of one info, of which there may be 100,000."""
+        stored = self._dense.get(fqn)
+        if stored is None:
+            return _look(self.ckpt[fqn])
+        info = stored.info
+        found = self._known.get(id(info))
         if found is None:
-            found = _Look(lazy.shape, lazy.dtype, "dense", lazy.nbytes, (lazy.dtype,))
-            self._known[id(lazy.info)] = found
+            found = _Look(info.shape, info.dtype, "dense", info.nbytes, (info.dtype,))
+            self._known[id(info)] = found
         return found
 
-    def _schemes(self) -> list[str]:
+    def _counts(self) -> Counter[_Look]:
+        """How many weights look so; a look at a time, of which there are few."""
+        many = Counter(map(id, self.looks.values()))
+        kinds: Counter[_Look] = Counter()
+        for look in {id(look): look for look in self.looks.values()}.values():
+            kinds[look] += many[id(look)]
+        return kinds
+
+    def _schemes(self) -> list[Entry]:
         """The naming schemes whose fingerprints the keys have."""
         try:
             config = config_beside(self.ckpt.index.beside or self.ckpt.path)
         except CkptmapError:
             config = None
-        return [entry.title for entry in recognise(list(self.ckpt), config)]
+        try:
+            return recognise(list(self.ckpt), config)
+        except CkptmapError as error:  # somebody's mapping file is malformed; this is about keys
+            self.ckpt.notes.append(f"naming schemes were not looked up: {error.message}")
+            return []
 
     def _numel(self) -> int:
         return sum(prod(look.shape) * count for look, count in self.kinds.items())
@@ -109,8 +125,10 @@ class Portrait:
     def _optimizer(self) -> dict[str, Any]:
         ckpt = self.ckpt
         if ckpt.optimizer_by_index:
+            # SGD without momentum has an empty dict, which is a leaf.
             paths = [path for path in ckpt.roles.optimizer if path[:1] == ("state",)]
-            return {"keyed_by": "index", "parameters": len({path[1] for path in paths})}
+            keys = {path[1] for path in paths if len(path) > 1}
+            return {"keyed_by": "index", "parameters": len(keys)}
         names = dict.fromkeys(name for states in ckpt.optimizer.values() for name in states)
         return {
             "keyed_by": "fqn" if ckpt.optimizer else None,
@@ -122,23 +140,27 @@ class Portrait:
     def _listed(self) -> Iterator[tuple[str, LazyTensor]]:
         """Role and tensor of all that `keys` asks for."""
         for role, found in (
-            ("model", self.weights), ("optimizer", self.states), ("other", self.other)
+            ("model", self.ckpt.values()), ("optimizer", self.states), ("other", self.other)
         ):  # fmt: skip
             for lazy in found:
-                if self.keys == "*" or fnmatchcase(lazy.fqn, self.keys):
+                if self._is_asked(lazy.fqn):
                     yield role, lazy
+
+    def _is_asked(self, fqn: str) -> bool:
+        return self.keys == "*" or fnmatchcase(fqn, self.keys)
 
     def _tied(self) -> list[tuple[str, ...]]:
         """Names that the file itself says are one tensor."""
         first: dict[object, str] = {}
         sharing: dict[object, list[str]] = {}
-        for lazy in self.weights:
-            share = next(iter(lazy.parts.values())).share
+        for fqn in self.looks:
+            stored = self._dense.get(fqn) or next(iter(self.ckpt[fqn].parts.values()))
+            share = stored.share
             if share is None:
                 continue
-            other = first.setdefault(share, lazy.fqn)
-            if other is not lazy.fqn and lazy.info.numel:
-                sharing.setdefault(share, [other]).append(lazy.fqn)
+            other = first.setdefault(share, fqn)
+            if other is not fqn and stored.info.numel:
+                sharing.setdefault(share, [other]).append(fqn)
         return [tuple(names) for names in sharing.values()]
 
     # ------------------------------------------------------------------ as text
@@ -151,21 +173,25 @@ class Portrait:
 
     def _rows(self) -> Iterator[Row]:
         """Optimizer state repeats every weight two or three times: only if asked for by name."""
-        for role, lazy in self._listed():
-            if role != "optimizer" or self.keys != "*":
-                look = self._look(lazy)
+        for fqn, look in self.looks.items():
+            if self._is_asked(fqn):
+                yield Row(fqn, "model", look.shape, look.kind, "", look.nbytes)
+        states = [("optimizer", lazy) for lazy in self.states if self.keys != "*"]
+        for role, lazy in (*states, *(("other", lazy) for lazy in self.other)):
+            if self._is_asked(lazy.fqn):
+                look = _look(lazy)
                 yield Row(lazy.fqn, role, look.shape, look.kind, "", look.nbytes)
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        ckpt, weights = self.ckpt, self.weights
+        ckpt = self.ckpt
         world = f", written by {ckpt.world_size} ranks" if ckpt.world_size > 1 else ""
         yield "container", f"{ckpt.index.container}, {_count(len(ckpt.index.files), 'file')}{world}"
         yield "setup", ckpt.setup
         yield "wrappers", _some(list(ckpt.wrappers))
-        yield "names", " or ".join(self._schemes())
+        yield "names", " or ".join(entry.shown for entry in self._schemes())
         numel = self._numel()
         size = human(self._nbytes())
-        yield "weights", f"{_count(len(weights), 'tensor')}, {numel:,} parameters, {size}"
+        yield "weights", f"{_count(len(self.looks), 'tensor')}, {numel:,} parameters, {size}"
         yield "dtypes", _histogram(self._counted("dtype"))
         yield "encodings", _histogram(self._counted("encoding"))
         yield "tied", _some([" = ".join(names) for names in self._tied()])
@@ -198,6 +224,10 @@ def _entry(role: str, lazy: LazyTensor, ckpt: Checkpoint) -> dict[str, Any]:
         "encoding": lazy.encoding,
         "nbytes": lazy.nbytes,
     }
+
+
+def _look(lazy: LazyTensor) -> _Look:
+    return _Look(lazy.shape, lazy.dtype, lazy.encoding, lazy.nbytes, (_kind(lazy),))
 
 
 def _kind(lazy: LazyTensor) -> str:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from ckptmap.plans import human
+from ckptmap.wording import human
 
 from .output import printable
 

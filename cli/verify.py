@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from . import options as ask
+from .asked import source
 from .output import Output
 
 EXAMPLES = (
@@ -14,6 +15,7 @@ EXAMPLES = (
     "ckptmap verify out/ --against runs/step-2000",
     "ckptmap verify out/ --against base-model/ --adapter adapter/",
     "ckptmap verify out/ --against runs/qlora/ --base base-model-nf4/",
+    "ckptmap verify out/ --against local-ranks/ --like config.json",
 )
 
 
@@ -38,12 +40,18 @@ def command(
         ),
     ] = None,
     base: ask.Base = None,
+    source_root: ask.SourceRoot = None,
+    like: ask.Like = None,
+    param_order: ask.ParamOrder = None,
     json: ask.Json = False,
 ) -> None:
     """Check coverage, sizes and digests by the manifest; exit code 1 where one is wrong."""
     import ckptmap
 
-    report = ckptmap.verify(dst, against=against, adapter=adapter, base=base)
+    if against is None and (source_root, like, param_order) != (None, None, None):
+        raise typer.BadParameter("--source-root, --like and --param-order are of --against SRC")
+    src = None if against is None else source(against, source_root, like, param_order)
+    report = ckptmap.verify(dst, against=src, adapter=adapter, base=base)
     Output(json).show(report)
     if not report.ok:
         raise typer.Exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -13,7 +14,7 @@ from ckptmap.files import Files
 from ckptmap.protocols import OutFile, OutState, OutTensor, Place, Setup, Slot
 from ckptmap.tensors import Box, Index, Path, TensorInfo, contiguous_strides
 from ckptmap.wire.gc_pause import paused_gc
-from ckptmap.wire.pickle_write import StorageTensor, dump
+from ckptmap.wire.pickle_write import StorageTensor, dump, way_out
 from ckptmap.wire.torch_zip_read import Records, load
 from ckptmap.wire.torch_zip_write import ZipLayout, layout_zip
 from ckptmap.wire.tree import flatten, nest
@@ -57,7 +58,10 @@ class TorchZip:
             loaded = load(Files(), file)
             leaves = flatten(loaded.tree, file, loaded.pickle_nbytes)
         found = loaded.records
-        manifest = found.read(MANIFEST, check=True) if MANIFEST in found else None
+        manifest = None
+        if MANIFEST in found:
+            found.check(MANIFEST)
+            manifest = partial(found.read, MANIFEST, check=True)
         return Index(self.name, leaves, (file,), _read_records(found), manifest=manifest)
 
 
@@ -92,7 +96,7 @@ class TorchZipWriter:
         try:
             pickle = dump(tree)
         except TypeError as error:
-            raise PlanError("CKM202", str(error), "leave it behind with --drop KEY") from error
+            raise PlanError("CKM202", str(error), way_out(error)) from error
         sizes = [(str(key), tensor.info.nbytes) for key, tensor in enumerate(placed)]
         layout = layout_zip(stem(name), pickle, sizes)
         slots = [
@@ -128,21 +132,22 @@ def _tree(state: OutState) -> tuple[Any, list[OutTensor]]:
     leaves: list[tuple[Path, Any]] = []
     forms: dict[int, tuple[Any, ...]] = {}
     for tensor in state.tensors:
-        form = forms.get(id(tensor.info)) or forms.setdefault(id(tensor.info), _form(tensor.info))
-        if tensor.alias_of is None:
+        path, info, _, alias_of, _, _ = tensor
+        form = forms.get(id(info)) or forms.setdefault(id(info), _form(info))
+        if alias_of is None:
             _check_whole(tensor)
-            keys[tensor.path] = len(placed)
+            key = keys[path] = len(placed)
             placed.append(tensor)
         else:
-            keys[tensor.path] = keys[tensor.alias_of]
-        leaves.append((tensor.path, StorageTensor(str(keys[tensor.path]), *form)))
+            key = keys[path] = keys[alias_of]
+        leaves.append((path, StorageTensor(str(key), *form)))
     leaves += state.extra.items()
     return nest(leaves), placed
 
 
 def _check_whole(tensor: OutTensor) -> None:
-    chunks = tensor.chunks
-    if len(chunks) != 1 or chunks[0][1] != Box.whole(tensor.info.shape):
+    chunks, whole = tensor.chunks, Box.whole(tensor.info.shape)
+    if len(chunks) != 1 or (chunks[0][1] is not whole and chunks[0][1] != whole):
         boxes = [box for _, box in chunks]
         raise ValueError(f"{tensor.path}: one file holds whole tensors, got {boxes}")
 

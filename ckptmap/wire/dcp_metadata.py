@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from ckptmap.errors import SourceError
+from ckptmap.leaves import ListIndex
 from ckptmap.tensors import ITEMSIZE, Opaque, Path, TensorInfo
 from ckptmap.wire import pickle_read
 from ckptmap.wire.gc_pause import paused_gc
@@ -278,7 +279,8 @@ class _Reader:
         return value
 
     def _paths(self, planner_data: Any, entries: Mapping[str, Any]) -> dict[str, Path]:
-        """None (Megatron, HF storage) leaves every key a path of one segment."""
+        """None (Megatron, HF storage) leaves every key a path of one segment. An integer counts in
+        a list: torch makes integer keys of dicts strings."""
         for key in entries:
             if not isinstance(key, str) or not _is_text(key):
                 self._bad(f"state_dict_metadata, expected names, found {_what(key)}")
@@ -296,7 +298,7 @@ class _Reader:
             for segment in path:
                 if type(segment) is not int and not (type(segment) is str and _is_text(segment)):
                     self._bad(f"planner_data[{key!r}], a segment is {_what(segment)}")
-            paths[key] = tuple(path)
+            paths[key] = tuple(ListIndex(s) if type(s) is int else s for s in path)
         self._check_distinct(paths)
         return paths
 

@@ -21,7 +21,7 @@ COUNTED = {
 
 _PLAIN = (
     rb"[(012QRaebd}\]lostu)N\x81\x85-\x89\x8f-\x94\x97\x98]++"  # no argument
-    rb"|[Khq\x80][\0-\xff]|M[\0-\xff]{2}|[Jj][\0-\xff]{4}|[G\x95][\0-\xff]{8}"
+    rb"|[Khq\x80].|M..|[Jj].{4}|[G\x95].{8}"
     rb"|[FgILPSV][^\n]*+\n|[ci][^\n]*+\n[^\n]*+\n"
 )
 
@@ -29,12 +29,20 @@ _PUT, _LONG_BINPUT = b"pr"
 _EXTENSIONS = b"\x82\x83\x84"
 
 
+_UNICODE = ord("X")
+_SHORT = 256
+"""Characters of a string that is looked for by its length."""
+_MANY = 512
+"""Strings after which it pays to look for those of the lengths met so far."""
+
+
 @lru_cache(maxsize=64)
-def _run(width: int, top: int) -> re.Pattern[bytes]:
+def _run(width: int, top: int, lengths: frozenset[int] = frozenset()) -> re.Pattern[bytes]:
     """Opcodes that need no look, LONG_BINPUT among them where byte `width` of its index, the
-    highest that is not 0, is at most `top`."""
-    put = rb"r[\0-\xff]{%d}[\0-\x%02x]\0{%d}" % (width, top, 3 - width)
-    return re.compile(b"(?:%s|%s)*+" % (_PLAIN, put))
+    highest that is not 0, is at most `top`, and strings of these lengths."""
+    put = rb"r.{%d}[\0-\x%02x]\0{%d}" % (width, top, 3 - width)
+    texts = [rb"|X\x%02x\0\0\0.{%d}" % (n, n) for n in sorted(lengths)]
+    return re.compile(b"(?:%s|%s%s)*+" % (_PLAIN, put, b"".join(texts)), re.DOTALL)
 
 
 def check_opcodes(data: bytes) -> None:
@@ -44,8 +52,10 @@ def check_opcodes(data: bytes) -> None:
     """
     limit = len(data)
     width = max(0, (limit.bit_length() - 1) // 8)
-    run = _run(width, limit >> (8 * width)) if width < 4 else _run(3, 255)
-    at = 0
+    bound = (width, limit >> (8 * width)) if width < 4 else (3, 255)
+    run = _run(*bound)
+    at = met = 0
+    lengths: set[int] = set()
     while at < limit:
         matched = run.match(data, at)
         at = matched.end() if matched else at
@@ -53,7 +63,13 @@ def check_opcodes(data: bytes) -> None:
         length_nbytes = COUNTED.get(op)
         if length_nbytes is not None:
             after = at + 1 + length_nbytes
-            at = after + int.from_bytes(data[at + 1 : after], "little")
+            nbytes = int.from_bytes(data[at + 1 : after], "little")
+            at = after + nbytes
+            if op == _UNICODE and nbytes < _SHORT:
+                lengths.add(nbytes)
+                met += 1
+                if met == _MANY:
+                    run, met = _run(*bound, frozenset(lengths)), 0
         elif op in (_PUT, _LONG_BINPUT):
             at = _check_put(data, at)
         elif op in _EXTENSIONS:

@@ -29,6 +29,8 @@ MAX_NBYTES = 1 << 30
 MAX_SIZE_DIMS = 64
 """torch's own limit on dimensions; a longer torch.Size is not one."""
 
+_AHEAD = 1 << 14
+"""Bytes that the C unpickler gets at once: it would ask a plain stream for every opcode."""
 _FEW_NBYTES = 1 << 14
 """Below this the collector hardly runs, and pausing it costs more than it saves."""
 
@@ -119,7 +121,12 @@ def standing_for(module: str, name: str, function: Callable[..., Any]) -> Any:
     def __new__(cls: Any, *args: Any) -> Any:
         return function(*args)
 
-    return _Name("Inert", (Inert,), {"module": module, "name": name, "__new__": __new__})
+    return made_by(module, name, __new__)
+
+
+def made_by(module: str, name: str, new: Callable[..., Any]) -> Any:
+    """The same by `new(cls, *args)`: a call less, for what is called 100,000 times."""
+    return _Name("Inert", (Inert,), {"module": module, "name": name, "__new__": new})
 
 
 # ----------------------------------------------------------------------- what is really built
@@ -152,7 +159,7 @@ class _StateDict(OrderedDict[Any, Any]):
             self._metadata = state["_metadata"]
 
 
-def _ordered_dict(items: Any = ()) -> OrderedDict[Any, Any]:
+def _ordered_dict(cls: Any, items: Any = ()) -> OrderedDict[Any, Any]:
     return _StateDict(_spend(items)) if items else _StateDict()
 
 
@@ -219,7 +226,6 @@ def _builtins() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def _known() -> dict[tuple[str, str], Any]:
     functions: dict[tuple[str, str], Callable[..., Any]] = {
-        ("collections", "OrderedDict"): _ordered_dict,
         ("collections", "defaultdict"): lambda factory=None, items=(): dict(_spend(items)),
         ("collections", "Counter"): lambda items=(): dict(_spend(items)),
         ("torch", "Size"): _size,
@@ -235,6 +241,7 @@ def _known() -> dict[tuple[str, str], Any]:
     known: dict[tuple[str, str], Any] = {
         key: standing_for(*key, function) for key, function in functions.items()
     }
+    known["collections", "OrderedDict"] = made_by("collections", "OrderedDict", _ordered_dict)
     known.update({("torch", name): DType(name) for name in ITEMSIZE})
     return known
 
@@ -246,9 +253,10 @@ _KNOWN = _known()
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, allow: Allowed, persistent_load: Any) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
+        super().__init__(io.BufferedReader(io.BytesIO(data), _AHEAD), encoding="utf-8")
         self._allow = allow
-        self._persistent_load = persistent_load
+        # A method would be a call more, for each of 100,000 tensors.
+        self.persistent_load = persistent_load or _outside  # type: ignore[method-assign]
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._allow.get((module, name))
@@ -259,10 +267,9 @@ class _Unpickler(pickle.Unpickler):
             found = stub(module, name)
         return found
 
-    def persistent_load(self, pid: Any) -> Any:
-        if self._persistent_load is None:
-            raise pickle.UnpicklingError("refers to data outside itself")
-        return self._persistent_load(pid)
+
+def _outside(pid: Any) -> NoReturn:
+    raise pickle.UnpicklingError("refers to data outside itself")
 
 
 _NOTHING: Allowed = {}

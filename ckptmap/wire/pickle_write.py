@@ -89,6 +89,16 @@ def dump(value: Any, *, name: str = "") -> bytes:
     return bytes(emitter.out)
 
 
+def way_out(error: TypeError) -> str:
+    """What to do about a value that `dump` has refused; outputs keep what is no weight under
+    "extra", and `--drop` goes by the names of the source."""
+    role, _, below = str(error).partition(": ")[0].partition(".")
+    if role == "optimizer":
+        return "leave the optimizer behind with --optimizer drop"
+    key = below.partition(".")[0] if role == "extra" else role
+    return f"leave it behind with --drop '{key}'"
+
+
 def _path_text(path: tuple[Any, ...]) -> str:
     return ".".join(str(part) for part in path) or "the root"
 

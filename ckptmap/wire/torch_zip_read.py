@@ -27,7 +27,7 @@ from ckptmap.tensors import (
     StoredTensor,
     TensorInfo,
 )
-from ckptmap.wire.pickle_read import DType, Inert, standing_for, stub
+from ckptmap.wire.pickle_read import DType, Inert, made_by, standing_for, stub
 from ckptmap.wire.pickle_read import load as load_pickle
 from ckptmap.wire.pickle_write import STORAGE_CLASS
 from ckptmap.wire.zip_read import Record, Records, bad, read_records
@@ -123,10 +123,9 @@ def open_zip(
     try:
         records = read(files, file, base, nbytes)
     except SourceError as error:
-        raise _legacy(files, file, base) or error from None
-    for name, what in (("constants.pkl", "a TorchScript archive"), ("data.pkl", "")):
-        if (name in records) == bool(what):
-            raise bad(file, f"is {what or 'a zip without data.pkl'}, not a torch.save file")
+        raise _legacy(files, file, base) or _other(file, base) or error from None
+    if "data.pkl" not in records or "constants.pkl" in records:
+        raise _other(file, base) or bad(file, "is a zip without data.pkl, not a torch.save file")
     byteorder = "little"
     if "byteorder" in records:
         byteorder = records.read("byteorder", limit=64).decode("latin-1")
@@ -158,7 +157,8 @@ def parse(records: Records, data: bytes, also: Callable[[Any], Any] | None = Non
 class Grid(NamedTuple):
     """Sizes and strides, checked once for the many tensors that share them.
 
-    `reach` counts elements from the first to past the last; `steps` are the strides in bytes.
+    `reach` counts elements from the first to past the last, `end` bytes; `steps` are the strides in
+    bytes.
     """
 
     info: TensorInfo
@@ -166,6 +166,7 @@ class Grid(NamedTuple):
     reach: int
     nbytes: int
     is_contiguous: bool
+    end: int
 
     @classmethod
     def make(cls, dtype: str, size: Any, stride: Any) -> Grid:
@@ -177,7 +178,8 @@ class Grid(NamedTuple):
         steps = tuple([s * ITEMSIZE[dtype] for s in stride])
         info = TensorInfo(tuple(size), dtype)
         dense = Region("", 0, info.shape, steps, info.itemsize).is_contiguous
-        return cls(info, steps, 0 if 0 in size else reach, info.nbytes, dense)
+        reach = 0 if 0 in size else reach
+        return cls(info, steps, reach, info.nbytes, dense, reach * info.itemsize)
 
 
 def _legacy(files: Files, file: str, base: int) -> SourceError | None:
@@ -192,15 +194,59 @@ def _legacy(files: Files, file: str, base: int) -> SourceError | None:
     )
 
 
+_OTHERS = (
+    ("constants.pkl", "a TorchScript archive", "torch.save(torch.jit.load(PATH).state_dict(), ...)"),
+    ("archive_format", "an archive of torch.export", "save the state dict of the model instead"),
+    (".npy", "numpy's .npz", "save a state dict with safetensors or torch.save"),
+    ("model.weights.h5", "a Keras archive", "convert a PyTorch checkpoint"),
+)  # fmt: skip
+"""End of a member's name -> what such a zip is, and what to do."""
+
+
+def _other(file: str, base: int) -> SourceError | None:
+    """What to say of a zip that something else than torch.save has written; None: nothing."""
+    import zipfile
+
+    if base:  # an item inside a file
+        return None
+
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
+        return None
+    for end, what, hint in _OTHERS:
+        if any(name.endswith(end) for name in names):
+            return SourceError("CKM105", f"{file}: is {what}, not a torch.save file", hint)
+    return None
+
+
 class _Storages:
     """Finds the record of each storage that the pickle refers to."""
 
     def __init__(self, records: Records) -> None:
         self.records = records
-        self._grids: dict[tuple[Any, ...], Grid] = {}
+        self.grids: dict[tuple[Any, ...], Grid] = {}
+        self._classes: dict[Any, tuple[str, int]] = {}  # class -> dtype, bytes of an element
 
     def find(self, pid: Any) -> StorageRef:
         """`("storage", class, key, location, numel)`: numel in elements of the class's dtype."""
+        try:
+            kind, cls, key, _, numel = pid
+            dtype, itemsize = self._classes[cls]
+            nbytes = self.records.nbytes("data/" + key)
+        except (TypeError, ValueError, KeyError):
+            return self._look(pid)
+        if type(pid) is not tuple or kind != "storage" or type(numel) is not int:
+            return self._look(pid)
+        if numel * itemsize != nbytes:
+            return self._look(pid)
+        found = object.__new__(StorageRef)
+        found.__dict__["held"] = (self, key, dtype, nbytes)
+        return found
+
+    def _look(self, pid: Any) -> StorageRef:
+        """The same with every check: of the first of a class, and of what is malformed."""
         if not (type(pid) is tuple and len(pid) == 5 and pid[0] == "storage"):
             raise UnpicklingError(f"unknown persistent id {pid!r:.80}")
         _, cls, key, _, numel = pid
@@ -212,14 +258,16 @@ class _Storages:
             raise UnpicklingError(
                 f"storage {key!r} is {numel} x {dtype}, its record holds {nbytes} bytes"
             )
+        if dtype:
+            self._classes[cls] = dtype, ITEMSIZE[dtype]
         found = object.__new__(StorageRef)
         found.__dict__["held"] = (self, key, dtype, nbytes)
         return found
 
     def grid(self, dtype: str, size: Any, stride: Any) -> Grid:
-        known = self._grids.get((dtype, size, stride))
+        known = self.grids.get((dtype, size, stride))
         if known is None:
-            known = self._grids[dtype, size, stride] = Grid.make(dtype, size, stride)
+            known = self.grids[dtype, size, stride] = Grid.make(dtype, size, stride)
         return known
 
 
@@ -227,6 +275,7 @@ class _Storages:
 
 
 def _rebuild_v2(
+    cls: Any,
     storage: Any,
     offset: Any,
     size: Any,
@@ -236,6 +285,11 @@ def _rebuild_v2(
     metadata: Any = None,
 ) -> Any:
     """`torch._utils._rebuild_tensor_v2`; `metadata` would be a conjugate or negative bit."""
+    if type(storage) is StorageRef and type(offset) is int and not offset and metadata is None:
+        source, key, dtype, nbytes = storage.held
+        grid = source.grids.get((dtype, size, stride))
+        if grid is not None and grid.end <= nbytes >= grid.nbytes:
+            return ReadTensor(source.records, key, 0, grid)  # a whole storage, as nearly all are
     dtype = storage.held[2] if isinstance(storage, StorageRef) else ""
     if not dtype or metadata:
         return stub("torch._utils", "_rebuild_tensor_v2")(storage, offset, size, stride, metadata)
@@ -335,7 +389,6 @@ def _rebuild_wrapper_subclass(
 _ALLOW = {
     key: standing_for(*key, function)
     for key, function in (
-        (("torch._utils", "_rebuild_tensor_v2"), _rebuild_v2),
         (("torch._utils", "_rebuild_tensor_v3"), _rebuild_v3),
         (("torch._utils", "_rebuild_parameter"), _rebuild_parameter),
         (("torch._utils", "_rebuild_parameter_with_state"), _rebuild_parameter),
@@ -343,3 +396,6 @@ _ALLOW = {
         (("torch._tensor", "_rebuild_from_type_v2"), _rebuild_from_type),
     )
 }
+_ALLOW["torch._utils", "_rebuild_tensor_v2"] = made_by(
+    "torch._utils", "_rebuild_tensor_v2", _rebuild_v2
+)

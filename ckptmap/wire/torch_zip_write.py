@@ -34,17 +34,13 @@ class _Member(NamedTuple):
     offset: int
     """Where its header and its data start."""
 
-    @property
-    def is_wide(self) -> bool:
-        return self.nbytes >= U32 or self.header >= U32
 
-    @property
-    def end(self) -> int:
-        """Past its data descriptor: signature, CRC, two sizes of 4 or 8 bytes."""
-        _, nbytes, header, offset = self
-        if not nbytes:
-            return offset
-        return offset + nbytes + (24 if nbytes >= U32 or header >= U32 else 16)
+def _end(member: _Member) -> int:
+    """Past its data descriptor: signature, CRC, two sizes of 4 or 8 bytes."""
+    _, nbytes, header, offset = member
+    if not nbytes:
+        return offset
+    return offset + nbytes + (24 if nbytes >= U32 or header >= U32 else 16)
 
 
 @dataclass(frozen=True)
@@ -64,9 +60,11 @@ class ZipLayout:
 
     def nbytes_with(self, extra: Mapping[str, int]) -> int:
         """Size of the archive that also holds records of these names and sizes."""
+        if not extra:
+            return self.nbytes
         members = list(self._members)
         for name, nbytes in extra.items():
-            members.append(_place(members[-1].end, self._full(name), nbytes, self.align))
+            members.append(_place(_end(members[-1]), self._full(name), nbytes, self.align))
         return _end_nbytes(members)
 
     def _full(self, name: str) -> bytes:
@@ -93,7 +91,7 @@ class ZipLayout:
             first, last = members[self._first], members[self._first + len(crcs) - 1]
             yield first.header, _header(first)
             yield last.offset + last.nbytes, _descriptor(last, crcs[-1])
-        yield members[-1].end, _directory(members, sums)
+        yield _end(members[-1]), _directory(members, sums)
 
     def between(self, number: int, crc: int) -> bytes:
         """What lies between the data of storage `number`, of this CRC-32, and of the next."""
@@ -110,7 +108,7 @@ class ZipLayout:
         contents = dict(self._contents)
         contents[self._full(".data/serialization_id")] = self._serialization_id(crcs)
         for name, data in extra.items():
-            members.append(_place(members[-1].end, self._full(name), len(data), self.align))
+            members.append(_place(_end(members[-1]), self._full(name), len(data), self.align))
             contents[members[-1].name] = data
         sums = [zlib.crc32(contents[m.name]) if m.name in contents else 0 for m in members]
         sums[self._first : self._first + len(crcs)] = crcs
@@ -148,12 +146,11 @@ def layout_zip(
     sizes = [(name, len(data)) for name, data in fixed.items()]
     sizes += [(f"data/{key}", nbytes) for key, nbytes in storages]
     sizes += [("version", 2), (".data/serialization_id", _ID_NBYTES)]
-    members: list[_Member] = []
-    at, folder = 0, f"{root}/".encode()
+    members, at, folder = [], 0, f"{root}/".encode()
     for name, nbytes in sizes:
         member = _place(at, folder + name.encode(), nbytes, align)
         members.append(member)
-        at = member.end
+        at = _end(member)
     first = len(fixed)
     offsets = [member.offset for member in members[first : first + len(storages)]]
     fixed["version"] = b"3\n"
@@ -181,39 +178,42 @@ def _wide_nbytes(nbytes: int, header: int) -> int:
     return 4 + (16 if nbytes >= U32 else 0) + (8 if header >= U32 else 0)
 
 
-def _wide_field(member: _Member) -> bytes:
-    if not member.is_wide:
+def _wide_field(nbytes: int, header: int) -> bytes:
+    if nbytes < U32 and header < U32:
         return b""
-    values = [member.nbytes] * 2 if member.nbytes >= U32 else []
-    values += [member.header] if member.header >= U32 else []
+    values = [nbytes] * 2 if nbytes >= U32 else []
+    values += [header] if header >= U32 else []
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
 
 
 def _header(member: _Member) -> bytes:
     """A local header; sizes and CRC follow the data, padding is torch's `FB` field."""
     name, nbytes, header, offset = member
-    wide = _wide_field(member)
+    wide = _wide_field(nbytes, header)
     rest = offset - header - _LOCAL_NBYTES - len(name) - len(wide)
-    flags = _FLAGS_DATA if nbytes else _FLAGS_EMPTY
-    head = _LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(wide) + rest)
-    return b"".join((head, name, wide, _padding(rest)))
+    head, padding = _around(len(name), len(wide), rest, nbytes == 0)
+    return b"".join((head, name, wide, padding))
 
 
-@lru_cache(maxsize=512)
-def _padding(nbytes: int) -> bytes:
-    return b"FB" + (nbytes - 4).to_bytes(2, "little") + b"Z" * (nbytes - 4)
+@lru_cache(maxsize=4096)
+def _around(name: int, wide: int, rest: int, empty: bool) -> tuple[bytes, bytes]:
+    """What is before the name and behind the zip64 field, by the bytes of both and of the rest."""
+    flags = _FLAGS_EMPTY if empty else _FLAGS_DATA
+    head = _LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, name, wide + rest)
+    return head, b"FB" + (rest - 4).to_bytes(2, "little") + b"Z" * (rest - 4)
 
 
 def _descriptor(member: _Member, crc: int) -> bytes:
-    if not member.nbytes:
+    _, nbytes, header, _ = member
+    if not nbytes:
         return b""
-    form = _DESCRIPTOR_WIDE if member.is_wide else _DESCRIPTOR
-    return form.pack(b"PK\7\x08", crc, member.nbytes, member.nbytes)
+    form = _DESCRIPTOR if nbytes < U32 and header < U32 else _DESCRIPTOR_WIDE
+    return form.pack(b"PK\7\x08", crc, nbytes, nbytes)
 
 
 def _central(member: _Member, crc: int) -> bytes:
     name, nbytes, header, _ = member
-    wide = _wide_field(member)
+    wide = _wide_field(nbytes, header)
     flags = _FLAGS_DATA if nbytes else _FLAGS_EMPTY
     nbytes, header = min(nbytes, U32), min(header, U32)
     head = _CENTRAL.pack(
@@ -224,8 +224,9 @@ def _central(member: _Member, crc: int) -> bytes:
 
 
 def _end_nbytes(members: Sequence[_Member]) -> int:
-    directory = sum([_CENTRAL.size + len(m.name) + len(_wide_field(m)) for m in members])
-    return members[-1].end + directory + 56 + 20 + 22
+    names = sum([len(name) for name, _, _, _ in members])
+    wide = sum([len(_wide_field(n, at)) for _, n, at, _ in members if n >= U32 or at >= U32])
+    return _end(members[-1]) + len(members) * _CENTRAL.size + names + wide + 56 + 20 + 22
 
 
 def _end_records(count: int, nbytes: int, offset: int) -> bytes:
@@ -257,7 +258,5 @@ def _pieces(
 
 def _directory(members: Sequence[_Member], crcs: Sequence[int]) -> bytes:
     """The central directory and the records that end the archive."""
-    entries = bytearray()
-    for member, crc in zip(members, crcs, strict=True):
-        entries += _central(member, crc)
-    return bytes(entries) + _end_records(len(members), len(entries), members[-1].end)
+    entries = b"".join(map(_central, members, crcs))
+    return entries + _end_records(len(members), len(entries), _end(members[-1]))

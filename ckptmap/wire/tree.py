@@ -10,18 +10,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptmap.errors import PlanError, SourceError
+from ckptmap.leaves import ListIndex
 from ckptmap.tensors import Leaf, Opaque, Path, StoredTensor
 
 MAX_DEPTH = 64
 MIN_LIMIT = 100_000
 """Leaves that any pickle may hold; above it as many as it has bytes. One that nests references to
 the same list 64 deep looks like 2**64 leaves."""
-
-
-class ListIndex(int):
-    """A path segment that counts in a list: equal to the integer, told from an integer dict key."""
-
-    __slots__ = ()
 
 
 def flatten(tree: Any, where: str, pickle_nbytes: int) -> dict[Path, Leaf]:

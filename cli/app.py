@@ -1,0 +1,85 @@
+"""The application that typer makes: a command a module, the one that is asked for, or all."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from ckptmap.errors import Interrupted
+from ckptmap.version import __version__
+
+from .output import Output
+
+COMMANDS = (
+    "inspect", "plan", "convert", "verify", "diff", "merge", "mappings", "pull", "push", "doctor",
+    "explain",
+)  # fmt: skip
+"""Each is a module of this package with a function `command` and its `EXAMPLES`."""
+
+
+def build(args: Sequence[str]) -> typer.Typer:
+    """The application, with the one command that `args` begins with, or else with all."""
+    app = typer.Typer(
+        help="Convert PyTorch checkpoints between training setups: every byte of the output is "
+        "accounted for, or nothing is published.",
+        epilog=_lines(
+            "Examples:",
+            "ckptmap inspect runs/step-2000",
+            "ckptmap convert runs/step-2000 out/ --to fsdp2-nf4 --world-size 8",
+            "ckptmap COMMAND --help",
+        )
+        + "\n\n"
+        + _lines(
+            "Exit codes:",
+            "0 ok   1 the answer is no   2 usage, or refused before a byte was written",
+            "3 failed while working, run again to continue   130 interrupted, likewise",
+        ),
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_root)
+    for name in args[:1] if args and args[0] in COMMANDS else COMMANDS:
+        module = importlib.import_module(f".{name}", __package__)
+        examples = _lines("Examples:", *module.EXAMPLES)
+        app.command(name, epilog=examples)(_interruptible(module.command))
+    return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        Output().text(f"ckptmap {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and leave."
+        ),
+    ] = False,
+) -> None:
+    """What comes before a command."""
+
+
+def _lines(title: str, *lines: str) -> str:
+    """Text that the help shows as it stands, not filled into a paragraph."""
+    return "\b\n" + "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
+    """Typer would answer Ctrl-C itself; how to continue is worth a line."""
+
+    @functools.wraps(command)
+    def run(*args: object, **kwargs: object) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt as error:
+            raise Interrupted("CKM307", "interrupted") from error
+
+    return run
