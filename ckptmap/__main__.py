@@ -25,14 +25,7 @@ def _from_clone() -> None:
 def main() -> int:
     if util.find_spec(PACKAGE) is None:
         _from_clone()
-    try:
-        command_line = import_module(f"{PACKAGE}.main")
-    except ModuleNotFoundError as error:
-        if error.name != "typer":
-            raise
-        sys.stderr.write("error: the command line needs typer\n  hint: pip install typer\n")
-        return 2
-    code: int = command_line.leave()
+    code: int = import_module(f"{PACKAGE}.main").leave()
     return code
 
 

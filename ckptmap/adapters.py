@@ -34,6 +34,7 @@ _LOW = re.compile(
     r"(?:\.(?!weight$|bias$)(?P<name>[^.]+))?(?:\.(?P<leaf>weight|bias))?"
 )
 _SAVED = re.compile(r"\.modules_to_save\.(?P<name>[^.]+)(?=\.)")
+_WHOLE = ".modules_to_save."
 _ORIGINAL = ".original_module."
 _BASE_LAYER = ".base_layer."
 _NESTED = re.compile(r"\)[*+{]|(?:[*+{].*){5}")
@@ -286,6 +287,8 @@ def _sorted_out(
             names.add(low["name"])
         elif _ORIGINAL in plain:
             left[key] = "of a module that was trained as a whole: as it was before"
+        elif plain.endswith(".modules_to_save.bias") and key.replace(_WHOLE, ".") in ckpt:
+            left[key] = "of a module that was trained as a whole: its bias once more"
         else:
             name = _SAVED.sub("", plain) if saved else plain.replace(_BASE_LAYER, ".")
             trained[name] = ckpt[key]

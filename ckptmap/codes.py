@@ -118,6 +118,12 @@ CODES: Mapping[str, Code] = {
         "That format is a stack of pickles with raw data between them, and is not read.",
         "Load it once with torch.load and save it with a current torch.",
     ),
+    "CKM118": Code(
+        "a tensor of model parallelism whose cut is not known",
+        "Each rank's file holds a part of the tensor, and the files do not say along which dim it "
+        "was cut. That is known by name, of the models that the message lists.",
+        "Convert the checkpoint in another form, or join it with the framework that wrote it.",
+    ),
     # ------------------------------------------------------------------ the plan
     "CKM201": Code(
         "an unknown setup or wrapper",
@@ -173,7 +179,9 @@ CODES: Mapping[str, Code] = {
     # ------------------------------------------------------------------ the run
     "CKM301": Code(
         "the destination exists",
-        "Something is there already, and nothing is replaced without being told so.",
+        "Something is there already, and nothing is replaced without being told so. --overwrite "
+        "replaces a checkpoint with all that is in its directory; not a directory that only has one "
+        "inside, nor one with other checkpoints below it.",
         "Choose another destination, or replace it with --overwrite.",
     ),
     "CKM302": Code(
@@ -449,7 +457,8 @@ CODES: Mapping[str, Code] = {
     ),
     "CKM714": Code(
         "a pull request that cannot be merged",
-        "The main branch was changed meanwhile in the same files, or the Hub refuses the merge.",
+        "The main branch was changed meanwhile in the same files, or holds other weights since, or the "
+        "Hub refuses the merge.",
         "Look at the pull request; close it and push again to begin from what main is now.",
     ),
     "CKM715": Code(

@@ -19,6 +19,7 @@ from typing import Any
 
 from ckptmap import manifest as manifests
 from ckptmap.checkpoint import Checkpoint, open
+from ckptmap.collapse import listed
 from ckptmap.compare import sampled_error
 from ckptmap.errors import CkptmapError, DestinationError, RunError
 from ckptmap.execute import execute
@@ -26,13 +27,16 @@ from ckptmap.files import Fingerprint
 from ckptmap.grids import CoarseScales
 from ckptmap.journal import Journal
 from ckptmap.planning import plan as make_plan
-from ckptmap.plans import DEFAULT_MAX_MEMORY, Plan, human
-from ckptmap.publish import Workspace, check_overlap
+from ckptmap.plans import DEFAULT_MAX_MEMORY, Plan
+from ckptmap.publish import Workspace, check_overlap, named_place
 from ckptmap.ranks import ALONE, Ranks
+from ckptmap.replacing import manifest_at, refuse_stranger
 from ckptmap.replanning import with_exact_scales
 from ckptmap.results import Executed
-from ckptmap.verification import check_structure, read_manifest, sha256_of, verify
+from ckptmap.structure import check_structure
+from ckptmap.verification import sha256_of, verify
 from ckptmap.wire.gc_pause import paused_gc
+from ckptmap.wording import human
 
 DIGESTS = ("xxh3", "sha256", "none")
 SAMPLE_NUMEL = 1 << 14
@@ -80,7 +84,7 @@ class Report:
             lines.append(
                 f"lossy: {len(self.errors)} tensors, worst {worst}: {self.errors[worst]:.3e}"
             )
-        lines += [f"dropped: {key}: {why}" for key, why in self.dropped.items()]
+        lines += listed("dropped", self.dropped)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -164,13 +168,13 @@ def _run(
     started = time.monotonic()
     plan.require_resolved()
     ranks.agree(plan.digest)
-    target = Path(dst)
+    target = named_place(dst)
     check_overlap([plan.ckpt.path, *plan.fingerprints], target)
     if ranks.of_lead(b"complete" if ranks.rank == 0 and _is_complete(plan, target) else b""):
         return _report(
             plan, target, started, plan.nbytes_out, [*plan.notes, "was complete already"]
         )
-    if overwrite and ranks.rank == 0 and _manifest_at(target) is None:
+    if overwrite and ranks.rank == 0:
         refuse_stranger(target)
     on_progress = _printer(plan.nbytes_out) if progress is True else progress or None
     notes, errors = list(plan.notes), {}
@@ -212,7 +216,7 @@ def _discarded_if_coarse(work: Workspace | None) -> Iterator[None]:
 
 def _is_complete(plan: Plan, target: Path) -> bool:
     """A run of this plan was killed just after it published."""
-    found = _manifest_at(target)
+    found = manifest_at(target)
     return found is not None and found.get("plan") == plan.digest and verify(target).ok
 
 
@@ -257,38 +261,14 @@ def _report(
     )  # fmt: skip
 
 
-def _manifest_at(target: Path) -> dict[str, Any] | None:
-    """The manifest of what is at the destination: a run killed just after it published left it."""
-    if target.is_symlink() or not (target.is_file() or target.is_dir()):
-        return None
-    try:
-        with open(target) as ckpt:
-            return read_manifest(ckpt)
-    except (CkptmapError, OSError):
-        return None
-
-
-def refuse_stranger(target: Path) -> None:
-    """--overwrite replaces a checkpoint, never a directory that holds something else."""
-    if target.is_dir() and any(target.iterdir()):
-        try:
-            open(target).close()
-        except CkptmapError as error:
-            raise DestinationError(
-                "CKM301",
-                f"{target}: is a directory that holds no checkpoint ({error.message})",
-                "--overwrite replaces checkpoints only; remove it yourself, or choose another",
-            ) from error
-
-
 def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict[str, Any]:
     """Carried files and the manifest, which a one-file output holds inside already."""
     if plan.one_file:
         return manifests.build(plan, done)
     names = [file.out.name for file in plan.files]
     try:
-        for name, content in plan.carried.items():
-            (out_dir / name).write_bytes(content)
+        for name, sibling in plan.carried.items():
+            (out_dir / name).write_bytes(sibling.read())
         sha256 = {name: sha256_of(out_dir / name) for name in names} if digest == "sha256" else {}
         document = manifests.build(plan, done, sha256)
         (out_dir / manifests.NAME).write_bytes(manifests.emit(document))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import cast
 
 from ckptmap.encodings.dense import Dense
 from ckptmap.protocols import Group
@@ -47,6 +48,12 @@ class Groups(MutableMapping[str, Group]):
     def held(self, fqn: str) -> Group | StoredTensor:
         """As it is held: a dense tensor itself."""
         return self._held[fqn]
+
+    def dense(self) -> Mapping[str, StoredTensor]:
+        """Those that are one plain tensor."""
+        if any(type(held) is Group for held in self._held.values()):
+            return {fqn: h for fqn, h in self._held.items() if not isinstance(h, Group)}
+        return cast("Mapping[str, StoredTensor]", self._held)
 
     def renamed(self, names: dict[str, str]) -> Groups:
         """The same under `names[key]`."""

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor
+
+
+class ListIndex(int):
+    """A path segment that counts in a list: equal to the integer, told from an integer dict key."""
+
+    __slots__ = ()
+
+
+def counts(segment: object) -> bool:
+    """Is it a key of a dict that is no text: an integer, or a bool?"""
+    return isinstance(segment, int) and type(segment) is not ListIndex
 
 
 def join(path: Path) -> str:
@@ -16,7 +27,7 @@ def join(path: Path) -> str:
 
 
 def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
-    """Leaves by path -> nested dicts; runs of integer keys 0..n-1 become lists."""
+    """Leaves by path -> nested dicts, and lists where segments are `ListIndex` 0..n-1."""
     tree: dict[Any, Any] = {}
     for path, value in values.items():
         node = tree
@@ -30,7 +41,8 @@ def _listed(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     value = {key: _listed(item) for key, item in value.items()}
-    if value and list(value) == list(range(len(value))):
+    counted = bool(value) and all(type(key) is ListIndex for key in value)
+    if counted and list(value) == list(range(len(value))):
         return list(value.values())
     return value
 
@@ -65,3 +77,46 @@ def class_of(leaf: Leaf) -> str:
     """A name for what it is, of the first foreign object in it."""
     found = next(opaques(leaf), None)
     return found.class_name if found else type(leaf).__name__
+
+
+# ------------------------------------------------------------------ compared
+
+
+def differing(mine: Mapping[Path, Any], source: Mapping[Path, Any]) -> list[str]:
+    """What values without tensors have become in an output: every one of the source must be there,
+    and be equal. Tuples and lists are alike, and so are keys 1 and "1": JSON and DCP know one."""
+    ours, theirs = dict(_atoms(mine)), dict(_atoms(source))
+    problems = []
+    for path, value in theirs.items():
+        name = ".".join(text for _, text in path)
+        if path not in ours:
+            problems.append(f"{name}: is no tensor, and is not in the output")
+        elif not _alike(ours[path], value):
+            problems.append(f"{name}: {ours[path]!r:.60}, the source has {value!r:.60}")
+    return problems
+
+
+_Atom: TypeAlias = tuple[tuple[tuple[bool, str], ...], Any]
+"""Where it is, each segment with whether it counts in a list; and the value."""
+
+
+def _atoms(values: Mapping[Path, Any]) -> Iterator[_Atom]:
+    for path, value in values.items():
+        yield from _atoms_below(tuple((type(s) is ListIndex, str(s)) for s in path), value)
+
+
+def _atoms_below(path: tuple[tuple[bool, str], ...], value: Any) -> Iterator[_Atom]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _atoms_below((*path, (False, str(key))), item)
+    elif isinstance(value, list | tuple) and value:
+        for index, item in enumerate(value):
+            yield from _atoms_below((*path, (True, str(index))), item)
+    else:
+        yield path, value
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, Mapping | list | tuple):  # empty ones: what is in others is compared itself
+        return isinstance(b, Mapping) == isinstance(a, Mapping) and len(a) == len(b) == 0
+    return (type(a) is type(b) and bool(a == b)) or (a != a and b != b)

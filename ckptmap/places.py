@@ -40,23 +40,76 @@ SIDE_FILES = re.compile(
 """torch.save files that training frameworks leave beside checkpoints, and that are none."""
 
 
+ZERO_PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")
+"""Under ZeRO-3 the weights in such files are empty placeholders, which would convert well."""
+DCP_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+SHARD = re.compile(r".+-\d{5}-of-(\d{5})\.(safetensors|bin)")
+
+
 def find(place: Place, is_checkpoint: Callable[[Place], bool]) -> tuple[Place, tuple[str, ...]]:
     """The place itself, or the one checkpoint inside it with a note that says which.
 
     Raises SourceError: CKM111 with the candidates where there are several, else what is there.
     """
+    _refuse_part(place)
     if is_checkpoint(place):
-        return place, ()
+        return place, _one_of_many(place)
     if place.is_dir and _mark(place) is None:
         inside = _candidates(place, is_checkpoint)
         if len(inside) == 1:
-            return look(Path(place.path) / inside[0]), (f"opened {inside[0]}, the only one there",)
+            only = look(Path(place.path) / inside[0])
+            _refuse_part(only)
+            return only, (f"opened {inside[0]}, the only one there", *_one_of_many(only))
     raise refuse_place(place, is_checkpoint)
+
+
+def _refuse_part(place: Place) -> None:
+    """Raises SourceError CKM111 for what alone is no checkpoint, though its bytes look like one."""
+    path = Path(place.path)
+    names = place.names if place.is_dir else (path.name,)
+    if any(map(ZERO_PART.fullmatch, names)):
+        raise SourceError(
+            "CKM111",
+            f"{path}: is {'' if place.is_dir else 'a part of '}a DeepSpeed checkpoint, cut in pieces"
+            " that do not say what they are of",
+            "run its zero_to_fp32.py first: it lies in the directory above",
+        )
+    if not place.is_dir and DCP_PART.fullmatch(path.name):
+        raise SourceError(
+            "CKM111",
+            f"{path}: is one file of a DCP directory",
+            f"name the directory: {path.parent}",
+        )
+
+
+def _one_of_many(place: Place) -> tuple[str, ...]:
+    """A note on a file that by its name is one of several."""
+    match = SHARD.fullmatch(Path(place.path).name)
+    if place.is_dir or match is None or int(match[1]) < 2:
+        return ()
+    parent = Path(place.path).parent
+    return (f"this is one of {int(match[1])} files of a model; for all of it name {parent}",)
 
 
 def refuse_place(place: Place, is_checkpoint: Callable[[Place], bool]) -> SourceError:
     """What to say of a path that no container claims."""
     return _of_directory(place, is_checkpoint) if place.is_dir else _of_file(place)
+
+
+_ORIGINAL = "convert from the original safetensors instead"
+_UNPACK = "unpack it first"
+FOREIGN: tuple[tuple[bytes, str, str], ...] = (
+    (b"GGUF", "a GGUF file of llama.cpp", _ORIGINAL),
+    (b"ggjt", "a GGML file of llama.cpp", _ORIGINAL),
+    (b"tjgg", "a GGML file of llama.cpp", _ORIGINAL),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it", "convert a PyTorch checkpoint"),
+    (b"\x93NUMPY", "a numpy array", "save a state dict with safetensors or torch.save"),
+    (b"\x1f\x8b", "packed with gzip", _UNPACK),
+    (b"\x28\xb5\x2f\xfd", "packed with zstd", _UNPACK),
+    (b"\xfd7zXZ", "packed with xz", _UNPACK),
+    (b"BZh", "packed with bzip2", _UNPACK),
+)
+"""First bytes of a file -> what it is, and what to do."""
 
 
 def _of_file(place: Place) -> SourceError:
@@ -70,6 +123,12 @@ def _of_file(place: Place) -> SourceError:
             f"{path}: is a Git LFS pointer ({nbytes} bytes), not weights",
             "fetch the file itself: git lfs pull",
         )
+    if head.lstrip()[:1] == b"{" and path.endswith(".json"):
+        return SourceError(
+            "CKM103",
+            f"{path}: is a JSON file, which may describe weights and holds none",
+            f"name the directory that it lies in: {Path(path).parent}",
+        )
     if head.lstrip()[:1] in (b"<", b"{", b"["):
         return SourceError(
             "CKM103",
@@ -82,12 +141,9 @@ def _of_file(place: Place) -> SourceError:
             f"{path}: is in the torch.save format of before torch 1.6",
             "load it once and torch.save it with a current torch",
         )
-    if head.startswith((b"GGUF", b"ggjt", b"tjgg")):
-        return SourceError(
-            "CKM101",
-            f"{path}: is a GGUF file of llama.cpp, which ckptmap does not read",
-            "convert from the original safetensors instead",
-        )
+    for magic, what, hint in FOREIGN:
+        if head.startswith(magic):
+            return SourceError("CKM101", f"{path}: is {what}, which ckptmap does not read", hint)
     if nbytes < 16:
         return SourceError(
             "CKM104", f"{path}: is {nbytes} bytes long, no checkpoint is", "copy it again"
@@ -103,10 +159,10 @@ MARKS: tuple[tuple[str, str, str], ...] = (
     (r"\.metadata\.tmp", "an unfinished DCP save (only .metadata.tmp)", "use an earlier checkpoint"),
     (r"__\d+\.metadata", "a DCP save with metadata a rank (use_collectives=False)", "save it with use_collectives=True"),
     (r"zero_to_fp32\.py|latest_universal|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "run its zero_to_fp32.py first"),
-    (r"adapter_config\.json", "a peft adapter without its base weights", "merge it into its base model first"),
+    (r"adapter_config\.json", "a peft adapter without its base weights", "ckptmap merge BASE ADAPTER DST"),
     (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too: rank 0 writes it"),
     (r".*\.(gguf|ggml)", "GGUF weights", "convert them from the original safetensors"),
-    (r".*\.(h5|msgpack|ckpt\.index|onnx)", "weights of another framework", "convert a PyTorch checkpoint"),
+    (r".*\.(h5|keras|msgpack|ckpt\.index|onnx|tflite)|saved_model\.pb|manifest\.ocdbt|_CHECKPOINT_METADATA", "a directory of weights of another framework", "convert a PyTorch checkpoint"),
 )  # fmt: skip
 """Entry name (whole, as a regex) -> what such a directory is, and what to do."""
 

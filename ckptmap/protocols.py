@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ckptmap.siblings import Sibling
+
 # ------------------------------------------------------------------------------- reading
 
 
@@ -398,8 +400,8 @@ class Carrier(Protocol):
         beside: str | None,
         dtypes: Collection[str],
         quantized: Declared,
-    ) -> tuple[dict[str, bytes], list[str]]:
-        """Content by name, and notes; `dtypes` are those of the matrices that are written, and
+    ) -> tuple[dict[str, Sibling], list[str]]:
+        """Files by name, and notes; `dtypes` are those of the matrices that are written, and
         `quantized` gives their `quantization_config` for the one that the source had, and for
         the modules whose weight is tied to another."""
 

@@ -21,6 +21,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -167,6 +168,14 @@ class Workspace:
 # --------------------------------------------------------------------------------- checks
 
 
+def named_place(dst: str | os.PathLike[str]) -> Path:
+    """Raises DestinationError CKM304 for an empty path, which pathlib takes for the working
+    directory."""
+    if not os.fspath(dst):
+        raise DestinationError("CKM304", "the destination is an empty path", "name a new path")
+    return Path(dst)
+
+
 def check_destination(dst: Path, one_file: bool, overwrite: bool) -> None:
     """Raise DestinationError where `dst` must not be written: CKM301 it exists (an empty
     directory may be used, like may replace like with `overwrite`), CKM304 it is a link, a device
@@ -214,20 +223,33 @@ def check_overlap(sources: Sequence[str | Path], dst: Path) -> None:
     """Raise DestinationError CKM302 where a source is the destination, inside it or around it,
     by resolved path or by inode (hard links, bind mounts)."""
     real = Path(os.path.realpath(dst))
-    above_dst = _identities(real)
+    identities = _identities(real)
+    mine, above = {identities[0]} - {None}, {*identities} - {None}
+    around = cache(_around)  # nearly all sources share one directory
     for source in sources:
-        place = Path(os.path.realpath(source))
-        if place == real or _identity(place) in (set(above_dst[:1]) - {None}):
+        folder, name = os.path.split(source)
+        if name in ("", ".", "..") or os.path.islink(source):
+            folder, name = os.path.split(os.path.realpath(source))
+        places, seen = around(folder)
+        place = places[0] / name
+        identity = _identity(place)
+        if place == real or identity in mine:
             relation = "is the source"
-        elif place in real.parents or _identity(place) in (set(above_dst) - {None}):
+        elif place in real.parents or identity in above:
             relation = "is inside the source"
-        elif real in place.parents or above_dst[0] in (set(_identities(place)) - {None}):
+        elif real in places or seen & mine:
             relation = "contains the source"
         else:
             continue
         raise DestinationError(
             "CKM302", f"{dst}: {relation} {source}", "write to a path apart from the source"
         )
+
+
+def _around(folder: str) -> tuple[Sequence[Path], set[tuple[int, int] | None]]:
+    """A directory and all above it, resolved, and their devices and inodes."""
+    real = Path(os.path.realpath(folder))
+    return (real, *real.parents), {*_identities(real)}
 
 
 def _identities(path: Path) -> list[tuple[int, int] | None]:

@@ -19,10 +19,13 @@ from ckptmap.optim.state import KeyForm
 from ckptmap.protocols import Container, Directory, Layout, Place, Scheme, Setup, Writer
 
 CONTAINERS = (  # asked in this order: a directory's own marks before what its files look like
+    "ckptmap.containers.dcp_megatron:DcpMegatron",
     "ckptmap.containers.dcp:Dcp",
     "ckptmap.containers.hf:HfDirectory",
     "ckptmap.containers.hf_bin:HfBin",
     "ckptmap.containers.dcp_hf:DcpHf",
+    "ckptmap.containers.consolidated:Consolidated",
+    "ckptmap.containers.megatron:Megatron",
     "ckptmap.containers.rank_files:RankFiles",
     "ckptmap.containers.safetensors:SafetensorsFile",
     "ckptmap.containers.torch_zip:TorchZip",

@@ -57,7 +57,8 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
     rest: dict[Path, Leaf] = {}
     depth = len(model_root)
     for path, leaf in leaves.items():
-        if optimizer_root is not None and _under(path, optimizer_root):
+        # An "optimizer": None, at the root itself, is no state.
+        if optimizer_root is not None and _under(path, optimizer_root) and path != optimizer_root:
             optimizer[path[len(optimizer_root) :]] = leaf
         elif path[:depth] == model_root and is_tensor(leaf) and (has_root or len(path) == 1):
             # Beside bare FQNs, a tensor in a dict of its own ({"w": ..., "rng": {"cpu": t}}) is none.
@@ -72,7 +73,10 @@ def _require_dict(leaves: Mapping[Path, Leaf], where: str) -> None:
     if () not in leaves:
         return
     leaf = leaves[()]
-    if isinstance(leaf, Opaque) and leaf.info is None:
+    if isinstance(leaf, dict):
+        odd = next((key for key in leaf if not isinstance(key, str | int)), None)
+        what = f"a dict with the key {odd!r:.60}" if leaf else "an empty dict"
+    elif isinstance(leaf, Opaque) and leaf.info is None:
         what = f"one pickled object of class {leaf.class_name}, and classes are never called"
     else:
         what = "one bare tensor" if is_tensor(leaf) else f"one {type(leaf).__name__}"

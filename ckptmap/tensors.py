@@ -356,6 +356,15 @@ class PerRank:
     values: Sequence[Any]
 
 
+@dataclass(frozen=True)
+class Told:
+    """A leaf in place of optimizer state: where the names of its parameters came from (`order`), or
+    why it has none that could be used (`refused`)."""
+
+    order: str = ""
+    refused: str = ""
+
+
 Leaf: TypeAlias = Any
 """StoredTensor, Opaque, Cut, PerRank, or a plain value (int, float, str, list, None, ...)."""
 
@@ -368,7 +377,8 @@ class Index:
     files     every file that belongs to the checkpoint, absolute
     records   ckptmap's own encoding records, by the FQN of the logical tensor
     world     how many ranks wrote it, where the container tells; else 1
-    manifest  the manifest that lies inside the container itself, for one-file formats
+    manifest  gives the manifest that lies inside the container itself, for one-file formats: as
+              large as the header, and few ask for it
     notes     what a reader should be told: stale files left aside, repaired metadata
     beside    the directory whose files count as lying beside the weights; None: their own
     units     path of a dict of weights -> the modules in it that FSDP1 wraps, as stored
@@ -380,6 +390,6 @@ class Index:
     records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     world: int = 1
     notes: tuple[str, ...] = ()
-    manifest: bytes | None = None
+    manifest: Callable[[], bytes] | None = None
     beside: str | None = None
     units: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)

@@ -19,12 +19,15 @@ from ckptmap.errors import AnswerNo, CkptmapError, SourceError
 from ckptmap.files import Files, whole
 from ckptmap.gather import row_major_boxes
 from ckptmap.lazy import LazyTensor
-from ckptmap.leaves import join
+from ckptmap.leaves import differing, join
+from ckptmap.optim.state import GROUPS, NAMES, PARAMS
 from ckptmap.overlay import overlaid
 from ckptmap.protocols import Write
 from ckptmap.recoding import grid_of, kept_at, recoded
-from ckptmap.tensors import Box, Extent, Region, StoredTensor
-from ckptmap.translation import named_alike
+from ckptmap.structure import check_structure, chunks_of, nbytes_of
+from ckptmap.tensors import Box
+from ckptmap.tensors import Path as LeafPath
+from ckptmap.translation import named_alike, tied_away
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +101,7 @@ def verify(
     with ckpt:
         document = read_manifest(ckpt)
         problems = check_structure(ckpt, document)
-        digests = all(chunk[5] for _, chunk in _chunks(document))
+        digests = all(chunk[5] for _, chunk in chunks_of(document))
         if not problems:
             problems = list(_digest_problems(ckpt, document, threads, digests))
         checks = ["structure", "digests" if digests else NO_DIGESTS]
@@ -112,16 +115,16 @@ def verify(
                 source = overlaid(source, adapter, document["setup"], leave=left)
             with one_torch_thread(source.merged is not None):  # as it was merged, to the bit
                 values, errors = _against(ckpt, source, document)
-            problems += values
+            problems += [*values, *_plain_problems(ckpt, source, document["dropped"])]
             checks.append(f"values against {source.shown}")
-        nbytes = sum(chunk[2] for _, chunk in _chunks(document))
+        nbytes = sum(chunk[2] for _, chunk in chunks_of(document))
         return VerifyReport(
             ckpt.shown, len(document["tensors"]), nbytes, tuple(checks), tuple(problems), errors
         )
 
 
 def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
-    data = ckpt.index.manifest
+    data = None if ckpt.index.manifest is None else ckpt.index.manifest()
     file = Path(ckpt.path) / manifests.NAME
     if data is None and file.is_file():
         data = whole(file).read_bytes()
@@ -134,108 +137,7 @@ def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
     return manifests.parse(data, ckpt.path)
 
 
-# --------------------------------------------------------------------------------- structure
-
-
-def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
-    """Every tensor of the manifest is found where it says, by our own readers, and no other."""
-    base = Path(ckpt.path).absolute() if Path(ckpt.path).is_dir() else None
-    problems = [
-        f"{name}: {size} bytes, expected {entry['nbytes']}"
-        for name, entry in document["files"].items()
-        if base is not None and (size := _nbytes(base / name)) != entry["nbytes"]
-    ]
-    stored = {
-        join(path): leaf
-        for path, leaf in ckpt.index.leaves.items()
-        if isinstance(leaf, StoredTensor)
-    }
-    planned = document["tensors"]
-    for key, entry in planned.items():
-        tensor = stored.get(key)
-        if tensor is None or not _lies_at(tensor, entry["chunks"], base):
-            problems += _place_problems(key, entry, tensor, base)
-    unlisted = [(k, tensor) for k, tensor in stored.items() if k not in planned]
-    if unlisted:
-        shares = {tensor.share for key, tensor in stored.items() if key in planned} - {None}
-        unlisted = [(k, t) for k, t in unlisted if t.share not in shares and t.info.numel]
-    if unlisted:
-        listed = {(_name(c[0], base), c[1], c[2]) for _, c in _chunks(document)}
-        problems += [
-            f"{key}: is not in the manifest"
-            for key, tensor in unlisted
-            if not all(_is_listed(chunk.region, listed, base) for chunk in tensor.chunks)
-        ]
-    return problems
-
-
-def _lies_at(tensor: StoredTensor, chunks: Sequence[Sequence[Any]], base: Path | None) -> bool:
-    """Is it the one chunk that the manifest says? A quick look at what nearly every tensor is:
-    False leaves it to `_place_problems` to find out, and to say, what is wrong."""
-    try:
-        place = tensor.place
-    except CkptmapError:
-        return False
-    if type(place) is not Extent or len(chunks) != 1 or tensor.replicas:
-        return False
-    name, offset, nbytes, offsets, sizes, _ = chunks[0]
-    return (
-        place.offset == offset
-        and tensor.info.nbytes == nbytes
-        and tensor.info.shape == tuple(sizes)
-        and not any(offsets)
-        and (base is None or place.file == f"{base}/{name}")
-    )
-
-
-def _is_listed(region: Region, listed: Container[tuple[str, int, int]], base: Path | None) -> bool:
-    """Are they the bytes of another one: of the one step count that a flat parameter has, say?"""
-    return (_name(region.file, base), region.offset, region.nbytes) in listed
-
-
-def _nbytes(file: Path) -> int:
-    return file.stat().st_size if file.is_file() else -1
-
-
-def _place_problems(
-    key: str, entry: Mapping[str, Any], tensor: StoredTensor | None, base: Path | None
-) -> Iterator[str]:
-    if tensor is None:
-        yield f"{key}: is missing"
-        return
-    try:
-        found = {
-            (_name(chunk.region.file, base), chunk.region.offset, chunk.box.offsets, chunk.box.sizes):
-            chunk.region
-            for chunk in (*tensor.chunks, *tensor.replicas)
-        }  # fmt: skip
-    except CkptmapError as error:
-        yield str(error)
-        return
-    for name, offset, nbytes, offsets, sizes, _ in entry["chunks"]:
-        region = found.get((_name(name, base), offset, tuple(offsets), tuple(sizes)))
-        if nbytes == 0:
-            continue
-        if region is None or region.nbytes != nbytes or not region.is_contiguous:
-            yield f"{key}: no chunk {offsets}+{sizes} at byte {offset} of {name}"
-        elif base is not None and region.file != f"{base}/{name}" != str(Path(region.file)):
-            yield f"{key}: lies in {region.file}, expected {name}"
-    if len(found) != len(entry["chunks"]) and tensor.info.numel:
-        yield f"{key}: {len(found)} chunks, expected {len(entry['chunks'])}"
-
-
-def _name(file: str, base: Path | None) -> str:
-    """A file of a directory by its name; a checkpoint of one file may have any."""
-    return "" if base is None else os.path.basename(file)
-
-
 # --------------------------------------------------------------------------------- digests
-
-
-def _chunks(document: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    for key, entry in document["tensors"].items():
-        for chunk in entry["chunks"]:
-            yield key, chunk
 
 
 def _digest_problems(
@@ -243,7 +145,7 @@ def _digest_problems(
 ) -> Iterator[str]:
     base = Path(ckpt.path)
 
-    def check(item: tuple[str, list[Any]]) -> str | None:
+    def check(item: tuple[str, Sequence[Any]]) -> str | None:
         key, (name, offset, nbytes, _, _, expected) = item
         file = str(base / name) if base.is_dir() else ckpt.path
         found = _digest(ckpt.files, file, offset, nbytes)
@@ -251,13 +153,13 @@ def _digest_problems(
             return None
         return f"{key}: xxh3 {found} at byte {offset} of {name}, expected {expected}"
 
-    chunks = _chunks(document) if digests else ()
+    chunks = chunks_of(document) if digests else ()
     ordered = sorted(chunks, key=lambda item: (item[1][0], item[1][1]))
     with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
         yield from (problem for problem in pool.map(check, ordered, chunksize=64) if problem)
     for name, entry in document["carried"].items():
         file = base / name
-        if _nbytes(file) != entry["nbytes"] or _digest(ckpt.files, str(file), 0, entry["nbytes"]) != entry["xxh3"]:  # fmt: skip
+        if nbytes_of(file) != entry["nbytes"] or _digest(ckpt.files, str(file), 0, entry["nbytes"]) != entry["xxh3"]:  # fmt: skip
             yield f"{name}: is not the file that was carried over"
     for name, entry in document["files"].items():
         if "sha256" in entry and sha256_of(base / name) != entry["sha256"]:
@@ -297,21 +199,39 @@ def _against(
     for name, entry in document["logical"].items():
         role, _, fqn = name.rpartition(":") if ":" in name else ("model", "", name)
         mine, theirs = ckpt.find(role, fqn), source.find(role, fqn)
-        if mine is not None and theirs is not None and mine.info.shape != theirs.info.shape:
-            problems += _stored_otherwise(name, theirs, mine)
-            continue
         if mine is None or theirs is None:
             problems.append(f"{name}: is not in {ckpt.path if mine is None else source.path}")
-            continue
-        try:
-            wrong = CHECKS[entry["fidelity"]](theirs, mine, errors)
-        except CkptmapError as error:
-            wrong = str(error)
-        if wrong:
-            problems.append(f"{name}: {wrong}")
+        elif mine.info.shape != theirs.info.shape:
+            problems += _stored_otherwise(name, theirs, mine)
+        else:
+            try:
+                wrong = CHECKS[entry["fidelity"]](theirs, mine, errors)
+            except CkptmapError as error:
+                wrong = str(error)
+            problems += [f"{name}: {wrong}"] if wrong else []
     known = {*document["logical"], *document["dropped"], *document["tied"]}
+    known |= tied_away(source, document.get("names"), known)
     problems += [f"{fqn}: is in {source.path} only" for fqn in source if fqn not in known]
     return problems, errors
+
+
+def _plain_problems(ckpt: Checkpoint, source: Checkpoint, dropped: Container[str]) -> Iterator[str]:
+    """What is no tensor: what lies beside the weights, and the settings of the optimizer."""
+    kept = {path: value for path, value in source.plain.items() if join(path) not in dropped}
+    yield from differing(ckpt.plain, kept)
+    home = {fqn: group for group in ckpt.optimizer_groups for fqn in group[PARAMS]}
+    for group in source.optimizer_groups if home else ():
+        mine = {id(home[fqn]): home[fqn] for fqn in group[PARAMS] if fqn in home}
+        for found in mine.values():
+            yield from differing(_settings(found), _settings(group))
+
+
+def _settings(group: Mapping[str, Any]) -> dict[LeafPath, Any]:
+    return {
+        (GROUPS, name): value
+        for name, value in group.items()
+        if name not in (PARAMS, NAMES) and not isinstance(value, LazyTensor | Mapping)
+    }
 
 
 def _stored_otherwise(name: str, source: LazyTensor, mine: LazyTensor) -> Iterator[str]:

@@ -5,12 +5,14 @@ Each case starts from a real checkpoint and damages it, through the command line
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
 import re
 import shutil
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -418,6 +420,50 @@ def chunks_larger_than_stored(folder: Path) -> Path:
     return rechunked(folder, [(0, 9)])
 
 
+@bad("is numpy's .npz, not a torch.save file")
+def numpy_archive(folder: Path) -> Path:
+    import numpy as np
+
+    np.savez(folder / "x.npz", a=np.ones(3))
+    return folder / "x.npz"
+
+
+@bad("is a TorchScript archive")
+def torchscript(folder: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated, and there are many
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), folder / "x.pt")
+    return folder / "x.pt"
+
+
+@bad("is an HDF5 file")
+def hdf5(folder: Path) -> Path:
+    (folder / "x.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64))
+    return folder / "x.h5"
+
+
+@bad("is packed with gzip")
+def gzipped(folder: Path) -> Path:
+    with gzip.open(folder / "x.pt.gz", "wb") as file:
+        file.write(saved(folder).read_bytes())
+    return folder / "x.pt.gz"
+
+
+@bad("an empty dict")
+def nothing_saved(folder: Path) -> Path:
+    return saved(folder, {})
+
+
+@bad(r"a dict with the key \('a', 1\)")
+def keys_that_are_no_names(folder: Path) -> Path:
+    return saved(folder, {("a", 1): torch.ones(2), "b": torch.ones(2)})
+
+
+@bad("key '' is no name of a tensor")
+def empty_key(folder: Path) -> Path:
+    return saved(folder, {**WEIGHTS, "": torch.ones(2)})
+
+
 # ------------------------------------------------------------------------------ directories
 
 
@@ -439,6 +485,38 @@ def deepspeed(folder: Path) -> Path:
     (folder / "zero_to_fp32.py").touch()
     (folder / "latest").write_text("global_step1")
     return folder
+
+
+@bad("a DeepSpeed checkpoint, cut in pieces")
+def deepspeed_step(folder: Path) -> Path:
+    """Pointed at below the mark: the names of rank files, and an "optimizer" that is nothing."""
+    saved(folder, {"module": WEIGHTS, "optimizer": None}, name="mp_rank_00_model_states.pt")
+    saved(
+        folder, {"optimizer_state_dict": {}}, name="bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    )
+    return folder
+
+
+@bad("a part of a DeepSpeed checkpoint")
+def deepspeed_zero3_file(folder: Path) -> Path:
+    """Its weights are placeholders: converted, they would be a model of nothing."""
+    empty = {name: torch.empty(0) for name in WEIGHTS}
+    return saved(folder, {"module": empty}, name="zero_pp_rank_0_mp_rank_00_model_states.pt")
+
+
+@bad("is one file of a DCP directory")
+def one_distcp_file(folder: Path) -> Path:
+    return distributed(folder) / "__0_0.distcp"
+
+
+@bad("is one file of a DCP directory")
+def metadata_file(folder: Path) -> Path:
+    return distributed(folder) / ".metadata"
+
+
+@bad("is a JSON file")
+def index_file(folder: Path) -> Path:
+    return sharded(folder) / "model.safetensors.index.json"
 
 
 @bad("a directory without a checkpoint; it holds notes.txt")
@@ -547,3 +625,27 @@ def test_destination_that_exists_or_is_special(tmp_path: Path, capsys: Any) -> N
     assert (tmp_path / "there" / "x").exists()
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "fifo").is_fifo()
+
+
+def test_an_empty_path_is_not_the_working_directory(tmp_path: Path, capsys: Any) -> None:
+    """What an unset variable of a shell leaves."""
+    source = saved(tmp_path)
+    for args in (["inspect", ""], ["convert", "", "dst"], ["convert", str(source), ""]):
+        more = ["--to", "hf"] if args[0] == "convert" else []
+        assert main([*args, *more]) == 2
+        assert re.search("path of a checkpoint is empty|an empty path", capsys.readouterr().err)
+
+
+def test_one_shard_alone_says_that_it_is_one_of_several(tmp_path: Path, capsys: Any) -> None:
+    shard = sharded(tmp_path) / "model-00001-of-00002.safetensors"
+    assert main(["plan", str(shard), "--to", "full"]) == 0
+    assert f"note: this is one of 2 files of a model; for all of it name {tmp_path}" in (
+        capsys.readouterr().out
+    )
+
+
+def test_weights_without_elements_are_remarked(tmp_path: Path, capsys: Any) -> None:
+    """Saved under ZeRO-3 without gathering, and renamed since."""
+    file = saved(tmp_path, {name: torch.empty(0) for name in ("a", "b")} | {"c": torch.ones(2)})
+    assert main(["plan", str(file), "--to", "full"]) == 0
+    assert "note: 2 of 3 weights have no elements" in capsys.readouterr().out

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from ckptmap_cli.main import COMMANDS, main
+from ckptmap_cli.app import COMMANDS
+from ckptmap_cli.main import main
 from safetensors.torch import load_file, save_file
 
 from ckptmap.codes import CODES
@@ -148,6 +149,27 @@ def test_inspect_says_how_optimizer_state_is_keyed(run: Any, tmp_path: Path, nes
     assert ("exp_avg_sq" in run("inspect", tmp_path / "run.pt", "--keys", "*exp*").out) is nested
 
 
+def test_inspect_of_an_optimizer_without_state(run: Any, tmp_path: Path) -> None:
+    """SGD without momentum, in two groups as Trainer makes them."""
+    model = torch.nn.Linear(4, 2)
+    groups = [{"params": [model.bias]}, {"params": [model.weight]}]
+    state = torch.optim.SGD(groups, lr=0.1).state_dict()
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "c.pt")
+    done = run("inspect", tmp_path / "c.pt")
+    assert done.code == 0 and "state of 0 parameters, keyed by index" in done.out
+
+
+def test_inspect_outlives_a_malformed_mapping_file(
+    run: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "maps" / "mine").mkdir(parents=True)
+    (tmp_path / "maps" / "mine" / "odd.toml").write_text("[detect")
+    monkeypatch.setenv("CKPTMAP_MAPPINGS", str(tmp_path / "maps"))
+    done = run("inspect", source)
+    assert done.code == 0 and "note       naming schemes were not looked up: " in done.out
+    assert any("odd.toml" in note for note in run("inspect", source, "--json").document["notes"])
+
+
 def test_inspect_keys_limits_the_table_only(run: Any, source: Path) -> None:
     done = run("inspect", source, "--keys", "*.1.*")
     assert "model.layers.1.mlp" in done.out and "layers.{0..2}" not in done.out
@@ -184,6 +206,15 @@ def test_relative_paths(
     done = run("verify", "out", "--against", source.name)
     assert done.code == 0, done.out
     assert run("diff", "out", source.name, "--values").code == 0
+
+
+def test_paths_that_are_no_text(run: Any, source: Path, tmp_path: Path) -> None:
+    """Linux names files by bytes; these are no UTF-8."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    moved, out = source.rename(folder / source.name), folder / os.fsdecode(b"\xff")
+    assert run("convert", moved, out, "--to", "fsdp2").code == 0
+    assert run("verify", out, "--against", moved, "--json").document["ok"]
 
 
 def test_quiet_prints_the_destination_alone(run: Any, source: Path, tmp_path: Path) -> None:
@@ -276,6 +307,43 @@ def test_usage_errors(run: Any, source: Path, tmp_path: Path, args: list[str], s
     assert said in " ".join(done.err.split())
     document = run("convert", source, tmp_path / "out", *args, "--json").document
     assert document["error"]["code"] == "usage"
+
+
+def test_a_parent_key_drops_what_lies_below_it(run: Any, tmp_path: Path) -> None:
+    """As Lightning nests them: one foreign object among the hyper-parameters, tensors in lists."""
+    deep = {"loop": {name: {"step": 1} for name in "abcdef"}, "seen": [torch.ones(2)]}
+    hyper = {"args": argparse.Namespace(), "h": 8}
+    torch.save({"state_dict": weights(), "hp": hyper, **deep}, tmp_path / "src.pt")
+    drops = [word for name in ("hp", "loop", "seen", "misspelt") for word in ("--drop", name)]
+    done = run("convert", tmp_path / "src.pt", tmp_path / "out.pt", "--to", "full", *drops)
+    assert done.code == 0, done.err
+    assert "dropped: loop.a.step and 5 more of loop: --drop loop\n" in done.out
+    assert "note: --drop 'misspelt': nothing is named so" in done.out
+    assert list(torch.load(tmp_path / "out.pt", weights_only=True)) == list(weights())
+
+
+@pytest.mark.parametrize("option", ["include", "exclude", "encode", "no-encode"])
+def test_a_pattern_of_nothing_is_remarked(run: Any, source: Path, option: str) -> None:
+    more = ["--include", "*"] if option == "include" else []
+    done = run("plan", source, "--to", "full-nf4", f"--{option}", "modl.*", *more)
+    assert done.code == 0 and f"note: --{option} 'modl.*': nothing is named so" in done.out
+    named = run("plan", source, "--to", "full-nf4", f"--{option}", "*.2.mlp.up_proj.weight")
+    assert named.code == 0 and "nothing is named so" not in named.out
+
+
+def test_one_of_several_models_is_verified_and_compared(run: Any, tmp_path: Path) -> None:
+    """What opens only by an option of convert is opened by verify, diff and inspect likewise."""
+    both, out = tmp_path / "gan.pt", tmp_path / "g"
+    torch.save({"G": weights(), "D": weights(2.0)}, both)
+    named = ("--source-root", "G")
+    assert run("convert", both, out, "--to", "hf", *named).code == 0
+    assert run("verify", out, "--against", both).code == 2
+    assert run("verify", out, "--against", both, *named).code == 0
+    assert run("verify", out, "--against", both, "--source-root", "D").code == 1
+    assert run("diff", both, out, "--values", *named).code == 0
+    assert run("inspect", both, *named, "--json").document["tensors"]
+    useless = run("verify", out, *named)
+    assert useless.code == 2 and "--against" in useless.err
 
 
 def test_an_unknown_setup_names_a_near_one(run: Any, source: Path, tmp_path: Path) -> None:

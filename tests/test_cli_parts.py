@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import typer
-from ckptmap_cli.main import COMMANDS, build
+from ckptmap_cli.app import COMMANDS, build
 from ckptmap_cli.options import parse_nbytes
 from ckptmap_cli.output import dumps, printable
 from ckptmap_cli.progress import Progress
 
 from ckptmap.codes import CODES
+from ckptmap.collapse import Row, fold
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,6 +61,15 @@ def test_json_holds_what_json_has_no_word_for() -> None:
     assert json.loads(text)["odd"] == {
         "('a', 1)": "nan", "b": "<3 bytes>", "c": [1, [2]], "d": "Namespace(x=1)"
     }  # fmt: skip
+
+
+def test_names_alike_but_for_numbers_are_one_line() -> None:
+    names = ["a.0.w", "a.10.w", "a.x1.w", "a.2.w", "b.1.2", "b.1.5", "c\n.3", "#.1", "\0.1"]
+    folded = fold([Row(name, "model", (2,), ("int8",), "", 4) for name in names])
+    assert [(group.pattern, group.count, group.nbytes) for group in folded] == [
+        ("a.{0..10, 3 of them}.w", 3, 12), ("a.x1.w", 1, 4), ("b.1.{2..5, 2 of them}", 2, 8),
+        ("c\n.3", 1, 4), ("#.1", 1, 4), ("\0.1", 1, 4),
+    ]  # fmt: skip
 
 
 def test_names_cannot_speak_to_the_terminal() -> None:

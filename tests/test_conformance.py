@@ -30,6 +30,14 @@ from ckptmap.testing.images import image
 from ckptmap.testing.parts import stored
 from ckptmap.testing.samples import bits
 from tests.corpus.ranks import run_ranks
+from tests.mapping_state import state_of
+from tests.parallel_writers import (
+    LLAMA_PARAMS,
+    Grid,
+    write_megatron,
+    write_meta,
+    write_torch_dist,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -81,13 +89,33 @@ def save_bins(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
     return folder / "bins"
 
 
-ONLY_READ = {"safetensors": save_safetensors, "hf-bin": save_bins}
+def save_consolidated(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
+    return write_meta(folder / "meta", tensors, 2, LLAMA_PARAMS)
+
+
+def save_megatron(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
+    return write_megatron(folder / "megatron", tensors, Grid(2, (1, 1)))
+
+
+def save_torch_dist(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
+    return write_torch_dist(folder / "dist", tensors)
+
+
+ONLY_READ = {
+    "safetensors": save_safetensors,
+    "hf-bin": save_bins,
+    "consolidated": save_consolidated,
+    "megatron": save_megatron,
+    "torch_dist": save_torch_dist,
+}
 """Formats that are not written here -> who writes them."""
+KNOWN = {"consolidated": "meta", "megatron": "megatron", "torch_dist": "megatron"}
+"""Formats that hold tensors of known names only -> the naming scheme of these."""
 
 
 @pytest.mark.parametrize(("name", "check"), cases(ONLY_READ, ReaderKit.CHECKS))
 def test_reader(name: str, check: str, tmp_path: Path) -> None:
-    tensors = plain_tensors()
+    tensors = state_of("llama", KNOWN[name]) if name in KNOWN else plain_tensors()
     path = ONLY_READ[name](tensors, tmp_path)
     getattr(ReaderKit(READERS[name], path, tensors, tmp_path / "kit"), check)()
 

@@ -145,3 +145,79 @@ def test_nf4_decodes_exactly(name: str, corpus: Corpus, tmp_path: Path) -> None:
     found = load_torch(tmp_path / "out")
     for fqn in case.nf4:
         assert_same(found[fqn], case.truth[fqn], fqn)
+
+
+EXTRA: dict[str, Any] = {
+    "id2label": {0: "cat", 1: "dog"},
+    "by_epoch": {"best": {3: {0: 0.5}}},
+    "mixed": {0: "a", "b": [1, {"c": 2}]},
+    "history": [{"loss": 1.5}, {"loss": 0.5, "tags": {1, 2}}],
+    "pairs": {(0, 1): "edge"},
+    "digits": {"0": "a", "1": "b"},
+}
+
+
+@pytest.mark.parametrize("setup", ["full", "fsdp2", "fsdp2-ranks"])
+def test_dicts_and_lists_beside_the_weights_stay_what_they_are(setup: str, tmp_path: Path) -> None:
+    """A dict that counts from 0 is no list, whichever container lies between."""
+    torch.save({"model": {"w": torch.ones(4, 2)}, **EXTRA}, tmp_path / "src.pt")
+    ckptmap.convert(tmp_path / "src.pt", tmp_path / "out", to=setup)
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        assert ckpt.extra == EXTRA
+    ckptmap.convert(tmp_path / "out", tmp_path / "back.pt", to="full")
+    assert torch.load(tmp_path / "back.pt", weights_only=True)["extra"] == EXTRA
+
+
+def test_lists_that_hold_tensors_and_others_come_out_of_dcp(tmp_path: Path) -> None:
+    """torch cuts a list that holds a tensor into one item an element."""
+    mixed = [1, {"name": "x", "t": torch.ones(2)}, torch.arange(3)]
+    state = {
+        "model": {"w": torch.ones(4, 2)},
+        "app": {"mixed": mixed, "shapes": {0: torch.ones(2)}},
+    }
+    torch.save(state, tmp_path / "src.pt")
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    ckptmap.convert(tmp_path / "src.pt", tmp_path / "ours", to="fsdp2")
+    for name, source in (("torchs", "dcp"), ("ours.pt", "ours")):
+        ckptmap.convert(tmp_path / source, tmp_path / name, to="full")
+        app = torch.load(tmp_path / name, weights_only=True)["extra"]["app"]
+        assert app["mixed"][:1] == [1] and app["mixed"][1]["name"] == "x"
+        assert torch.equal(app["mixed"][1]["t"], torch.ones(2))
+        assert torch.equal(app["mixed"][2], torch.arange(3))
+        assert list(app["shapes"]) == ["0"], "as torch's planner writes an integer key"
+
+
+@pytest.mark.parametrize("setup", ["full", "fsdp2", "fsdp2-ranks"])
+def test_the_hint_for_a_value_that_cannot_be_written_works(setup: str, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(4, 2)}, "window": {"rows": [range(3)]}, "step": 7}
+    torch.save(state, tmp_path / "src.pt")
+    with pytest.raises(ckptmap.CkptmapError, match=r"window.*cannot be written.*--drop 'window'"):
+        ckptmap.convert(tmp_path / "src.pt", tmp_path / "out", to=setup)
+    ckptmap.convert(tmp_path / "src.pt", tmp_path / "out", to=setup, drop=("window",))
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        assert ckpt.extra == {"step": 7}
+
+
+def test_a_dict_that_was_not_flattened_is_read(tmp_path: Path) -> None:
+    """`flatten_state_dict=False`: torch stores a nested dict, tensors and all, as one item."""
+    model = {"w": torch.randn(3, 4), "b": torch.arange(3)}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    state = {"model": model, "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", planner=planner, no_dist=True)
+    with ckptmap.open(tmp_path / "dcp") as ckpt:
+        assert all(torch.equal(ckpt[name].read(), tensor) for name, tensor in model.items())
+        assert list(ckpt) == ["w", "b"] and ckpt.extra == {"step": 3}
+
+
+@pytest.mark.parametrize("setup", ["hf", "full", "ddp", "compiled", "fsdp2"])
+@pytest.mark.parametrize("name", [n for n in ALL if CASES[n].encoding in ("int8", "float8")])
+def test_8_bit_codes_move_as_bytes(name: str, setup: str, corpus: Corpus, tmp_path: Path) -> None:
+    """Whoever pickled or flattened them; decoded again they are what torchao decodes."""
+    case, dst = corpus[name], tmp_path / "out"
+    report = convert(case, dst, setup, **({"world_size": 3} if setup == "fsdp2" else {}))
+    assert set(report.fidelity) == {"bytes"}
+    assert ckptmap.verify(dst, against=case.path).ok
+    with ckptmap.open(dst) as ckpt:
+        assert {fqn for fqn in ckpt if ckpt[fqn].encoding != "dense"} == case.coded
+        for fqn, value in case.truth.items():
+            assert_same(ckpt[fqn].read(), value, fqn)

@@ -41,6 +41,7 @@ OTHER_MODEL = ("fsdp_tp_optimizer_dcp_w4",)
 """Of other shapes than the reference run's, its moments filled instead of trained."""
 TRAINED = [name for name in names(truth=None) if name not in OTHER_MODEL]
 # How the reference run differs from two steps with decay groups: one step, or one group.
+PARTS = ("qdata", "scale")
 UNGROUPED = {"torch_named_optimizer": 1, "fsdp1_dcp_optimizer_flat_w2": 2}
 
 
@@ -195,6 +196,37 @@ def test_nf4_truth_is_near_the_dense_weight(corpus: Corpus, name: str) -> None:
     for key in case.nf4:
         error = (case.truth[key].float() - exact[key].float()).abs()
         assert 0 < error.max() < 0.16 * exact[key].float().abs().max(), key
+
+
+# ------------------------------------------------------------------------------- 8 bits
+
+
+@pytest.mark.parametrize("name", names(encoding=("int8", "float8")))
+def test_8_bit_parts_on_disk_are_torchaos(corpus: Corpus, name: str) -> None:
+    case = corpus[name]
+    stored = _as_torchao_loads(case)
+    assert set(stored) == set(case.stored) and len(case.coded) >= 7
+    for key, wanted in case.stored.items():
+        if key in case.coded:
+            assert type(stored[key]) is type(wanted), key
+            assert all(same_bits(getattr(stored[key], n), getattr(wanted, n)) for n in PARTS), key
+        else:
+            assert same_bits(stored[key], wanted), key
+
+
+def _as_torchao_loads(case: Case) -> dict[str, Any]:
+    if case.spec.container == "dcp":
+        return {key: piece for key, (piece,) in dcp_blobs(case.path).items()}
+    if case.spec.container == "torch":
+        return load_torch(case.path)
+    from safetensors import safe_open
+    from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+    with safe_open(case.path, "pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        state, rest = unflatten_tensor_state_dict(tensors, file.metadata())
+    assert not rest
+    return dict(state)
 
 
 # ------------------------------------------------------------------------------- particulars

@@ -23,6 +23,7 @@ from ckptmap.errors import PlanError, SourceError
 from ckptmap.layouts.shard import Shard0
 from ckptmap.places import look
 from ckptmap.protocols import OutState, OutTensor
+from ckptmap.rows import Rows
 from ckptmap.tensors import Box, Cut, Index, Opaque, StoredTensor, TensorInfo
 from ckptmap.wire.dcp_metadata import Item, Metadata, TensorEntry, read_metadata
 from ckptmap.wire.dcp_metadata_write import emit_metadata
@@ -165,6 +166,7 @@ def test_reads_fsdp2_of_two_ranks(ranks: Callable[[int], FilePath]) -> None:
     for key, tensor in weights.items():
         assert same(read_leaf(index.leaves["model", key]), tensor), key
     assert len(index.leaves["model", "0.weight"].chunks) == 2
+    assert type(index.leaves["model", "0.weight"].place) is Rows
     for fqn, values in state["state"].items():
         for name, value in values.items():
             leaf = index.leaves["optimizer", "state", fqn, name]

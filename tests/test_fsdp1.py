@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ckptmap_cli.main import main
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -186,6 +187,10 @@ def test_plans_take_like_and_outputs_verify(flat: Callable[[str], Case], tmp_pat
     with ckptmap.open(case.path, like=known) as source:
         verified = ckptmap.verify(tmp_path / "out", against=source)
     assert verified.ok, str(verified)
+    known_as = ["--like", str(known)]
+    assert main(["verify", str(tmp_path / "out"), "--against", str(case.path), *known_as]) == 0
+    assert main(["inspect", str(case.path), *known_as]) == 0
+    assert main(["diff", str(case.path), str(known), *known_as]) == 0
 
 
 @pytest.mark.parametrize("name", ["local_named_w2", "local_flat_w2"])

@@ -61,9 +61,24 @@ def test_index_and_shards_that_disagree(saved: tuple[Path, dict[str, torch.Tenso
         ckptmap.open(folder)
     (folder / INDEX).write_text(json.dumps(index))
     (folder / names[0]).unlink()
-    with pytest.raises(SourceError, match=f"lists '{names[0]}', which is not there"):
+    with pytest.raises(SourceError, match=f"'{names[0]}' of its shards is not there"):
         ckptmap.open(folder)
     index["weight_map"][key] = "../" + names[0]
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(SourceError, match="leads out of the directory"):
+        ckptmap.open(folder)
+
+
+def test_a_set_without_its_index(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """Complete by its names, or refused: no shard passes for the model."""
+    folder, state = saved
+    (folder / INDEX).unlink()
+    with ckptmap.open(folder) as ckpt:
+        assert set(ckpt) == set(state)
+    last = sorted(folder.glob("*.bin"))[-1]
+    last.rename(folder / "kept")
+    with pytest.raises(SourceError, match=f"'{last.name}' of its shards is not there"):
+        ckptmap.open(folder)
+    (folder / "kept").rename(folder / "pytorch_model-00001-of-00009.bin")
+    with pytest.raises(SourceError, match="shards of 2 sets and no index"):
         ckptmap.open(folder)

@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {"torch", "torchao", "numpy", "safetensors", "xxhash", "transformers", "huggingface_hub"}
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("version", "errors", "codes", "collapse"),
+    ("version", "errors", "codes", "collapse", "wording"),
     ("tensors", "holding", "files", "locks", "journal", "sink", "calm"),
-    ("heartbeat", "meta_model", "remote", "lattice"),
-    ("ranks", "woven", "leaves", "results"),
-    ("protocols", "coverage", "gather", "publish", "like", "foreign"),
+    ("heartbeat", "meta_model", "remote", "lattice", "siblings"),
+    ("ranks", "woven", "rows", "leaves", "results"),
+    ("protocols", "coverage", "gather", "publish", "like", "foreign", "counting"),
     ("grids", "fourbit", "selection"),
     ("lazy", "wire"),
     ("blocks",),
@@ -30,8 +30,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint", "flat_units", "moves", "sealing"),
     ("plans", "model_order", "translation", "mapping_draft", "base", "lora", "adapters"),
     ("arranging", "drafting", "manifest", "execute", "choosing", "declaring", "overlay"),
+    ("sourcing", "structure"),
     ("planning",),
     ("verification", "difference", "replanning"),
+    ("replacing",),
     ("conversion", "resume"),
     ("hub", "integrations", "merging"),
     ("testing",),

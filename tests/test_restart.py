@@ -135,7 +135,8 @@ def test_finished_run_repeated_is_no_error(source: Path, tmp_path: Path) -> None
     before = os.stat(tmp_path / "out.pt")
     report = ckptmap.convert(source, tmp_path / "out.pt", to="full")
     assert "was complete already" in report.notes
-    assert os.stat(tmp_path / "out.pt") == before
+    after = os.stat(tmp_path / "out.pt")
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     with pytest.raises(ckptmap.CkptmapError, match="exists"):
         ckptmap.convert(source, tmp_path / "out.pt", to="full-bf16")
 
@@ -146,3 +147,31 @@ def test_overwrite_never_replaces_what_is_no_checkpoint(source: Path, tmp_path: 
     with pytest.raises(ckptmap.CkptmapError, match="holds no checkpoint"):
         ckptmap.convert(source, tmp_path / "thesis", to="hf", overwrite=True)
     assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "years of work"
+
+
+def test_overwrite_replaces_what_lies_there_not_what_lies_inside(
+    source: Path, tmp_path: Path
+) -> None:
+    """A directory with one checkpoint in it opens well, and is none: its other content is kept."""
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
+    ckptmap.convert(source, tmp_path / "thesis" / "model", to="hf")
+    for overwrite, says in ((False, "exists"), (True, "with a checkpoint inside: .*model")):
+        with pytest.raises(ckptmap.CkptmapError, match=says):
+            ckptmap.convert(source, tmp_path / "thesis", to="hf", overwrite=overwrite)
+    assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "years of work"
+
+
+def test_overwrite_keeps_other_checkpoints_and_files_of_others(
+    source: Path, tmp_path: Path
+) -> None:
+    """What a Trainer leaves: the model, and earlier checkpoints below it."""
+    ckptmap.convert(source, tmp_path / "out", to="hf")
+    ckptmap.convert(source, tmp_path / "out" / "checkpoint-500", to="fsdp2")
+    (tmp_path / "notes.txt").write_text("years of work")
+    with pytest.raises(ckptmap.CkptmapError, match="other checkpoints beside its own: checkpoint-"):
+        ckptmap.convert(source, tmp_path / "out", to="hf-bf16", overwrite=True)
+    with pytest.raises(ckptmap.CkptmapError, match="is a file that holds no checkpoint"):
+        ckptmap.convert(source, tmp_path / "notes.txt", to="full", overwrite=True)
+    assert (tmp_path / "notes.txt").read_text() == "years of work"
+    assert ckptmap.verify(tmp_path / "out" / "checkpoint-500").ok

@@ -359,6 +359,11 @@ def test_manifest_does_not_disturb_torch(tmp_path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         assert archive.read("m/ckptmap.manifest.json") == b'{"schema": 1}'
         assert archive.testzip() is None
+    manifest = index(path).manifest
+    assert manifest is not None and manifest() == b'{"schema": 1}'
+    path.write_bytes(path.read_bytes().replace(b'{"schema": 1}', b'{"schema": 2}'))
+    with pytest.raises(SourceError, match=r"manifest\.json: damaged: CRC-32 \w{8}, expected"):
+        index(path)
 
 
 def test_lists_and_int_keys_come_back(tmp_path: Path) -> None:

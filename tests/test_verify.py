@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -154,3 +155,39 @@ def test_diff_across_encodings_measures(source: Path, tmp_path: Path) -> None:
     report = ckptmap.diff(source, made(source, tmp_path, "hf-nf4"), values=True)
     assert set(report.changed) == {"l.0.weight", "l.1.weight"}
     assert all("encoding dense and nf4" in why for why in report.changed.values())
+
+
+def changed(what: str) -> dict[str, object]:
+    """A training run's file, of which one plain value is another; "": none is."""
+    model = torch.nn.Linear(4, 2, dtype=torch.float32)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5 if what == "lr" else 0.1, momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    names = ["cat", "dog"] if what == "kind" else {0: "cat", 1: "dog"}
+    plain = {"step": 8 if what == "step" else 7, "names": names, "nan": float("nan")}
+    more = {"note": "x"} if what == "more" else {}
+    state = {key: torch.ones_like(value) for key, value in model.state_dict().items()}
+    return {"model": state, "optimizer": optimizer.state_dict(), **plain, **more}
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("", ""),
+        ("lr", r"param_groups\.lr: 0\.1, the source has 0\.5"),
+        ("step", "step: 7, the source has 8"),
+        ("kind", "names.0: is no tensor, and is not in the output"),
+        ("more", "note: is no tensor, and is not in the output"),
+    ],
+)
+@pytest.mark.parametrize("to", ["full", "fsdp2"])
+def test_plain_values_and_settings_are_compared(
+    to: str, what: str, says: str, tmp_path: Path
+) -> None:
+    torch.save(changed(""), tmp_path / "src.pt")
+    torch.save(changed(what), tmp_path / "other.pt")
+    ckptmap.convert(tmp_path / "src.pt", tmp_path / "out", to=to)
+    report = ckptmap.verify(tmp_path / "out", against=tmp_path / "other.pt")
+    assert report.ok == (not what)
+    assert not says or re.search(says, "\n".join(report.problems))

@@ -8,15 +8,18 @@ from functools import lru_cache, partial
 from typing import Any
 
 from ckptmap.errors import PlanError
+from ckptmap.leaves import ListIndex, counts
 from ckptmap.protocols import OutFile, OutState, Setup, Slot
 from ckptmap.tensors import Box, Path, TensorInfo
 from ckptmap.wire.dcp_metadata import Item, Metadata, TensorEntry
 from ckptmap.wire.dcp_metadata_write import emit_metadata
 from ckptmap.wire.gc_pause import paused_gc
-from ckptmap.wire.pickle_write import StorageTensor, dump
+from ckptmap.wire.pickle_write import StorageTensor, dump, way_out
 from ckptmap.wire.torch_zip_write import ZipLayout, layout_zip
 
 RECORD_SUFFIX = ".__ckptmap__"
+_SEGMENTS = frozenset({str, ListIndex})
+"""Kinds of path segments that a DCP directory knows."""
 ROOT = "archive"
 """The folder in each item, as torch names it when it saves to a stream."""
 ALIGN = 64
@@ -121,7 +124,9 @@ class _Draft:
                 f"{key!r} would be written twice: as {self._paths[key]} and as {path}",
                 "drop or rename one of them",
             )
-        self._paths[key] = path
+        # As torch does with integer keys of dicts: an integer in a path counts in a list.
+        known = _SEGMENTS.issuperset(map(type, path))
+        self._paths[key] = path if known else tuple(str(s) if counts(s) else s for s in path)
         return key
 
     def _rank(self, rank: int) -> _RankFile:
@@ -144,7 +149,7 @@ class _Draft:
         try:
             raw = _archive(dump(value, name=key))
         except TypeError as error:
-            raise PlanError("CKM203", f"{error}", f"leave it behind with --drop '{key}'") from error
+            raise PlanError("CKM203", str(error), way_out(error)) from error
         file = self._rank(0)
         item = self._values[key] = file.place(len(raw))
         file.values.append((item.offset, raw))
@@ -161,7 +166,7 @@ def _flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
             yield from _flattened((*path, key), item)
     elif isinstance(value, list) and _holds_dicts(value):
         for index, item in enumerate(value):
-            yield from _flattened((*path, index), item)
+            yield from _flattened((*path, ListIndex(index)), item)
     else:
         yield path, value
 

@@ -5,6 +5,7 @@ Each shard is one torch.save file of a flat state dict. A lone `pytorch_model.bi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
@@ -20,42 +21,57 @@ from ckptmap.wire.torch_zip_read import load
 from ckptmap.wire.tree import flatten
 
 INDEX = "pytorch_model.bin.index.json"
+SHARD = re.compile(r"pytorch_model-(\d{5})-of-(\d{5})\.bin")
 
 
 class HfBin:
-    """Reads the shards that the index lists."""
+    """Reads the shards that the index lists, or without one a set that is complete by its names."""
 
     name = "hf-bin"
 
     def claims(self, place: Place) -> bool:
-        return place.is_dir and INDEX in place.names
+        return place.is_dir and (INDEX in place.names or any(map(SHARD.fullmatch, place.names)))
 
     def index(self, place: Place) -> Index:
         """Raises SourceError CKM108 where index and shards disagree, CKM116 where a name leads out
         of the directory, and what a malformed shard raises."""
         root = str(FilePath(place.path).absolute())
-        where = str(FilePath(root) / INDEX)
-        listed = parse_index(where).weight_map
-        shards = [
-            inside(root, name, where, blobs_of(root)) for name in dict.fromkeys(listed.values())
-        ]
+        where = str(FilePath(root) / INDEX) if INDEX in place.names else root
+        listed = parse_index(where).weight_map if where != root else None
+        names = _complete_set(place) if listed is None else dict.fromkeys(listed.values())
+        shards = [inside(root, name, where, blobs_of(root)) for name in names]
         with paused_gc():
             leaves = _leaves(shards, listed, where)
-        return Index(self.name, leaves, (*shards, where))
+        return Index(self.name, leaves, (*shards, where) if listed is not None else (*shards,))
 
 
-def _leaves(shards: Sequence[str], listed: Mapping[str, str], where: str) -> dict[Path, Leaf]:
+def _complete_set(place: Place) -> list[str]:
+    """The names of a set whose index is not there. Raises SourceError CKM108 for two sets."""
+    counts = {int(match[2]) for match in map(SHARD.fullmatch, place.names) if match}
+    if len(counts) > 1:
+        raise SourceError(
+            "CKM108",
+            f"{place.path}: shards of {len(counts)} sets and no index, expected one set",
+            "put each set in a directory of its own",
+        )
+    (count,) = counts
+    return [f"pytorch_model-{number:05d}-of-{count:05d}.bin" for number in range(1, count + 1)]
+
+
+def _leaves(
+    shards: Sequence[str], listed: Mapping[str, str] | None, where: str
+) -> dict[Path, Leaf]:
     leaves: dict[Path, Leaf] = {}
     for shard in shards:
         name = FilePath(shard).name
         if not FilePath(shard).is_file():
             raise SourceError(
-                "CKM108", f"{where}: lists {name!r}, which is not there", "finish the download"
+                "CKM108", f"{where}: {name!r} of its shards is not there", "finish the download"
             )
         refuse_text(Files(), shard)
         loaded = load(Files(), shard)
         for path, leaf in flatten(loaded.tree, shard, loaded.pickle_nbytes).items():
-            home = listed.get(".".join(map(str, path)))
+            home = name if listed is None else listed.get(".".join(map(str, path)))
             if path in leaves or home != name:
                 raise SourceError(
                     "CKM108",
@@ -64,7 +80,7 @@ def _leaves(shards: Sequence[str], listed: Mapping[str, str], where: str) -> dic
                     "the shards are not of one save; download them again",
                 )
             leaves[path] = leaf
-    absent = [key for key in listed if (key,) not in leaves]
+    absent = [key for key in listed or () if (key,) not in leaves]
     if absent:
         raise SourceError(
             "CKM108", f"{where}: {absent[0]!r} is in no shard", "download the shards again"

@@ -20,7 +20,7 @@ from ckptmap.tensors import Box, Path, TensorInfo, contiguous_strides
 from ckptmap.wire.dtensor_write import RankMesh, dtensor
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.mesh_cut import held_boxes
-from ckptmap.wire.pickle_write import StorageTensor, dump
+from ckptmap.wire.pickle_write import StorageTensor, dump, way_out
 from ckptmap.wire.torch_zip_write import ZipLayout, layout_zip
 from ckptmap.wire.tree import nest
 
@@ -84,7 +84,7 @@ def _file(state: OutState, rank: int, held: dict[Path, list[Box]]) -> OutFile:
     try:
         pickle = dump(nest(leaves))
     except TypeError as error:
-        raise PlanError("CKM202", str(error), "leave it behind with --drop KEY") from error
+        raise PlanError("CKM202", str(error), way_out(error)) from error
     return _laid_out(name, pickle, list(stored.values()), state.world_size if meshes else 0)
 
 
