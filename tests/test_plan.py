@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptmap
+from ckptmap.drafting import Draft
 from ckptmap.errors import PlanError, RunError, SourceError
 from ckptmap.replanning import replan
 from tests.corpus import CASES, Corpus
@@ -248,3 +249,26 @@ def test_root_chooses_among_several_models(tmp_path: Path) -> None:
         assert set(ckpt) == {"gen.w", "disc.w"}
     with pytest.raises(SourceError, match="no tensors under root 'nope'"):
         ckptmap.open(tmp_path / "gan.pt", root="nope")
+
+
+@pytest.mark.parametrize("to", ["hf", "full", "fsdp2"])
+@pytest.mark.parametrize("container", ["torch", "dcp", "hf"])
+def test_the_quick_way_through_a_plan_is_the_general_one(
+    container: str, to: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = corpus[next(name for name, case in CASES.items() if case.container == container)].path
+    options: dict[str, Any] = {"world_size": 3} if to == "fsdp2" else {}
+    taken = []
+    plain = Draft.plain
+
+    def counted(*args: Any) -> bool:
+        taken.append(plain(*args))
+        return taken[-1]
+
+    monkeypatch.setattr(Draft, "plain", counted)
+    quick = ckptmap.plan(path, to, optimizer="drop", **options)
+    monkeypatch.setattr(Draft, "plain", lambda *args: False)
+    general = ckptmap.plan(path, to, optimizer="drop", **options)
+    assert any(taken), "no tensor went the quick way"
+    assert quick.digest == general.digest
+    assert list(quick.steps) == list(general.steps)
