@@ -204,8 +204,13 @@ def test_accelerate_loads_what_is_written(
 
 def test_the_full_form_has_accelerates_names_and_keys(folder: Path, tmp_path: Path) -> None:
     """As its own files: the same names, and in them the same keys in the same dicts."""
-    own = folder / "accelerate_full_w2"
-    ckptmap.convert(own, tmp_path / "out", to="accelerate-full")
+    own = shutil.copytree(folder / "accelerate_full_w2", tmp_path / "fp16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0).state_dict()
+    torch.save(scaler, own / "scaler.pt")  # an fp16 run cannot be resumed without it
+    for to in ("accelerate-full", "accelerate"):
+        ckptmap.convert(own, tmp_path / to, to=to)
+        assert torch.load(tmp_path / to / "scaler.pt", weights_only=True) == scaler
+    (tmp_path / "accelerate-full").rename(tmp_path / "out")
     for name in ("pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.bin"):
         mine, theirs = (torch.load(p / name, weights_only=True) for p in (tmp_path / "out", own))
         assert set(mine) == set(theirs)

@@ -13,6 +13,9 @@ from torch import nn
 
 import ckptmap
 from ckptmap.errors import LoadError
+from ckptmap.resume.families import TorchAdam
+from ckptmap.resume.family import Part
+from tests.conftest import Device
 from tests.corpus.ranks import run_ranks
 from tests.live.resume_optimizers import torchao
 
@@ -234,6 +237,22 @@ def test_an_optimizer_that_nobody_knows(tmp_path: Path) -> None:
         assert torch.equal(mine["mean"], other["mean"]) and torch.equal(mine["rows"], other["rows"])
 
 
+def test_groups_that_share_a_tensor_get_their_own_values(tmp_path: Path) -> None:
+    """torch gives all groups the one tensor of its default; filled in place, the last would win."""
+
+    def build(rate: float) -> Any:
+        groups = [{"params": [layer.weight]} for layer in layers]
+        return torch.optim.SGD(groups, lr=torch.tensor(rate))
+
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
+    model, optimizer = nn.Sequential(*layers), build(1.0)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    ckptmap.save(tmp_path / "out", model, optimizer).wait()
+    again = build(0.5)
+    ckptmap.load(tmp_path / "out", model, again)
+    assert [float(group["lr"]) for group in again.param_groups] == [0.25, 1.0]
+
+
 def test_foreign_values_under_our_names(tmp_path: Path) -> None:
     """Whatever a file has where ckptmap keeps settings, streams and schedulers."""
     model, optimizer = stepped(build=torch.optim.AdamW)
@@ -250,6 +269,14 @@ def test_foreign_values_under_our_names(tmp_path: Path) -> None:
     other = torch.optim.lr_scheduler.StepLR(theirs, 7)
     ckptmap.load(tmp_path / "b.pt", again, theirs, other)
     assert other.step_size == 2
+    states = [scheduler.state_dict(), {"step_size": 9}]
+    for count, size in ((1, 2), (2, 7)):  # Lightning keeps a list; of several, which one?
+        torch.save({**state, "lr_schedulers": states[:count]}, tmp_path / "c.pt")
+        other = torch.optim.lr_scheduler.StepLR(theirs, 7)
+        report = ckptmap.load(tmp_path / "c.pt", again, theirs, other)
+        assert other.step_size == size
+        assert len(report.extra.get("lr_schedulers", ())) == (2 if count == 2 else 0)
+        assert ("there is no scheduler in the checkpoint" in report.inexact) == (count == 2)
     two: list[Any] = [torch.optim.lr_scheduler.StepLR(theirs, n) for n in (1, 2)]
     sequence = torch.optim.lr_scheduler.SequentialLR(theirs, two, [3])
     with pytest.raises(LoadError, match="SequentialLR cannot take the saved scheduler's state"):
@@ -261,3 +288,33 @@ def test_foreign_values_under_our_names(tmp_path: Path) -> None:
 
 def test_the_fix_and_equal_streams_of_replicas() -> None:
     run_ranks("tests.live.resume_streams", 2, timeout=400)
+
+
+@pytest.mark.parametrize("setting", ["capturable", "fused", ""])
+def test_the_step_count_lies_where_the_optimizer_wants_it(setting: str, device: Device) -> None:
+    """torch counts steps on the CPU, but for a capturable or fused optimizer on the parameter's
+    device, where one on the CPU would break the next step."""
+    with device.mode():
+        param = nn.Parameter(torch.zeros(8, 8, device=device.name))
+        group: dict[str, Any] = {setting: True} if setting else {}
+        part = Part(torch.optim.AdamW([param]), TorchAdam(), group, param, param)
+        made = TorchAdam().blank(part, {})
+        assert made["step"].device.type == (device.name if setting else "cpu")
+        assert made["step"].shape == () and made["step"].dtype == torch.float32
+        assert {made[name].device.type for name in TorchAdam.moments} == {device.name}
+
+
+def test_a_capturable_optimizer_takes_the_state_of_one_that_is_not(tmp_path: Path) -> None:
+    """It cannot step on a CPU; what it then holds is what its own first step there would make."""
+    model, optimizer = stepped(build=torch.optim.AdamW, steps=3)
+    ckptmap.save(tmp_path / "a", model, optimizer, step=3).wait()
+    live = Small()
+    other = torch.optim.AdamW(live.parameters(), lr=0.5, capturable=True)
+    report = ckptmap.load(tmp_path / "a", live, other)
+    assert report.state is not None and not report.state.initialised, report
+    assert other.param_groups[0]["capturable"] is True and other.param_groups[0]["lr"] == 1e-3
+    for ours, theirs in zip(live.parameters(), model.parameters(), strict=True):
+        found, want = other.state[ours], optimizer.state[theirs]
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[name], want[name]) for name in want)
+        assert found["step"].dtype == torch.float32 and found["step"].item() == 3

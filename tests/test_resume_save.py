@@ -88,6 +88,49 @@ def test_it_can_be_converted(tmp_path: Path) -> None:
                     assert torch.equal(other.read(), lazy.read())
 
 
+class Counted(nn.Linear):
+    """A module with extra state, plain and tensor."""
+
+    seen: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+def test_extra_state_of_modules(tmp_path: Path) -> None:
+    """As torch's state dicts have it; none in the checkpoint is said, and is not bit for bit."""
+    first, second = Counted(2, 2), Counted(2, 2)
+    model = nn.Sequential(first, nn.Sequential(second))
+    first.seen = {"steps": 3, "deep": [torch.arange(3), {"a.b": (1, None)}]}
+    second.seen = torch.ones(2, dtype=torch.bfloat16)
+    torch.save({"model": nn.ModuleDict({"module": model}).state_dict()}, tmp_path / "ddp.pt")
+    ckptmap.save(tmp_path / "out", model).wait()
+
+    one, two = Counted(2, 2), Counted(2, 2)
+    again = nn.Sequential(one, nn.Sequential(two))
+    report = ckptmap.load(tmp_path / "out", again, exact=True)
+    assert not report.missing and not report.unexpected and not report.extra
+    assert one.seen["steps"] == 3 and one.seen["deep"][1] == {"a.b": (1, None)}
+    assert torch.equal(one.seen["deep"][0], torch.arange(3))
+    assert torch.equal(two.seen, second.seen)
+
+    with pytest.raises(LoadError, match=r"1 unexpected: 0\._extra_state\.deep\.0"):
+        ckptmap.load(tmp_path / "ddp.pt", again)
+    two.seen = None
+    report = ckptmap.load(tmp_path / "ddp.pt", again, strict=False)
+    assert torch.equal(two.seen, second.seen) and "0._extra_state" in report.missing
+
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    report = ckptmap.load(tmp_path / "out", plain)
+    assert sorted(report.unexpected) == ["0._extra_state", "1.0._extra_state"]
+    ckptmap.save(tmp_path / "none", plain).wait()
+    with pytest.raises(LoadError, match=r"no 0\._extra_state, no 1\.0\._extra_state"):
+        ckptmap.load(tmp_path / "none", again, exact=True)
+
+
 def test_values_are_those_of_the_call(tmp_path: Path) -> None:
     """Written in the background while training goes on."""
     model, optimizer = run()

@@ -3,7 +3,7 @@
     accelerate                                  trainer
       pytorch_model_fsdp_0/  DCP {"model"}        model.safetensors (shards and index)
       optimizer_0/           DCP {"optimizer"}    optimizer.pt      keyed by index
-      scheduler.bin                               scheduler.pt  trainer_state.json  config.json ...
+      scheduler.bin  scaler.pt                    scheduler.pt  trainer_state.json  config.json ...
 
 With `accelerate-full` the first two are files, `pytorch_model_fsdp.bin` and `optimizer.bin`.
 `accelerator.load_state` takes the first under FSDP1 or FSDP2 with SHARDED_STATE_DICT, at any world
@@ -74,7 +74,7 @@ ACCELERATE = Setup(
     sharded=True,
     rooted=True,
     dense=True,
-    places=("scheduler",),
+    places=("scheduler", "scaler"),
     summary="directory for accelerator.load_state under FSDP, SHARDED_STATE_DICT",
 )
 ACCELERATE_FULL = Setup(
@@ -83,7 +83,7 @@ ACCELERATE_FULL = Setup(
     writer="accelerate-full",
     rooted=True,
     dense=True,
-    places=("scheduler",),
+    places=("scheduler", "scaler"),
     optimizer_keys="fqn",
     summary="directory for accelerator.load_state under FSDP, FULL_STATE_DICT",
 )
@@ -138,13 +138,20 @@ class _DirectoryWriter:
         return made
 
 
+_ACCELERATE = (
+    _Part("scheduler", "torch-zip", "scheduler.bin"),
+    _Part("scaler", "torch-zip", "scaler.pt"),
+)
+"""`load_state` of an fp16 run with a scheduler needs both."""
+
+
 class AccelerateWriter(_DirectoryWriter):
     """As `save_state` leaves it under FSDP with SHARDED_STATE_DICT."""
 
     name = "accelerate"
     model = _Part(MODEL, "dcp", "pytorch_model_fsdp_0/", (MODEL,))
     optimizer = _Part(OPTIMIZER, "dcp", "optimizer_0/", (OPTIMIZER,))
-    plain = (_Part("scheduler", "torch-zip", "scheduler.bin"),)
+    plain = _ACCELERATE
 
 
 class AccelerateFullWriter(_DirectoryWriter):
@@ -153,7 +160,7 @@ class AccelerateFullWriter(_DirectoryWriter):
     name = "accelerate-full"
     model = _Part(MODEL, "torch-zip", "pytorch_model_fsdp.bin")
     optimizer = _Part(OPTIMIZER, "torch-zip", "optimizer.bin")
-    plain = (_Part("scheduler", "torch-zip", "scheduler.bin"),)
+    plain = _ACCELERATE
 
 
 class TrainerWriter(_DirectoryWriter):

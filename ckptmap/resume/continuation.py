@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.leaves import nest
-from ckptmap.resume import flat_codes, settings, streams
+from ckptmap.resume import flat_codes, module_state, settings, streams
 from ckptmap.resume.groups import load_scheduler
 from ckptmap.resume.match import LoadPlan
 from ckptmap.resume.optimizers import unwrapped
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
 """Names under which a scheduler's state is saved, ours first."""
+LISTED = "lr_schedulers"
+"""Lightning's: a list; of one, that one."""
 RANDOM = ("auto", "recorded", "fresh", "leave")
 
 
@@ -47,8 +49,10 @@ class Continuation:
         everything = nest({**checkpoint.plain, **checkpoint.other})
         self._saved = _taken(everything, settings.KEY)
         found = next((name for name in SCHEDULERS if name in everything), SCHEDULERS[0])
-        self._scheduler_state = _taken(everything, found)
-        for key in (streams.KEY, flat_codes.KEY):
+        self._scheduler_state = _taken(everything, found) or _only(everything, LISTED)
+        self._takers = module_state.setters(model)
+        self._states = module_state.recorded(checkpoint)
+        for key in (streams.KEY, flat_codes.KEY, module_state.KEY):
             everything.pop(key, None)
         self._extra: dict[str, Any] = everything
         self.inexact: list[str] = []
@@ -84,6 +88,7 @@ class Continuation:
         if bool(self._scheduler_state) != (self._scheduler is not None):
             there = "is" if self._scheduler_state else "is no"
             why.append(f"there {there} scheduler in the checkpoint")
+        why += [f"no {name}" for name in self._takers if name not in self._states]
 
     def _own(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """What was recorded of this rank."""
@@ -136,7 +141,11 @@ class Continuation:
     # ------------------------------------------------------------------ after
 
     def finish(self) -> None:
-        """The scheduler, and last of all the random streams: what comes before may draw."""
+        """Modules' extra state, the scheduler, and last of all the random streams: what comes
+        before may draw."""
+        for name, module in self._takers.items():
+            if name in self._states:
+                module.set_extra_state(_read(self._states[name]))
         if self._scheduler is not None and self._scheduler_state:
             load_scheduler(self._scheduler, self._scheduler_state)
         if self._streams:
@@ -149,8 +158,11 @@ class Continuation:
     def report(self, report: LoadReport, state: StatePlan | None) -> LoadReport:
         step = self._extra.get("step")
         extra = {key: _read(value) for key, value in self._extra.items() if key != "step"}
+        lost = [name for name in self._takers if name not in self._states]
+        strange = [name for name in self._states if name not in {*self._takers, *report.unexpected}]
         return replace(
-            report, state=None if state is None else state.report(), streams=self._said,
+            report, missing=(*report.missing, *lost), unexpected=(*report.unexpected, *strange),
+            state=None if state is None else state.report(), streams=self._said,
             inexact=tuple(self.inexact), step=step if isinstance(step, int) else None, extra=extra,
         )  # fmt: skip
 
@@ -159,6 +171,15 @@ def _taken(everything: dict[str, Any], name: str) -> Mapping[str, Any]:
     """A dict that is taken out; what has its name and is none stays an extra value."""
     found = everything.get(name)
     return everything.pop(name) if isinstance(found, Mapping) else {}
+
+
+def _only(everything: dict[str, Any], name: str) -> Mapping[str, Any]:
+    """The one dict of a list, taken out; a list of several stays an extra value."""
+    match everything.get(name):
+        case [Mapping() as found]:
+            del everything[name]
+            return found
+    return {}
 
 
 def _read(value: Any) -> Any:

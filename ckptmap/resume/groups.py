@@ -41,6 +41,7 @@ class Groups:
         live: dict[int, list[Owner]] = {}
         for owner in owners:
             live.setdefault(id(owner.part.group), []).append(owner)
+        self._groups = [members[0].part.group for members in live.values()]
         for number, members in enumerate(live.values()):
             self._match(number, members)
 
@@ -107,18 +108,19 @@ class Groups:
         made = fitted(live[key], value)
         if plain(live[key]) != plain(made):
             self.settings.append(f"{title}: was {plain(live[key])} here, now {plain(made)}")
-        self._set.append(lambda: _put(live, key, made))
+        self._set.append(lambda: self._put(live, key, made))
 
+    def _put(self, group: dict[str, Any], key: str, value: Any) -> None:
+        """In place where a tensor is: a compiled step and a scheduler hold the object. One that
+        several groups share, as torch gives them a default, would become the last one's."""
+        import torch
 
-def _put(group: dict[str, Any], key: str, value: Any) -> None:
-    """In place where a tensor is: a compiled step and a scheduler hold the object."""
-    import torch
-
-    if isinstance(group[key], torch.Tensor):
-        with torch.no_grad():
-            group[key].fill_(float(value))
-    else:
-        group[key] = value
+        shared = any(one.get(key) is group[key] for one in self._groups if one is not group)
+        if isinstance(group[key], torch.Tensor) and not shared:
+            with torch.no_grad():
+                group[key].fill_(float(value))
+        else:
+            group[key] = value
 
 
 def plain(value: Any) -> Any:

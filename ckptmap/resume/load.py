@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.checkpoint import open as open_checkpoint
 from ckptmap.files import verified
-from ckptmap.resume import fix_lowbit
+from ckptmap.resume import fix_lowbit, module_state
 from ckptmap.resume.agree import agreed, peer_groups
 from ckptmap.resume.continuation import Continuation
 from ckptmap.resume.finding import find_targets
@@ -101,6 +101,8 @@ def load(
                 closing.callback(checkpoint.close)
             reader = Reader(checkpoint.files, max_memory)
             plan = Matcher(checkpoint, reader, targets, Choices(nf4, rounding, seed)).plan()
+            taken = module_state.setters(model)
+            plan.unexpected = [name for name in plan.unexpected if name not in taken]
             plan.refuse(checkpoint.path, strict, strict_encoding, homeless)
             state = None
             if optimizer is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
 from ckptmap.leaves import ListIndex
-from ckptmap.resume import flat_codes, settings, streams
+from ckptmap.resume import flat_codes, module_state, settings, streams
 from ckptmap.resume.assign import Assigner, offer
 from ckptmap.resume.finding import find_targets
 from ckptmap.resume.holdings import (
@@ -171,12 +171,16 @@ def _held(
             _values(held, ("optimizer", "param_groups"), _groups(mine))
     _values(held, ("extra", streams.KEY, f"rank{peers.rank}"), random_state, private=True)
     held.settings = settings.describe(model, optimizer, targets, peers.world)
+    states = {k: m.get_extra_state() for k, m in module_state.getters(model).items()}
     if peers.rank == 0:
+        for key, value in states.items():
+            _values(held, ("extra", module_state.KEY, key), value)
         if scheduler is not None:
             _values(held, ("extra", "scheduler"), scheduler.state_dict())
         if step is not None:
             extra = {"step": step, **extra}
-        reserved = {settings.KEY, streams.KEY, flat_codes.KEY, "scheduler"} & set(extra)
+        own = {settings.KEY, streams.KEY, flat_codes.KEY, module_state.KEY, "scheduler"}
+        reserved = own & set(extra)
         if reserved:
             raise LoadError(
                 "CKM508", f"extra: {sorted(reserved)} are ckptmap's own", "use other names"
