@@ -221,7 +221,7 @@ def commit(ask: Handler, name: str, revision: str) -> Any:
                 raise Refused(400, "", f"LFS object {value['oid']} is not uploaded")
             tree[value["path"]] = Blob(repo.lfs_stored[value["oid"]], lfs=True)
         elif item["key"] == "deletedFile":
-            del tree[value["path"]]
+            tree.pop(value["path"], None)  # whether it is there, the parent commit tells
     try:
         made = repo.commit(revision, tree, parent)
     except Conflict as error:
