@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from ckptmap.errors import PlanError
 from ckptmap.grids import KeepsCodes, Repairs, ScalesExactly, TakesModules
 from ckptmap.lazy import LazyTensor
-from ckptmap.plans import Options
+from ckptmap.plans import Options, Step, Unresolved
 from ckptmap.protocols import Encoding, Refusal, Scheme
 from ckptmap.recoding import grid_of
+from ckptmap.tensors import TensorInfo
+
+ROUND = 4096
+"""A multiple of every block size: what a shape is rounded up to, to see whether it is the shape
+that keeps a weight from being encoded."""
 
 
 def encoding_for(
@@ -62,6 +67,38 @@ def _fresh(lazy: LazyTensor, scheme: Scheme, named: bool) -> Encoding | None:
             "narrow --encode, or leave it out with --no-encode",
         )  # fmt: skip
     return forced
+
+
+def left_by_shape(
+    ckpt: Mapping[str, LazyTensor], steps: Iterable[Step], scheme: Scheme | None, options: Options
+) -> dict[str, str]:
+    """Weights that stay as they are though the scheme takes such by name, each with its reason."""
+    if scheme is None or options.encode:
+        return {}
+    found = {}
+    for step in steps:
+        if step.role != "model" or step.source != step.target or step.fqn not in ckpt:
+            continue
+        lazy = ckpt[step.fqn]
+        refused = scheme.encoding(lazy.info)
+        if (
+            isinstance(refused, Refusal)
+            and lazy.encoding_.name == "dense"
+            and not _matches(step.fqn, options.no_encode)
+            and scheme.target(step.fqn, _rounded(lazy.info)) is not None
+        ):
+            found[step.fqn] = f"cannot be {scheme.name}: {refused.reason}"
+    return found
+
+
+def _rounded(info: TensorInfo) -> TensorInfo:
+    return TensorInfo(tuple(-(-extent // ROUND) * ROUND for extent in info.shape), info.dtype)
+
+
+def refused_if_strict(left: Mapping[str, str], options: Options) -> list[Unresolved]:
+    """With `--strict`, weights that would stay as they are."""
+    hint = "leave it as it is with --no-encode '{}', or convert without --strict"
+    return [Unresolved(fqn, why, hint.format(fqn)) for fqn, why in left.items() if options.strict]
 
 
 def unmatched(options: Options, fqns: Collection[str], dropped: Collection[str]) -> list[str]:

@@ -176,6 +176,12 @@ CODES: Mapping[str, Code] = {
         "is no plan.",
         "Plan again: ckptmap plan SRC --to SETUP -o plan.json",
     ),
+    "CKM210": Code(
+        "a device that is not here",
+        "Arithmetic was to run on a device that this machine, or this build of PyTorch, does not "
+        "have, or that holds no values.",
+        "See what there is with: ckptmap doctor; the bytes are the same with --device cpu.",
+    ),
     # ------------------------------------------------------------------ the run
     "CKM301": Code(
         "the destination exists",

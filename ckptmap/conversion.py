@@ -21,7 +21,7 @@ from ckptmap import manifest as manifests
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.collapse import listed
 from ckptmap.compare import sampled_error
-from ckptmap.errors import CkptmapError, DestinationError, RunError
+from ckptmap.errors import CkptmapError, DestinationError, PlanError, RunError
 from ckptmap.execute import execute
 from ckptmap.files import Fingerprint
 from ckptmap.grids import CoarseScales
@@ -170,6 +170,9 @@ def _run(
     ranks.agree(plan.digest)
     target = named_place(dst)
     check_overlap([plan.ckpt.path, *plan.fingerprints], target)
+    device = ranks.device(device)
+    if plan.encodes:
+        _require_device(device)
     if ranks.of_lead(b"complete" if ranks.rank == 0 and _is_complete(plan, target) else b""):
         return _report(
             plan, target, started, plan.nbytes_out, [*plan.notes, "was complete already"]
@@ -183,7 +186,7 @@ def _run(
         with journal:
             done = execute(
                 plan.files, plan.encodes, plan.compares, plan.ckpt.files, out_dir, journal,
-                max_memory=max_memory, threads=threads or 0, device=ranks.device(device),
+                max_memory=max_memory, threads=threads or 0, device=device,
                 on_progress=on_progress,
                 manifest=lambda done: manifests.emit(manifests.build(plan, done)),
                 ranks=ranks, staging=out_dir.parent / f"source-{ranks.rank}" if low_disk else None,
@@ -201,6 +204,22 @@ def _run(
             notes += work.notes
         ranks.barrier()
     return _report(plan, target, started, done.continued_nbytes, notes, errors)
+
+
+def _require_device(name: str) -> None:
+    """Raises PlanError CKM210 where no value can go to the device and come back."""
+    if name == "cpu":
+        return
+    import torch
+
+    try:
+        torch.zeros(1, device=name).item()
+    except (AssertionError, RuntimeError) as error:
+        raise PlanError(
+            "CKM210",
+            f"--device {name}: cannot be used here: {str(error).partition(chr(10))[0]}",
+            "see the devices that there are with: ckptmap doctor",
+        ) from error
 
 
 @contextmanager

@@ -23,6 +23,9 @@ from ckptmap.steps import FilePlan
 from ckptmap.tensors import Box, Path, TensorInfo
 from ckptmap.woven import Pieced
 
+MAX_WORLD_SIZE = 1 << 17
+"""More ranks than anybody trains on: a slip of the finger, that would plan for hours."""
+
 if TYPE_CHECKING:
     from ckptmap.checkpoint import Checkpoint
     from ckptmap.plans import Options
@@ -100,10 +103,10 @@ class Cutter:
     def _asked(self) -> int:
         """`--world-size`, else the source's. Raises PlanError CKM204."""
         asked = self._options.world_size
-        if asked is not None and asked < 1:
+        if asked is not None and not 1 <= asked <= MAX_WORLD_SIZE:
             raise PlanError(
                 "CKM204",
-                f"--world-size {asked}: expected 1 or more",
+                f"--world-size {asked}: expected 1 to {MAX_WORLD_SIZE}",
                 "give the ranks that will load it",
             )
         if self._setup.sharded:

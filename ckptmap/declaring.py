@@ -78,6 +78,21 @@ class Quantized:
         _check_one_library(declared, encoded)
         return next(iter(declared.values()), None)
 
+    def unread(self) -> list[str]:
+        """Notes on encodings of this plan that config.json has no word for, so that transformers
+        refuses the weights, with those that it loads."""
+        if not self.fresh:
+            return []
+        loaded = {name for name, scheme in self.schemes.items() if isinstance(scheme, Declares)}
+        for scheme in self.schemes.values():
+            loaded |= set(scheme.declares) if isinstance(scheme, DeclaresEach) else set()
+        names = {encoding.name for encoding, _ in self.encodings.values()} - {"dense"} - loaded
+        return [
+            f"transformers does not load {name}, ckptmap.load does; what it loads:"
+            f" {', '.join(f'--to hf-{k}' for k in self.schemes if k in loaded and name in k.split('-')) or '--to hf'}"
+            for name in sorted(names)
+        ]
+
     def _said(
         self, name: str, infos: Mapping[str, TensorInfo], dense: Collection[str]
     ) -> Mapping[str, Any] | None:

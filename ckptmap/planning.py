@@ -16,7 +16,8 @@ from typing import Any
 from ckptmap import registry, setups
 from ckptmap.arranging import arranged
 from ckptmap.checkpoint import Checkpoint, open
-from ckptmap.choosing import encoding_for, unmatched
+from ckptmap.choosing import encoding_for, left_by_shape, refused_if_strict, unmatched
+from ckptmap.collapse import listed
 from ckptmap.cutting import Cutter
 from ckptmap.declaring import Quantized, passed_on
 from ckptmap.drafting import Draft
@@ -103,6 +104,9 @@ class _Planner:
         self.draft.records.update(passed_on(self.ckpt.index.records, self.ckpt, self.written))
         carried, draft = self._carried(), self.draft
         draft.notes += unmatched(self.options, self.ckpt, draft.dropped)
+        left = left_by_shape(self.ckpt, draft.steps, self.aim.scheme, self.options)
+        draft.notes += listed("stays as it is", left)
+        draft.unresolved += refused_if_strict(left, self.options)
         files, encodes = draft.placed(self.options.max_shard_nbytes)
         return Plan(
             self.ckpt, self.aim, self.options, self.world_size, draft.steps, files, encodes,
@@ -371,10 +375,11 @@ class _Planner:
             return {}
         infos = [out.info for out in self.draft.out]
         dtypes = {info.dtype for info in infos if info.dtype in FLOATING and len(info.shape) > 1}
+        quantized = self._quantized()
         carried, notes = carrier.files(
-            self.siblings, self.options.config_from, sorted(dtypes), self._quantized().config
+            self.siblings, self.options.config_from, sorted(dtypes), quantized.config
         )
-        self.draft.notes += notes
+        self.draft.notes += [*notes, *quantized.unread()]
         return carried
 
     def _quantized(self) -> Quantized:

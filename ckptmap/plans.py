@@ -70,6 +70,8 @@ class Options:
     """That of the source; None: by its keys."""
     encode: tuple[str, ...] = ()
     no_encode: tuple[str, ...] = ()
+    strict: bool = False
+    """Is it refused that a weight which is encoded by its name stays as it is, for its shape?"""
     exact_scales: tuple[str, ...] = ()
     """Patterns of weights whose quantization scales are stored without loss, where the encoding
     has a form for that."""

@@ -158,11 +158,22 @@ NamesFrom = Annotated[
 ]
 Encode = Annotated[
     list[str] | None,
-    _option("--encode", metavar="GLOB", help="Encode these weights only; repeatable."),
+    _option(
+        "--encode", "--quantize", metavar="GLOB", help="Encode these weights only; repeatable."
+    ),
 ]
 NoEncode = Annotated[
     list[str] | None,
-    _option("--no-encode", metavar="GLOB", help="Leave these weights as they are; repeatable."),
+    _option(
+        "--no-encode",
+        "--keep",
+        metavar="GLOB",
+        help="Leave these weights as they are; repeatable.",
+    ),
+]
+Strict = Annotated[
+    bool,
+    _option("--strict", help="Refuse where the shape of a weight keeps it from being encoded."),
 ]
 MaxShardSize = Annotated[
     str | None,

@@ -40,6 +40,7 @@ def command(
     names_from: ask.NamesFrom = None,
     encode: ask.Encode = None,
     no_encode: ask.NoEncode = None,
+    strict: ask.Strict = False,
     exact_scales: ask.ExactScales = False,
     base: ask.Base = None,
     max_shard_size: ask.MaxShardSize = None,
@@ -64,7 +65,7 @@ def command(
         mesh=mesh, tp_plan=tp_plan, fsdp_units=fsdp_units, use_orig_params=use_orig_params,
         root=root, source_root=source_root, wrap=wrap, names_like=names_like,
         names=names, names_from=names_from,
-        exact_scales=exact_scales, base=base,
+        exact_scales=exact_scales, base=base, strict=strict,
         encode=encode, no_encode=no_encode, max_shard_size=max_shard_size, config_from=config_from,
     )  # fmt: skip
     plan = ckptmap.plan(src, to, options=asked)

@@ -627,6 +627,17 @@ def test_destination_that_exists_or_is_special(tmp_path: Path, capsys: Any) -> N
     assert (tmp_path / "fifo").is_fifo()
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "nonsense"])
+def test_a_device_that_is_not_here(device: str, tmp_path: Path, capsys: Any) -> None:
+    """Refused before anything is written; where bytes only move there is nothing to compute."""
+    source = saved(tmp_path)
+    command = ["convert", str(source), str(tmp_path / "dst.pt"), "--device", device, "--to"]
+    assert main([*command, "full-bf16"]) == 2
+    assert f"error[CKM210]: --device {device}: cannot be used here" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [source]
+    assert main([*command, "full"]) == 0
+
+
 def test_an_empty_path_is_not_the_working_directory(tmp_path: Path, capsys: Any) -> None:
     """What an unset variable of a shell leaves."""
     source = saved(tmp_path)

@@ -16,6 +16,7 @@ from ckptmap import registry
 from ckptmap.containers.rank_files import RankFiles
 from ckptmap.containers.rank_files_write import RankFilesWriter
 from ckptmap.layouts.mesh import Mesh
+from ckptmap.optim.state import KeyForm, expanded
 from ckptmap.places import look
 from ckptmap.protocols import Layout, OutState, OutTensor
 from ckptmap.tensors import Leaf, Opaque, PerRank, TensorInfo
@@ -24,9 +25,11 @@ from ckptmap.testing import (
     ReaderKit,
     SchemeKit,
     check_directory,
+    check_key_form,
     check_layout,
 )
 from ckptmap.testing.images import image
+from ckptmap.testing.key_forms import plain
 from ckptmap.testing.parts import stored
 from ckptmap.testing.samples import bits
 from tests.corpus.ranks import run_ranks
@@ -168,6 +171,18 @@ def test_layout(layout: Layout, tmp_path: Path) -> None:
         "sharded-tensor": sharded_tensors,
     }
     check_layout(layout, parts.get(layout.name))
+
+
+# ------------------------------------------------------------------------------- key forms
+
+
+@pytest.mark.parametrize("form", registry.key_forms(), ids=lambda form: form.name)
+def test_key_form(form: KeyForm) -> None:
+    """It passes, and no form that is asked before it takes what it writes."""
+    check_key_form(form)
+    leaves = expanded(dict(form.write(plain())))
+    claims = [other.name for other in registry.key_forms() if other.read(leaves) is not None]
+    assert claims[0] == form.name
 
 
 # ------------------------------------------------------------------------------- encodings

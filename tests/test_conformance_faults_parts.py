@@ -1,4 +1,4 @@
-"""The kit can fail, of layouts, encodings and directories: each has one fault and is caught."""
+"""The kit can fail, of key forms, layouts, encodings and directories: each has one fault and is caught."""
 
 from __future__ import annotations
 
@@ -15,15 +15,77 @@ from ckptmap.encodings.dense import CastBf16, DenseAs, flat
 from ckptmap.encodings.nf4 import NF4Scheme
 from ckptmap.encodings.nf4_encoding import NF4
 from ckptmap.layouts.shard import Shard0
+from ckptmap.optim.flattened import Flattened
+from ckptmap.optim.fqn import ByFqn
+from ckptmap.optim.index import ByIndex
+from ckptmap.optim.state import KeyForm, Keys, Optimizer
 from ckptmap.protocols import Place, Write
 from ckptmap.tensors import Box, Chunk, StoredTensor, TensorInfo
 from ckptmap.testing import (
     SchemeKit,
     check_directory,
+    check_key_form,
     check_layout,
     check_scheme,
 )
 from ckptmap.testing.base import required
+
+# ------------------------------------------------------------------------------- key forms
+
+
+class Greedy(ByFqn):
+    def read(self, leaves: Mapping[Any, Any]) -> Keys | None:
+        return super().read(leaves) or Keys(False, {}, {}, [], list(leaves))
+
+
+class Flat(Flattened):
+    """Nested state is cut off without a word."""
+
+    def write(self, optimizer: Optimizer) -> list[tuple[Any, Any]]:
+        kept = [replace(leaf, name=leaf.name[:1]) for leaf in optimizer.leaves]
+        return super().write(replace(optimizer, leaves=kept))
+
+
+class Nameless(ByIndex):
+    def write(self, optimizer: Optimizer) -> list[tuple[Any, Any]]:
+        found = super().write(optimizer)
+        for group in found[-1][1]:
+            del group["param_names"]
+        return found
+
+
+class Forgetful(ByFqn):
+    """Reads no setting of a group."""
+
+    def read(self, leaves: Mapping[Any, Any]) -> Keys | None:
+        keys = super().read(leaves)
+        return None if keys is None else replace(keys, hyper={})
+
+
+class Merging(ByFqn):
+    """One group where there were two."""
+
+    def write(self, optimizer: Optimizer) -> list[tuple[Any, Any]]:
+        params = [fqn for group in optimizer.groups for fqn in group["params"]]
+        one = {**optimizer.groups[0], "params": params}
+        return super().write(replace(optimizer, groups=[one]))
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (Greedy(), r"claims \{\}"),
+        (Flat(), "nested state.*reads the state"),
+        (Nameless(), "by index without the names"),
+        (Forgetful(), "is accounted for nowhere"),
+        (Merging(), "reads the groups"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_faulty_key_form(form: KeyForm, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_key_form(form)
+
 
 # ------------------------------------------------------------------------------- layouts
 

@@ -141,6 +141,41 @@ def _top_level(node: ast.stmt) -> list[str]:
     return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
 
 
+# ------------------------------------------------------------------ what is never called
+
+FORBIDDEN = {
+    "eval", "exec", "compile", "__import__", "pickle.load", "pickle.loads", "pickle.Unpickler",
+    "torch.load", "torch.jit.load", "torch.hub.load", "marshal.load", "marshal.loads",
+    "shelve.open", "yaml.load", "os.system", "os.popen", "numpy.load", "np.load", "runpy.run_path",
+}  # fmt: skip
+"""They run, or import, what a file names. Our own unpickler is a subclass that finds no class."""
+IMPORTERS = {
+    "__main__.py": "ckptmap's own command line",
+    "__init__.py": "ckptmap's own modules, by a table",
+    "registry.py": "ckptmap's own adapters, by a table",
+    "integrations/__init__.py": "ckptmap's own modules",
+    "encodings/nf4_live.py": "torchao's NF4Tensor, by a table",
+    "resume/int8_trained.py": "the module of a live tensor's class",
+    "app.py": "ckptmap's own commands",
+}
+"""File -> whose modules it imports by name: never those that a checkpoint names."""
+
+
+def _calls(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func)
+
+
+@pytest.mark.parametrize("package", ["ckptmap", "cli", "mappings"])
+def test_nothing_that_a_file_names_is_run_or_imported(package: str) -> None:
+    for file in sorted((ROOT / package).rglob("*.py")):
+        called = set(_calls(ast.parse(file.read_text())))
+        assert not called & FORBIDDEN, (file, called & FORBIDDEN)
+        importing = {name for name in called if name.split(".")[-1] == "import_module"}
+        assert not importing or str(file.relative_to(ROOT / package)) in IMPORTERS, file
+
+
 # ------------------------------------------------------------------ in a process of its own
 
 

@@ -115,3 +115,29 @@ def test_a_device_that_holds_no_values_is_never_asked(device: Device) -> None:
         found = Counter(limits.to(device.name), codes), around(limits)
         assert torch.equal(counted(found[0], found[1].to(device.name)).cpu(),
                            counted(Counter(limits, codes.cpu()), found[1]))  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda", "meta"])
+@pytest.mark.parametrize("kind", ["OptimState8bit", "OptimState4bit", "OptimStateFp8"])
+def test_moments_are_coded_where_they_are(
+    kind: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes, scales and decoded values stay on the device. The meta device, which holds no values
+    either, works where `copy_` to a fake GPU fails in a CPU build of torch; it has no table to
+    look at, so the thresholds are given."""
+    if where == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    values, theirs, made = moments(True, (600, 256)), *(state(kind, True, (600, 256)) for _ in "12")
+    qmap = getattr(made, "qmap", None)
+    theirs.copy_(values)
+    if qmap is not None:
+        counter = FineCounter(lowbit_codes.thresholds(qmap).to(where))  # type: ignore[union-attr]
+        monkeypatch.setattr(lowbit_codes, "_counter", lambda qmap: counter)
+        qmap = qmap.to(where)
+    codes, scale = made.codes.to(where), made.scale.to(where)
+    assert lowbit_codes.encode(values.to(where), made.block_size, qmap, codes, scale)
+    decoded = lowbit_codes.decode(codes, made.block_size, qmap, scale)
+    assert decoded.device.type == where and decoded.shape == (600 * 256,)
+    if where != "meta":
+        assert torch.equal(codes.cpu().view(torch.uint8), theirs.codes.view(torch.uint8))
+        assert torch.equal(decoded.cpu().view(600, 256), theirs.dequantize())

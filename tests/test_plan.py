@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ckptmap_cli.main import main
 from safetensors.torch import load_file, save_file
 
 import ckptmap
@@ -57,6 +58,34 @@ def test_forcing_what_cannot_be_encoded_is_refused(linears: Path) -> None:
         ckptmap.plan(linears, "full-nf4", encode=("odd.*",))
 
 
+def test_a_shape_that_cannot_be_encoded_is_said_and_refused_if_strict(tmp_path: Path) -> None:
+    """15 elements fill no block of 64. A norm is left by its name, and is nothing to be strict of."""
+    save_file({"layers.0.odd.weight": torch.ones(3, 5), "layers.0.even.weight": torch.ones(8, 8),
+               "norm.weight": torch.ones(7)}, tmp_path / "a.safetensors")  # fmt: skip
+    reason = "layers.0.odd.weight: cannot be nf4: 15 elements are no multiple of the block 64"
+    plan = ckptmap.plan(tmp_path / "a.safetensors", "full-nf4")
+    assert plan.notes == (f"stays as it is: {reason}",) and not plan.unresolved
+    strict = ckptmap.plan(tmp_path / "a.safetensors", "full-nf4", strict=True)
+    assert [f"{item.key}: {item.reason}" for item in strict.unresolved] == [reason]
+    command = ["convert", str(tmp_path / "a.safetensors"), str(tmp_path / "out.pt"), "--strict"]
+    assert main([*command, "--to", "full-nf4"]) == 2 and not (tmp_path / "out.pt").exists()
+    assert main([*command, "--to", "full-nf4", "--no-encode", "*.odd.*"]) == 0
+    assert not ckptmap.plan(tmp_path / "a.safetensors", "full-bf16", strict=True).unresolved
+
+
+def test_a_form_that_transformers_does_not_load_points_to_one_that_it_does(linears: Path) -> None:
+    config = linears.parent / "config.json"
+    config.write_text("{}")
+    notes = {
+        to: [note for note in ckptmap.plan(linears, to, config_from=str(config)).notes
+             if "transformers" in note]
+        for to in ("hf-nf4", "hf-bnb-nf4", "hf-int8", "hf", "full-nf4")
+    }  # fmt: skip
+    (said,) = notes.pop("hf-nf4")
+    assert "does not load nf4" in said and "--to hf-bnb-nf4" in said
+    assert not any(notes.values())
+
+
 def test_include_exclude_and_drop_are_named(linears: Path) -> None:
     plan = ckptmap.plan(linears, "hf", include=("layers.*",), exclude=("*.b.weight",))
     assert set(targets(plan)) == {f"layers.{i}.a.weight" for i in range(3)}
@@ -76,8 +105,9 @@ def test_unknown_setup_names_the_nearest(linears: Path, to: str, text: str) -> N
 
 
 def test_world_size_must_make_sense(linears: Path) -> None:
-    with pytest.raises(PlanError, match="expected 1 or more"):
-        ckptmap.plan(linears, "fsdp2", world_size=0)
+    for asked in (0, 100_000_000):
+        with pytest.raises(PlanError, match=f"world-size {asked}: expected 1 to 131072"):
+            ckptmap.plan(linears, "fsdp2", world_size=asked)
     with pytest.raises(PlanError, match="setup hf is not cut over ranks"):
         ckptmap.plan(linears, "hf", world_size=4)
 

@@ -16,11 +16,12 @@ from ckptmap.testing.base import expect, registered
 from ckptmap.testing.containers import ContainerKit, check_container
 from ckptmap.testing.directories import check_directory
 from ckptmap.testing.encodings import SchemeKit, check_scheme
+from ckptmap.testing.key_forms import check_key_form
 from ckptmap.testing.layouts import check_layout
 from ckptmap.testing.mappings import MappingKit
 from ckptmap.testing.reading import ReaderKit, check_reader
 
 __all__ = [
     "ContainerKit", "MappingKit", "ReaderKit", "SchemeKit", "check_container", "check_directory",
-    "check_layout", "check_reader", "check_scheme", "expect", "registered",
+    "check_key_form", "check_layout", "check_reader", "check_scheme", "expect", "registered",
 ]  # fmt: skip

@@ -13,11 +13,12 @@ from ckptmap.checkpoint import Checkpoint
 from ckptmap.checkpoint import open as open_checkpoint
 from ckptmap.files import Files
 from ckptmap.members import merged
+from ckptmap.optim.state import KeyForm
 from ckptmap.places import look
 from ckptmap.protocols import Container, Directory, Layout, Scheme, Setup, Writer
 from ckptmap.tensors import Index, StoredTensor
 
-Adapter: TypeAlias = Container | Directory | Layout | Scheme | Setup | Writer
+Adapter: TypeAlias = Container | Directory | KeyForm | Layout | Scheme | Setup | Writer
 
 _MARKS = (
     ("containers", "index"),
@@ -25,6 +26,7 @@ _MARKS = (
     ("layouts", "cut"),
     ("schemes", "adopt"),
     ("writers", "one_file"),
+    ("key_forms", "whole"),
 )
 """Registry group -> an attribute that only adapters of that group have."""
 
@@ -58,7 +60,8 @@ def group_of(adapter: Adapter) -> str:
     if isinstance(adapter, Setup):
         return "setups"
     found = [group for group, mark in _MARKS if hasattr(adapter, mark)]
-    expect(found, f"{adapter!r}: is no container, directory, layout, scheme, setup or writer")
+    kinds = ", ".join(group.replace("_", " ") for group, _ in _MARKS)
+    expect(found, f"{adapter!r}: is no setup, nor one of the {kinds}")
     return found[0]
 
 

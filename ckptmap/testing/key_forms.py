@@ -1,0 +1,141 @@
+"""Checks of a key form of optimizer state: what it writes it reads, and nothing is lost unsaid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckptmap.errors import PlanError
+from ckptmap.optim.state import (
+    GROUPS,
+    NAMES,
+    PARAMS,
+    KeyForm,
+    Keys,
+    Optimizer,
+    StateLeaf,
+    collect,
+    expanded,
+)
+from ckptmap.tensors import Path
+from ckptmap.testing.base import expect, required
+
+FIRST, SECOND = "layers.0.fc.weight", "größe.1.bias"
+BARE = "layers.0.frozen"
+"""In a group, and without state."""
+STRANGERS: tuple[Mapping[Path, Any], ...] = (
+    {},
+    {("weight",): 1.0},
+    {("layers", "0", "fc"): 1.0, ("lr",): 0.1},
+    {("state",): {}},
+)
+
+
+def check_key_form(form: KeyForm) -> None:
+    """Raises AssertionError where the form breaks its protocol.
+
+        from ckptmap.testing import check_key_form
+        check_key_form(MyKeys())
+
+    State that the form has no place for it must refuse with PlanError; a parameter that is listed
+    without state it may leave out.
+    """
+    with required(f"key form {form.name}"):
+        expect(form.name, "a key form needs a name")
+        for stranger in STRANGERS:
+            expect(form.read(stranger) is None, f"{form.name}: claims {dict(stranger)}")
+        _check_round_trip(form, form.name, plain())
+        for what, made in AWKWARD.items():
+            try:
+                form.write(made())
+            except PlanError:
+                continue
+            _check_round_trip(form, f"{form.name}: {what}", made())
+
+
+def plain() -> Optimizer:
+    """Two groups of different settings, one parameter of each with state, a third without."""
+    leaves = [
+        StateLeaf(FIRST, ("step",), 3),
+        StateLeaf(FIRST, ("exp_avg",), 0.25),
+        StateLeaf(SECOND, ("step",), 4),
+    ]
+    groups = [
+        {"lr": 0.1, "betas": [0.9, 0.99], PARAMS: [FIRST, BARE]},
+        {"lr": 0.2, "betas": [0.9, 0.99], PARAMS: [SECOND]},
+    ]
+    return Optimizer(leaves, groups)
+
+
+def _nested() -> Optimizer:
+    made = plain()
+    return Optimizer([*made.leaves, StateLeaf(FIRST, ("inner", "codes"), 7)], made.groups)
+
+
+def _of_no_group() -> Optimizer:
+    made = plain()
+    return Optimizer([*made.leaves, StateLeaf("lost.weight", ("step",), 5)], made.groups)
+
+
+def _without_state() -> Optimizer:
+    return Optimizer((), plain().groups)
+
+
+AWKWARD: Mapping[str, Callable[[], Optimizer]] = {
+    "nested state": _nested,
+    "state of a parameter in no group": _of_no_group,
+    "groups without state": _without_state,
+}
+
+
+def _check_round_trip(form: KeyForm, name: str, optimizer: Optimizer) -> None:
+    written = form.write(optimizer)
+    expect(form.write(optimizer) == written, f"{name}: writes otherwise when asked again")
+    leaves = dict(written)
+    expect(len(leaves) == len(written), f"{name}: writes two values to one path")
+    whole = expanded(leaves)
+    keys = form.read(whole)
+    expect(keys is not None, f"{name}: does not read what it has written")
+    assert keys is not None
+    _check_keys(name, whole, keys)
+    found = collect(whole, keys, lambda path, leaf: leaf)
+    found = found.named(_names(name, found, keys))
+    _compare(name, found, optimizer)
+
+
+def _check_keys(name: str, whole: Mapping[Path, Any], keys: Keys) -> None:
+    """Every leaf is state, a setting, the list of a group's parameters, or left over; none twice."""
+    taken = [*keys.state, *keys.hyper, *keys.rest]
+    expect(len(taken) == len(set(taken)), f"{name}: a leaf is two things")
+    lists = {path for path in whole if path[0] == GROUPS and path[-1] == PARAMS}
+    lost = [p for p in whole if p not in taken and p not in lists and whole[p] not in ({}, [])]
+    expect(not lost, f"{name}: {lost[:1]} is accounted for nowhere")
+    expect(not keys.rest, f"{name}: does not know its own {list(keys.rest)[:1]}")
+
+
+def _names(name: str, found: Optimizer, keys: Keys) -> dict[str, str]:
+    if not keys.by_index:
+        return {key: key for key in found.keys}
+    expect(
+        all(NAMES in group for group in found.groups), f"{name}: written by index without the names"
+    )
+    return {
+        key: fqn
+        for group in found.groups
+        for key, fqn in zip(group[PARAMS], group[NAMES], strict=True)
+    }
+
+
+def _compare(name: str, found: Optimizer, wanted: Optimizer) -> None:
+    mine, theirs = _state(found), _state(wanted)
+    expect(mine == theirs, f"{name}: reads the state {mine}, written was {theirs}")
+    groups, other = _groups(found), _groups(wanted)
+    expect(groups == other, f"{name}: reads the groups {groups}, written were {other}")
+
+
+def _state(optimizer: Optimizer) -> dict[tuple[str, Path], Any]:
+    return {(leaf.key, tuple(leaf.name)): leaf.value for leaf in optimizer.leaves if leaf.name}
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != NAMES} for group in optimizer.groups]
