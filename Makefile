@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ckptmap-ready
 
 export OMP_NUM_THREADS ?= 1
-# Test processes side by side; each test file stays with one of them.
+# Test processes side by side; each test file stays with one of them, in the order of names.
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
@@ -19,7 +19,7 @@ demo: $(STAMP)  ## A Llama under FSDP1 on 4 ranks becomes NF4 under FSDP2 on 2
 	@$(BIN)/python examples/demo.py
 
 test: lint  ## Lint, types, and every test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)  ## Style and types
 	$(BIN)/ruff check .

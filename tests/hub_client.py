@@ -32,6 +32,7 @@ def connected(home: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
     import huggingface_hub.utils._http
     from huggingface_hub import constants
 
+    from ckptmap.files import let_go
     from ckptmap.remote import mirror
 
     huggingface_hub.utils.disable_progress_bars()
@@ -51,7 +52,10 @@ def connected(home: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
         patch.setattr(mirror, "_MIRRORS", {})
         patch.setenv("HF_TOKEN", "")
         patch.setenv("HF_XET_CACHE", str(home / "xet"))
-        yield hub
+        try:
+            yield hub
+        finally:
+            let_go()
 
 
 def llama(folder: Path, max_shard_size: str = "5GB", dtype: str = "bfloat16") -> Path:
