@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                    # all; without a GPU it says so and ends well
     python benchmarks/gpu.py --size 8192 --dtype float32
+    python benchmarks/gpu.py --device cpu --size 256 --rounds 1     # the same code, for a try
 
 Checked first: each scheme of the registry that takes the weight makes the same parts on both
 devices, bit for bit, and decodes them to the same values; nothing in the loop over boxes waits for
@@ -11,6 +12,7 @@ the device (torch's sync debug mode raises where it does). Then timed, by CUDA e
     link      pinned host memory to the device, alone: what a conversion cannot beat
     staged    the same with every box encoded as it comes; the goal is 80 % of the link
     kernel    encode or decode alone, values on the device, beside the libraries' own kernels
+    convert   `ckptmap.convert` of a file in the page cache, all of it: read, encoded, written
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 FEED = 1 << 22
 """Elements a feed: a GPU needs more at once than a cache holds."""
 NAME = "model.layers.0.mlp.up_proj.weight"
+MEMORY = 256 << 20
+"""Bytes of buffers that a conversion may hold here: a GPU takes larger boxes than a CPU."""
 GOAL = 0.8
 """Share of the link's rate that bf16 to NF4 should reach."""
 
@@ -78,17 +84,22 @@ def decode(encoding: Any, info: Any, parts: Mapping[str, Any], device: str) -> A
     return out
 
 
-def check(w: Any, info: Any) -> list[str]:
-    """What differs between the devices, one line each; prints what was compared."""
+def sync_mode(device: str) -> Callable[[str], None]:
+    """Forbids waiting for the device, and allows it again."""
     import torch
 
+    return torch.cuda.set_sync_debug_mode if device.startswith("cuda") else lambda mode: None
+
+
+def check(w: Any, info: Any, device: str) -> list[str]:
+    """What differs between the devices, one line each; prints what was compared."""
     wrong = []
     for name, encoding in encodings(info).items():
-        there = encode(encoding, info, w.cuda(), torch.cuda.set_sync_debug_mode)
+        there = encode(encoding, info, w.to(device), sync_mode(device))
         here = encode(encoding, info, w, lambda mode: None)
         bad = [part for part, values in here.items() if not _same(values, there[part])]
         if not _same(
-            decode(encoding, info, here, "cpu"), decode(encoding, info, here, "cuda").cpu()
+            decode(encoding, info, here, "cpu"), decode(encoding, info, here, device).cpu()
         ):
             bad.append("decoded values")
         print(f"{name:14s} {info}: {'the same bytes as the CPU' if not bad else f'DIFFERS: {bad}'}")
@@ -105,11 +116,13 @@ def _same(a: Any, b: Any) -> bool:
 # ------------------------------------------------------------------------------- timing
 
 
-def timed(run: Callable[[], Any], rounds: int) -> float:
-    """Median seconds, by events on the current stream."""
+def timed(run: Callable[[], Any], rounds: int, device: str) -> float:
+    """Median seconds, by events on the current stream, or by the clock on the CPU."""
     import torch
 
     run()
+    if not device.startswith("cuda"):
+        return statistics.median(clocked(run) for _ in range(rounds))
     times = []
     for _ in range(rounds):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -121,35 +134,63 @@ def timed(run: Callable[[], Any], rounds: int) -> float:
     return statistics.median(times)
 
 
-def staged(encoding: Any, info: Any, pinned: Any) -> Callable[[], Any]:
-    """Boxes from pinned memory on a stream of their own, two ahead, encoded as they come."""
+def clocked(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def staged(encoding: Any, info: Any, pinned: Any, device: str) -> Callable[[], Any]:
+    """Boxes from pinned memory by `ckptmap.ring`'s lanes, two ahead, encoded as they come."""
     import torch
 
-    flat, copies = pinned.view(-1), torch.cuda.Stream()
+    from ckptmap.ring import DEPTH, Lanes
+
+    flat = pinned.view(-1)
 
     def run() -> None:
-        encoder = encoding.encoder(info, "cuda")
+        way, encoder = Lanes(device), encoding.encoder(info, device)
         step = max(1, FEED // encoder.step) * encoder.step
-        places = [torch.empty(step, dtype=flat.dtype, device="cuda") for _ in range(2)]
-        free = [torch.cuda.Event() for _ in range(2)]
+        places = [torch.empty(step, dtype=flat.dtype, device=device) for _ in range(DEPTH)]
+        free = [way.mark()] * DEPTH
         for turn, at in enumerate(range(0, flat.numel(), step)):
             given = flat[at : at + step]
-            place = places[turn % 2][: given.numel()]
-            with torch.cuda.stream(copies):
-                copies.wait_event(free[turn % 2])
-                place.copy_(given, non_blocking=True)
-            torch.cuda.current_stream().wait_stream(copies)
+            place = places[turn % DEPTH][: given.numel()]
+            way.upload(place, given, free[turn % DEPTH])
             list(encoder.feed(at, place))
-            free[turn % 2].record()
+            free[turn % DEPTH] = way.mark()
 
     return run
 
 
-def link(pinned: Any) -> Callable[[], Any]:
+def link(pinned: Any, device: str) -> Callable[[], Any]:
     import torch
 
-    place = torch.empty(pinned.shape, dtype=pinned.dtype, device="cuda")
+    place = torch.empty(pinned.shape, dtype=pinned.dtype, device=device)
     return lambda: place.copy_(pinned, non_blocking=True)
+
+
+def converted(w: Any, device: str, rounds: int) -> tuple[float, bool]:
+    """Median seconds of `ckptmap.convert --to full-nf4` of a file of one weight, from the page
+    cache, without digests; and whether the CPU writes the same file."""
+    import torch
+
+    import ckptmap
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({NAME: w}, f"{folder}/in")
+
+        def run(where: str = device) -> None:
+            ckptmap.convert(
+                f"{folder}/in", f"{folder}/out", to="full-nf4", device=where, overwrite=True,
+                max_memory=MEMORY, digest="none",
+            )  # fmt: skip
+
+        run("cpu")
+        expected = Path(f"{folder}/out").read_bytes()
+        run()
+        same = Path(f"{folder}/out").read_bytes() == expected
+        return statistics.median(clocked(run) for _ in range(rounds)), same
 
 
 def library_kernels(w: Any) -> dict[str, Callable[[], Any]]:
@@ -174,8 +215,8 @@ def library_kernels(w: Any) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def against_libraries(w: Any, info: Any) -> None:
-    """How our codes compare with those that bitsandbytes' CUDA kernel makes; zero blocks differ."""
+def against_libraries(w: Any, info: Any, device: str) -> None:
+    """How our codes compare with those that bitsandbytes' kernel makes there; zero blocks differ."""
     import torch
 
     mine = encodings(info)
@@ -185,34 +226,45 @@ def against_libraries(w: Any, info: Any) -> None:
         print(f"bitsandbytes: not compared: {error}")
         return
     for kind in ("nf4", "fp4"):
-        packed, state = quantize_4bit(w.cuda(), quant_type=kind)
-        found = encode(mine[f"bnb-{kind}"], info, w.cuda(), lambda mode: None)
+        packed, state = quantize_4bit(w.to(device), quant_type=kind)
+        found = encode(mine[f"bnb-{kind}"], info, w.to(device), lambda mode: None)
         differ = int((found[""] != packed.cpu().view(-1)).sum())
         same = torch.equal(found["absmax"], state.absmax.cpu())
-        print(f"bitsandbytes' CUDA {kind}: {differ} of {packed.numel()} bytes of codes differ, absmax {'equal' if same else 'DIFFERS'}")  # fmt: skip
+        print(f"bitsandbytes' {device} {kind}: {differ} of {packed.numel()} bytes of codes differ, absmax {'equal' if same else 'DIFFERS'}")  # fmt: skip
 
 
-def time_all(w: Any, info: Any, rounds: int) -> None:
-    nbytes = w.numel() * w.element_size()
-    pinned, there = w.pin_memory(), w.cuda()
-    base = timed(link(pinned), rounds)
+def time_all(w: Any, info: Any, rounds: int, device: str) -> list[str]:
+    """Prints the times; what differs, one line each."""
+    nbytes, there = w.numel() * w.element_size(), w.to(device)
+    on_gpu = device.startswith("cuda")
+    pinned = w.pin_memory() if on_gpu else w
+    base = timed(link(pinned, device), rounds, device)
     print(f"link: {nbytes / base / 1e9:.1f} GB/s from pinned memory")
     for name, encoding in encodings(info).items():
-        took = timed(staged(encoding, info, pinned), rounds)
-        goal = f", goal {GOAL:.0%}" if name == "nf4" and info.dtype == "bfloat16" else ""
-        print(f"staged {name}: {nbytes / took / 1e9:.1f} GB/s, {base / took:.0%} of the link{goal}")
-        parts = encode(encoding, info, there, lambda mode: None)
-        onto = {part: values.cuda() for part, values in parts.items()}
-        feed = timed(lambda e=encoding: encode_only(e, info, there), rounds)  # type: ignore[misc]
-        back = timed(lambda e=encoding, p=onto: decode(e, info, p, "cuda"), rounds)  # type: ignore[misc]
-        print(f"kernel {name}: encode {1e3 * feed:.2f} ms, decode {1e3 * back:.2f} ms")
+        if on_gpu:
+            took = timed(staged(encoding, info, pinned, device), rounds, device)
+            goal = f", goal {GOAL:.0%}" if name == "nf4" and info.dtype == "bfloat16" else ""
+            rate = f"{nbytes / took / 1e9:.1f} GB/s, {base / took:.0%} of the link{goal}"
+            print(f"staged {name}: {rate}")
+        time_kernels(name, encoding, info, there, rounds, device)
     for name, run in library_kernels(there).items():
-        print(f"kernel {name}: {1e3 * timed(run, rounds):.2f} ms")
+        print(f"kernel {name}: {1e3 * timed(run, rounds, device):.2f} ms")
+    took, same = converted(w, device, rounds)
+    print(f"convert to nf4: {nbytes / took / 1e9:.1f} GB/s, {base / took:.0%} of the link")
+    return [] if same else ["convert: the file differs from the CPU's"]
+
+
+def time_kernels(name: str, encoding: Any, info: Any, there: Any, rounds: int, device: str) -> None:
+    parts = encode(encoding, info, there, lambda mode: None)
+    onto = {part: values.to(device) for part, values in parts.items()}
+    feed = timed(lambda: encode_only(encoding, info, there), rounds, device)
+    back = timed(lambda: decode(encoding, info, onto, device), rounds, device)
+    print(f"kernel {name}: encode {1e3 * feed:.2f} ms, decode {1e3 * back:.2f} ms")
 
 
 def encode_only(encoding: Any, info: Any, w: Any) -> None:
     """All feeds, without the statistics, which go to the CPU."""
-    encoder, flat = encoding.encoder(info, "cuda"), w.view(-1)
+    encoder, flat = encoding.encoder(info, str(w.device.type)), w.view(-1)
     step = max(1, FEED // encoder.step) * encoder.step
     for at in range(0, flat.numel(), step):
         list(encoder.feed(at, flat[at : at + step]))
@@ -223,24 +275,28 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--device", default="cuda")
     asked = parser.parse_args()
     import torch
 
-    if not torch.cuda.is_available():
+    on_gpu = asked.device.startswith("cuda")
+    if on_gpu and not torch.cuda.is_available():
         print("CUDA: not run")
         return 0
     from ckptmap.tensors import TensorInfo
 
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    name = torch.cuda.get_device_name() if on_gpu else asked.device
+    print(f"{name}, torch {torch.__version__}")
     maker, wrong = torch.Generator().manual_seed(1), []
+    side = min(1024, asked.size)
     for dtype in ("bfloat16", "float16", "float32"):
-        w = torch.randn(1024, 1024, generator=maker).mul_(0.02)
+        w = torch.randn(side, side, generator=maker).mul_(0.02)
         w[3] = 0
-        wrong += check(w.to(getattr(torch, dtype)), TensorInfo((1024, 1024), dtype))
+        wrong += check(w.to(getattr(torch, dtype)), TensorInfo((side, side), dtype), asked.device)
     w = torch.randn(asked.size, asked.size, generator=maker).to(getattr(torch, asked.dtype))
     info = TensorInfo(tuple(w.shape), asked.dtype)
-    against_libraries(w, info)
-    time_all(w, info, asked.rounds)
+    against_libraries(w, info, asked.device)
+    wrong += time_all(w, info, asked.rounds, asked.device)
     for line in wrong:
         print(f"WRONG: {line}")
     return 1 if wrong else 0

@@ -43,10 +43,10 @@ class Contest:
 
 
 CONTESTS = (
-    Contest("encode nf4 (torchao's)", "ours_nf4", ("torchao_nf4", "bnb_nf4"), "20x torchao, 10x bnb"),
+    Contest("encode nf4 (torchao's)", "ours_nf4", ("torchao_nf4", "bnb_nf4"), "20x torchao, 10x bnb, under 20 MiB"),
     Contest("encode nf4 (bitsandbytes')", "ours_bnb_nf4", ("bnb_nf4", "torchao_nf4"), ""),
     Contest("encode fp4", "ours_bnb_fp4", ("bnb_fp4",), ""),
-    Contest("decode nf4 (torchao's)", "ours_decode_nf4", ("torchao_decode",), "7x torchao"),
+    Contest("decode nf4 (torchao's)", "ours_decode_nf4", ("torchao_decode",), "7x torchao, under 20 MiB"),
     Contest("decode nf4 (bitsandbytes')", "ours_decode_bnb", ("bnb_decode", "torchao_decode"), ""),
 )  # fmt: skip
 Kernel = tuple[Callable[[], Any], int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
+from ckptmap.checkpoint import Checkpoint
 from ckptmap.errors import PlanError
 from ckptmap.grids import KeepsCodes, Repairs, ScalesExactly, TakesModules
 from ckptmap.lazy import LazyTensor
@@ -67,6 +68,35 @@ def _fresh(lazy: LazyTensor, scheme: Scheme, named: bool) -> Encoding | None:
             "narrow --encode, or leave it out with --no-encode",
         )  # fmt: skip
     return forced
+
+
+def beside_ties(ckpt: Checkpoint, scheme: Scheme | None, options: Options) -> dict[str, str]:
+    """Weights that stay as they are because a tensor of the same storage does, each with its
+    reason: a head tied to an embedding, whatever it is called, would be another tensor else."""
+    if scheme is None or options.encode:
+        return {}
+    found = {}
+    for tied in ckpt.sharing():
+        left = [fqn for fqn in tied if not _takes(scheme, ckpt[fqn], options)]
+        if left and len(left) < len(tied):
+            why = f"is one tensor with {left[0]}, which stays"
+            found.update({fqn: why for fqn in tied if fqn not in left})
+    return found
+
+
+def _takes(scheme: Scheme, lazy: LazyTensor, options: Options) -> bool:
+    encoding = scheme.target(lazy.fqn, lazy.info)
+    return encoding is not None and not _matches(lazy.fqn, options.no_encode)
+
+
+def written_apart(ckpt: Checkpoint, left: Mapping[str, str]) -> dict[str, str]:
+    """Names of one tensor, beside those that are `left` out, that become tensors of their own, for
+    the target knows no ties: each with the first of them."""
+    found = {}
+    for names in ckpt.sharing():
+        written = [fqn for fqn in names if fqn not in left]
+        found.update({fqn: written[0] for fqn in written[1:]})
+    return found
 
 
 def left_by_shape(

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from ckptmap.errors import PlanError
+from ckptmap.loaded_names import UNKNOWN, loaded_as
 from ckptmap.protocols import Encoding
+from ckptmap.siblings import Sibling
 from ckptmap.tensors import TensorInfo
+from ckptmap.tied_heads import unstored
 from ckptmap.wire import torchao_metadata
+
+CONFIG = "config.json"
+QUANTIZATION = "quantization_config"
+OWN_LAYERS = frozenset({"falcon", "RefinedWeb", "RefinedWebModel"})
+"""Model types whose linear layers are of a subclass of `nn.Linear` that no library quantizes."""
 
 
 @runtime_checkable
@@ -39,6 +48,13 @@ class DeclaresEach(Protocol):
         """As `Declares.quantization_config`."""
 
 
+@runtime_checkable
+class FindsByLoadedName(Protocol):
+    """A scheme whose library looks a weight up by what it is called once it is loaded."""
+
+    by_loaded_name: bool
+
+
 @dataclass(frozen=True)
 class Quantized:
     """What is written, by the names of the output.
@@ -48,12 +64,14 @@ class Quantized:
     keep       what the source says is kept where it says something: no encoding was asked for, or
                parts of a scheme that is not known move as bytes
     schemes    those of the registry, by name
+    foreign    parts of schemes that are not known here, which move as bytes beside them
     """
 
     encodings: Mapping[str, tuple[Encoding, TensorInfo]]
     fresh: bool
     keep: bool
     schemes: Mapping[str, object]
+    foreign: Mapping[str, str] = field(default_factory=dict)
 
     def config(
         self, present: Mapping[str, Any] | None, heads: Collection[str] = ()
@@ -61,8 +79,7 @@ class Quantized:
         """`quantization_config` of the output, given the source's; None: it must have none.
         `heads`: modules whose weight is tied to another; dense where no file holds it."""
         encoded: dict[str, dict[str, TensorInfo]] = {}
-        written = {segment for name in self.encodings for segment in name.split(".")}
-        dense = [head for head in heads if head not in written]
+        dense = unstored(self.encodings, heads)
         for name, (encoding, info) in self.encodings.items():
             if encoding.name != "dense":
                 encoded.setdefault(encoding.name, {})[name] = info
@@ -70,7 +87,7 @@ class Quantized:
                 dense.append(name.removesuffix(".weight"))
         if present is not None and (self.keep or (encoded and not self.fresh)):
             return present
-        dense += _in_memory(dense, self.encodings)
+        dense += self._loaded(dense)
         said = {name: self._said(name, infos, dense) for name, infos in encoded.items()}
         if None in said.values():  # only we read those: no other reader is to be promised the rest
             return None
@@ -93,6 +110,41 @@ class Quantized:
             for name in sorted(names)
         ]
 
+    def check_names(self, config: Sibling | None) -> None:
+        """Raises PlanError CKM203 where weights were encoded for a library that looks them up by
+        names which are not known for this model, that has no place for them in it, or beside what
+        another library wrote."""
+        coded = [
+            (f, encoding.name)
+            for f, (encoding, _) in self.encodings.items()
+            if encoding.name != "dense"
+        ]
+        if not (self.fresh and coded and config is not None):
+            return
+        _check_foreign(self.foreign, *coded[0])
+        document = json.loads(config.read())
+        kinds = set(_model_types(document))
+        if isinstance(document, dict) and QUANTIZATION in document:
+            _check_layers(*coded[0], sorted(OWN_LAYERS & kinds))
+        named = [c for c in coded if isinstance(self.schemes.get(c[1]), FindsByLoadedName)]
+        strange = sorted(UNKNOWN & kinds)
+        if strange and named:
+            fqn, scheme = named[0]
+            raise PlanError(
+                "CKM203",
+                f"{fqn}: cannot be {scheme} beside a config.json: transformers renames the weights"
+                f" of {strange[0]} while loading, and would not find {scheme} of the names on disk",
+                "choose --to hf-bnb-int8, which it finds by module; or --to full-"
+                f"{scheme}, which ckptmap.load takes",
+            )
+
+    def _loaded(self, modules: Collection[str]) -> list[str]:
+        """What dense modules are called once loaded, where that may be another name. One of a
+        quantized weight's module is left out."""
+        others = loaded_as(self.encodings)
+        written = {name.removesuffix(".weight") for name in self.encodings}
+        return [other for name in modules for other in others(name) if other not in written]
+
     def _said(
         self, name: str, infos: Mapping[str, TensorInfo], dense: Collection[str]
     ) -> Mapping[str, Any] | None:
@@ -105,29 +157,37 @@ class Quantized:
         return scheme.quantization_config(infos, dense) if isinstance(scheme, Declares) else None
 
 
-_TOWERS = frozenset({"language_model", "vision_tower", "vision_model", "visual"})
+def _check_foreign(foreign: Mapping[str, str], fqn: str, scheme: str) -> None:
+    """Raises PlanError CKM203 where there is such a part."""
+    for part, name in foreign.items():
+        raise PlanError(
+            "CKM203",
+            f"{fqn}: cannot be {scheme} where {part} stays {name}, since one config.json cannot"
+            " declare both",
+            "quantize nothing beside it, --to hf or hf-bf16; or keep both where there is no"
+            f" config.json, --to full-{scheme}",
+        )
 
 
-def _in_memory(modules: Collection[str], names: Collection[str]) -> list[str]:
-    """What dense modules of a model of several towers are called once it is loaded, where that is
-    not their name on disk: transformers 5 puts the towers into `model`, and takes heads out of
-    them. A name that is no module's does no harm; one of a quantized weight's module is left out.
+def _check_layers(fqn: str, scheme: str, kinds: list[str]) -> None:
+    """Raises PlanError CKM203 for model types of `OWN_LAYERS`."""
+    if kinds:
+        raise PlanError(
+            "CKM203",
+            f"{fqn}: cannot be {scheme} beside a config.json: transformers builds the linear layers"
+            f" of {kinds[0]} of a class of its own, and would not load {scheme} into them",
+            f"leave them as they are, --to hf or hf-bf16; or --to full-{scheme}, which ckptmap.load"
+            " takes",
+        )
 
-        language_model.lm_head        -> lm_head
-        language_model.model.layers.0 -> model.language_model.layers.0
-        vision_tower.encoder.layers.0 -> model.vision_tower.encoder.layers.0
-    """
-    if all(_TOWERS.isdisjoint(name.split(".")[:2]) for name in names):
+
+def _model_types(config: object) -> list[str]:
+    """Of a model and of the models that it consists of."""
+    if not isinstance(config, dict):
         return []
-    found: dict[str, None] = {}
-    for module in modules:
-        first, _, rest = module.partition(".")
-        found[f"model.{module}" if first != "model" else f"model.language_model.{rest}"] = None
-        if first == "language_model":
-            found[rest] = None
-            found[f"model.language_model.{rest.removeprefix('model.')}"] = None
-    written = {name.removesuffix(".weight") for name in names}
-    return [each for each in found if each and each not in written]
+    inner = [kind for value in config.values() for kind in _model_types(value)]
+    found = config.get("model_type")
+    return [found, *inner] if isinstance(found, str) else inner
 
 
 def _check_one_library(

@@ -278,3 +278,17 @@ def untouched(lazy: LazyTensor) -> LazyTensor:
     parts = {name: part for name, part in lazy.parts.items() if name not in (A, B, MAGNITUDE, BIAS)}
     group = Group(lazy.fqn, encoding.base_info(lazy.info), encoding.base, parts)
     return LazyTensor(lazy.fqn, group, lazy.files)
+
+
+def codes_part(lazy: LazyTensor) -> str:
+    """The part that takes most of its bytes."""
+    return max(lazy.parts, key=lambda part: lazy.parts[part].info.nbytes)
+
+
+def proven(base: Group, part: str, copy: StoredTensor) -> Group:
+    """The base's own codes, which the adapter's checkpoint repeats: a replica that must hold the
+    same bytes."""
+    packed = base.parts[part]
+    replicas = (*packed.replicas, *copy.chunks)
+    same = StoredTensor(packed.info, packed.place, replicas, packed.share)
+    return base._replace(parts={**base.parts, part: same})

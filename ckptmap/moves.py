@@ -11,6 +11,7 @@ from itertools import chain, starmap
 from math import prod
 from typing import TYPE_CHECKING
 
+from ckptmap import ring
 from ckptmap.copying import Context, recorded
 from ckptmap.errors import Interrupted, RunError
 from ckptmap.gather import fill, row_major_boxes
@@ -41,14 +42,14 @@ def encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
     """Write one logical tensor anew, from its codes or its values; errors name the tensor."""
     try:
         if step.keeps is not None:
-            return _recode(context, step, step.keeps)
+            return _recode(context, step, step.keeps, buffer)
         encoder = step.encoding.encoder(step.tensor.info, context.device)
         parts = step.encoding.parts(step.tensor.info)
         assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"
         alone = encoder.splittable and list(parts) == [""]
         if alone and parts[""].shape == step.tensor.info.shape:
             return _encode_slots(context, step, encoder, buffer)
-        return _encode_parts(context, step, encoder, parts)
+        return _encode_parts(context, step, encoder, parts, buffer)
     except Interrupted:
         raise
     except CoarseScales as error:
@@ -67,10 +68,11 @@ def _encode_slots(
         slot = context.slot(target)
         with context.outputs.file(target.file) as output:
             stream = Stream(output, slot.offset, buffer, context.sums(target))
-            for offset, values in _values(context, step.tensor, slot.box, encoder.step):
-                for write in encoder.feed(offset, values):
-                    nbytes = _append(stream, write)
-                    context.advance(nbytes, step.tensor.fqn)
+            feeds = _values(context, step.tensor, slot.box, encoder.step)
+            writes = chain.from_iterable(starmap(encoder.feed, feeds))
+            for write in ring.landed(writes, context.device):
+                nbytes = _append(stream, write)
+                context.advance(nbytes, step.tensor.fqn)
             sums = stream.finish()
         written.append(recorded(context, target, sums.digest, sums.crc32))
     assert not list(encoder.finish()), "a splittable encoder with one part has nothing to add"
@@ -78,13 +80,18 @@ def _encode_slots(
 
 
 def _encode_parts(
-    context: Context, step: Encode, encoder: Encoder, parts: Mapping[str, TensorInfo]
+    context: Context,
+    step: Encode,
+    encoder: Encoder,
+    parts: Mapping[str, TensorInfo],
+    buffer: Buffer,
 ) -> Sequence[Written]:
     """The whole tensor in row-major steps; each part is a stream over the slots that tile it."""
-    streams = {name: _PartStream(context, info, step.targets[name]) for name, info in parts.items()}
+    streams = _part_streams(context, step, parts, buffer)
     whole = Box.whole(step.tensor.info.shape)
     feeds = _values(context, step.tensor, whole, encoder.step)
-    for write in chain.from_iterable(starmap(encoder.feed, feeds)):
+    writes = chain.from_iterable(starmap(encoder.feed, feeds))
+    for write in ring.landed(writes, context.device):
         context.advance(streams[write.part].append(write), step.tensor.fqn)
     for write in encoder.finish():
         context.advance(streams[write.part].append(write), step.tensor.fqn)
@@ -93,11 +100,23 @@ def _encode_parts(
     return [item for stream in streams.values() for item in stream.finish()]
 
 
-def _recode(context: Context, step: Encode, grid: Grid) -> Sequence[Written]:
+def _part_streams(
+    context: Context, step: Encode, parts: Mapping[str, TensorInfo], buffer: Buffer
+) -> dict[str, _PartStream]:
+    """One of each part, each with its share of the thread's buffer."""
+    largest = [max(context.slot(target).nbytes for target in step.targets[name]) for name in parts]
+    buffers = buffer.parts([min(PART_BUFFER, nbytes) for nbytes in largest])
+    return {
+        name: _PartStream(context, info, step.targets[name], held)
+        for (name, info), held in zip(parts.items(), buffers, strict=True)
+    }
+
+
+def _recode(context: Context, step: Encode, grid: Grid, buffer: Buffer) -> Sequence[Written]:
     """Codes move as they are; scales are read first, whole."""
     parts = step.encoding.parts(step.tensor.info)
     assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"
-    streams = {name: _PartStream(context, info, step.targets[name]) for name, info in parts.items()}
+    streams = _part_streams(context, step, parts, buffer)
     limit = max(1, min(MAX_ELEMENTS, context.budget // 8))
     for write in recoded(step.tensor, step.encoding, grid, limit):
         context.advance(streams[write.part].append(write), step.tensor.fqn)
@@ -107,15 +126,16 @@ def _recode(context: Context, step: Encode, grid: Grid) -> Sequence[Written]:
 class _PartStream:
     """Row-major bytes of one part, spread over the slots that tile it along its first dim."""
 
-    def __init__(self, context: Context, info: TensorInfo, targets: Sequence[Target]) -> None:
+    def __init__(
+        self, context: Context, info: TensorInfo, targets: Sequence[Target], buffer: Buffer
+    ) -> None:
         self._context, self._info = context, info
         self._targets = sorted(targets, key=lambda target: context.slot(target).box.offsets[:1])
         for target in targets:
             box = context.slot(target).box
             whole_rows = Box((*box.offsets[:1], *(0,) * len(info.shape[1:])), box.sizes)
             assert box == whole_rows and box.sizes[1:] == info.shape[1:], "a part is cut by rows"
-        largest = max(context.slot(target).nbytes for target in targets)
-        self._buffer = Buffer(min(PART_BUFFER, largest))
+        self._buffer = buffer
         self._at = 0
         self._stream: Stream | None = None
         self._done: list[Written] = []
@@ -168,17 +188,16 @@ def _values(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(flat offset, 1-D values) of a box in row-major order, each a multiple of `step` elements
     but the last. The offset is exact where the box is flat-contiguous in the tensor."""
-    import torch
-
-    limit = max(step, min(MAX_ELEMENTS, context.budget // 2 // ELEMENT_NBYTES))
-    held = torch.empty(limit + step, dtype=tensor.torch_dtype)
+    most = min(MAX_ELEMENTS, context.budget // 2 // ELEMENT_NBYTES)
+    limit = max(step, ring.elements(context.device, context.budget, most))
+    held = ring.ring(context.device, limit + step, tensor.torch_dtype)
     strides = contiguous_strides(tensor.shape, 1)
     offset = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
     count = 0
     for part in _readable(tensor, box, limit):
-        if count + part.numel > held.numel():  # one that could not be cut smaller
-            held = torch.cat([held[:count], held.new_empty(part.numel)])
-        place = held[count : count + part.numel].view(part.sizes)
+        if count + part.numel > held.place.numel():  # one that could not be cut smaller
+            held.grow(count, part.numel)
+        place = held.place[count : count + part.numel].view(part.sizes)
         if tensor.encoding == "dense":  # the stored bytes are the values: no copy between
             fill(context.files, tensor.parts[""], part, tensor_bytes(place))
         else:
@@ -186,11 +205,11 @@ def _values(
         count += part.numel
         ready = count - count % step
         if ready:
-            yield offset, held[:ready].to(context.device)
-            held[: count - ready] = held[ready:count].clone()
+            yield offset, held.send(ready)
+            held.keep(ready, count)
             offset, count = offset + ready, count - ready
     if count:
-        yield offset, held[:count].to(context.device)
+        yield offset, held.send(count)
 
 
 def _readable(tensor: LazyTensor, box: Box, limit: int) -> Iterator[Box]:

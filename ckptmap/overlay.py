@@ -9,7 +9,6 @@ merged tensor is a group of base parts and adapter parts (`lora`), decoded box b
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,33 +19,40 @@ from ckptmap import setups
 from ckptmap.adapters import Adapter, Low, open_adapter
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.errors import SourceError
-from ckptmap.files import whole
 from ckptmap.foreign import foreign_tensors
 from ckptmap.groups import DENSE, Groups
 from ckptmap.lazy import LazyTensor
-from ckptmap.lora import BIAS, A, B, Biased, Merged, Replaced, dora
+from ckptmap.lora import BIAS, A, B, Biased, Merged, Replaced, codes_part, dora, proven
 from ckptmap.protocols import Group, Scheme
 from ckptmap.remote.locating import named_as_asked
 from ckptmap.tensors import StoredTensor, TensorInfo
+from ckptmap.untying import Tied, is_head, noted, stem, tied_in
 
 WEIGHTS = ("float64", "float32", "bfloat16", "float16")
 """Dtypes of values that something can be added to."""
 HALF = ("bfloat16", "float16")
-EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in", "shared"})
-HEADS = frozenset({"lm_head", "embed_out", "output", "proj_out", "decoder"})
 
 
 class Overlaid(Checkpoint):
     """`base` with an adapter merged in."""
 
     def __init__(
-        self, base: Checkpoint, adapter: Adapter, groups: Mapping[str, Group], leave: Sequence[str]
+        self,
+        base: Checkpoint,
+        adapter: Adapter,
+        groups: Mapping[str, Group],
+        leave: Sequence[str],
+        untied: Mapping[str, str],
     ) -> None:
         self.__dict__.update(base.__dict__)
         self.base = base
-        self._groups = Groups({fqn: groups.get(fqn) or base._groups.held(fqn) for fqn in base})
-        more = [file for file in adapter.files if file not in base.index.files]
-        self.index = replace(base.index, files=(*base.index.files, *more))
+        more = {fqn: groups[fqn] for fqn in untied}
+        held = {fqn: groups.get(fqn) or base._groups.held(fqn) for fqn in base}
+        self._groups = Groups({**held, **more})
+        self.names = {**base.names, **{fqn: fqn for fqn in untied}}
+        self.untied = dict(untied)
+        files = [file for file in adapter.files if file not in base.index.files]
+        self.index = replace(base.index, files=(*base.index.files, *files))
         trained = sum(name in groups for name in adapter.trained)
         self.merged = {
             "config": adapter.config.text, "modules": len(adapter.lows), "trained": trained,
@@ -58,6 +64,7 @@ class Overlaid(Checkpoint):
             f"merged: {len(adapter.lows)} modules of {adapter.path}"
             + (f"; {trained} whole tensors are the adapter's" if trained else ""),
             *(f"{key}: left in the adapter, {why}" for key, why in adapter.left.items()),
+            *noted(untied),
         ]
 
 
@@ -80,9 +87,9 @@ def overlaid(
         if not isinstance(adapter, Adapter):
             adapter = open_adapter(adapter, adapter_config)
         adapter = adapter.without(leave)
-        named = _renamed(adapter, ckpt)
-        merger = _Merger(ckpt, adapter, scheme, named)
-        merged = Overlaid(ckpt, adapter, merger.groups(), leave)
+        tied = tied_in(ckpt)
+        merger = _Merger(ckpt, adapter, scheme, _renamed(adapter, ckpt, tied), tied)
+        merged = Overlaid(ckpt, adapter, merger.groups(), leave, merger.untied)
     merged.notes += _left(merger.copies)
     return merged
 
@@ -100,11 +107,12 @@ def _left(copies: Sequence[LazyTensor]) -> list[str]:
 # --------------------------------------------------------------------------------- names
 
 
-def _renamed(adapter: Adapter, ckpt: Checkpoint) -> Callable[[str], str]:
+def _renamed(adapter: Adapter, ckpt: Checkpoint, tied: Tied | None) -> Callable[[str], str]:
     """The adapter's names -> the base's: as they are, or with a first segment less or more (peft
     around a model, its backbone saved alone, or the reverse), or those on disk of a model of several
-    towers."""
+    towers. A head that the base ties is among none of them."""
     names = [f"{module}.weight" for module in adapter.lows] + list(adapter.trained)
+    names = [name for name in names if tied is None or not is_head(name)]
     heads = dict.fromkeys(fqn.split(".", 1)[0] for fqn in ckpt if "." in fqn)
     ways: list[Callable[[str], str]] = [_same, _shorter]
     ways += [_longer(head) for head in heads]
@@ -154,8 +162,11 @@ class _Merger:
         adapter: Adapter,
         scheme: Scheme | None,
         named: Callable[[str], str],
+        tied: Tied | None,
     ) -> None:
         self.ckpt, self.adapter, self.scheme, self.named = ckpt, adapter, scheme, named
+        self.tied = tied
+        self.untied: dict[str, str] = {}
         self.where = adapter.path
         self.foreign = foreign_tensors(ckpt.infos())
         self.copies: list[LazyTensor] = []
@@ -166,13 +177,13 @@ class _Merger:
         made: dict[str, Group] = {}
         for name, lazy in self.adapter.trained.items():
             fqn = self._known(name, lazy)
-            self._check_tie(fqn, lazy)
+            made |= self._untie(fqn, lazy)
             group = self._frozen(fqn, lazy) if _is_frozen(lazy) else self._trained(fqn, lazy)
             if group is not None:
                 made[fqn] = group
         for low in self.adapter.lows.values():
             fqn = self._known(f"{low.module}.weight", low.a)
-            made[fqn] = self._low(low, made.get(fqn) or self.ckpt.group(fqn))
+            made[fqn] = self._low(low, made.get(fqn) or self._base(fqn))
             if low.bias is not None:
                 bias = self._known(f"{low.module}.bias", low.bias)
                 made[bias] = self._bias(low, low.bias, made.get(bias) or self.ckpt.group(bias))
@@ -182,6 +193,8 @@ class _Merger:
         fqn = self.named(name)
         if fqn in self.ckpt:
             return fqn
+        if self.tied is not None and self.tied.head and is_head(fqn):
+            return self._own()
         near, low = difflib.get_close_matches(fqn, list(self.ckpt), n=1), name.rpartition(".")[0]
         raise SourceError(
             "CKM321",
@@ -196,7 +209,7 @@ class _Merger:
         shared = {
             _share(self.ckpt.group(fqn)): group
             for fqn, group in made.items()
-            if isinstance(group.encoding, Merged)
+            if isinstance(group.encoding, Merged) and fqn in self.ckpt
         }
         shared.pop(None, None)
         for fqn in self.ckpt if shared else ():
@@ -238,10 +251,10 @@ class _Merger:
 
     def _trained(self, fqn: str, lazy: LazyTensor) -> Group:
         """In the base's dtype; the same bytes where the adapter has that."""
-        base = self.ckpt.group(fqn)
+        base = self._base(fqn)
         packed = base.parts.get("")
         if base.encoding != DENSE and packed is not None and lazy.info == packed.info:
-            return _proven(base, "", self._dense(lazy))
+            return proven(base, "", self._dense(lazy))
         self._check_shape(lazy, base.info.shape, base)
         stored = self._dense(lazy)
         if lazy.dtype == base.info.dtype and base.encoding == DENSE:
@@ -253,14 +266,14 @@ class _Merger:
         """A quantized weight that QLoRA trained beside and its checkpoint repeats. Where the base
         holds such codes they are a replica; None: the base's own values stay. Its scales may have
         been cut anew for other ranks, so they are not compared."""
-        base = self.ckpt.group(fqn)
+        base = self._base(fqn)
         self._check_shape(lazy, base.info.shape, base)
-        codes = _codes_part(lazy)
+        codes = codes_part(lazy)
         packed = base.parts.get(codes) if base.encoding.name == lazy.encoding else None
         if packed is None or packed.info != lazy.parts[codes].info:
             self.copies.append(lazy)
             return None
-        return _proven(base, codes, lazy.parts[codes])
+        return proven(base, codes, lazy.parts[codes])
 
     def _dtype(self, base: Group) -> str:
         """fp32 where the merged values are cast as they are written."""
@@ -302,22 +315,39 @@ class _Merger:
 
     # ------------------------------------------------------------------ what must fit
 
-    def _check_tie(self, fqn: str, lazy: LazyTensor) -> None:
-        """peft unties an embedding that it trains as a whole: the head stays as it was. A base that
-        stores no head, and whose config ties it, would make another model of it."""
-        stem, saved = _stem(fqn), self.adapter.config.text.get("modules_to_save") or ()
-        known = {_stem(name) for name in (*self.ckpt, *self.adapter.left)}
-        if stem not in EMBEDDINGS or stem not in saved or not HEADS.isdisjoint(known):
+    def _untie(self, fqn: str, lazy: LazyTensor) -> Iterator[tuple[str, Group]]:
+        """peft unties an embedding that it trains as a whole: the head stays as it was. Where the
+        base stores none, it is written as a tensor of its own."""
+        tied, text = self.tied, self.adapter.config.text
+        if tied is None or fqn != tied.embedding or text.get("ensure_weight_tying"):
             return
-        if not _ties(self.ckpt):
+        if stem(fqn) not in (text.get("modules_to_save") or ()) or self._has_head():
             return
-        raise SourceError(
-            "CKM322",
-            f"{self.where}: {lazy.fqn} takes the place of the embedding {fqn}, which the base ties to"
-            " its head: peft trained it untied, with the head as it was",
-            "save the base with its head (tie_word_embeddings false) and give that as BASE, or merge"
-            " with peft itself",
-        )
+        if not tied.head:
+            raise SourceError(
+                "CKM322",
+                f"{self.where}: {lazy.fqn} takes the place of the embedding {fqn}, which the base"
+                " ties to its head: peft trained it untied, with the head as it was, and this model"
+                " can have none of its own",
+                "save the base with its head (tie_word_embeddings false) and give that as BASE, or"
+                " merge with peft itself",
+            )
+        yield tied.head, self._base(self._own())
+
+    def _has_head(self) -> bool:
+        """Does the adapter bring one?"""
+        modules = (f"{low.module}.weight" for low in self.adapter.lows.values())
+        return any(map(is_head, (*self.adapter.trained, *self.adapter.left, *modules)))
+
+    def _own(self) -> str:
+        """The name of the head that the base does not store."""
+        assert self.tied is not None, "asked of a base that ties it"
+        self.untied[self.tied.head] = self.tied.embedding
+        return self.tied.head
+
+    def _base(self, fqn: str) -> Group:
+        """What is changed; of a head that the base ties to its embedding, that."""
+        return self.ckpt.group(self.untied.get(fqn, fqn))._replace(fqn=fqn)
 
     def _dense(self, lazy: LazyTensor) -> StoredTensor:
         if lazy.encoding_ != DENSE or lazy.dtype not in WEIGHTS:
@@ -356,37 +386,6 @@ class _Merger:
 
 def _is_frozen(lazy: LazyTensor) -> bool:
     return lazy.encoding_ != DENSE and ".modules_to_save." not in lazy.fqn
-
-
-def _codes_part(lazy: LazyTensor) -> str:
-    """The part that takes most of its bytes."""
-    return max(lazy.parts, key=lambda part: lazy.parts[part].info.nbytes)
-
-
-def _proven(base: Group, part: str, copy: StoredTensor) -> Group:
-    """The base's own codes, which the adapter's checkpoint repeats: a replica that must hold the
-    same bytes."""
-    packed = base.parts[part]
-    replicas = (*packed.replicas, *copy.chunks)
-    same = StoredTensor(packed.info, packed.place, replicas, packed.share)
-    return base._replace(parts={**base.parts, part: same})
-
-
-def _stem(fqn: str) -> str:
-    """The last name of a weight's module."""
-    return fqn.rpartition(".")[0].rpartition(".")[2]
-
-
-def _ties(ckpt: Checkpoint) -> bool:
-    """Does the config.json beside it give the model a head, tied to its embedding?"""
-    try:
-        config = json.loads(whole(Path(ckpt.index.files[0]).parent / "config.json").read_text())
-        names = [name for name in config.get("architectures") or () if isinstance(name, str)]
-        inner = config.get("text_config") or config
-        said = config.get("tie_word_embeddings", inner.get("tie_word_embeddings", True))
-    except (OSError, ValueError, AttributeError, IndexError, TypeError):
-        return False
-    return said is not False and any(not name.endswith("Model") for name in names)
 
 
 def _share(group: Group) -> object:

@@ -17,6 +17,7 @@ from ckptmap.tensors import TensorInfo
 from tests.int8_models import QUERY, compressed
 from tests.test_open import bits
 
+GOLDEN = Path(__file__).parent / "golden" / "foreign"
 STEM = QUERY.removesuffix(".weight")
 
 
@@ -62,6 +63,17 @@ def test_what_compressed_tensors_writes(name: str, tmp_path: Path) -> None:
     assert_same_files(tmp_path / "in", tmp_path / "out")
     configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("in", "out")]
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+    # Named to be left as they are, they go along as bytes and all else is cast.
+    every = tuple(item.key for item in plan.unresolved)
+    kept = ckptmap.convert(tmp_path / "in", tmp_path / "kept", to="hf-fp32", no_encode=every)
+    assert kept.fidelity["bytes"] == len(every) and kept.fidelity["cast"] > 0
+    with ckptmap.open(tmp_path / "in") as before, ckptmap.open(tmp_path / "kept") as after:
+        for key, tensor in before.items():
+            read = after[key].read()
+            same = torch.equal(bits(tensor.read()), bits(read)) if key in every else False
+            assert same or (key not in every and read.dtype == torch.float32), key
+        said = f"{called}, {len(every)} tensors, in parts {', '.join(sorted(parts))}"
+        assert any(said in note for note in before.notes), before.notes
 
 
 def gpt_oss(folder: Path) -> None:
@@ -136,6 +148,42 @@ def test_torchaos_classes(kind: str, tmp_path: Path) -> None:
     assert {item.key for item in plan.unresolved} == set(tensors) - {"norm.weight"}
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
     assert_same_files(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name", ["hqq", "quanto-qint4", "quanto-qint8", "quanto-qfloat8", "gptq", "awq"]
+)
+def test_what_other_libraries_write(name: str, tmp_path: Path) -> None:
+    """Made by the libraries, see `golden/foreign/make_foreign.py`. Half cast, and without what
+    config.json said of them, transformers would load such layers at random."""
+    (tmp_path / "in").mkdir()
+    state = load_file(GOLDEN / f"{name}.safetensors") | {"2.weight": torch.ones(64, 64)}
+    save_file(state, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "in" / "config.json").write_text('{"quantization_config": {"quant_method": "x"}}')
+    parts = {key for key in state if key[0] == "0"}
+    for to in ("hf-bf16", "hf-bnb-nf4"):
+        plan = ckptmap.plan(tmp_path / "in", to)
+        assert {item.key for item in plan.unresolved} == parts - {"0.bias"}
+        called = {"hqq": "HQQ", "gptq": "GPTQ or AWQ", "awq": "GPTQ or AWQ"}.get(name, "quanto")
+        assert all(f"is part of a {called} tensor" in item.reason for item in plan.unresolved)
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
+    assert_same_files(tmp_path / "in", tmp_path / "out")
+    with pytest.raises(
+        ckptmap.CkptmapError, match=r"cannot be bnb-nf4 where 0\..* stays"
+    ) as caught:
+        ckptmap.plan(tmp_path / "in", "hf-bnb-nf4", encode=("2.*",), no_encode=("0.*",))
+    assert caught.value.code == "CKM203"
+    ckptmap.plan(tmp_path / "in", "full-bnb-nf4", encode=("2.*",), no_encode=("0.*",))
+    kept = ckptmap.convert(tmp_path / "in", tmp_path / "kept", to="hf-bf16", no_encode=("0.*",))
+    assert kept.fidelity == {"bytes": len(parts), "cast": 3}
+    for folder in ("out", "kept"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert config["quantization_config"] == {"quant_method": "x"}
+
+
+def test_a_gguf_file_is_named() -> None:
+    with pytest.raises(ckptmap.CkptmapError, match=r"q8_0\.gguf: is a GGUF file of llama\.cpp"):
+        ckptmap.open(GOLDEN / "q8_0.gguf")
 
 
 def test_two_scales_of_modelopt() -> None:

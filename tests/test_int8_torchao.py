@@ -59,8 +59,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize(("name", "key"), TRUTHS, ids=[f"{n}/{k}" for n, k in TRUTHS])
 def test_pickles_of_every_release_are_read_as_it_decodes_them(name: str, key: str) -> None:
     """torchao 0.7 to 0.18: AffineQuantizedTensor, LinearActivationQuantizedTensor, Int8Tensor,
-    IntxUnpackedToInt8Tensor, Float8Tensor, training weights; without importing torchao. A row of
-    zeros is NaN in torchao's own float8 (0 / 0), and so here."""
+    IntxUnpackedToInt8Tensor, Float8Tensor, NF4Tensor, training weights; without importing torchao.
+    A row of zeros is NaN in torchao's own float8 (0 / 0), and so here."""
     release = name.split("-")[0]
     truth = load_file(GOLDEN / f"truth-{release}.safetensors")[f"{name}/{key}"]
     with ckptmap.open(GOLDEN / f"{name}.pt") as ckpt:
@@ -75,7 +75,7 @@ def test_all_kinds_are_among_them() -> None:
         with ckptmap.open(file) as ckpt:
             assert not ckpt.refused, file
             encodings.update(ckpt.encodings)
-    assert encodings == {"dense", "int8", "float8"}
+    assert encodings == {"dense", "int8", "float8", "nf4"}
     assert len(list(GOLDEN.glob("0*.pt"))) > 40
 
 

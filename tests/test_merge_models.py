@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 import ckptmap
 from ckptmap.errors import LoadError, RunError, SourceError
-from ckptmap.merging import merge
+from ckptmap.merging import merge, plan_merge
 from tests.bnb_cases import refused
 from tests.merge_cases import LINEARS, llama
-from tests.test_hf_families import llava
+from tests.test_hf_families import llava, t5
 
 BERT = dict(
     hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128,
@@ -60,12 +60,78 @@ def test_is_bit_equal_to_peft(make: Any, config: dict[str, Any], tmp_path: Path)
         assert torch.equal(value, found[name]), name
 
 
-def test_an_embedding_that_peft_unties_is_refused(tmp_path: Path) -> None:
-    model = llama()
-    config = transformers.LlamaConfig(**{**model.config.to_dict(), "tie_word_embeddings": True})
-    tied = transformers.LlamaForCausalLM(config)
-    trained(tied, tmp_path, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
-    with refused(SourceError, "CKM322", r"embed_tokens.weight takes the place .* ties to its head"):
+def tied_llama() -> Any:
+    config = {**llama().config.to_dict(), "tie_word_embeddings": True}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+
+
+def tied_llava() -> Any:
+    made = llava()
+    made.config.tie_word_embeddings = made.config.text_config.tie_word_embeddings = True
+    return transformers.LlavaForConditionalGeneration(made.config)
+
+
+def tied_t5() -> Any:
+    torch.manual_seed(0)
+    return t5()
+
+
+HEAD, EMBEDDING = {"modules_to_save": ["lm_head"]}, {"modules_to_save": ["embed_tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "to"),
+    [
+        (tied_llama, {"target_modules": ["q_proj"], **HEAD}, "hf"),
+        (tied_llama, {"target_modules": ["q_proj", "lm_head"]}, "hf-bf16"),
+        (tied_llama, {"target_modules": ["q_proj"], **EMBEDDING}, "hf"),
+        (tied_llama, {"target_modules": ["lm_head"], **EMBEDDING}, "hf"),
+        (tied_llava, {"target_modules": ["q_proj", "lm_head"]}, "hf"),
+    ],
+)
+def test_a_head_that_peft_unties_is_a_tensor_of_its_own(
+    make: Any, config: dict[str, Any], to: str, tmp_path: Path
+) -> None:
+    """peft's own merge writes the head back into the embedding, or drops it; the truth is its model
+    before it is merged."""
+    torch.manual_seed(0)
+    wrapped = trained(make(), tmp_path, **config).eval()
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", to)
+    kind = type(wrapped.get_base_model())
+    loaded, said = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(said.values()), said
+    assert loaded.config.get_text_config().tie_word_embeddings is False
+    given = {"input_ids": torch.arange(8)[None]}
+    with torch.no_grad():
+        theirs, found = wrapped(**given).logits, loaded(**given).logits
+    tolerance = 0.05 if to == "hf-bf16" else 1e-4
+    assert torch.allclose(theirs, found.float(), atol=tolerance, rtol=tolerance)
+    head = loaded.get_output_embeddings().weight
+    assert not torch.equal(head, loaded.get_input_embeddings().weight)
+
+
+def test_what_a_head_is_no_longer_tied_to_is_said(tmp_path: Path) -> None:
+    trained(tied_llama(), tmp_path, target_modules=["lm_head"])
+    said = str(plan_merge(tmp_path / "base", tmp_path / "adapter", "full"))
+    assert "lm_head.weight is a tensor of its own, no longer tied to model.embed_tokens" in said
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out.pt", "full")
+    written = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert not torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "code", "said"),
+    [
+        ("shared", "CKM322", r"shared.weight takes the place .* ties to its head"),
+        ("lm_head", "CKM321", r"the base has no lm_head.weight"),
+    ],
+)
+def test_a_head_that_cannot_be_untied_is_refused(
+    saved: str, code: str, said: str, tmp_path: Path
+) -> None:
+    """T5 computes otherwise where its head is a tensor of its own."""
+    trained(tied_t5(), tmp_path, target_modules=["q"], modules_to_save=[saved])
+    with refused(SourceError, code, said):
         merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
 
 
@@ -97,12 +163,8 @@ def test_the_checkpoint_of_a_qlora_run(tmp_path: Path) -> None:
         merge(tmp_path / "wrong", run, tmp_path / "no", "hf-bf16", adapter_config=config)
 
 
-def test_what_comes_first_is_said_where_peft_renamed_the_model(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path / "base")
+def test_what_a_wrapped_model_saved_is_not_for_a_plain_one(tmp_path: Path) -> None:
     wrapped = get_peft_model(llama(), LoraConfig(r=4, target_modules=LINEARS))
-    with refused(LoadError, "CKM501", "missing") as caught:
-        ckptmap.load(tmp_path / "base", wrapped)
-    assert "before get_peft_model" in caught.value.hint
     ckptmap.save(tmp_path / "run", wrapped).wait()
     with refused(LoadError, "CKM501", "unexpected") as caught:
         ckptmap.load(tmp_path / "run", llama())

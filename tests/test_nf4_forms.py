@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ckptmap.encodings import nf4_codes
 from ckptmap.encodings.nf4 import NF4, NF4Scheme
@@ -150,7 +152,7 @@ def at_old_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_module_path_of_old_releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pickle is a real one, but written by today's torchao whose class says that its module
-    is the old one; pickles by torchao 0.1, 0.9 and 0.17 themselves have the same opcodes."""
+    is the old one; pickles by torchao 0.7 to 0.17 themselves are in `test_int8_torchao`."""
     tensor = MODULE.to_nf4(weights((256, 64), torch.bfloat16))
     at_old_path(monkeypatch)
     leaf = saved(tmp_path, tensor)
@@ -381,3 +383,30 @@ def test_the_scaler_block_for_a_world_size(
     if found is not None:
         shard = TensorInfo((shape[0] // world_size, shape[1]), "bfloat16")
         assert not isinstance(NF4(64, found).parts(shard), Refusal)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 24), of_world=st.booleans(), columns=st.sampled_from([16, 48, 64, 96, 320]),
+    world_size=st.sampled_from([1, 2, 3, 4, 8]), dtype=st.sampled_from(DTYPES),
+)  # fmt: skip
+def test_every_even_shard_of_every_shape_is_exact(
+    rows: int, of_world: bool, columns: int, world_size: int, dtype: torch.dtype
+) -> None:
+    """By torchao's own cut of the live tensor; None exactly where a shard ends within a block."""
+    w = weights((rows * (world_size if of_world else 1), columns), dtype)
+    info = info_of(w)
+    encoding = SCHEME.encoding(info)
+    if isinstance(encoding, Refusal):
+        return
+    assert isinstance(encoding, NF4)
+    parts, _ = quantize(w, encoding)
+    scaler_block = live_scaler_block(info, encoding, world_size)
+    even = info.shape[0] % world_size == 0 and info.numel // world_size % 64 == 0
+    assert (scaler_block is not None) == even
+    if scaler_block is not None:
+        live = to_torchao(regroup(parts, info, encoding, scaler_block), info, NF4(64, scaler_block))
+        shards = live.chunk(world_size)
+        assert len(shards) == world_size
+        whole = decode(info, encoding, parts, Box.whole(w.shape))
+        assert torch.equal(torch.cat([live_weight(shard) for shard in shards]), whole)

@@ -2,6 +2,7 @@
 
     Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor            since 0.14: attributes and parts
     AffineQuantizedTensor > PlainAQTTensorImpl, Float8AQTTensorImpl    up to 0.17
+    AffineQuantizedTensor > QDQTensorImpl, of IntxWeightOnlyConfig     0.11 to 0.14
     LinearActivationQuantizedTensor > any of the others           up to 0.17
     Int8QuantizedTrainingLinearWeight                             prototype: int_data, scale [out]
 

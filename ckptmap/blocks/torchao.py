@@ -69,6 +69,7 @@ class TorchaoScheme:
     pickled: tuple[str, ...]
     plain: str
     codes_dtypes: tuple[str, ...]
+    by_loaded_name: ClassVar[bool] = True
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]

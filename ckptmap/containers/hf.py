@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
+from ckptmap.columns import Extents
 from ckptmap.containers.hf_carry import HfCarrier
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.files import Files
 from ckptmap.protocols import OutFile, OutState, OutTensor, Place, Setup, Slot
-from ckptmap.tensors import Box, Index, Leaf, Path, StoredTensor
+from ckptmap.tensors import Box, Index
 from ckptmap.wire import torchao_metadata
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.hf_index import emit_index, parse_index, shard_name, split_shards
 from ckptmap.wire.inside import blobs_of, inside
-from ckptmap.wire.safetensors import emit, parse
+from ckptmap.wire.safetensors import Header, emit, parse
 from ckptmap.wire.safetensors_file import RECORDS, records_of, refuse_text, stored_tensors
 
 SUFFIX = ".safetensors"
@@ -126,7 +127,7 @@ def _require_all(root: str, shards: Sequence[str], where: str) -> None:
         )
 
 
-Contents = tuple[dict[Path, Leaf], dict[str, Mapping[str, Any]], tuple[str, ...]]
+Contents = tuple[Extents, dict[str, Mapping[str, Any]], tuple[str, ...]]
 
 
 def _read_shards(
@@ -136,7 +137,7 @@ def _read_shards(
     also = blobs_of(root)
     paths = [inside(root, shard, where, also) for shard in shards]
     _require_all(root, shards, where)
-    leaves: dict[Path, Leaf] = {}
+    headers: list[Header] = []
     records: dict[str, Mapping[str, Any]] = {}
     home: dict[str, str] = {}
     files = Files()
@@ -144,19 +145,19 @@ def _read_shards(
         for shard, file in zip(shards, paths, strict=True):
             refuse_text(files, file)
             header = parse(files, file)
-            twice = home.keys() & header.tensors.keys()
+            twice = home.keys() & set(header.keys) if home else ()
             if twice:
                 raise _twice(where, min(twice), home[min(twice)], shard)
             if len(shards) > 1:
-                home.update(dict.fromkeys(header.tensors, shard))
-            for key in header.tensors if weight_map else ():
+                home.update(dict.fromkeys(header.keys, shard))
+            for key in header.keys if weight_map else ():
                 if weight_map and weight_map.get(key, shard) != shard:
                     raise _elsewhere(where, key, weight_map[key], shard)
-            leaves.update(stored_tensors(header, file))
+            headers.append(header)
             _merge_records(records, records_of(header, file), file)
     finally:
         files.close()
-    return leaves, records, tuple(paths)
+    return stored_tensors(headers, paths), records, tuple(paths)
 
 
 def _merge_records(
@@ -194,13 +195,14 @@ def _elsewhere(where: str, key: str, listed: str, stored: str) -> SourceError:
 
 
 def _compare(
-    leaves: Mapping[Path, StoredTensor],
+    leaves: Extents,
     weight_map: Mapping[str, str],
     total_nbytes: int | None,
     where: str,
 ) -> list[str]:
     """Notes on harmless differences. Raises SourceError CKM108 for a tensor that is not there."""
-    absent = [key for key in weight_map if (key,) not in leaves]
+    stored = set(leaves.names)
+    absent = [key for key in weight_map if key not in stored]
     if absent:
         raise SourceError(
             "CKM108",
@@ -209,10 +211,10 @@ def _compare(
             "index and shards are of different saves; download both again",
         )
     notes = []
-    unlisted = [path[0] for path in leaves if path[0] not in weight_map]
+    unlisted = [key for key in leaves.names if key not in weight_map]
     if unlisted:
         notes.append(f"the index does not list {len(unlisted)} stored tensors: {unlisted[0]}")
-    found = sum(leaf.info.nbytes for leaf in leaves.values())
+    found = sum(info.nbytes for info in leaves.infos)
     if total_nbytes is not None and total_nbytes != found:
         notes.append(f"the index gives total_size {total_nbytes}, the shards hold {found}")
     return notes

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptmap import tied_heads
 from ckptmap.errors import PlanError
 from ckptmap.files import whole
 from ckptmap.protocols import Declared
@@ -31,6 +32,8 @@ SIBLINGS = (
 )  # fmt: skip
 PREFIXES = ("tokenizer", "chat_template", "spiece", "sentencepiece")
 SUFFIXES = (".py", ".model", ".jinja")
+TEMPLATES = "additional_chat_templates"
+"""A folder in which transformers keeps the chat templates but the first."""
 MAX_SIBLING_NBYTES = 256 << 20
 
 
@@ -39,6 +42,10 @@ def _belongs(file: Path) -> bool:
     known = file.name in SIBLINGS or file.name.startswith(PREFIXES) or file.suffix in SUFFIXES
     if not known or not file.is_file() or file.stat().st_size > MAX_SIBLING_NBYTES:
         return False
+    return _is_inside(file)
+
+
+def _is_inside(file: Path) -> bool:
     directory = str(file.parent)
     return bool(inside(directory, file.name, directory, blobs_of(directory)))
 
@@ -90,6 +97,13 @@ def _files(siblings: Sequence[str], beside: str | None) -> dict[str, str]:
             raise PlanError("CKM101", f"{beside}: has no config.json", "check --config-from")
         siblings = [str(file) for file in Path(beside).iterdir()]
     found = {Path(file).name: file for file in sorted(siblings) if _belongs(Path(file))}
+    found |= {
+        f"{TEMPLATES}/{file.name}": str(file)
+        for folder in map(Path, siblings)
+        if folder.name == TEMPLATES and folder.is_dir() and _is_inside(folder)
+        for file in sorted(folder.iterdir())
+        if _belongs(file)
+    }
     if beside is not None and Path(beside).is_file():
         found[CONFIG] = beside
     return found
@@ -115,22 +129,13 @@ def _with_dtype(content: bytes, dtype: str) -> bytes:
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def _tied_heads(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Modules that share the weight of the input embedding, which transformers takes for so unless
-    the config says otherwise: a quantizer must be told to leave them, for want of a weight."""
-    text = config.get("text_config")
-    if any(c.get(TIED) is False for c in (config, text) if isinstance(c, Mapping)):
-        return ()
-    return ("lm_head", "proj_out") if config.get("is_encoder_decoder") is True else ("lm_head",)
-
-
 def _with_quantization(content: bytes, quantized: Declared) -> bytes:
     """The config with the quantization of the weights as they now are, or none."""
     config = json.loads(content)
     if not isinstance(config, dict):
         return content
     present = config.get(QUANTIZATION)
-    wanted = quantized(present if isinstance(present, dict) else None, _tied_heads(config))
+    wanted = quantized(present if isinstance(present, dict) else None, tied_heads.of_config(config))
     if wanted == present:
         return content
     config.pop(QUANTIZATION, None)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckptmap.blocks.scaled import Scaled
+from ckptmap.loaded_names import loaded_as
 from ckptmap.protocols import Encoding
 from ckptmap.tensors import TensorInfo
 
@@ -16,11 +17,14 @@ def declared(
     encoded: Mapping[str, tuple[Encoding, TensorInfo]], dense: Collection[str]
 ) -> Mapping[str, Any]:
     """One group for each way of quantizing; the only one targets every linear layer, several name
-    their modules. `dense` are ignored. Activations are not quantized."""
+    their modules, as on disk and as they are called once loaded. `dense` are ignored. Activations
+    are not quantized."""
+    others = loaded_as([*encoded, *(f"{module}.weight" for module in dense)])
     groups: dict[Key, list[str]] = {}
     for name, (encoding, info) in encoded.items():
         if isinstance(encoding, Scaled):
-            groups.setdefault(_key(encoding, info), []).append(name.removesuffix(".weight"))
+            module = name.removesuffix(".weight")
+            groups.setdefault(_key(encoding, info), []).extend((module, *others(module)))
     formats = {key[2] for key in groups}
     return {
         "quant_method": "compressed-tensors",

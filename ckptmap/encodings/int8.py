@@ -39,7 +39,7 @@ class Int8Scheme(TorchaoScheme):
     suffix = "int8"
     made = Int8
     kinds = KINDS
-    pickled = (*KINDS, "PlainAQTTensorImpl", TRAINED)
+    pickled = (*KINDS, "PlainAQTTensorImpl", "QDQTensorImpl", TRAINED)
     plain = '{"act_quant_kwargs": null, "reduce_range": false}'
     codes_dtypes = ("int8",)
 

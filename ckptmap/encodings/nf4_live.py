@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.calm import quiet_torchao
 from ckptmap.encodings.nf4_encoding import FACTOR, NF4, PARTS, TABLE
 from ckptmap.errors import LoadError
 from ckptmap.protocols import Refusal
@@ -49,7 +50,8 @@ def regroup(
 def _module() -> ModuleType:
     for name in _MODULES:
         try:
-            return importlib.import_module(name)
+            with quiet_torchao():
+                return importlib.import_module(name)
         except ModuleNotFoundError:
             continue
     raise LoadError("CKM505", "torchao has no NF4Tensor", "pip install -U torchao")

@@ -3,7 +3,9 @@
     {"0.weight": '{"_type": "Int8Tensor", "_data": {...}, "_tensor_data_names": [...]}',
      "0.bias": '{"_type": "Tensor"}', "tensor_names": '["0.weight", "0.bias"]'}
 
-Every shard repeats all of it (torchao/prototype/safetensors, 0.15 to 0.18).
+Every shard repeats all of it (torchao/prototype/safetensors, 0.15 to 0.18). transformers looks
+tensors up by what they are called once loaded, so that a renamed one is entered by that name, too,
+marked as an alias; torchao passes over entries whose tensors are not there.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ckptmap.loaded_names import loaded_as
+
 NAMES = "tensor_names"
 SCHEME = "torchao"
+ALIAS = "ckptmap_alias_of"
 
 
 def part_key(key: str, part: str) -> str:
@@ -38,7 +43,9 @@ def read(metadata: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
     found: dict[str, Mapping[str, Any]] = {}
     for name in names:
         entry = _json(metadata.get(name, "")) if isinstance(name, str) else None
-        if isinstance(entry, dict) and entry.get("_type") not in (None, "Tensor"):
+        if not isinstance(entry, dict) or ALIAS in entry:
+            continue
+        if entry.get("_type") not in (None, "Tensor"):
             found[name] = {
                 "scheme": SCHEME,
                 "kind": entry["_type"],
@@ -70,6 +77,11 @@ def write(records: Mapping[str, Mapping[str, Any]], keys: Iterable[str]) -> dict
     plain = (key for key in keys if key not in parts and "." in key)  # torchao splits every name
     found = {key: json.dumps({"_type": "Tensor"}) for key in plain}
     found |= {fqn: json.dumps(entry) for fqn, entry in entries.items()}
+    others = loaded_as([*found])
+    for fqn, entry in entries.items():
+        module, _, last = fqn.rpartition(".")
+        aliases = {f"{other}.{last}": {**entry, ALIAS: fqn} for other in others(module)}
+        found |= {key: json.dumps(alias) for key, alias in aliases.items() if key not in found}
     return {**found, NAMES: json.dumps(list(found))}
 
 

@@ -5,7 +5,7 @@
 
 `<release>-<case>.pt` is what `torch.save` makes of a state dict whose weights `quantize_` has
 replaced; `truth-<release>.safetensors` has what that release itself decodes them to, as
-`<case>/<key>`. Releases 0.7, 0.9, 0.15, 0.16, 0.17 and 0.18 were run with torch 2.13 on the CPU.
+`<case>/<key>`. Releases 0.7, 0.9, 0.13, 0.15, 0.16, 0.17 and 0.18 were run with torch 2.13 on the CPU.
 """
 
 from __future__ import annotations
@@ -50,16 +50,37 @@ def quantized(config: Any, keep: Callable[[nn.Module, str], bool] = linear) -> M
     return lambda made: API.quantize_(made, config, keep)
 
 
+def nf4(made: Any) -> None:
+    try:
+        library: Any = importlib.import_module("torchao.dtypes.nf4tensor")
+    except ImportError:  # since 0.18
+        workflows = "torchao.quantization.quantize_.workflows"
+        library = importlib.import_module(f"{workflows}.nf4.nf4_tensor")
+    for layer in made[1:]:
+        quantized = library.to_nf4(layer.weight.detach(), 32, 4)
+        layer.weight = nn.Parameter(quantized, requires_grad=False)
+
+
 def old() -> Iterator[tuple[str, Make]]:
     """Up to 0.9: functions; AffineQuantizedTensor."""
+    yield "nf4", nf4
     yield "int8wo", quantized(Q.int8_weight_only())
     yield "int8wo-group", quantized(Q.int8_weight_only(group_size=16))
     yield "int8dyn", quantized(Q.int8_dynamic_activation_int8_weight())
     yield "float8wo", quantized(Q.float8_weight_only())
 
 
+def middle() -> Iterator[tuple[str, Make]]:
+    """0.10 to 0.14: configs without versions."""
+    yield "nf4", nf4
+    yield "int8wo", quantized(Q.Int8WeightOnlyConfig())
+    yield "int8dyn", quantized(Q.Int8DynamicActivationInt8WeightConfig())
+    yield from intx()
+
+
 def newer() -> Iterator[tuple[str, Make]]:
     """0.15 to 0.17: both classes."""
+    yield "nf4", nf4
     yield "int8wo", quantized(Q.Int8WeightOnlyConfig(version=1))
     yield "int8wo-group", quantized(Q.Int8WeightOnlyConfig(group_size=16, version=1))
     yield "int8wo-v2", quantized(Q.Int8WeightOnlyConfig(version=2))
@@ -71,6 +92,7 @@ def newer() -> Iterator[tuple[str, Make]]:
 
 def newest() -> Iterator[tuple[str, Make]]:
     """0.18: Int8Tensor alone."""
+    yield "nf4", nf4
     granular = importlib.import_module("torchao.quantization.granularity")
     yield "int8wo", quantized(Q.Int8WeightOnlyConfig())
     for name, how in (("tensor", granular.PerTensor()), ("group", granular.PerGroup(16))):
@@ -103,6 +125,8 @@ def training() -> Iterator[tuple[str, Make]]:
 def decoded(tensor: Any) -> torch.Tensor:
     if hasattr(tensor, "_data"):  # trains in full precision
         return tensor._data.detach().clone()
+    if hasattr(tensor, "get_original_weight"):
+        return tensor.get_original_weight().detach().clone()
     if hasattr(tensor, "original_weight_tensor"):
         return tensor.original_weight_tensor.dequantize().detach().clone()
     if type(tensor) not in (torch.Tensor, nn.Parameter):
@@ -113,7 +137,11 @@ def decoded(tensor: Any) -> torch.Tensor:
 def main() -> None:
     release = ".".join(torchao.__version__.split(".")[:2])
     minor = int(release.split(".")[1])
-    cases = old() if minor <= 9 else newer() if minor <= 17 else newest()
+    cases = next(
+        cases()
+        for last, cases in ((9, old), (14, middle), (17, newer), (99, newest))
+        if minor <= last
+    )
     truth = {}
     while True:
         try:

@@ -1,0 +1,99 @@
+"""What transformers 5 calls a module once it is loaded, where that is not its name on disk.
+
+    language_model.model.layers.0.mlp.up_proj    -> model.language_model.layers.0.mlp.up_proj
+    vit.encoder.layer.0.attention.attention.key  -> vit.layers.0.attention.k_proj
+
+Its loader renames keys while it reads (transformers 5.23, conversion_mapping.py), but looks modules
+up by the new names in what a file or a config says of quantization. Which class is going to load a
+file is not in the file, so that more than one name may be found here; a name that is no module's
+does no harm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Way:
+    """`rules`, one after the other, for a model of which some name matches `sign`."""
+
+    sign: re.Pattern[str]
+    rules: tuple[tuple[re.Pattern[str], str], ...]
+
+    def __call__(self, name: str) -> str:
+        for pattern, put in self.rules:
+            name = pattern.sub(put, name, count=1)
+        return name
+
+
+def _way(sign: str, *rules: tuple[str, str]) -> Way:
+    return Way(re.compile(sign), tuple((re.compile(pattern), put) for pattern, put in rules))
+
+
+_TOWER = r"(?:language_model|(?:vision|audio|image|video)_tower|vision_model|visual)\."
+_VIT = r"(?:^|\.)attention\.attention\.query\."
+_SWIN = r"\.blocks\.\d+\.attention\.self\.query\."
+_FLAT_BLOCK = (
+    (r"\.attention\.(?:attention|self)\.query$", ".attention.q_proj"),
+    (r"\.attention\.(?:attention|self)\.key$", ".attention.k_proj"),
+    (r"\.attention\.(?:attention|self)\.value$", ".attention.v_proj"),
+    (r"\.attention\.output\.dense$", ".attention.o_proj"),
+    (r"\.intermediate\.dense$", ".mlp.fc1"),
+    (r"\.output\.dense$", ".mlp.fc2"),
+    (r"\.mlp\.weights_out$", ".mlp.down_proj"),
+)
+WAYS = (
+    _way(_VIT, *_FLAT_BLOCK),  # ViT and its kin, DINOv2
+    _way(_VIT, (r"(^|\.)encoder\.layer\.(?=\d)", r"\1layers.")),  # ViT and its kin
+    _way(_VIT, (r"\.mlp\.weights_in$", ".mlp.gate_proj")),  # DINOv2's SwiGLU, cut in two
+    _way(_VIT, (r"\.mlp\.weights_in$", ".mlp.up_proj")),
+    _way(_SWIN, *_FLAT_BLOCK),
+    _way(r"(?:^|\.)layer\.\d+\.attention\.q_proj\.", (r"(^|\.)layer\.", r"\1model.layer.")),  # DINOv3
+    _way(r"^embed_out\.", (r"^embed_out$", "lm_head")),  # GPT-NeoX
+    _way(r"^backbone\.layers\.\d+\.mixer\.", (r"^backbone\.", "model.")),  # Nemotron-H
+    _way(r"^thinker\.", (r"^thinker\.", "")),  # Qwen2.5-Omni
+    # CLIP and SigLIP, alone or as the tower of another model
+    _way(r"(?:^|_tower\.)vision_model\.", (r"(^|_tower\.)vision_model\.", r"\1")),
+    # models of several towers, which the loader puts into `model`, heads taken out of them
+    _way(
+        rf"^(?:thinker\.)?(?:[^.]+\.)?{_TOWER}",
+        (r"^model\.(?!language_model\.|(?:vision|audio|image|video)_tower\.|visual\.)", "."),
+        (r"^language_model\.(?:model\.)?", "."),
+        (r"^\.lm_head$", "lm_head"),
+        (r"^\.", "model.language_model."),
+        (r"^(?!model\.|lm_head$)", "model."),
+    ),
+)  # fmt: skip
+
+
+def loaded_as(keys: Collection[str]) -> Callable[[str], list[str]]:
+    """For a checkpoint of these keys: module -> the other names that it may have once loaded."""
+    ways = [way for way in WAYS if any(map(way.sign.search, keys))]
+
+    def others(module: str) -> list[str]:
+        found = {module: None}
+        for way in ways:
+            found |= {way(name): None for name in found}
+        return [name for name in found if name != module]
+
+    return others if ways else lambda module: []
+
+
+_UNKNOWN = """
+altclip axk2 bailing_hybrid cohere_asr colqwen2 conditional_detr cosmos3_edge cosmos3_omni d_fine
+deepseek_ocr2 deepseek_v4 deformable_detr detr dinov3_convnext dots3_note dots3_note_audio_encoder
+dots3_note_vision_encoder emu3 ernie4_5_vl_moe gemma4_unified glm5_next glm5_next_text
+gradium_phonon_tts granite_speech granite_speech_plus gte hrm_text hunyuan_vl hy_v4
+hyperclovax_vision_v2 inkling2 inkling2_text inkling_mm_model jev jina_embeddings_v3 kimi_k25
+kimi_linear lfm3 lfm3_vl_vision lw_detr maskformer mimi mimi_decoder mimi_encoder minimax_m3_vl
+mistral_large4 mistral_large4_text molmo2 molmo2_text nemo_speechlm nemotron_h_omni nomic_bert
+paddleocr_vl pi0 pixio pp_doclayout_v2 pp_doclayout_v3 pp_doclayout_v4 qianfan_ocr qwen4_exp_text
+radio rf_detr rt_detr rt_detr_v2 sam3_tracker sam3_tracker_video sapiens2 segformer shieldgemma2
+step3p5_vision step3p7 t5gemma2_encoder timesfm2_5 timm_wrapper tipsv2 tipsv2_dpt
+tipsv2_text_model tipsv2_vision_model ultrabert ultravbert unlimited_ocr vibevoice_asr vit_mae
+"""
+UNKNOWN = frozenset(_UNKNOWN.split())
+"""Model types whose linear layers transformers 5.23 renames, or cuts, in ways that are not here."""
