@@ -11,21 +11,25 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import is_not
 from pathlib import Path as FilePath
 from types import MappingProxyType
 from typing import Any
 
 from ckptmap import registry
+from ckptmap.columns import Extents
 from ckptmap.compare import same_parts
 from ckptmap.errors import MissingKeyError, SourceError
+from ckptmap.extra_state import buffer
 from ckptmap.files import Files
+from ckptmap.flat_units import LikeUnits
 from ckptmap.foreign import naked_note
 from ckptmap.grouping import Refused, grouped, remarks, strings_beside
 from ckptmap.lazy import LazyTensor
 from ckptmap.leaves import holds_tensor, join, nest, opaques
-from ckptmap.like import CONFIG, MANIFEST, Like, is_alphabetical, like_config, like_manifest
+from ckptmap.like import CONFIG, MANIFEST, Like, like_config, like_manifest
 from ckptmap.mapping.wrappers import describe_wrappers, strip_wrappers
-from ckptmap.members import merged
+from ckptmap.members import left_behind, merged
 from ckptmap.optim.moments import gathered
 from ckptmap.optim.order import Order, Weight
 from ckptmap.optim.reading import Model, OptimizerReader
@@ -35,6 +39,7 @@ from ckptmap.protocols import Directory, Group, Place
 from ckptmap.remote.locating import locate, named_as_asked
 from ckptmap.roots import Roles, is_tensor, split_roles
 from ckptmap.tensors import Index, Leaf, Opaque, Path, PerRank, StoredTensor, TensorInfo
+from ckptmap.traversal import in_order
 from ckptmap.wire.gc_pause import paused_gc
 
 
@@ -56,6 +61,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
     """What was merged into it, as a manifest records it; None: nothing was."""
     ties: Mapping[str, str] = MappingProxyType({})
     """Names that are left out, each with the one that it must be equal to."""
+    untied: Mapping[str, str] = MappingProxyType({})
+    """Heads that what lies beside the weights ties, though they are tensors of their own here, each
+    with its embedding."""
 
     def __init__(self, path: str, index: Index, roles: Roles, files: Files) -> None:
         self.path = path
@@ -64,12 +72,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.index = index
         self.files = files
         self.roles = roles
-        self.notes: list[str] = list(index.notes)
+        self.notes: list[str] = [*index.notes, *left_behind(index.left)]
         self.refused: list[Refused] = []
         said = strings_beside(roles.rest, roles.model_root)
         groups = grouped(roles.model, index.records, roles.model_root, path, self.refused, said)
         plain = strip_wrappers(list(groups), path)
-        stripped = any(key is not fqn for key, fqn in plain.items())
+        stripped = any(map(is_not, plain, plain.values()))
         self._groups = groups.renamed(plain) if stripped else groups
         self.names = {fqn: key for key, fqn in plain.items()} if stripped else plain
         self.wrappers = describe_wrappers(plain)
@@ -120,8 +128,21 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self._groups[fqn]
 
     def dense(self) -> Mapping[str, StoredTensor]:
-        """The weights that are one plain tensor each, as stored; a look at 100,000 of them."""
+        """The weights that are one plain tensor each, as stored."""
         return self._groups.dense()
+
+    def sharing(self) -> list[tuple[str, ...]]:
+        """Names of weights that the file itself says are one tensor."""
+        return self._groups.sharing()
+
+    @property
+    def origins(self) -> dict[str, tuple[str, ...]]:
+        """Of weights that have other names in the file: FQN -> the keys there."""
+        return {fqn: (key,) for fqn, key in self.names.items() if key != fqn}
+
+    def run(self) -> Extents | None:
+        """All of its weights side by side, where all are plain and lie so; a look at 100,000."""
+        return self._groups.run
 
     def put(self, fqn: str, group: Group) -> None:
         """Say what a tensor is that its own file says too little of."""
@@ -253,16 +274,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self, leaves: Mapping[Path, Leaf], root: Path = ()
     ) -> Iterator[tuple[Path, Any]]:
         for path, leaf in leaves.items():
+            held = buffer(path, leaf)
+            if held is not None:
+                yield path, held
+                continue
             found = next(opaques(leaf), None)
             if found is not None and not (is_tensor(leaf) and isinstance(leaf, StoredTensor)):
-                held = holds_tensor(found)
-                self.refused.append(
-                    Refused(
-                        join((*root, *path)),
-                        f"an object of unknown class {found.class_name}",
-                        not held,
-                    )
-                )
+                what = f"an object of unknown class {found.class_name}"
+                self.refused.append(Refused(join((*root, *path)), what, not holds_tensor(found)))
             elif not is_tensor(leaf):
                 yield path, leaf
 
@@ -280,7 +299,8 @@ def open(
 
     `root` names the dict that holds the weights (`"model"`, `"app/model"`), where several could.
     `like` is another checkpoint of the same model, or its config.json: flat shards of FSDP1 carry
-    no shapes, and a config.json tells which parameter an optimizer's index means. So does
+    no shapes, some do not say which modules are wrapped, and a config.json tells which parameter
+    an optimizer's index means. So does
     `param_order`, which goes first: the FQNs of the parameters as they were passed to the
     optimizer, one list a group. Raises SourceError where the path is no checkpoint, is malformed,
     or is ambiguous, CKM207 where `param_order` does not fit.
@@ -292,7 +312,8 @@ def open(
         known = partial(read_like, like) if like is not None else _own(place)
         index = _index(place)
         notes = (*located.notes, *notes, *index.notes)
-        ckpt = _opened(place, replace(index, notes=notes), root, known)
+        units = index.units if like is None else LikeUnits(index.units, str(like))
+        ckpt = _opened(place, replace(index, notes=notes, units=units), root, known)
     ckpt.origin = located.origin
     ckpt.order_optimizer(param_order, like)
     return ckpt
@@ -325,29 +346,35 @@ def _opened(
     place: Place, index: Index, root: str | None, like: Callable[[], Like] | None
 ) -> Checkpoint:
     leaves = index.leaves
-    for way in registry.unflatteners():
-        leaves = way.unflatten(leaves, like, strip_wrappers, place.path, index.units)
-    leaves = {
-        path: leaf if isinstance(leaf, StoredTensor) else _joined(join(path), leaf)
-        for path, leaf in leaves.items()
-    }
-    index = replace(index, leaves=leaves)
+    if not isinstance(leaves, Extents):  # those are whole, and nothing else
+        for way in registry.unflatteners():
+            leaves = way.unflatten(leaves, like, strip_wrappers, place.path, index.units)
+        leaves = {
+            path: leaf if isinstance(leaf, StoredTensor) else _joined(join(path), leaf)
+            for path, leaf in leaves.items()
+        }
+        index = replace(index, leaves=leaves)
     return Checkpoint(place.path, index, split_roles(leaves, root, place.path), Files())
 
 
 def read_like(path: str | os.PathLike[str]) -> Like:
     """Names and shapes of the model that a checkpoint, or a config.json, is of.
 
-    A checkpoint that lists its tensors in no order of the model's (safetensors) gets the order
-    from the config.json beside it, where there is one that transformers knows.
+    A checkpoint that lists its tensors in no order of the model's (safetensors, DCP of replicas)
+    gets the order from the config.json beside it, where there is one that transformers knows.
     """
     file = locate(path).path
     if file.name == CONFIG:
         return like_config(file)
-    ckpt = open(path)
-    infos = {fqn: ckpt.group(fqn).info for fqn in ckpt}
     config = (file if file.is_dir() else file.parent) / CONFIG
-    ordered = not is_alphabetical(list(infos), [info.dtype for info in infos.values()])
+    try:
+        ckpt = open(path)
+    except SourceError as error:
+        if error.code == "CKM111" and config.is_file():  # a model without its weights
+            return like_config(config)
+        raise
+    infos = {fqn: ckpt.group(fqn).info for fqn in ckpt}
+    ordered = frozenset(in_order(ckpt))
     if not ordered and config.is_file():
         try:
             return like_config(config)

@@ -6,17 +6,21 @@ model.layers.{0..31}.self_attn.q_proj.weight  32x [4096, 4096] bfloat16 -> nf4
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-NUMBER = re.compile(r"(?<![^.\n])\d+(?![^.\n])")
+from ckptmap.alike import each
+
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A number that is a segment of a name."""
+_NUMBERS = re.compile(r"\.(\d+)(?=[.\n])")
+"""The same in a text of names, each begun with a dot: to look for that takes a third of the time."""
 
 
-class Row(NamedTuple):
-    """One tensor as a table shows it; a tuple, because there may be 100,000 of them."""
+class Look(NamedTuple):
+    """What a table shows of a tensor but for its name: shared by thousands."""
 
-    fqn: str
     role: str
     shape: tuple[int, ...]
     kind: tuple[str, ...]
@@ -26,9 +30,10 @@ class Row(NamedTuple):
 
 @dataclass
 class Folded:
-    """Rows alike but for numbers in their names."""
+    """Tensors that look alike, with names alike but for numbers."""
 
-    first: Row
+    first: str
+    look: Look
     count: int
     nbytes: int
     numbers: list[set[str]]
@@ -37,34 +42,43 @@ class Folded:
     @property
     def pattern(self) -> str:
         spans = iter([set(map(int, digits)) for digits in self.numbers])
-        return NUMBER.sub(lambda match: _span(next(spans), match.group()), self.first.fqn)
+        return NUMBER.sub(lambda match: _span(next(spans), match.group()), self.first)
 
 
-def fold(rows: Iterable[Row]) -> list[Folded]:
-    """Rows by pattern, in order of first appearance."""
-    rows = list(rows)
-    found: dict[tuple[object, ...], list[Row]] = {}
-    for row, pattern in zip(rows, _patterns([row[0] for row in rows]), strict=True):
-        found.setdefault((pattern, *row[1:5]), []).append(row)
-    return [
-        Folded(alike[0], len(alike), sum([row[5] for row in alike]), _numbers(alike))
-        for alike in found.values()
-    ]
+def fold(names: Sequence[str], looks: Sequence[Look]) -> list[Folded]:
+    """Tensors by pattern of their names, in order of first appearance."""
+    alike: dict[tuple[object, ...], int] = {}
+    marks = each(looks, lambda look: alike.setdefault(look[:4], len(alike)))
+    keys = zip(_patterns(names), marks, strict=True)
+    found: dict[tuple[str, int], list[int]] = {}
+    for index, key in enumerate(keys):
+        if key in found:
+            found[key].append(index)
+        else:
+            found[key] = [index]
+    return [_folded([names[i] for i in at], [looks[i] for i in at]) for at in found.values()]
+
+
+def _folded(names: list[str], looks: list[Look]) -> Folded:
+    places = len(NUMBER.findall(names[0]))
+    text = _text(names)
+    digits = _NUMBERS.findall(text)
+    if text.count("\n") != len(names):  # one with a line feed in it
+        digits = [number for name in names for number in NUMBER.findall(name)]
+    numbers = [set(digits[place::places]) for place in range(places)]
+    return Folded(names[0], looks[0], len(names), sum([look[4] for look in looks]), numbers)
+
+
+def _text(names: Sequence[str]) -> str:
+    return "." + "\n.".join(names) + "\n"
 
 
 def _patterns(names: Sequence[str]) -> list[str]:
-    """Each name without its numbers; a look at the whole text takes a third of the time."""
-    found = NUMBER.sub("\0", "\n".join(names)).split("\n")
-    if len(found) != len(names):  # one with a line feed in it
+    """Each name without its numbers."""
+    found = _NUMBERS.sub(".\0", _text(names)).split("\n")
+    if len(found) != len(names) + 1:  # one with a line feed in it
         return [NUMBER.sub("\0", name) for name in names]
-    return found
-
-
-def _numbers(alike: Sequence[Row]) -> list[set[str]]:
-    """The digits at each place of names that are alike but for them."""
-    places = len(NUMBER.findall(alike[0].fqn))
-    digits = NUMBER.findall("\n".join([row[0] for row in alike]))
-    return [set(digits[place::places]) for place in range(places)]
+    return found[:-1]
 
 
 def _span(numbers: set[int], text: str) -> str:
@@ -93,19 +107,46 @@ def listed(title: str, found: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def table(rows: Iterable[Row]) -> list[str]:
+def renamed(origins: Mapping[str, Sequence[str]], stripped: bool) -> list[str]:
+    """A line for each way from keys of the source to a name, numbers left out; `stripped`: all that
+    was done is that segments were taken off.
+
+    from: layers.*._orig_mod.{name} -> layers.*.{name}  288x
+    from: layers.*.attn.q.weight + ... (3 in all) -> layers.*.attn.qkv.weight  32x
+    """
+    counts: dict[str, int] = {}
+    for fqn, keys in origins.items():
+        key = NUMBER.sub("*", keys[0]) if keys else "zeros"
+        source, target = key, NUMBER.sub("*", fqn)
+        if stripped:
+            source, target = _without_tail(source, target)
+        more = f" + ... ({len(keys)} in all)" if len(keys) > 1 else ""
+        way = f"{source}{more} -> {target}"
+        counts[way] = counts.get(way, 0) + 1
+    return [f"from: {way}  {count}x" for way, count in counts.items()]
+
+
+def _without_tail(key: str, name: str) -> tuple[str, str]:
+    """What both end in is `{name}`."""
+    old, new = key.split("."), name.split(".")
+    while old and new and old[-1] == new[-1]:
+        old.pop()
+        new.pop()
+    return ".".join([*old, "{name}"]), ".".join([*new, "{name}"])
+
+
+def table(names: Sequence[str], looks: Sequence[Look]) -> list[str]:
     """Aligned lines: name, count, shape, kind, fidelity, bytes."""
-    folded = fold(rows)
     cells = [
         (
-            f"{g.first.role}: {g.pattern}" if g.first.role != "model" else g.pattern,
+            f"{g.look.role}: {g.pattern}" if g.look.role != "model" else g.pattern,
             f"{g.count}x",
-            str(list(g.first.shape)),
-            " ".join(g.first.kind),
-            g.first.fidelity,
+            str(list(g.look.shape)),
+            " ".join(g.look.kind),
+            g.look.fidelity,
             f"{g.nbytes:,} B",
         )
-        for g in folded
+        for g in fold(names, looks)
     ]
     if not cells:
         return []

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import cached_property
-from operator import itemgetter
+from itertools import repeat
+from operator import add, le
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ckptmap import registry
 from ckptmap.coverage import prove_tiling
 from ckptmap.errors import PlanError
+from ckptmap.parameters import Shown
 from ckptmap.protocols import (
     FlatUnit,
-    Group,
     Layout,
     MeshLayout,
-    OutTensor,
     Placement,
     Setup,
 )
 from ckptmap.steps import FilePlan
+from ckptmap.tables import OutTensors, Slots
 from ckptmap.tensors import Box, Path, TensorInfo
-from ckptmap.woven import Pieced
 
 MAX_WORLD_SIZE = 1 << 17
 """More ranks than anybody trains on: a slip of the finger, that would plan for hours."""
@@ -39,8 +39,9 @@ class UnitLayout(Layout, Protocol):
         """For the modules that are units, by pattern. Raises PlanError CKM206 where one matches
         none of `names`."""
 
-    def unit(self, fqn: str, info: TensorInfo) -> FlatUnit | None:
-        """The unit that a tensor lies in; None: it is no parameter and whole on every rank."""
+    def unit(self, fqn: str, info: TensorInfo, whole: bool = False) -> FlatUnit | None:
+        """The unit that a tensor lies in; None: it is no parameter and whole on every rank, as the
+        source shows where it is `whole`."""
 
 
 def has_units(setup: Setup) -> bool:
@@ -53,6 +54,7 @@ class Cutter:
 
     def __init__(self, ckpt: Checkpoint, setup: Setup, options: Options) -> None:
         self._ckpt = ckpt
+        self._shown = Shown(ckpt)
         self._setup = setup
         self._options = options
         self._ranks = self._asked()
@@ -63,6 +65,8 @@ class Cutter:
         self._units = self._over_units()
         self.by_order = self._units is not None
         """Does the order of the tensors decide where their bytes go?"""
+        self.by_name = self.by_order or self._mesh is not None
+        """Does its name decide how a tensor is cut, beside what it is?"""
 
     def cut(self, fqn: str, info: TensorInfo) -> tuple[Sequence[tuple[int, Box]], Placement | None]:
         """(rank, box) that tile the tensor once, and how a mesh's ranks hold it."""
@@ -73,12 +77,14 @@ class Cutter:
             )
         if self._mesh is None:
             return self._layout.cut(info, self.world_size), None
-        placement = self._mesh.placement(fqn, info, self._is_whole(fqn))
+        placement = self._mesh.placement(fqn, info, self._shown.is_buffer(fqn))
         return self._mesh.chunks(placement, info), placement
 
     def unit(self, fqn: str, info: TensorInfo) -> FlatUnit | None:
         """The FSDP1 unit that it is flattened in."""
-        return None if self._units is None else self._units.unit(fqn, info)
+        if self._units is None:
+            return None
+        return self._units.unit(fqn, info, self._shown.is_buffer(fqn))
 
     def _over_units(self) -> UnitLayout | None:
         options = self._options
@@ -134,54 +140,49 @@ class Cutter:
         ranks = options.world_size if options.mesh is not None else self._ranks
         return mesh.over(options.mesh, options.tp_plan, ranks, list(self._ckpt))
 
-    @cached_property
-    def _some_are_cut(self) -> bool:
-        return any(_is_cut(self._ckpt.group(fqn)) for fqn in self._ckpt)
 
-    def _is_whole(self, fqn: str) -> bool:
-        """Did the source, which cut others over its ranks, not cut this one? So it does with
-        buffers."""
-        if fqn not in self._ckpt or not self._some_are_cut:
-            return False
-        group = self._ckpt.group(fqn)
-        return not _is_cut(group) and group.info.shape[:1] > (1,)
-
-
-def _is_cut(group: Group) -> bool:
-    return any(
-        len(stored.chunks) > 1
-        for part in group.parts.values()
-        for stored in (part.sources if isinstance(part, Pieced) else (part,))
-    )
-
-
-def prove_output(tensors: Sequence[OutTensor], files: Sequence[FilePlan]) -> None:
+def prove_output(tensors: OutTensors, files: Sequence[FilePlan]) -> None:
     """Our own invariant: no two slots share a byte, and the slots of a tensor tile it. Ranks of a
     mesh may hold the same box, each in its own file."""
-    first: dict[Path, tuple[Box, int]] = {}
-    boxes: dict[Path, dict[Box, set[int]]] = {}  # of tensors that have more than one slot
-    placed = {tensor.path for tensor in tensors if tensor.placement is not None}
-    for number, file in enumerate(files):
-        end = 0
-        for path, box, offset, nbytes in sorted(file.out.slots, key=itemgetter(2)):
-            assert offset >= end, f"{file.out.name}: slots overlap at {offset}"
-            end = offset + nbytes
-            if first.setdefault(path, held := (box, number)) is held:
-                continue
-            known, at = first[path]
-            ranks = boxes.setdefault(path, {known: {at}}).setdefault(box, set())
-            again = number in ranks or (ranks and path not in placed)
-            assert not again, f"{path}: {box} is written twice"
-            ranks.add(number)
-        assert end <= file.out.nbytes, f"{file.out.name}: a slot leaves the file"
-    tiled: set[tuple[int, int]] = set()  # info and box of tensors of one slot, mostly few
-    for path, info, _, alias_of, _, _ in tensors:
-        alone = first.get(path)
-        if alone is not None and path not in boxes:
-            if (alike := (id(info), id(alone[0]))) in tiled:
-                continue
-            tiled.add(alike)
-        if alone is not None or (alias_of is None and info.numel):
-            found = boxes.get(path) or alone[:1] if alone is not None else ()
-            wrong = prove_tiling(info.shape, list(found))
+    for file in files:
+        _prove_apart(file.out.name, file.slots, file.out.nbytes)
+    boxes: dict[Path, Box] = {}
+    for file in files:
+        boxes.update(zip(file.slots.paths, file.slots.boxes, strict=True))
+    several = _several(tensors, files) if len(boxes) < sum(len(f.slots) for f in files) else {}
+    # By form and box: of tensors of one slot there are 100,000, of kinds of them few.
+    paths, forms, held = tensors.paths, tensors.forms, list(map(boxes.get, tensors.paths))
+    apart = map(several.get, paths) if several else repeat(None)
+    marks = zip(map(id, forms), map(id, held), map(id, apart), strict=False)
+    columns = zip(paths, forms, held, strict=True)
+    for path, form, box in dict(zip(marks, columns, strict=True)).values():
+        found = several.get(path) or ([] if box is None else [box])
+        if found or (form.alias_of is None and form.info.numel):
+            wrong = prove_tiling(form.info.shape, list(found))
             assert wrong is None, f"{path}: {wrong}"
+
+
+def _prove_apart(name: str, slots: Slots, nbytes: int) -> None:
+    offsets, sizes = slots.offsets, slots.sizes
+    ends = list(map(add, offsets, sizes))
+    if not all(map(le, [0, *ends], [*offsets, nbytes])):  # then they are in another order
+        end = 0
+        for offset, size in sorted(zip(offsets, sizes, strict=True)):
+            assert offset >= end, f"{name}: slots overlap at {offset}"
+            end = offset + size
+        assert end <= nbytes, f"{name}: a slot leaves the file"
+
+
+def _several(tensors: OutTensors, files: Sequence[FilePlan]) -> dict[Path, dict[Box, set[int]]]:
+    """The boxes, and the files that they are in, of tensors of more than one slot."""
+    count = Counter(path for file in files for path in file.slots.paths)
+    placed = {tensor.path for tensor in tensors if tensor.placement is not None}
+    found: dict[Path, dict[Box, set[int]]] = {path: {} for path, n in count.items() if n > 1}
+    for number, file in enumerate(files):
+        for path, box in zip(file.slots.paths, file.slots.boxes, strict=True):
+            if path in found:
+                ranks = found[path].setdefault(box, set())
+                again = number in ranks or (ranks and path not in placed)
+                assert not again, f"{path}: {box} is written twice"
+                ranks.add(number)
+    return found

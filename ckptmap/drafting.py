@@ -6,11 +6,15 @@ to a source region or to an encoder.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any
 
+from ckptmap.alike import each
 from ckptmap.checkpoint import Checkpoint
+from ckptmap.columns import Located, nbytes_of
 from ckptmap.coverage import prove_rows, prove_tiling
 from ckptmap.cutting import Cutter, prove_output
 from ckptmap.errors import PlanError, SourceError
@@ -19,7 +23,7 @@ from ckptmap.grids import Grid
 from ckptmap.holding import refuse_unheld
 from ckptmap.lazy import LazyTensor
 from ckptmap.leaves import counts, join, nest
-from ckptmap.plans import Step, Unresolved
+from ckptmap.plans import Steps, Unresolved, Way
 from ckptmap.protocols import (
     Encoding,
     OutState,
@@ -31,7 +35,8 @@ from ckptmap.protocols import (
 )
 from ckptmap.recoding import grid_of, kept_at
 from ckptmap.rows import Rows
-from ckptmap.steps import Compare, Encode, FilePlan, Target
+from ckptmap.steps import Compare, Encode, FilePlan, Sources, Target
+from ckptmap.tables import Form, OutTensors, Slots
 from ckptmap.tensors import Extent, Path, StoredTensor, TensorInfo
 from ckptmap.woven import Pieced
 
@@ -45,9 +50,15 @@ class Draft:
     writer: Writer
     cutter: Cutter
     fingerprints: Mapping[str, Fingerprint]
-    steps: list[Step] = field(default_factory=list)
-    out: list[OutTensor] = field(default_factory=list)
-    sources: dict[Path, StoredTensor | None] = field(default_factory=dict)
+    steps: Steps = field(default_factory=Steps)
+    out: OutTensors = field(default_factory=lambda: OutTensors([], []))
+    sources: dict[Path, int] = field(default_factory=dict)
+    """Its number in `out`, and in the columns of where its bytes are."""
+    files: list[str] = field(default_factory=list)
+    """The file that a tensor is an extent of; "" where it lies otherwise, or is to be encoded."""
+    offsets: list[int] = field(default_factory=list)
+    crcs: list[int | None] = field(default_factory=list)
+    others: dict[int, StoredTensor] = field(default_factory=dict)  # those, by number
     keys: dict[Path, str] = field(default_factory=dict)
     encodes: list[tuple[LazyTensor, Encoding, dict[str, Path], str, Grid | None]] = field(
         default_factory=list
@@ -60,8 +71,6 @@ class Draft:
     extra: dict[Path, Any] = field(default_factory=dict)
     shared: dict[object, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    kinds: dict[int, tuple[int, tuple[int, ...], str]] = field(default_factory=dict)
-    """Bytes, shape and dtype by the id of an info, which thousands of tensors share."""
     proven: dict[int, StoredTensor] = field(default_factory=dict)
     """Tensors that others are pieced together of, each looked at once."""
 
@@ -76,22 +85,24 @@ class Draft:
         else:
             self._encode(lazy, role, path, encoding)
 
-    def plain(self, fqn: str, path: Path, stored: StoredTensor) -> bool:
-        """A dense weight that is one run of bytes and moves as it is, as nearly all do: `tensor` in
-        a third of the time. False: it is not one, and nothing was done."""
-        place = stored.place
-        if type(place) is not Extent or stored.replicas:
-            return False
-        info = stored.info
-        known = self.kinds.get(id(info))
-        if known is None:
-            known = self.kinds[id(info)] = info.nbytes, info.shape, info.dtype
-        nbytes, shape, dtype = known
-        if place.offset + nbytes > self.fingerprints[place.file].nbytes:
-            raise self._past_the_end(fqn, place.file, place.offset + nbytes)
-        self._place(fqn, path, info, stored)
-        self.steps.append(Step(fqn, "model", shape, dtype, dtype, "bytes", nbytes, nbytes))
-        return True
+    def plain(
+        self, role: str, fqns: Sequence[str], paths: Sequence[Path],
+        infos: Sequence[TensorInfo], located: Located,
+    ) -> None:  # fmt: skip
+        """Dense tensors, each one run of bytes that moves as it is, as nearly all do."""
+        ends = list(map(add, located.offsets, nbytes_of(infos)))
+        self._prove_ends(fqns, located.files, ends)
+        self._place_all(fqns, paths, infos, located)
+        self.steps.add(fqns, each(infos, lambda info: _plain_way(role, info)))
+
+    def _prove_ends(self, fqns: Sequence[str], files: Sequence[str], ends: Sequence[int]) -> None:
+        """Every tensor lies inside of its file."""
+        limits = {file: self.fingerprints[file].nbytes for file in set(files)}
+        if len(limits) == 1 and max(ends) <= limits[files[0]]:
+            return
+        for fqn, file, end in zip(fqns, files, ends, strict=True):
+            if end > limits[file]:
+                raise self._past_the_end(fqn, file, end)
 
     def _check_dense(self, lazy: LazyTensor, encoding: Encoding | None) -> None:
         name = (encoding or lazy.encoding_).name
@@ -145,12 +156,11 @@ class Draft:
 
     def _copy(self, lazy: LazyTensor, role: str, path: Path) -> None:
         plain = lazy.parts.get("") if len(lazy.parts) == 1 else None
-        if plain is not None and lazy.encoding_.name == "dense" and type(plain.place) is Extent:
-            info, dtype, nbytes = plain.info, lazy.info.dtype, plain.info.nbytes
-            self._place(lazy.fqn, path, info, plain)
-            step = Step(lazy.fqn, role, info.shape, dtype, dtype, "bytes", nbytes, nbytes)
-            self.steps.append(step)
-            return
+        if plain is not None and lazy.encoding_.name == "dense":
+            place = self.alone(path, plain)
+            if place is not None:
+                self.plain(role, [lazy.fqn], [path], [plain.info], Located.of([place]))
+                return
         rearranged = False
         for part, stored in lazy.parts.items():
             self._place(lazy.fqn, _part_path(lazy.encoding_, path, part), stored.info, stored)
@@ -183,24 +193,66 @@ class Draft:
             lazy, role, _kind(encoding, out), fidelity, sum(p.nbytes for p in parts.values())
         )
 
+    def alone(self, path: Path, stored: StoredTensor) -> Extent | None:
+        """Its one run of bytes; None: it lies otherwise, has replicas, or is a tie that the writer
+        knows."""
+        place = stored.place
+        if type(place) is not Extent or stored.replicas:
+            return None
+        share = stored.share if self.writer.shares_storage and stored.info.numel else None
+        if share is not None and self.shared.setdefault(share, path) is not path:
+            return None
+        return place
+
     def _place(self, fqn: str, path: Path, info: TensorInfo, stored: StoredTensor | None) -> None:
-        count = len(self.sources)
-        self.sources[path] = stored
-        if len(self.sources) == count:
-            raise PlanError(
-                "CKM114", f"{fqn}: {join(path)} would be written twice", "use --exclude"
-            )
-        if not fqn.isascii() and any("\ud800" <= char <= "\udfff" for char in fqn):
-            raise PlanError(
-                "CKM202",
-                f"{fqn!r}: a name with half a character in it (a lone surrogate), no file holds that",
-                "leave it out with --exclude, or rename it where it is saved",
-            )
+        """One tensor: as it is stored, or to be encoded."""
+        number = len(self.out)
+        place = None if stored is None else stored.place
+        if type(place) is Extent:
+            located = Located.of([place])
+        else:
+            located = Located([""], [0], [None])
+            if stored is not None:
+                self.others[number] = stored
         alias = self._alias(fqn, path, stored) if self.writer.shares_storage else None
-        self.keys[path] = fqn
+        self._place_all([fqn], [path], [info], located, alias)
+
+    def _place_all(
+        self,
+        fqns: Sequence[str],
+        paths: Sequence[Path],
+        infos: Sequence[TensorInfo],
+        located: Located,
+        alias: Path | None = None,
+    ) -> None:
+        first = len(self.out)
+        self.sources.update(zip(paths, range(first, first + len(paths)), strict=True))
+        if len(self.sources) != first + len(paths):
+            twice = Counter([*self.out.paths, *paths]).most_common(1)[0][0]
+            fqn = next(f for f, path in zip(fqns, paths, strict=True) if path == twice)
+            raise PlanError(
+                "CKM114", f"{fqn}: {join(twice)} would be written twice", "use --exclude"
+            )
+        _require_text(fqns)
+        self.keys.update(zip(paths, fqns, strict=True))
+        self.out.paths += paths
+        self.out.forms += self._forms(fqns, infos, alias)
+        self.files += located.files
+        self.offsets += located.offsets
+        self.crcs += located.crcs or [None] * len(paths)
+
+    def _forms(
+        self, fqns: Sequence[str], infos: Sequence[TensorInfo], alias: Path | None
+    ) -> list[Form]:
+        """How each is cut; one for all that are cut alike."""
+        cutter = self.cutter
+        if cutter.by_name or len(fqns) == 1:
+            return [self._form(fqn, info, alias) for fqn, info in zip(fqns, infos, strict=True)]
+        return each(infos, lambda info: self._form("", info, alias))
+
+    def _form(self, fqn: str, info: TensorInfo, alias: Path | None) -> Form:
         chunks, placement = self.cutter.cut(fqn, info)
-        unit = self.cutter.unit(fqn, info)
-        self.out.append(OutTensor(path, info, chunks, alias, placement, unit))
+        return Form(info, chunks, alias, placement, self.cutter.unit(fqn, info))
 
     def _alias(self, fqn: str, path: Path, stored: StoredTensor | None) -> Path | None:
         """The earlier path whose storage this tensor shares, where the source says so."""
@@ -222,10 +274,12 @@ class Draft:
 
     def _step(self, lazy: LazyTensor, role: str, target: str, fidelity: str, nbytes: int) -> None:
         source = _kind(lazy.encoding_, lazy.info)
-        step = Step(lazy.fqn, role, lazy.shape, source, target, fidelity, lazy.nbytes, nbytes)
-        self.steps.append(step)
+        way = Way(role, lazy.shape, source, target, fidelity, lazy.nbytes, nbytes)
+        self.steps.add([lazy.fqn], [way])
 
-    def must_equal(self, kept: LazyTensor, other: LazyTensor, title: str) -> None:
+    def must_equal(
+        self, kept: LazyTensor, other: LazyTensor, title: str, hint: str = Compare.hint
+    ) -> None:
         """The other is not written, so its bytes must be those of the kept tensor."""
         if not (kept.parts and other.parts):
             raise PlanError(
@@ -235,7 +289,8 @@ class Draft:
             )
         for part, stored in other.parts.items():
             self._prove(other.fqn, stored)
-            self.compares += [Compare(title, kept.parts[part], chunk) for chunk in stored.chunks]
+            whole = kept.parts[part]
+            self.compares += [Compare(title, whole, chunk, hint) for chunk in stored.chunks]
 
     # ------------------------------------------------------------------ the whole
 
@@ -248,11 +303,12 @@ class Draft:
         targets: dict[Path, list[Target]] = {}
         files = []
         for number, out in enumerate(self.writer.files(state, "archive")):
-            sources = [self.sources[slot.path] for slot in out.slots]
+            slots = Slots.of(out.slots)
+            sources = self._sources(slots)
             files.append(FilePlan(out, sources))
-            for index, (slot, stored) in enumerate(zip(out.slots, sources, strict=True)):
-                if stored is None:
-                    targets.setdefault(slot.path, []).append(Target(number, index))
+            for index in range(len(slots)) if self.encodes else ():
+                if not sources.copied(index):
+                    targets.setdefault(slots.paths[index], []).append(Target(number, index))
         prove_output(self.out, files)
         encodes = [
             Encode(
@@ -265,6 +321,43 @@ class Draft:
             for lazy, encoding, paths, fidelity, kept in self.encodes
         ]
         return files, encodes
+
+    def _sources(self, slots: Slots) -> Sources:
+        """Where the bytes of each slot are."""
+        numbers = list(map(self.sources.__getitem__, slots.paths))
+        files = list(map(self.files.__getitem__, numbers))
+        located = Located(
+            files,
+            list(map(self.offsets.__getitem__, numbers)),
+            list(map(self.crcs.__getitem__, numbers)),
+        )
+        infos = [form[0] for form in map(self.out.forms.__getitem__, numbers)]
+        known = self.others
+        others = {i: known[n] for i, n in enumerate(numbers) if n in known} if known else {}
+        if nbytes_of(infos) != list(slots.sizes):
+            for index, (info, nbytes) in enumerate(zip(infos, slots.sizes, strict=True)):
+                if nbytes != info.nbytes and files[index]:  # a part of one that is a run
+                    others[index] = StoredTensor(info, located.one(index))
+                    files[index] = ""
+        return Sources(infos, located, others)
+
+
+def _plain_way(role: str, info: TensorInfo) -> Way:
+    nbytes = info.nbytes
+    return Way(role, info.shape, info.dtype, info.dtype, "bytes", nbytes, nbytes)
+
+
+def _require_text(fqns: Sequence[str]) -> None:
+    """Raises PlanError CKM202 for a name with a lone surrogate in it."""
+    if "".join(fqns).isascii():
+        return
+    for fqn in fqns:
+        if any("\ud800" <= char <= "\udfff" for char in fqn):
+            raise PlanError(
+                "CKM202",
+                f"{fqn!r}: a name with half a character in it (a lone surrogate), no file holds that",
+                "leave it out with --exclude, or rename it where it is saved",
+            )
 
 
 def _part_path(encoding: Encoding, path: Path, part: str) -> Path:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ckptmap import registry
+from ckptmap.alike import distinct
+from ckptmap.columns import Extents
 from ckptmap.errors import SourceError
 from ckptmap.grids import Repairs
 from ckptmap.groups import Groups
 from ckptmap.leaves import class_of, join
 from ckptmap.protocols import Group
-from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor
+from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor, TensorInfo
 
 VALUES = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "complex128"})
 """A scheme is asked only where there is a record, or a tensor of another dtype: for codes."""
@@ -41,8 +43,11 @@ def grouped(
     `{"value": text}` by their key. Raises SourceError CKM114 for a key that is there
     twice, and what a scheme says of malformed parts.
     """
+    if isinstance(leaves, Extents) and not records and _is_plain(leaves.kinds().values()):
+        return Groups(leaves)
     stored = {join(path): leaf for path, leaf in leaves.items() if isinstance(leaf, StoredTensor)}
-    if len(stored) == len(leaves) and not records and _is_plain(stored.values()):
+    infos = distinct([tensor.info for tensor in stored.values()]).values()
+    if len(stored) == len(leaves) and not records and _is_plain(infos):
         return Groups(cast("dict[str, Group | StoredTensor]", stored))
     order: dict[str, Group | None] = {}
     for path, leaf in leaves.items():
@@ -99,10 +104,9 @@ def _adopted(key: str, leaf: Leaf, refused: list[Refused]) -> Group | None:
     return None
 
 
-def _is_plain(tensors: Iterable[StoredTensor]) -> bool:
+def _is_plain(infos: Iterable[TensorInfo]) -> bool:
     """Are all of them values of 16 bits or more? Codes are not, so then there is none."""
-    infos = {id(tensor.info): tensor.info for tensor in tensors}  # one info of thousands, mostly
-    return all(info.dtype in VALUES for info in infos.values())
+    return all(info.dtype in VALUES for info in infos)
 
 
 def remarks(groups: Mapping[str, Group]) -> list[str]:

@@ -26,6 +26,21 @@ def join(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+ROLES = ("model", "optimizer", "other")
+
+
+def logical_key(role: str, fqn: str) -> str:
+    """How a manifest names a tensor: `fqn` a weight, `role:fqn` the others, and a weight with a
+    colon in its name."""
+    return fqn if role == "model" and ":" not in fqn else f"{role}:{fqn}"
+
+
+def role_and_fqn(key: str) -> tuple[str, str]:
+    """What `logical_key` made a key of."""
+    role, colon, fqn = key.partition(":")
+    return (role, fqn) if colon and role in ROLES else ("model", key)
+
+
 def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
     """Leaves by path -> nested dicts, and lists where segments are `ListIndex` 0..n-1."""
     tree: dict[Any, Any] = {}
@@ -42,8 +57,8 @@ def _listed(value: Any) -> Any:
         return value
     value = {key: _listed(item) for key, item in value.items()}
     counted = bool(value) and all(type(key) is ListIndex for key in value)
-    if counted and list(value) == list(range(len(value))):
-        return list(value.values())
+    if counted and sorted(value) == list(range(len(value))):
+        return [value[index] for index in range(len(value))]
     return value
 
 
@@ -94,6 +109,18 @@ def differing(mine: Mapping[Path, Any], source: Mapping[Path, Any]) -> list[str]
         elif not _alike(ours[path], value):
             problems.append(f"{name}: {ours[path]!r:.60}, the source has {value!r:.60}")
     return problems
+
+
+def unequal(a: Mapping[Path, Any], b: Mapping[Path, Any]) -> tuple[int, dict[str, tuple[Any, Any]]]:
+    """How many values both hold, and those that differ, by name; alike as in `differing`."""
+    ours, theirs = dict(_atoms(a)), dict(_atoms(b))
+    both = [path for path in ours if path in theirs]
+    found = {
+        ".".join(text for _, text in path): (ours[path], theirs[path])
+        for path in both
+        if not _alike(ours[path], theirs[path])
+    }
+    return len(both), found
 
 
 _Atom: TypeAlias = tuple[tuple[tuple[bool, str], ...], Any]

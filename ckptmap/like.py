@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckptmap.errors import SourceError
 from ckptmap.files import whole
+from ckptmap.leaves import role_and_fqn
 from ckptmap.meta_model import on_meta
 from ckptmap.tensors import Leaf, Path
 
@@ -26,16 +27,21 @@ CONFIG = "config.json"
 class Like:
     """A model's tensors by plain FQN, buffers among them.
 
-    shapes   in the order of the model's modules if `ordered`, else in any order
+    shapes   in the order of the model's modules
+    ordered  the names of which that is known; None: of all
     ties     FQN -> the FQN before it whose values it shares, as far as the source tells
     equal    do two of its tensors hold the same bytes? None: it holds no values
     """
 
     name: str
     shapes: Mapping[str, tuple[int, ...]]
-    ordered: bool = True
+    ordered: Collection[str] | None = None
     ties: Mapping[str, str] = field(default_factory=dict)
     equal: Callable[[str, str], bool] | None = None
+
+    def in_order(self, names: Collection[str]) -> bool:
+        """Is it known in which order they are?"""
+        return self.ordered is None or all(name in self.ordered for name in names)
 
 
 Plain = Callable[[Collection[str]], Mapping[str, str]]
@@ -92,8 +98,9 @@ def like_manifest(manifest: FilePath) -> Like:
         document = json.loads(whole(manifest).read_text(encoding="utf-8"))
         shapes = {
             fqn: tuple(map(int, about["shape"]))
-            for fqn, about in document["logical"].items()
-            if ":" not in fqn
+            for key, about in document["logical"].items()
+            for role, fqn in [role_and_fqn(key)]
+            if role == "model"
         }
         ties = {str(fqn): str(kept) for fqn, kept in document["tied"].items() if kept in shapes}
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:

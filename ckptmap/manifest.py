@@ -14,8 +14,12 @@ from itertools import islice
 from typing import Any, Protocol
 
 from ckptmap.errors import SourceError
-from ckptmap.plans import Plan, Step
+from ckptmap.leaves import logical_key
+from ckptmap.manifest_form import malformed
+from ckptmap.plans import Plan, Steps, Way
 from ckptmap.protocols import Slot
+from ckptmap.siblings import Sibling
+from ckptmap.tables import Slots
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
 
@@ -48,7 +52,7 @@ def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) ->
         **({} if plan.ckpt.translated is None else {"names": dict(plan.ckpt.translated)}),
         **({} if plan.ckpt.merged is None else {"merged": dict(plan.ckpt.merged)}),
         "files": _files(plan, sha256 or {}),
-        "carried": {name: _digest(sibling.read()) for name, sibling in sorted(plan.carried.items())},
+        "carried": {name: _digest(sibling) for name, sibling in sorted(plan.carried.items())},
         "tensors": Tensors(plan, done),
         "logical": _Logical(plan.steps),
         "records": dict(plan.records),
@@ -124,29 +128,44 @@ class Tensors(_Entries):
     """Key -> fqn, and (file, offset, nbytes, offsets, sizes, digest) of each chunk."""
 
     def __init__(self, plan: Plan, done: Digests) -> None:
-        self._keys = plan.keys
+        self._fqns = plan.keys
         self._outs = [
-            (file.out.name, file.out.slots, digests)
+            (file.out.name, file.slots, digests)
             for file, digests in zip(plan.files, done.digests, strict=True)
         ]
+        self._keys = [_keys(slots.paths) for _, slots, _ in self._outs]
         self._found: dict[str, int | tuple[int, ...]] = {}  # key -> file << 32 | slot, of each
+        found, count = self._found, 0
+        for number, keys in enumerate(self._keys):
+            found.update(zip(keys, range(number << 32, (number << 32) + len(keys)), strict=True))
+            count += len(keys)
+        self._single = len(found) == count
+        """Is every tensor one chunk? Nearly all are, in most outputs."""
+        if not self._single:
+            self._gather()
+
+    def _gather(self) -> None:
+        """All chunks of every key."""
         found = self._found
-        for number, file in enumerate(plan.files):
-            for place, slot in enumerate(file.out.slots, number << 32):
-                key = _key(slot[0])
+        found.clear()
+        for number, keys in enumerate(self._keys):
+            for place, key in enumerate(keys, number << 32):
                 known = found.setdefault(key, place)
                 if known != place:
                     found[key] = (*known, place) if isinstance(known, tuple) else (known, place)
 
+    def alone(self) -> Iterator[tuple[str, list[str], Slots]] | None:
+        """Each file, the keys of the tensors in it, and where these were planned; None where a
+        tensor is more than one chunk."""
+        if not self._single:
+            return None
+        outs = zip(self._outs, self._keys, strict=True)
+        return ((name, keys, slots) for (name, slots, _), keys in outs)
+
     def places(self) -> Iterator[tuple[str, list[tuple[str, Slot]]]]:
         """Key, and where each chunk was planned: file and slot."""
-        outs = [(name, slots) for name, slots, _ in self._outs]
-        for key, found in self._found.items():
-            if type(found) is int:
-                name, slots = outs[found >> 32]
-                yield key, [(name, slots[found & 0xFFFFFFFF])]
-            else:
-                yield key, [(name, slot) for name, slot, _ in self._chunks(key)]
+        for key in self._found:
+            yield key, [(name, slot) for name, slot, _ in self._chunks(key)]
 
     def _chunks(self, key: str) -> list[tuple[str, Slot, str]]:
         """File, slot and digest of each."""
@@ -161,44 +180,50 @@ class Tensors(_Entries):
     def __getitem__(self, key: str) -> dict[str, Any]:
         found = self._chunks(key)
         chunks = [(name, at, n, *box, digest) for name, (_, box, at, n), digest in found]
-        return {"fqn": self._keys[found[0][1].path], "chunks": chunks}
+        return {"fqn": self._fqns[found[0][1].path], "chunks": chunks}
 
     def texts(self) -> Iterator[str]:
-        outs = [(_quoted(name), slots, digests) for name, slots, digests in self._outs]
-        for key, found in self._found.items():
-            if type(found) is int:  # as nearly every tensor
-                name, slots, digests = outs[found >> 32]
-                index = found & 0xFFFFFFFF
-                path, box, at, n = slots[index]
-                chunks = f'[{name},{at},{n},{_box(box)},"{digests[index]}"]'
-            else:
-                several = self._chunks(key)
-                path = several[0][1].path
-                chunks = ",".join(
-                    [
-                        f'[{_quoted(name)},{at},{n},{_box(box)},"{digest}"]'
-                        for name, (_, box, at, n), digest in several
-                    ]
-                )
-            fqn, quoted = self._keys[path], _quoted(key)
-            name = quoted if fqn == key else _quoted(fqn)
-            yield f'{quoted}:{{"fqn":{name},"chunks":[{chunks}]}}'
+        return self._texts_alone() if self._single else map(self._text, self._found)
+
+    def _texts_alone(self) -> Iterator[str]:
+        """The same side by side."""
+        for (name, slots, digests), keys in zip(self._outs, self._keys, strict=True):
+            form = f'%s:{{"fqn":%s,"chunks":[[{_quoted(name).replace("%", "%%")},%d,%d,%s,"%s"]]}}'
+            fqns = list(map(self._fqns.__getitem__, slots.paths))
+            quoted = list(map(_quoted, keys))
+            names = quoted if fqns == keys else map(_quoted, fqns)
+            boxes = map(_box, slots.boxes)
+            columns = zip(quoted, names, slots.offsets, slots.sizes, boxes, digests, strict=True)
+            yield from map(form.__mod__, columns)
+
+    def _text(self, key: str) -> str:
+        found = self._chunks(key)
+        chunks = [
+            f'[{_quoted(name)},{at},{n},{_box(box)},"{digest}"]'
+            for name, (_, box, at, n), digest in found
+        ]
+        fqn = self._fqns[found[0][1].path]
+        return f'{_quoted(key)}:{{"fqn":{_quoted(fqn)},"chunks":[{",".join(chunks)}]}}'
 
 
 class _Logical(_Entries):
-    """FQN, with its role where that is not `model` -> how the tensor came to be."""
+    """Role and FQN, as `logical_key` writes them -> how the tensor came to be."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self._found: dict[str, Step] = {
-            step.fqn if step.role == "model" else f"{step.role}:{step.fqn}": step for step in steps
-        }
+    def __init__(self, steps: Steps) -> None:
+        keys = [
+            fqn if way[0] == "model" and ":" not in fqn else logical_key(way[0], fqn)
+            for fqn, way in zip(steps.fqns, steps.ways, strict=True)
+        ]
+        self._found: dict[str, Way] = dict(zip(keys, steps.ways, strict=True))
 
     def __getitem__(self, key: str) -> dict[str, Any]:
-        shape, source, target, fidelity = self._found[key][2:6]
+        shape, source, target, fidelity = self._found[key][1:5]
         return {"shape": shape, "source": source, "target": target, "fidelity": fidelity}
 
     def texts(self) -> Iterator[str]:
-        return (f"{_quoted(key)}:{_way(step[2:6])}" for key, step in self._found.items())
+        ways = {id(way): _way(way[1:5]) for way in self._found.values()}
+        texts = map(ways.__getitem__, map(id, self._found.values()))
+        return map("%s:%s".__mod__, zip(map(_quoted, self._found), texts, strict=True))
 
 
 _quoted = json.encoder.encode_basestring
@@ -214,21 +239,27 @@ def _box(box: Box) -> str:
     return f"{_json(box.offsets)},{_json(box.sizes)}"
 
 
-def _key(path: Path) -> str:
-    return str(path[0]) if len(path) == 1 else ".".join(map(str, path))
+def _keys(paths: Sequence[Path]) -> list[str]:
+    try:
+        return list(map(".".join, paths))  # type: ignore[arg-type]
+    except TypeError:  # an integer among the segments
+        return [".".join(map(str, path)) for path in paths]
 
 
-def _digest(content: bytes) -> dict[str, Any]:
+def _digest(sibling: Sibling) -> dict[str, Any]:
     import xxhash
 
-    return {"nbytes": len(content), "xxh3": xxhash.xxh3_64_hexdigest(content)}
+    digest = xxhash.xxh3_64()
+    for piece in sibling.pieces():
+        digest.update(piece)
+    return {"nbytes": sibling.nbytes, "xxh3": digest.hexdigest()}
 
 
 def parse(data: bytes, where: str) -> dict[str, Any]:
     """Raises SourceError CKM403 where it is no manifest of a version that this release reads."""
     try:
         document = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SourceError(
             "CKM403", f"{where}: its manifest is no JSON: {error}", "convert again"
         ) from error
@@ -238,5 +269,12 @@ def parse(data: bytes, where: str) -> dict[str, Any]:
             "CKM403",
             f"{where}: manifest schema {found}, expected {SCHEMA}",
             "use the ckptmap that wrote it",
+        )
+    place = malformed(document)
+    if place:
+        raise SourceError(
+            "CKM403",
+            f"{where}: its manifest is damaged at {place}, expected what ckptmap writes",
+            "convert again",
         )
     return document

@@ -11,36 +11,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, TypeVar
 
-from ckptmap import registry, setups
-from ckptmap.arranging import arranged
-from ckptmap.checkpoint import Checkpoint, open
-from ckptmap.choosing import encoding_for, left_by_shape, refused_if_strict, unmatched
+from ckptmap import optimizer_part, registry, setups
+from ckptmap.alike import distinct, each
+from ckptmap.asked import Asked
+from ckptmap.checkpoint import Checkpoint
+from ckptmap.choosing import (
+    beside_ties,
+    encoding_for,
+    left_by_shape,
+    refused_if_strict,
+    unmatched,
+    written_apart,
+)
 from ckptmap.collapse import listed
+from ckptmap.columns import Located
 from ckptmap.cutting import Cutter
-from ckptmap.declaring import Quantized, passed_on
+from ckptmap.declaring import CONFIG, Quantized, passed_on
 from ckptmap.drafting import Draft
 from ckptmap.errors import PlanError
+from ckptmap.extra_state import NONE, States, noted, states_of
 from ckptmap.files import Fingerprint, as_named
 from ckptmap.foreign import NAKED, NAKED_INT8, RESTORE, foreign_tensors
 from ckptmap.groups import DENSE
-from ckptmap.lazy import LazyTensor
+from ckptmap.keeping import kept_whole
 from ckptmap.leaves import join
-from ckptmap.mapping.wrappers import wrap_prefix
 from ckptmap.model_order import model_order, with_units
-from ckptmap.optim.carrying import carried
-from ckptmap.optim.reading import OptimizerReader
-from ckptmap.optim.state import KeyForm
 from ckptmap.plans import Options, Plan, Unresolved
 from ckptmap.protocols import Encoding
 from ckptmap.remote.locating import named_as_asked
 from ckptmap.setups import Aim
 from ckptmap.siblings import Sibling
 from ckptmap.sourcing import Sourced, sourced
-from ckptmap.tensors import FLOATING, Path, StoredTensor, TensorInfo
+from ckptmap.tensors import FLOATING, Extent, Path, TensorInfo
 from ckptmap.translation import Translated
+from ckptmap.untying import without_ties
 from ckptmap.wire.gc_pause import paused_gc
+
+T = TypeVar("T")
 
 
 def plan(
@@ -68,6 +77,12 @@ def plan(
     return replace(made, options=here.written_as(options))
 
 
+APART = (
+    "the model's config ties the two, but here they are different weights: write them with a config"
+    " that does not (--config-from), or leave the wrong one out with --exclude"
+)
+
+
 class _Planner:
     """One planning run; each method handles one kind of leaf."""
 
@@ -82,50 +97,46 @@ class _Planner:
         self.draft = Draft(ckpt, aim.setup, writer, cutter, self.fingerprints)
         self.draft.compares += given.compares
         self.draft.notes += given.notes
-        self.names = self._names()
+        self.asked = Asked(ckpt, aim.setup, options)
+        self.names = self.asked.names()
+        self.states = self._states()
         self.foreign: Mapping[str, str] = {}
+        self.beside_ties: Mapping[str, str] = {}
         self.written: dict[str, tuple[Encoding, TensorInfo]] = {}
         self.siblings = self._siblings()
+        self.kept = kept_whole(ckpt, aim.setup, self.world_size, self.asked.dropped_whole)
 
     def plan(self) -> Plan:
         self._refused()
         self._untranslated()
-        with_optimizer = self._carries_optimizer()
-        extra = self._extra()
-        rooted = with_optimizer or bool(extra) or bool(self._others())
-        root = self._root(rooted)
+        with_optimizer = optimizer_part.is_carried(self.draft, self.asked)
+        extra, others = self._beside(self.ckpt.plain, False), self._beside(self.ckpt.other, True)
+        root = self.asked.root(
+            with_optimizer or any(p not in self.states for p in (*extra, *others))
+        )
         self._weights(root)
         if with_optimizer:
-            self._optimizer_state()
+            optimizer_part.put(self.draft, self.asked)
         if self.aim.setup.holds_extra:
-            for path, lazy in self._others().items():
-                self.draft.tensor(lazy, "other", ("extra", *path), None)
-        self.draft.extra.update(extra)
+            for path, lazy in others.items():
+                self.draft.tensor(lazy, "other", self.states.place(path, root), None)
+        self.draft.notes += noted(extra)
+        self.draft.extra.update({self.states.place(path, root): v for path, v in extra.items()})
         self.draft.records.update(passed_on(self.ckpt.index.records, self.ckpt, self.written))
         carried, draft = self._carried(), self.draft
         draft.notes += unmatched(self.options, self.ckpt, draft.dropped)
+        apart = written_apart(self.ckpt, {**draft.dropped, **draft.tied})
+        draft.notes += listed("tied, written under each name", apart)
         left = left_by_shape(self.ckpt, draft.steps, self.aim.scheme, self.options)
-        draft.notes += listed("stays as it is", left)
+        draft.notes += listed("stays as it is", {**left, **self.beside_ties})
         draft.unresolved += refused_if_strict(left, self.options)
         files, encodes = draft.placed(self.options.max_shard_nbytes)
         return Plan(
             self.ckpt, self.aim, self.options, self.world_size, draft.steps, files, encodes,
             draft.compares, carried, draft.dropped, draft.tied, draft.unresolved, draft.keys,
             draft.records, self.fingerprints,
-            tuple(as_named(note) for note in (*self.ckpt.notes, *draft.notes)),
+            tuple(as_named(note) for note in (*self.kept.said(self.ckpt), *draft.notes)),
         )  # fmt: skip
-
-    # ------------------------------------------------------------------ what is asked
-
-    def _names(self) -> dict[str, str]:
-        """Plain FQN -> name in the output."""
-        if self.options.names_like is not None:
-            with open(self.options.names_like) as like:
-                return {fqn: like.names.get(fqn, fqn) for fqn in self.ckpt}
-        prefix = "".join(segment + "." for segment in self.aim.setup.wrap)
-        if self.options.wrap is not None:
-            prefix = wrap_prefix(self.options.wrap)
-        return {fqn: prefix + fqn if prefix else fqn for fqn in self.ckpt}
 
     def _siblings(self) -> list[str]:
         """Files beside the weights, if the setup has a place for them."""
@@ -135,29 +146,11 @@ class _Planner:
         directory = path if path.is_dir() else path.parent
         return [str(file) for file in directory.iterdir() if str(file) not in self.fingerprints]
 
-    def _root(self, rooted: bool) -> Path:
-        setup = self.aim.setup
-        if self.options.root is not None and setup.rooted:
-            raise PlanError(
-                "CKM205", f"--root {self.options.root}: {setup.name} has its own", "leave it out"
-            )
-        if self.options.root is not None:
-            return tuple(self.options.root.split("/")) if self.options.root else ()
-        return ("model",) if rooted or setup.rooted else ()
-
-    def _dropped_by(self, key: str, below: bool = False) -> str | None:
-        """`below`: a pattern also takes what lies below the entry that it names."""
-        for pattern in self.options.drop:
-            inside = below and fnmatchcase(key, f"{pattern}.*")
-            if inside or key == pattern or fnmatchcase(key, pattern):
-                return f"--drop {pattern}"
-        return None
-
     # ------------------------------------------------------------------ leaves by kind
 
     def _refused(self) -> None:
         for item in self.ckpt.refused:
-            why = self._dropped_by(item.key, below=True) if item.droppable else None
+            why = self.asked.dropped_whole(item.key) if item.droppable else None
             if why is not None:
                 self.draft.dropped[item.key] = why
                 continue
@@ -172,74 +165,41 @@ class _Planner:
             return
         self.draft.dropped.update(self.ckpt.dropped)
         for key in self.ckpt.unmapped:
-            why = self._excluded(key)
+            why = self.asked.excluded(key)
             if why is not None:
                 self.draft.dropped[key] = why
             else:
                 self.draft.unresolved.append(Unresolved(key, *self.ckpt.unknown(key)))
 
-    def _carries_optimizer(self) -> bool:
-        reader, draft = self.ckpt.optimizer_reader, self.draft
-        if not reader.present:
-            return False
-        found = reader.named()
-        why = self._dropped_by("optimizer")
-        if self.options.optimizer == "drop":
-            why = "--optimizer drop"
-        elif not self.aim.setup.holds_extra:
-            why = f"{self.aim.setup.name} has no place for optimizer state"
-        if why is not None:
-            draft.dropped["optimizer"] = why
-        elif reader.by_index or reader.form is None:
-            draft.unresolved.append(_unnamed(reader))
-        else:
-            if reader.order:
-                draft.notes.append(f"optimizer order: {reader.order}")
-            elif self.options.param_order is not None:
-                draft.notes.append(
-                    "optimizer order: by name in the file, --param-order is not used"
-                )
-            return bool(found.leaves or found.groups or found.rest)
-        return False
-
-    def _extra(self) -> dict[Path, Any]:
-        kept: dict[Path, Any] = {}
-        for path, value in self.ckpt.plain.items():
-            key = join(path)
-            why = self._dropped_by(key, below=True)
-            if why is None and not self.aim.setup.has_place_for(path):
-                why = f"{self.aim.setup.name} has no place for what is not a weight"
-            if why is not None:
-                self.draft.dropped[key] = why
-            else:
-                kept[("extra", *path)] = value
-        return kept
-
-    def _others(self) -> dict[Path, LazyTensor]:
+    def _beside(self, held: Mapping[Path, T], tensors: bool) -> dict[Path, T]:
+        """What the target has a place for, of what is neither weight nor optimizer state."""
         kept = {}
-        for path, lazy in self.ckpt.other.items():
-            why = self._dropped_by(join(path), below=True)
-            if why is None and not self.aim.setup.has_place_for(path, tensor=True):
+        for path, value in held.items():
+            if self.kept.holds(path):
+                continue
+            why = self.asked.dropped_whole(join(path))
+            if why is None and not self.aim.setup.has_place_for(path, tensor=tensors):
                 why = f"{self.aim.setup.name} has no place for what is not a weight"
             if why is not None:
                 self.draft.dropped[join(path)] = why
             else:
-                kept[path] = lazy
+                kept[path] = value
         return kept
+
+    def _states(self) -> States:
+        setup, ckpt = self.aim.setup, self.ckpt
+        if isinstance(ckpt, Translated) or setup.places or setup.filing:
+            return NONE
+        paths = {**ckpt.plain, **ckpt.other}
+        return states_of(paths, ckpt.roles.model_root, self.names, self.asked.prefix)
 
     def _weights(self, root: Path) -> None:
         ties = {**self._declared_ties(), **self.ckpt.ties}
         self.foreign = foreign_tensors(self.ckpt.infos()) if self.aim.scheme else {}
-        dense = {} if self.aim.scheme else self.ckpt.dense()
-        for fqn in self._ordered():
-            why = self._excluded(fqn)
-            if why is not None:
-                self.draft.dropped[fqn] = why
-            elif fqn in ties:
-                self._tie(fqn, ties[fqn])
-            else:
-                self._weight(fqn, (*root, self.names[fqn]), dense.get(fqn))
-        if not any(step.role == "model" for step in self.draft.steps):
+        self.beside_ties = beside_ties(self.ckpt, self.aim.scheme, self.options)
+        if not self._all_plain(root, ties):
+            self._one_by_one(root, ties)
+        if not any(way.role == "model" for way in self.draft.steps.ways):
             raise PlanError(
                 "CKM206",
                 f"{self.ckpt.path}: no tensor is left to convert of {len(self.ckpt)}",
@@ -247,13 +207,59 @@ class _Planner:
                 + ("; --include goes by the names in DST" if self.options.names else ""),
             )
 
-    def _weight(self, fqn: str, path: Path, plain: StoredTensor | None) -> None:
-        if plain is not None and self.draft.plain(fqn, path, plain):
-            self.written[str(path[-1])] = DENSE, plain.info
-            return
+    def _all_plain(self, root: Path, ties: Mapping[str, str]) -> bool:
+        """The weights side by side, where all of them go along as they are. False: they do not."""
+        asked, run = self.options, self.ckpt.run()
+        if run is None or ties or self.aim.scheme or self.draft.cutter.by_order:
+            return False
+        located = None if asked.include or asked.exclude or asked.drop else run.located()
+        if located is None:
+            return False
+        self._plain(root, run.names, run.infos, located)
+        return True
+
+    def _plain(
+        self, root: Path, fqns: Sequence[str], infos: Sequence[TensorInfo], located: Located
+    ) -> None:
+        names = list(map(self.names.__getitem__, fqns))
+        paths: list[Path] = list(zip(names, strict=True))
+        self.draft.plain(
+            "model", fqns, [root + p for p in paths] if root else paths, infos, located
+        )
+        self.written.update(zip(names, each(infos, lambda info: (DENSE, info)), strict=True))
+
+    def _one_by_one(self, root: Path, ties: Mapping[str, str]) -> None:
+        """Each on its way; plain ones that follow each other together."""
+        dense = {} if self.aim.scheme else self.ckpt.dense()
+        run: list[tuple[str, TensorInfo, Extent]] = []
+
+        def placed() -> None:
+            if run:
+                fqns, infos, places = zip(*run, strict=True)
+                self._plain(root, fqns, infos, Located.of(places))
+                run.clear()
+
+        for fqn in self._ordered():
+            why = self.asked.excluded(fqn)
+            path = (*root, self.names[fqn])
+            extent = self.draft.alone(path, dense[fqn]) if why is None and fqn in dense else None
+            if why is not None:
+                self.draft.dropped[fqn] = why
+            elif extent is not None and fqn not in ties:
+                run.append((fqn, dense[fqn].info, extent))
+            else:
+                placed()
+                if fqn in ties:
+                    self._tie(fqn, ties[fqn])
+                else:
+                    self._weight(fqn, path)
+        placed()
+
+    def _weight(self, fqn: str, path: Path) -> None:
         lazy, encoding, declared = self.ckpt[fqn], None, self.aim.setup.carrier is not None
         if not self._keeps_foreign(fqn, self.foreign):
-            encoding = encoding_for(lazy, self.aim.scheme, self.options, declared=declared)
+            scheme = None if fqn in self.beside_ties else self.aim.scheme
+            encoding = encoding_for(lazy, scheme, self.options, declared=declared)
         self.written[str(path[-1])] = encoding or lazy.encoding_, lazy.info
         self.draft.tensor(lazy, "model", path, encoding)
 
@@ -265,7 +271,7 @@ class _Planner:
         left = {
             fqn
             for fqn in self.ckpt
-            if cutter.unit(fqn, self.ckpt[fqn].info) and self._excluded(fqn) is not None
+            if cutter.unit(fqn, self.ckpt[fqn].info) and self.asked.excluded(fqn) is not None
         }
         order, source = model_order(self.ckpt, self.options.like or self.options.config_from, left)
         given = self.options.fsdp_units
@@ -292,62 +298,6 @@ class _Planner:
             )
         return True
 
-    def _excluded(self, fqn: str) -> str | None:
-        include, exclude = self.options.include, self.options.exclude
-        if not (include or exclude or self.options.drop):
-            return None
-        if include and not any(fnmatchcase(fqn, pattern) for pattern in include):
-            return "not in --include"
-        found = next((pattern for pattern in exclude if fnmatchcase(fqn, pattern)), None)
-        return f"--exclude {found}" if found else self._dropped_by(fqn)
-
-    def _optimizer_state(self) -> None:
-        """State of the weights that are carried, in the key form that was asked for."""
-        form = self._key_form()
-        found = carried(
-            self.ckpt.optimizer_reader.named(), self.ckpt, self.draft.dropped, self._dropped_by
-        )
-        self.draft.dropped.update(found.dropped)
-        for fqn in found.strangers:
-            self.draft.unresolved.append(
-                Unresolved(
-                    f"optimizer.{fqn}",
-                    "its optimizer state belongs to no weight of the checkpoint",
-                    f"leave it behind with --drop 'optimizer.{fqn}', or all with --optimizer drop",
-                )
-            )
-        draft, options = self.draft, self.options
-        optimizer, notes = arranged(
-            found.optimizer, self.ckpt, self.aim.setup, draft.cutter, options
-        )
-        draft.notes += notes
-        entries = [*form.write(optimizer), *optimizer.rest.items()]
-        for path, value in entries:
-            if isinstance(value, LazyTensor):
-                encoding = encoding_for(value, None, self.options)
-                self.draft.tensor(value, "optimizer", ("optimizer", *path), encoding)
-            else:
-                self.draft.extra["optimizer", *path] = value
-        for kept, other in optimizer.same:
-            self.draft.must_equal(kept, other, f"{kept.fqn} of {other.fqn}")
-
-    def _key_form(self) -> KeyForm:
-        name = self.aim.setup.optimizer_keys or self.options.optimizer_keys
-        form = registry.key_form(name)
-        if form is None:
-            known = ", ".join(found.name for found in registry.key_forms())
-            raise PlanError(
-                "CKM201", f"--optimizer-keys {name!r} is no key form", f"choose one of {known}"
-            )
-        if form.whole and self.aim.setup.sharded:
-            raise PlanError(
-                "CKM207",
-                f"--optimizer-keys {name}: {self.aim.setup.name} is of several ranks, and"
-                " state that is keyed by index holds in one file of whole tensors only",
-                "use --optimizer-keys fqn, which set_optimizer_state_dict takes",
-            )
-        return form
-
     # ------------------------------------------------------------------ ties
 
     def _declared_ties(self) -> Mapping[str, str]:
@@ -355,11 +305,14 @@ class _Planner:
         carrier = self.aim.setup.carrier
         if carrier is None or (isinstance(self.ckpt, Translated) and not self.ckpt.in_hub_names):
             return {}  # a config.json speaks of the hub's names; another scheme has ties of its own
-        infos = {fqn: self.ckpt.group(fqn).info for fqn in self.ckpt if self._excluded(fqn) is None}
+        infos = {
+            fqn: self.ckpt.group(fqn).info for fqn in self.ckpt if self.asked.excluded(fqn) is None
+        }
         ties = carrier.ties(infos, self.siblings, self.options.config_from)
         return {
             fqn: kept
             for fqn, kept in ties.items()
+            if fqn not in self.ckpt.untied
             if self.ckpt.group(fqn).encoding == self.ckpt.group(kept).encoding
         }
 
@@ -367,39 +320,27 @@ class _Planner:
         """Left out because the config ties it; its bytes must equal the kept tensor's."""
         lazy, other = self.ckpt[fqn], self.ckpt[kept]
         self.draft.tied[fqn] = kept
-        self.draft.must_equal(other, lazy, f"{fqn} (tied to {kept})")
+        self.draft.must_equal(other, lazy, f"{fqn} (tied to {kept})", APART)
 
     def _carried(self) -> dict[str, Sibling]:
         carrier = self.aim.setup.carrier
         if carrier is None:
-            return {}
-        infos = [out.info for out in self.draft.out]
+            return self.kept.files
+        infos = [form.info for form in distinct(self.draft.out.forms).values()]
         dtypes = {info.dtype for info in infos if info.dtype in FLOATING and len(info.shape) > 1}
         quantized = self._quantized()
         carried, notes = carrier.files(
             self.siblings, self.options.config_from, sorted(dtypes), quantized.config
         )
+        carried = without_ties(carried, self.ckpt.untied)
+        quantized.check_names(carried.get(CONFIG))
         self.draft.notes += [*notes, *quantized.unread()]
-        return carried
+        return carried | self.kept.files
 
     def _quantized(self) -> Quantized:
         schemes = {scheme.name: scheme for scheme in registry.schemes()}
         fresh = any(encoding.name != "dense" for _, encoding, *_ in self.draft.encodes)
         keep = self.aim.scheme is None or bool(self.foreign)
-        return Quantized(self.written, fresh, keep, schemes)
-
-
-def _unnamed(reader: OptimizerReader) -> Unresolved:
-    if reader.form is None:
-        return Unresolved(
-            "optimizer",
-            reader.why or "its state is keyed in no form that is known",
-            "convert the weights alone with --optimizer drop",
-        )
-    return Unresolved(
-        "optimizer",
-        f"its state is keyed by parameter index, and the file does not say which is which:"
-        f" {reader.why}",
-        "give the names in order with --param-order FILE, or convert the weights alone with"
-        " --optimizer drop",
-    )
+        foreign = {} if self.draft.unresolved else self.foreign
+        kept = {fqn: name for fqn, name in foreign.items() if fqn not in self.draft.dropped}
+        return Quantized(self.written, fresh, keep, schemes, kept)

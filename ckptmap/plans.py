@@ -7,13 +7,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
-from operator import itemgetter
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
+from ckptmap.alike import distinct, each
 from ckptmap.checkpoint import Checkpoint
-from ckptmap.collapse import Row, listed, table
+from ckptmap.collapse import Look, listed, renamed, table
 from ckptmap.errors import PlanError
 from ckptmap.files import Fingerprint
 from ckptmap.remote.locating import local
@@ -34,7 +33,6 @@ MAX_SHARD_NBYTES = 5_000_000_000
 DEFAULT_MAX_MEMORY = 64 << 20
 BATCH = 1000
 """Lines that are hashed at once."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -99,11 +97,9 @@ PATHS = ("like", "names_like", "config_from", "base")
 """Options that name a checkpoint, or something beside one."""
 
 
-class Step(NamedTuple):
-    """One logical tensor's way: what it is, what becomes of it, at which fidelity; a tuple,
-    because there may be 100,000 of them."""
+class Way(NamedTuple):
+    """What becomes of a logical tensor, at which fidelity: one for all alike."""
 
-    fqn: str
     role: str
     """model, optimizer or other."""
     shape: tuple[int, ...]
@@ -112,6 +108,55 @@ class Step(NamedTuple):
     fidelity: str
     nbytes_in: int
     nbytes_out: int
+
+
+class Step(NamedTuple):
+    """One logical tensor, and its way."""
+
+    fqn: str
+    role: str
+    shape: tuple[int, ...]
+    source: str
+    target: str
+    fidelity: str
+    nbytes_in: int
+    nbytes_out: int
+
+
+class Steps(Sequence[Step]):
+    """Step i is `ways[i]` of the tensor `fqns[i]`: columns, because there may be 100,000."""
+
+    __slots__ = ("fqns", "ways")
+
+    def __init__(self, fqns: Sequence[str] = (), ways: Sequence[Way] = ()) -> None:
+        self.fqns, self.ways = list(fqns), list(ways)
+
+    def add(self, fqns: Sequence[str], ways: Sequence[Way]) -> None:
+        self.fqns += fqns
+        self.ways += ways
+
+    def counted(self) -> Counter[Way]:
+        """How many go each way; a look at a way, of which there are few."""
+        ways = distinct(self.ways)
+        counts: Counter[Way] = Counter()
+        for key, count in Counter(map(id, self.ways)).items():
+            counts[ways[key]] += count
+        return counts
+
+    def __len__(self) -> int:
+        return len(self.fqns)
+
+    def __iter__(self) -> Iterator[Step]:
+        return (Step(fqn, *way) for fqn, way in zip(self.fqns, self.ways, strict=True))
+
+    @overload
+    def __getitem__(self, index: int) -> Step: ...
+    @overload
+    def __getitem__(self, index: slice) -> Steps: ...
+    def __getitem__(self, index: int | slice) -> Step | Steps:
+        if isinstance(index, slice):
+            return Steps(self.fqns[index], self.ways[index])
+        return Step(self.fqns[index], *self.ways[index])
 
 
 @dataclass(frozen=True)
@@ -131,7 +176,7 @@ class Plan:
     aim: Aim
     options: Options
     world_size: int
-    steps: Sequence[Step]
+    steps: Steps
     files: Sequence[FilePlan]
     encodes: Sequence[Encode]
     compares: Sequence[Compare]
@@ -153,7 +198,7 @@ class Plan:
 
     @property
     def nbytes_in(self) -> int:
-        return sum(step.nbytes_in for step in self.steps)
+        return sum(way.nbytes_in * count for way, count in self.steps.counted().items())
 
     @property
     def nbytes_out(self) -> int:
@@ -181,15 +226,16 @@ class Plan:
             seen.update(json.dumps(self.ckpt.translated).encode())
         for name, mark in sorted(self._sources().items()):
             seen.update(f"{name} {mark.nbytes} {mark.mtime_ns}\n".encode(errors="surrogateescape"))
-        text = lru_cache(maxsize=4096)(str)  # nearly all steps and boxes are like another
-        for steps in _batches(self.steps):
-            lines = [f"{s[0]} {text(s[3:6])}\n" for s in steps]
-            seen.update("".join(lines).encode())
+        for lines in _lines(
+            "%s %s\n", self.steps.fqns, each(self.steps.ways, lambda w: str(w[2:5]))
+        ):
+            seen.update(lines)
         for file in self.files:
             seen.update(f"{file.out.name} {file.out.nbytes}\n".encode())
-            for slots in _batches(file.out.slots):
-                lines = [f"{path} {text(box)} {at} {n}\n" for path, box, at, n in slots]
-                seen.update("".join(lines).encode())
+            slots = file.slots
+            boxes = each(slots.boxes, str)
+            for lines in _lines("%s %s %s %s\n", slots.paths, boxes, slots.offsets, slots.sizes):
+                seen.update(lines)
         for name, sibling in self.carried.items():
             seen.update(f"{name} {sibling.mark}\n".encode(errors="surrogateescape"))
         return seen.hexdigest()
@@ -222,13 +268,14 @@ class Plan:
         digest: str = "xxh3",
         progress: bool | Callable[[int, str], None] = False,
         low_disk: bool = False,
+        sync: bool = True,
     ) -> Report:
         """Run it into `dst`: see `ckptmap.conversion.run`."""
         from ckptmap.conversion import run
 
         return run(
             self, dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
-            digest=digest, progress=progress, low_disk=low_disk,
+            digest=digest, progress=progress, low_disk=low_disk, sync=sync,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -246,6 +293,7 @@ class Plan:
             "options": asdict(self.options),
             "world_size": self.world_size,
             "steps": [step._asdict() for step in self.steps],
+            "from": self._origins(),
             "files": [
                 {"name": f.out.name, "nbytes": f.out.nbytes, "tensors": len(f.out.slots)}
                 for f in self.files
@@ -263,10 +311,21 @@ class Plan:
             },
         }
 
+    def _origins(self) -> dict[str, tuple[str, ...]]:
+        """The keys in the source of what is written under another name."""
+        found = self.ckpt.origins
+        kept = {fqn for fqn, way in self._ways() if way.role == "model"} if found else set()
+        return {fqn: keys for fqn, keys in found.items() if fqn in kept}
+
+    def _ways(self) -> Iterator[tuple[str, Way]]:
+        return zip(self.steps.fqns, self.steps.ways, strict=True)
+
     def fidelities(self) -> dict[str, int]:
         """Fidelity -> how many tensors, in the order of loss."""
         order = ("bytes", "exact", "codes", "cast", "quantize", "requantize")
-        counts = Counter(map(itemgetter(5), self.steps))
+        counts: Counter[str] = Counter()
+        for way, count in self.steps.counted().items():
+            counts[way.fidelity] += count
         return {name: counts[name] for name in order if counts[name]}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -276,11 +335,9 @@ class Plan:
         lines = [
             f"{self.ckpt.shown}  ({self.ckpt.setup}, {self.ckpt.world_size} rank(s))"
             f" -> {self.aim.text}, {self.world_size} rank(s)",
-            *table(
-                Row(s.fqn, s.role, s.shape, (s.source, "->", s.target), s.fidelity, s.nbytes_out)
-                for s in self.steps
-            ),
+            *table(self.steps.fqns, each(self.steps.ways, _look)),
         ]
+        lines += renamed(self._origins(), stripped=self.ckpt.translated is None)
         for title, found in (("dropped", self.dropped), ("tied", self.tied)):
             lines += listed(title, found)
         lines += [f"carried: {', '.join(sorted(self.carried))}"] if self.carried else []
@@ -295,6 +352,14 @@ class Plan:
         return "\n".join(lines)
 
 
-def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    for at in range(0, len(items), BATCH):
-        yield items[at : at + BATCH]
+def _look(way: Way) -> Look:
+    """What the table shows of it."""
+    kind = (way.source, "->", way.target)
+    return Look(way.role, way.shape, kind, way.fidelity, way.nbytes_out)
+
+
+def _lines(form: str, *columns: Sequence[Any]) -> Iterator[bytes]:
+    """A line for what lies side by side in columns, a batch at a time."""
+    for at in range(0, len(columns[0]), BATCH):
+        some = zip(*[column[at : at + BATCH] for column in columns], strict=True)
+        yield "".join(map(form.__mod__, some)).encode()

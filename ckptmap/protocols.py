@@ -74,7 +74,8 @@ class Members:
 
     members    in the order of use
     documents  JSON files carried as extra values: key -> entry name
-    left       entries that are never read (pickles of foreign classes): named as left behind
+    left       entries that are never read (pickles of foreign classes): where no place is for them
+               as they are, they are named as left behind
     world      how many ranks wrote it, where file names tell
     beside     a directory whose files count as lying beside the weights (config, tokenizer)
     """
@@ -406,6 +407,24 @@ class Carrier(Protocol):
         the modules whose weight is tied to another."""
 
 
+class Filing(Protocol):
+    """How a framework's directory keeps what is neither weight nor optimizer state: in files, each
+    by the key of its value."""
+
+    def file_of(self, key: str) -> str | None:
+        """`"scheduler"` -> `"scheduler.bin"`; None: it has no place for such a value."""
+
+    def rank_of(self, key: str) -> int | None:
+        """The one rank whose value it is; None: it is that of all."""
+
+    def new_rank(self, rank: int, first: str) -> tuple[str, Sibling] | None:
+        """Name and content of what a rank needs that the source had not, by the file of its rank 0;
+        None: nothing."""
+
+    def notes(self, keys: Collection[str], before: int, after: int) -> list[str]:
+        """What should be said of values that go along from one number of ranks to another."""
+
+
 class Grouping(Protocol):
     """How what loads a setup groups the parameters of its optimizer, where it counts them."""
 
@@ -433,6 +452,8 @@ class Setup:
     """True: the weights are at `model` and the optimizer at `optimizer`, whatever there is."""
     places: tuple[str, ...] | None = None
     """Extra values that it has a place for, plain ones only; None: any."""
+    filing: Filing | None = None
+    """Who says in which files it keeps extra values, one each; None: they are with the weights."""
     dense: bool = False
     """True: its own loader knows plain tensors only, no payload with scales beside it."""
     optimizer_keys: str = ""
@@ -448,6 +469,9 @@ class Setup:
 
     def has_place_for(self, path: Path, tensor: bool = False) -> bool:
         """Is there a place for this extra value?"""
+        if self.filing is not None:
+            name = self.filing.file_of(str(path[0]))
+            return name is not None and not (tensor and name.endswith(".json"))
         if not self.holds_extra or self.places is None:
             return self.holds_extra
         return path[0] in self.places and not tensor

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import overload
 
 from ckptmap.journal import Written
@@ -34,6 +35,9 @@ class Hexes(Sequence[str]):
         if type(found) is int:
             return f"{found:016x}" if self._taken else ""
         return Hexes(found, self._taken)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[str]:
+        return map("%016x".__mod__, self.values) if self._taken else repeat("", len(self.values))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Hexes) and self.values == other.values
@@ -66,11 +70,19 @@ class Tally:
         self._crcs = [array("I", bytes(4 * n)) for n in self._counts]
         self._done = [bytearray(n) for n in self._counts]
 
-    def add(self, written: Iterable[Written]) -> None:
-        for file, slot, digest, crc32 in written:
-            self._digests[file][slot] = int(digest or "0", 16)
-            self._crcs[file][slot] = crc32
-            self._done[file][slot] = 1
+    def add(self, written: Sequence[Written]) -> None:
+        if not written:
+            return
+        files, slots, digests, crcs = zip(*written, strict=True)
+        file, first, stop = files[0], slots[0], slots[0] + len(slots)
+        if files.count(file) < len(files) or slots != tuple(range(first, stop)):
+            for one in written:
+                self.add((one,))
+            return
+        numbers = map(int, digests, repeat(16)) if any(digests) else repeat(0, len(slots))
+        self._digests[file][first:stop] = array("Q", numbers)
+        self._crcs[file][first:stop] = array("I", crcs)
+        self._done[file][first:stop] = b"\1" * len(slots)
 
     def report(self) -> bytes:
         """What is written, a row a slot."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckptmap import manifest as manifests
 from ckptmap.checkpoint import Checkpoint
+from ckptmap.columns import Extents
 from ckptmap.errors import CkptmapError
 from ckptmap.leaves import join
 from ckptmap.protocols import Slot
@@ -23,6 +24,8 @@ def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
         for name, entry in document["files"].items()
         if base is not None and (size := nbytes_of(base / name)) != entry["nbytes"]
     ]
+    if _all_lie(ckpt, document["tensors"]):
+        return problems
     stored = {
         join(path): leaf
         for path, leaf in ckpt.index.leaves.items()
@@ -39,12 +42,46 @@ def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
         unlisted = [(k, t) for k, t in unlisted if t.share not in shares and t.info.numel]
     if unlisted:
         listed = {(_name(c[0], base), c[1], c[2]) for _, c in chunks_of(document)}
+        carried = document["carried"]  # files that went along whole, tensors and all
         problems += [
             f"{key}: is not in the manifest"
             for key, tensor in unlisted
-            if not all(_is_listed(chunk.region, listed, base) for chunk in tensor.chunks)
+            if not all(
+                _name(chunk.region.file, base) in carried or _is_listed(chunk.region, listed, base)
+                for chunk in tensor.chunks
+            )
         ]
     return problems
+
+
+def _all_lie(ckpt: Checkpoint, planned: Mapping[str, Any]) -> bool:
+    """Is every tensor the one extent that was planned, and no other there? A look at columns, for
+    what was just written; False leaves it to a look at each to say what is wrong."""
+    leaves, path = ckpt.index.leaves, Path(ckpt.path).absolute()
+    outs = planned.alone() if isinstance(planned, manifests.Tensors) else None
+    if outs is None or not isinstance(leaves, Extents):
+        return False
+    names: list[str] = []
+    files: list[str] = []
+    offsets: list[int] = []
+    kinds: list[tuple[Box, int]] = []
+    for name, keys, slots in outs:
+        names += keys
+        files += [str(path / name if path.is_dir() else path)] * len(keys)
+        offsets += slots.offsets
+        kinds += zip(slots.boxes, slots.sizes, strict=True)
+    try:
+        located = leaves.located()
+    except CkptmapError:
+        return False
+    if located is None or (list(leaves.names), list(located.files)) != (names, files):
+        return False
+    distinct = {(id(i), id(k[0]), k[1]): (i, *k) for i, k in zip(leaves.infos, kinds, strict=True)}
+    alike = all(
+        box == Box.whole(info.shape) and nbytes == info.nbytes
+        for info, box, nbytes in distinct.values()
+    )
+    return alike and list(located.offsets) == offsets
 
 
 def chunks_of(document: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any]]]:

@@ -37,6 +37,9 @@ BUFFERS = (
 )
 """Last segments of names that are buffers in every model known: floating, yet never sharded."""
 
+PARAMETERS = ("weight", "bias")
+"""Last segments of names that are parameters in every model known."""
+
 Path: TypeAlias = tuple[str | int, ...]
 """Where a leaf sits in the nested state dict: `("model", "layers.0.weight")`."""
 
@@ -382,6 +385,10 @@ class Index:
     notes     what a reader should be told: stale files left aside, repaired metadata
     beside    the directory whose files count as lying beside the weights; None: their own
     units     path of a dict of weights -> the modules in it that FSDP1 wraps, as stored
+    left      what is in none of the leaves: files, or `KEY of FILE`
+    wholes    key of an extra value -> the file that holds it, and nothing else
+    listed    tells whether a tensor stands where the dict that was saved had it; None: no order
+              was kept
     """
 
     container: str
@@ -392,4 +399,12 @@ class Index:
     notes: tuple[str, ...] = ()
     manifest: Callable[[], bytes] | None = None
     beside: str | None = None
-    units: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
+    units: Mapping[Path, Sequence[str]] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
+    wholes: Mapping[str, str] = field(default_factory=dict)
+    listed: Callable[[StoredTensor], bool] | None = None
+
+
+def as_saved(stored: StoredTensor) -> bool:
+    """`Index.listed` of a container that keeps the order of a dict."""
+    return True

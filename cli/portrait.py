@@ -8,14 +8,16 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, NamedTuple
 
+from ckptmap.alike import distinct, each
 from ckptmap.checkpoint import Checkpoint
-from ckptmap.collapse import Row, table
+from ckptmap.collapse import Look, table
 from ckptmap.errors import CkptmapError
 from ckptmap.lazy import LazyTensor
 from ckptmap.leaves import join
 from ckptmap.mapping.config import config_beside
 from ckptmap.mapping.detect import recognise
 from ckptmap.mapping.schemes import Entry
+from ckptmap.tensors import TensorInfo
 from ckptmap.wording import human
 
 SHOWN = 8
@@ -38,9 +40,12 @@ class Portrait:
     def __init__(self, ckpt: Checkpoint, keys: str = "*") -> None:
         self.ckpt = ckpt
         self.keys = keys
-        self._known: dict[int, _Look] = {}
-        self._dense = ckpt.dense()
-        self.looks = {fqn: self._weight(fqn) for fqn in ckpt}
+        run = ckpt.run()
+        self._dense = {} if run is not None else ckpt.dense()
+        infos = ckpt.infos()
+        self.looks = dict(zip(infos, each(infos.values(), _plain), strict=True))
+        if run is None:
+            self.looks |= {fqn: _look(ckpt[fqn]) for fqn in infos if fqn not in self._dense}
         self.kinds = self._counts()
         # Asked only then: to name what an index means, a transformers class may have to be built.
         named = {} if ckpt.optimizer_by_index else ckpt.optimizer
@@ -67,7 +72,7 @@ class Portrait:
                 "files": len(ckpt.index.files),
             },
             "optimizer": self._optimizer(),
-            "tied": [list(names) for names in self._tied()],
+            "tied": [list(names) for names in self.ckpt.sharing()],
             "extra": ckpt.extra,
             "refused": [
                 {"key": item.key, "reason": item.reason, "droppable": item.droppable}
@@ -77,23 +82,11 @@ class Portrait:
             "tensors": [_entry(role, lazy, ckpt) for role, lazy in self._listed()],
         }
 
-    def _weight(self, fqn: str) -> _Look:
-        """One for all dense tensors of one info, of which there may be 100,000."""
-        stored = self._dense.get(fqn)
-        if stored is None:
-            return _look(self.ckpt[fqn])
-        info = stored.info
-        found = self._known.get(id(info))
-        if found is None:
-            found = _Look(info.shape, info.dtype, "dense", info.nbytes, (info.dtype,))
-            self._known[id(info)] = found
-        return found
-
     def _counts(self) -> Counter[_Look]:
         """How many weights look so; a look at a time, of which there are few."""
         many = Counter(map(id, self.looks.values()))
         kinds: Counter[_Look] = Counter()
-        for look in {id(look): look for look in self.looks.values()}.values():
+        for look in distinct(self.looks.values()).values():
             kinds[look] += many[id(look)]
         return kinds
 
@@ -149,38 +142,27 @@ class Portrait:
     def _is_asked(self, fqn: str) -> bool:
         return self.keys == "*" or fnmatchcase(fqn, self.keys)
 
-    def _tied(self) -> list[tuple[str, ...]]:
-        """Names that the file itself says are one tensor."""
-        first: dict[object, str] = {}
-        sharing: dict[object, list[str]] = {}
-        for fqn in self.looks:
-            stored = self._dense.get(fqn) or next(iter(self.ckpt[fqn].parts.values()))
-            share = stored.share
-            if share is None:
-                continue
-            other = first.setdefault(share, fqn)
-            if other is not fqn and stored.info.numel:
-                sharing.setdefault(share, [other]).append(fqn)
-        return [tuple(names) for names in sharing.values()]
-
     # ------------------------------------------------------------------ as text
 
     def __str__(self) -> str:
         facts = [(name, text) for name, text in self._facts() if text]
         block = [f"  {name:<11}{text}" for name, text in facts]
-        lines = table(self._rows()) or ["  no tensor is named so"]
+        lines = self._table() or ["  no tensor is named so"]
         return "\n".join([self.ckpt.shown, *block, "", *lines])
 
-    def _rows(self) -> Iterator[Row]:
+    def _table(self) -> list[str]:
         """Optimizer state repeats every weight two or three times: only if asked for by name."""
-        for fqn, look in self.looks.items():
-            if self._is_asked(fqn):
-                yield Row(fqn, "model", look.shape, look.kind, "", look.nbytes)
+        asked = self.looks
+        if self.keys != "*":
+            asked = {fqn: look for fqn, look in asked.items() if self._is_asked(fqn)}
+        names = list(asked)
+        looks = each(asked.values(), lambda look: _row("model", look))
         states = [("optimizer", lazy) for lazy in self.states if self.keys != "*"]
         for role, lazy in (*states, *(("other", lazy) for lazy in self.other)):
             if self._is_asked(lazy.fqn):
-                look = _look(lazy)
-                yield Row(lazy.fqn, role, look.shape, look.kind, "", look.nbytes)
+                names.append(lazy.fqn)
+                looks.append(_row(role, _look(lazy)))
+        return table(names, looks)
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         ckpt = self.ckpt
@@ -194,7 +176,7 @@ class Portrait:
         yield "weights", f"{_count(len(self.looks), 'tensor')}, {numel:,} parameters, {size}"
         yield "dtypes", _histogram(self._counted("dtype"))
         yield "encodings", _histogram(self._counted("encoding"))
-        yield "tied", _some([" = ".join(names) for names in self._tied()])
+        yield "tied", _some([" = ".join(names) for names in self.ckpt.sharing()])
         yield "optimizer", self._optimizer_line()
         yield "other", _count(len(self.other), "tensor") if self.other else ""
         extra = [f"{join(path)} = {_short(value)}" for path, value in ckpt.plain.items()]
@@ -224,6 +206,14 @@ def _entry(role: str, lazy: LazyTensor, ckpt: Checkpoint) -> dict[str, Any]:
         "encoding": lazy.encoding,
         "nbytes": lazy.nbytes,
     }
+
+
+def _row(role: str, look: _Look) -> Look:
+    return Look(role, look.shape, look.kind, "", look.nbytes)
+
+
+def _plain(info: TensorInfo) -> _Look:
+    return _Look(info.shape, info.dtype, "dense", info.nbytes, (info.dtype,))
 
 
 def _look(lazy: LazyTensor) -> _Look:

@@ -127,3 +127,21 @@ def test_box_outside_the_tensor_is_refused(corpus: Corpus) -> None:
             lazy[lazy.shape[0]]
         with pytest.raises(IndexError, match="step 2"):
             lazy[::2]
+        with pytest.raises(ValueError, match="needs 2 offsets"):
+            lazy.read((0,))
+        for key in (None, [0], True, "x", 1.0):
+            with pytest.raises(TypeError, match=r"index .*, expected int or slice"):
+                lazy[key]
+        with pytest.raises(IndexError, match="2 indices"):
+            lazy[..., ...]
+
+
+def test_an_index_means_what_it_means_to_a_tensor(corpus: Corpus) -> None:
+    name = next(n for n in ALL if CASES[n].container == "dcp")
+    with ckptmap.open(corpus[name].path) as ckpt:
+        lazy = next(lazy for lazy in ckpt.values() if len(lazy.shape) == 2 and lazy.info.numel > 9)
+        whole = lazy.read()
+        keys: list[Any] = [..., (..., 0), (0, ...), (..., slice(1, -1)), (slice(1), ..., -1), ()]
+        keys += [(0, 1, ...), torch.tensor(1)]
+        for key in keys:
+            assert torch.equal(lazy[key], whole[key]), key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ckptmap_cli.main import main
 from safetensors.torch import load_file, save_file
 
 import ckptmap
+from ckptmap.checkpoint import Checkpoint
 from ckptmap.drafting import Draft
 from ckptmap.errors import PlanError, RunError, SourceError
 from ckptmap.replanning import replan
@@ -84,6 +86,21 @@ def test_a_form_that_transformers_does_not_load_points_to_one_that_it_does(linea
     (said,) = notes.pop("hf-nf4")
     assert "does not load nf4" in said and "--to hf-bnb-nf4" in said
     assert not any(notes.values())
+
+
+@pytest.mark.parametrize("limit", [5_000_000_000, 20_000])
+def test_transformers_refuses_what_it_would_initialise_at_random(
+    limit: int, corpus: Corpus, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = corpus["hf_bf16"].path
+    ckptmap.convert(source, tmp_path / "out", to="hf-nf4", max_shard_nbytes=limit)
+    names = [file.name for file in (tmp_path / "out").glob("*.safetensors")]
+    assert len(names) == (1 if limit > 20_000 else 4)
+    assert all(name.startswith("ckptmap") for name in names)
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 def test_include_exclude_and_drop_are_named(linears: Path) -> None:
@@ -161,6 +178,36 @@ def test_plan_json_is_complete(linears: Path) -> None:
     assert {step["fqn"] for step in document["steps"]} == set(ckptmap.open(linears))
 
 
+def test_names_that_change_are_said_with_the_keys_of_the_source(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    case = corpus["torch_compiled_layers"]
+    plan = ckptmap.plan(case.path, "hf")
+    stored = torch.load(case.path, weights_only=True)
+    assert plan.to_json()["from"] == {
+        case.spec.clean(key): (key,) for key in stored if case.spec.clean(key) != key
+    }
+    lines = [line for line in str(plan).splitlines() if line.startswith("from:")]
+    assert lines == ["from: layers.*._orig_mod.{name} -> layers.*.{name}  36x"]
+    assert "from:" not in str(ckptmap.plan(corpus["torch_plain"].path, "hf"))
+    fused = ckptmap.plan(corpus["hf_bf16"].path, "full", names="megatron")
+    one = fused.to_json()["from"]["decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert one == tuple(f"model.layers.0.self_attn.{c}_proj.weight" for c in "qkv")
+    assert "self_attn.q_proj.weight + ... (3 in all) -> decoder" in str(fused)
+
+
+def test_ties_are_listed_whether_the_target_knows_them_or_not(corpus: Corpus) -> None:
+    case = corpus["torch_tied"]
+    first, second = next(iter(case.spec.tied))
+    assert ckptmap.plan(case.path, "full").tied == {second: first}
+    for to in ("fsdp2", "hf"):
+        plan = ckptmap.plan(case.path, to)
+        assert not plan.tied
+        assert f"tied, written under each name: {second}: {first}" in plan.notes
+    alone = ckptmap.plan(case.path, "fsdp2", exclude=(second,))
+    assert not any("tied" in note for note in alone.notes)
+
+
 def test_wrap_and_names_like(linears: Path, tmp_path: Path, corpus: Corpus) -> None:
     ckptmap.convert(linears, tmp_path / "wrapped.pt", to="full", wrap=("ddp", "compile"))
     keys = torch.load(tmp_path / "wrapped.pt", weights_only=True).keys()
@@ -235,7 +282,8 @@ def test_declared_tie_is_written_once_if_it_holds(tmp_path: Path) -> None:
 
 def test_declared_tie_that_does_not_hold_is_refused(tmp_path: Path) -> None:
     source = declared(tmp_path / "src", True, False)
-    with pytest.raises(ckptmap.CkptmapError, match=r"lm_head\.weight.*tied to model\.embed_tokens"):
+    says = r"lm_head\.weight.*tied to model\.embed_tokens.*; the model's config ties the two"
+    with pytest.raises(ckptmap.CkptmapError, match=says):
         ckptmap.convert(source, tmp_path / "out", to="hf")
     assert not (tmp_path / "out").exists()
 
@@ -251,6 +299,9 @@ FOREIGN: dict[str, dict[str, Any]] = {
     "GPTQ or AWQ": {
         "w.qweight": torch.zeros(4, 4, dtype=torch.int32), "w.scales": torch.ones(1, 4).half(),
         "w.qzeros": torch.zeros(1, 1, dtype=torch.int32),
+    },
+    "foreign quantized": {
+        "w.weight": torch.zeros(4, 4, dtype=torch.float8_e4m3fn), "w.scale_weight": torch.ones(1),
     },
 }  # fmt: skip
 
@@ -288,17 +339,18 @@ def test_the_quick_way_through_a_plan_is_the_general_one(
 ) -> None:
     path = corpus[next(name for name, case in CASES.items() if case.container == container)].path
     options: dict[str, Any] = {"world_size": 3} if to == "fsdp2" else {}
-    taken = []
+    taken: list[int] = []
     plain = Draft.plain
 
-    def counted(*args: Any) -> bool:
-        taken.append(plain(*args))
-        return taken[-1]
+    def counted(draft: Draft, role: str, fqns: Sequence[str], *rest: Any) -> None:
+        taken.append(len(fqns))
+        plain(draft, role, fqns, *rest)
 
     monkeypatch.setattr(Draft, "plain", counted)
     quick = ckptmap.plan(path, to, optimizer="drop", **options)
-    monkeypatch.setattr(Draft, "plain", lambda *args: False)
+    monkeypatch.setattr(Draft, "alone", lambda *args: None)
+    monkeypatch.setattr(Checkpoint, "run", lambda self: None)
     general = ckptmap.plan(path, to, optimizer="drop", **options)
-    assert any(taken), "no tensor went the quick way"
+    assert max(taken) > 1, "no tensors went the quick way together"
     assert quick.digest == general.digest
     assert list(quick.steps) == list(general.steps)

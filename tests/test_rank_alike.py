@@ -24,7 +24,7 @@ from ckptmap.rows import Rows
 from ckptmap.tensors import Index, Opaque, PerRank, StoredTensor
 from ckptmap.wire import rank_trees
 from ckptmap.wire.dtensor_alike import joined_alike
-from ckptmap.wire.pickle_alike import Hole, Template, _opcodes
+from ckptmap.wire.pickle_alike import Hole, Template, opcodes
 from ckptmap.wire.pickle_read import load as read_pickle
 from ckptmap.wire.rank_trees import RankReader, RankValues
 from ckptmap.wire.torch_zip_read import load
@@ -362,7 +362,7 @@ VALUES = st.recursive(
 def test_opcodes_are_those_of_pickletools(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
     starts = [at for _, _, at in pickletools.genops(data)]
-    assert [start for start, _ in _opcodes(data)] == starts
+    assert [start for start, _ in opcodes(data)] == starts
 
 
 @settings(deadline=None)

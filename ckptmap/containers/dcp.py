@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path as FilePath
 from typing import Any
 
+from ckptmap.columns import Extents, Located
 from ckptmap.errors import SourceError
 from ckptmap.files import whole
 from ckptmap.protocols import Place
@@ -70,7 +72,18 @@ class Dcp:
             records=records,
             world=_world(used),
             notes=_notes(place.names, used),
+            listed=_by_first_rank,
         )
+
+
+FIRST_RANK = "__0_"
+"""How the names of what rank 0 writes begin: torch/distributed/checkpoint/filesystem.py."""
+
+
+def _by_first_rank(stored: StoredTensor) -> bool:
+    """Did rank 0 write a part of it? The metadata list first what rank 0 wrote, in the order of its
+    dict, then what only others did, who were given replicated tensors by their size."""
+    return any(FilePath(chunk.region.file).name.startswith(FIRST_RANK) for chunk in stored.chunks)
 
 
 def _metadata_bytes(root: str, names: Sequence[str]) -> bytes:
@@ -157,7 +170,7 @@ class _Leaves:
         self._where = where
         self._items = Items()
 
-    def read(self, metadata: Metadata) -> tuple[dict[Path, Leaf], dict[str, Mapping[str, Any]]]:
+    def read(self, metadata: Metadata) -> tuple[Mapping[Path, Leaf], dict[str, Mapping[str, Any]]]:
         leaves: dict[Path, Leaf] = {}
         records: dict[str, Mapping[str, Any]] = {}
         unusual = {key for key, entry in metadata.tensors.items() if _is_unusual(entry)}
@@ -165,6 +178,11 @@ class _Leaves:
         if cuts:  # then small ones may be subclasses too, and their sizes do not tell
             small = {k for k, e in metadata.tensors.items() if _is_small(e)} - unusual
             cuts |= self._cuts(metadata, small)
+        whole = None if cuts or metadata.values else _whole_items(metadata)
+        if whole is not None:
+            infos = [entry[0] for entry in metadata.tensors.values()]
+            keys = list(metadata.tensors)
+            return Extents(keys, infos, _Places(self, keys, infos, whole)), records
         for key, entry in metadata.tensors.items():
             leaf = (cuts and cuts.get(key)) or _DcpTensor(self, key, entry)
             leaves[metadata.path(key)] = leaf
@@ -236,6 +254,37 @@ class _Leaves:
         return Rows.of(info, chunks) or chunks
 
 
+def _whole_items(metadata: Metadata) -> list[Item] | None:
+    """The items of tensors that are one chunk each, at paths of one segment; None: not all are."""
+    items = []
+    for key, (info, chunks) in metadata.tensors.items():
+        if len(chunks) != 1 or len(metadata.path(key)) != 1:
+            return None
+        offsets, sizes, item = chunks[0]
+        if sizes != info.shape or any(offsets) or 0 in sizes or metadata.path(key)[0] != key:
+            return None
+        items.append(item)
+    return items
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where tensors of one chunk lie: each item has to be looked at for that."""
+
+    leaves: _Leaves
+    keys: Sequence[str]
+    infos: Sequence[TensorInfo]
+    items: Sequence[Item]
+
+    def one(self, index: int) -> Places:
+        return self.leaves.place(self.keys[index], self.infos[index], self.items[index])
+
+    def all(self) -> Located | None:
+        found = list(map(self.leaves.place, self.keys, self.infos, self.items))
+        places = [place for place in found if isinstance(place, Extent)]
+        return Located.of(places) if len(places) == len(found) else None
+
+
 class _DcpTensor(StoredTensor):
     """A tensor that finds its bytes when asked: its items have to be looked at for that. Of one
     chunk only the item is kept: there may be 100,000."""
@@ -268,10 +317,10 @@ class _DcpTensor(StoredTensor):
 def _is_unusual(entry: TensorEntry) -> bool:
     """Is some item not as long as a plain tensor of that box would be?"""
     itemsize = entry.info.itemsize
-    return any(
-        item.nbytes - itemsize * prod(sizes) not in PLAIN_OVERHEAD
-        for _, sizes, item in entry.chunks
-    )
+    for _, sizes, item in entry.chunks:
+        if item.nbytes - itemsize * prod(sizes) not in PLAIN_OVERHEAD:
+            return True
+    return False
 
 
 def _is_small(entry: TensorEntry) -> bool:

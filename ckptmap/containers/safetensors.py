@@ -33,5 +33,5 @@ class SafetensorsFile:
     def _index(self, files: Files, file: str) -> Index:
         with paused_gc():
             header = parse(files, file)
-            leaves = stored_tensors(header, file)
+            leaves = stored_tensors([header], [file])
         return Index(self.name, leaves, (file,), records=records_of(header, file))

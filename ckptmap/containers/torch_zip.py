@@ -6,19 +6,25 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, count
 from pathlib import Path as FilePath
 from typing import Any
 
+from ckptmap.alike import distinct, each
+from ckptmap.columns import nbytes_of
 from ckptmap.errors import PlanError
 from ckptmap.files import Files
-from ckptmap.protocols import OutFile, OutState, OutTensor, Place, Setup, Slot
-from ckptmap.tensors import Box, Index, Path, TensorInfo, contiguous_strides
+from ckptmap.protocols import OutFile, OutState, Place, Setup
+from ckptmap.tables import Form, OutTensors, Slots
+from ckptmap.tensors import Box, Index, Leaf, Path, TensorInfo, as_saved, contiguous_strides
 from ckptmap.wire.gc_pause import paused_gc
-from ckptmap.wire.pickle_write import StorageTensor, dump, way_out
-from ckptmap.wire.torch_zip_read import Records, load
+from ckptmap.wire.pickle_write import Numbered, StorageTensor, dump, way_out
+from ckptmap.wire.torch_zip_plain import plain_tensors
+from ckptmap.wire.torch_zip_read import Records, open_zip, parse
 from ckptmap.wire.torch_zip_write import ZipLayout, layout_zip
 from ckptmap.wire.tree import flatten, nest
-from ckptmap.wire.zip_read import bad, stem
+from ckptmap.wire.zip_directory import bad
+from ckptmap.wire.zip_read import stem
 
 RECORDS = "ckptmap.records.json"
 MANIFEST = "ckptmap.manifest.json"
@@ -55,14 +61,21 @@ class TorchZip:
         """Raises SourceError CKM104, CKM105 or CKM106 where the file is malformed."""
         file = str(FilePath(place.path).absolute())
         with paused_gc():
-            loaded = load(Files(), file)
-            leaves = flatten(loaded.tree, file, loaded.pickle_nbytes)
-        found = loaded.records
+            found, data = open_zip(Files(), file)
+            leaves: Mapping[Path, Leaf] | None = plain_tensors(found, data, partial(_part, found))
+            if leaves is None:
+                leaves = flatten(parse(found, data), file, len(data))
         manifest = None
         if MANIFEST in found:
             found.check(MANIFEST)
             manifest = partial(found.read, MANIFEST, check=True)
-        return Index(self.name, leaves, (file,), _read_records(found), manifest=manifest)
+        return Index(
+            self.name, leaves, (file,), _read_records(found), manifest=manifest, listed=as_saved
+        )
+
+
+def _part(records: Records, data: bytes, of_nbytes: int) -> Any:
+    return parse(records, data, of_nbytes=of_nbytes)
 
 
 def _read_records(records: Records) -> Mapping[str, Mapping[str, Any]]:
@@ -97,12 +110,10 @@ class TorchZipWriter:
             pickle = dump(tree)
         except TypeError as error:
             raise PlanError("CKM202", str(error), way_out(error)) from error
-        sizes = [(str(key), tensor.info.nbytes) for key, tensor in enumerate(placed)]
-        layout = layout_zip(stem(name), pickle, sizes)
-        slots = [
-            Slot(tensor.path, tensor.chunks[0][1], offset, nbytes)
-            for tensor, offset, (_, nbytes) in zip(placed, layout.offsets, sizes, strict=True)
-        ]
+        sizes = nbytes_of([form.info for form in placed.forms])
+        layout = layout_zip(stem(name), pickle, list(zip(map(str, count()), sizes, strict=False)))
+        boxes = [form.chunks[0][1] for form in placed.forms]
+        slots = Slots(placed.paths, boxes, layout.offsets, sizes)
         records = {}
         if state.records:
             records[RECORDS] = json.dumps(state.records, sort_keys=True).encode()
@@ -125,34 +136,34 @@ class _Seal:
         return self.layout.ends(crcs, extra)
 
 
-def _tree(state: OutState) -> tuple[Any, list[OutTensor]]:
+def _tree(state: OutState) -> tuple[Any, OutTensors]:
     """The nested state dict, tensors as views of numbered storages, and who owns each storage."""
-    placed: list[OutTensor] = []
-    keys: dict[Path, int] = {}
-    leaves: list[tuple[Path, Any]] = []
-    forms: dict[int, tuple[Any, ...]] = {}
-    for tensor in state.tensors:
-        path, info, _, alias_of, _, _ = tensor
-        form = forms.get(id(info)) or forms.setdefault(id(info), _form(info))
-        if alias_of is None:
-            _check_whole(tensor)
-            key = keys[path] = len(placed)
-            placed.append(tensor)
-        else:
-            key = keys[path] = keys[alias_of]
-        leaves.append((path, StorageTensor(str(key), *form)))
-    leaves += state.extra.items()
-    return nest(leaves), placed
+    tensors = OutTensors.of(state.tensors)
+    owners = tensors
+    if any(form.alias_of is not None for form in tensors.forms):
+        owners = OutTensors.of([t for t in tensors if t.alias_of is None])
+    for form in distinct(owners.forms).values():
+        _check_whole(form)
+    keys: Iterable[str] = map(str, range(len(owners)))
+    if owners is not tensors:
+        number = dict(zip(owners.paths, keys, strict=True))
+        keys = [
+            number[form.alias_of or path]
+            for path, form in zip(tensors.paths, tensors.forms, strict=True)
+        ]
+    likes = each([form.info for form in tensors.forms], _form)
+    leaves: Iterable[tuple[Path, Any]] = zip(tensors.paths, map(Numbered, keys, likes), strict=True)
+    return nest(chain(leaves, state.extra.items())), owners
 
 
-def _check_whole(tensor: OutTensor) -> None:
-    chunks, whole = tensor.chunks, Box.whole(tensor.info.shape)
-    if len(chunks) != 1 or (chunks[0][1] is not whole and chunks[0][1] != whole):
+def _check_whole(form: Form) -> None:
+    chunks, whole = form.chunks, Box.whole(form.info.shape)
+    if len(chunks) != 1 or chunks[0][1] != whole:
         boxes = [box for _, box in chunks]
-        raise ValueError(f"{tensor.path}: one file holds whole tensors, got {boxes}")
+        raise ValueError(f"{form.info}: one file holds whole tensors, got {boxes}")
 
 
-def _form(info: TensorInfo) -> tuple[str, int, int, tuple[int, ...], tuple[int, ...]]:
-    """A whole tensor's StorageTensor but for its key."""
+def _form(info: TensorInfo) -> StorageTensor:
+    """What whole tensors of this info are like."""
     stride = contiguous_strides([max(n, 1) for n in info.shape], 1)
-    return info.dtype, info.numel, 0, info.shape, stride
+    return StorageTensor("", info.dtype, info.numel, 0, info.shape, stride)

@@ -136,9 +136,9 @@ def _differing(mine: bytes, other: bytes) -> list[tuple[int, int]] | None:
     """(start, end) of the constants of `mine` that `other` has otherwise; None where anything else
     differs."""
     found: list[tuple[int, int]] = []
-    theirs = _opcodes(other)
+    theirs = opcodes(other)
     end = to = 0
-    for start, end in _opcodes(mine):
+    for start, end in opcodes(mine):
         at, to = next(theirs, (0, 0))
         if mine[start:end] != other[at:to]:
             constants = mine[start] in _CONSTANTS and at < to and other[at] in _CONSTANTS
@@ -148,7 +148,7 @@ def _differing(mine: bytes, other: bytes) -> list[tuple[int, int]] | None:
     return found if end == len(mine) and to == len(other) else None
 
 
-def _opcodes(data: bytes) -> Iterator[tuple[int, int]]:
+def opcodes(data: bytes) -> Iterator[tuple[int, int]]:
     """(start, end) of the opcodes of a pickle, as far as they are known and lie in it."""
     at, limit = 0, len(data)
     while at < limit:

@@ -45,14 +45,15 @@ def _run(width: int, top: int, lengths: frozenset[int] = frozenset()) -> re.Patt
     return re.compile(b"(?:%s|%s%s)*+" % (_PLAIN, put, b"".join(texts)), re.DOTALL)
 
 
-def check_opcodes(data: bytes) -> None:
-    """Raise UnpicklingError for memo indices that `data` has no room for, and for EXT opcodes.
+def check_opcodes(data: bytes, of_nbytes: int = 0) -> None:
+    """Raise UnpicklingError for memo indices that `data` has no room for, and for EXT opcodes; a
+    part of a pickle has the room of that, of `of_nbytes`.
 
     What else is wrong with the pickle is left for the unpickler to find.
     """
-    limit = len(data)
-    width = max(0, (limit.bit_length() - 1) // 8)
-    bound = (width, limit >> (8 * width)) if width < 4 else (3, 255)
+    limit, room = len(data), max(len(data), of_nbytes)
+    width = max(0, (room.bit_length() - 1) // 8)
+    bound = (width, room >> (8 * width)) if width < 4 else (3, 255)
     run = _run(*bound)
     at = met = 0
     lengths: set[int] = set()
@@ -71,14 +72,14 @@ def check_opcodes(data: bytes) -> None:
                 if met == _MANY:
                     run, met = _run(*bound, frozenset(lengths)), 0
         elif op in (_PUT, _LONG_BINPUT):
-            at = _check_put(data, at)
+            at = _check_put(data, at, room)
         elif op in _EXTENSIONS:
             raise UnpicklingError("uses copyreg extension codes")
         else:
             return  # STOP, or what the unpickler does not know either
 
 
-def _check_put(data: bytes, at: int) -> int:
+def _check_put(data: bytes, at: int, room: int) -> int:
     """The place after a PUT or LONG_BINPUT at `at`."""
     if data[at] == _LONG_BINPUT:
         end = at + 5
@@ -87,6 +88,6 @@ def _check_put(data: bytes, at: int) -> int:
         end = data.find(b"\n", at) + 1 or len(data)
         digits = data[at + 1 : end].strip()
         index = int(digits) if digits.isdigit() and len(digits) < 20 else 1 << 64
-    if index > len(data):
-        raise UnpicklingError(f"memo index {index} in {len(data)} bytes")
+    if index > room:
+        raise UnpicklingError(f"memo index {index} in {room} bytes")
     return end

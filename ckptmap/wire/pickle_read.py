@@ -281,11 +281,13 @@ def load(
     *,
     allow: Allowed = _NOTHING,
     persistent_load: Callable[[Any], Any] | None = None,
+    of_nbytes: int = 0,
 ) -> Any:
     """The value that a pickle holds, foreign objects as `Opaque`. `where` names it in errors.
 
     `allow` maps (module, name) to what stands for it: a class or a value. A pickle may set the
     state of all that it names: a class must not let it, and functions go in by `standing_for`.
+    `of_nbytes` is the size of the whole where `data` is put together of its parts.
     Raises SourceError CKM106 where the pickle is malformed, too large, or names something that
     only an attack calls; nothing that it names is ever imported or called.
     """
@@ -293,7 +295,7 @@ def load(
         _malformed(where, f"holds {len(data)} bytes, expected at most {MAX_NBYTES}")
     _allowance.left = 16 * len(data) + 1_000_000
     try:
-        check_opcodes(data)
+        check_opcodes(data, of_nbytes)
         if len(data) < _FEW_NBYTES:
             return _Unpickler(data, allow, persistent_load).load()
         with paused_gc():

@@ -51,6 +51,14 @@ class StorageTensor(NamedTuple):
     requires_grad: bool = False
 
 
+class Numbered(NamedTuple):
+    """A tensor that is as another one, of a storage of its own: thousands share what they are
+    like."""
+
+    key: str
+    like: StorageTensor
+
+
 @dataclass(frozen=True, slots=True)
 class Global:
     """A class or function, by name: `Global("torch.serialization", "_get_layout")`."""
@@ -107,10 +115,12 @@ class _Emitter:
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
         self._add = self.out.extend
-        self._memo: dict[Any, bytes] = {}
+        self._memo: dict[Any, int] = {}
         self._alike: dict[tuple[Any, ...], tuple[bytes, bytes]] = {}
+        self._around: dict[int, tuple[bytes, bytes]] = {}
         self._handlers: dict[type, Callable[[Any, tuple[Any, ...]], None]] = {
             StorageTensor: self._tensor,
+            Numbered: self._numbered,
             dict: self._dict,
             OrderedDict: self._ordered_dict,
             list: self._list,
@@ -158,18 +168,12 @@ class _Emitter:
         known = self._memo.get(key)
         if known is None:
             return False
-        self._add(known)
+        self._add(_get(known))
         return True
 
     def _remember(self, key: Any) -> None:
-        index = len(self._memo)
-        if index < 256:
-            put, get = b"q" + bytes([index]), b"h" + bytes([index])
-        else:
-            packed = struct.pack("<I", index)
-            put, get = b"r" + packed, b"j" + packed
-        self._memo[key] = get
-        self._add(put)
+        index = self._memo[key] = len(self._memo)
+        self._add(_put(index))
 
     def _str(self, text: str) -> None:
         if not self._memoised(text):
@@ -258,15 +262,25 @@ class _Emitter:
         if values:
             self._add(b"(")
             for key, value in values.items():
+                if type(value) is Numbered and self._entry(key, value):
+                    continue
                 if type(key) is str:
                     self._str(key)
                 else:
                     self.emit(key, (*path, "a key"))
-                if type(value) is StorageTensor:
-                    self._tensor(value, path)
-                else:
-                    self.emit(value, (*path, key))
+                self.emit(value, (*path, key))
             self._add(b"u")
+
+    def _entry(self, key: Any, tensor: Numbered) -> bool:
+        """A tensor like others under a new name: both at once, as there may be 100,000. False: it
+        is the first of its kind, or the name was there before."""
+        number, like = tensor
+        around = self._around.get(id(like))
+        if around is None or type(key) is not str or key in self._memo:
+            return False
+        index = self._memo[key] = len(self._memo)
+        self._add(b"".join((_str_op(key), _put(index), around[0], _str_op(number), around[1])))
+        return True
 
     # ----------------------------------------------------------------- tensors
 
@@ -274,9 +288,18 @@ class _Emitter:
         """`_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)`. Of tensors that
         differ in their storage only, the second on are the first's bytes with another key."""
         alike = self._alike.get(tensor[1:])
-        if alike is not None:
+        if alike is None:
+            self._first(tensor)
+        else:
             self._add(alike[0] + _str_op(tensor.key) + alike[1])
-            return
+
+    def _numbered(self, tensor: Numbered, path: tuple[Any, ...]) -> None:
+        """The same for one that says what it is like."""
+        self._tensor(tensor.like._replace(key=tensor.key), path)
+        self._around[id(tensor.like)] = self._alike[tensor.like[1:]]
+
+    def _first(self, tensor: StorageTensor) -> None:
+        """It, and what those alike will have before and after their key."""
         self._parts(tensor)
         start = len(self.out)
         key_at = self._parts(tensor)  # once more: from here on all but the key is in the memo
@@ -323,9 +346,20 @@ class _Emitter:
 _TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
 
+_INDEX = struct.Struct("<I")
+
+
+def _put(index: int) -> bytes:
+    return b"q" + bytes((index,)) if index < 256 else b"r" + _INDEX.pack(index)
+
+
+def _get(index: int) -> bytes:
+    return b"h" + bytes((index,)) if index < 256 else b"j" + _INDEX.pack(index)
+
+
 def _str_op(text: str) -> bytes:
     data = text.encode("utf-8", "surrogatepass")
-    return b"X" + struct.pack("<I", len(data)) + data
+    return b"X" + _INDEX.pack(len(data)) + data
 
 
 def int_op(value: int) -> bytes:

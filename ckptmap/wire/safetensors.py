@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from ckptmap.errors import PlanError, SourceError
@@ -46,11 +48,20 @@ HINT = "download or save the file again; `ckptmap inspect` shows what can be rea
 
 @dataclass(frozen=True)
 class Header:
-    """`tensors[name] = (info, begin, end)`: file offsets of the bytes, in header order."""
+    """What the header says of tensor i, in its order: `keys[i]`, `infos[i]`, and where in the file
+    its bytes begin."""
 
-    tensors: Mapping[str, tuple[TensorInfo, int, int]]
+    keys: Sequence[str]
+    infos: Sequence[TensorInfo]
+    begins: Sequence[int]
     data_start: int
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> dict[str, tuple[TensorInfo, int, int]]:
+        """(info, begin, end) by name: file offsets of the bytes."""
+        columns = zip(self.keys, self.infos, self.begins, strict=True)
+        return {key: (info, begin, begin + info.nbytes) for key, info, begin in columns}
 
 
 def parse(files: Files, file: str) -> Header:
@@ -80,6 +91,11 @@ def parse(files: Files, file: str) -> Header:
 
 def parse_header(raw: bytes, file_nbytes: int, where: str) -> Header:
     """The same from the JSON bytes; `where` names the file in errors."""
+    return _written(raw, file_nbytes, where) or _any(raw, file_nbytes, where)
+
+
+def _any(raw: bytes, file_nbytes: int, where: str) -> Header:
+    """Of any JSON, entry by entry, every fault by its name."""
     pairs = _load(raw, where)
     data_start = 8 + len(raw)
     metadata: Mapping[str, str] = {}
@@ -104,7 +120,61 @@ def parse_header(raw: bytes, file_nbytes: int, where: str) -> Header:
     if len(tensors) + any(name == METADATA for name, _ in pairs) != len(pairs):
         raise _bad(where, f"the name {_first_duplicate(pairs)!r} is there twice, expected once")
     _check_tiling(tensors, data_start, file_nbytes, where)
-    return Header(tensors, data_start, metadata)
+    found = tensors.values()
+    infos_, begins = [info for info, _, _ in found], [begin for _, begin, _ in found]
+    return Header(list(tensors), infos_, begins, data_start, metadata)
+
+
+_HEAD = '{"' + METADATA + '":{'
+_ENTRY = re.compile(
+    r'"([^"\\\x00-\x1f]+)":\{("dtype":"[A-Z0-9_]+","shape":\[[0-9,]*\]),"data_offsets":\[(\d+),(\d+)\]'
+    r"\}(?:,|\}\Z)"
+)
+_ENTRY_NCHARS = len('"":{,"data_offsets":[,]},')
+
+
+def _written(raw: bytes, file_nbytes: int, where: str) -> Header | None:
+    """Of a header as writers write it: no space, fields and data in order. None: it is another, or
+    not in order, which is for `_any` to say."""
+    try:
+        text = raw.decode().rstrip(" ")
+        at, metadata = 1, ()
+        if text.startswith(_HEAD):
+            metadata, at = _DECODER.raw_decode(text, len(_HEAD) - 1)
+            at += 1
+    except (ValueError, RecursionError):
+        return None
+    found = _ENTRY.findall(text, at)
+    if not found or len(found) > MAX_TENSORS or text[at - 1] != ("{" if at == 1 else ","):
+        return None
+    keys, forms, begins, ends = zip(*found, strict=True)
+    nchars = sum(sum(map(len, column)) for column in (keys, forms, begins, ends))
+    if nchars + _ENTRY_NCHARS * len(found) != len(text) - at:
+        return None
+    if not _are_names(keys):
+        return None
+    try:
+        kinds = {form: _info("", **json.loads(f"{{{form}}}"), where="") for form in set(forms)}
+    except (SourceError, ValueError):
+        return None
+    sizes = {form: info.nbytes for form, info in kinds.items()}
+    stops = list(accumulate(map(sizes.__getitem__, forms), initial=0))
+    if ("0", *ends) != (*begins, ends[-1]) or (*map(str, stops),) != ("0", *ends):
+        return None
+    start = 8 + len(raw)
+    _check_end(start + stops.pop(), file_nbytes, where)
+    infos = list(map(kinds.__getitem__, forms))
+    return Header(keys, infos, [start + n for n in stops], start, _metadata(metadata, where))
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=tuple)
+
+
+def _are_names(keys: Sequence[str]) -> bool:
+    """All of them distinct and such as `_check_name` takes."""
+    if len({METADATA, *keys}) <= len(keys) or max(map(len, keys)) > MAX_NAME_NCHARS:
+        return False
+    return "".join(keys).isprintable()
 
 
 def _load(raw: bytes, where: str) -> tuple[tuple[str, Any], ...]:
@@ -198,14 +268,16 @@ def _check_tiling(
                 where, f"tensor {name!r} {kind}: expected it at byte {cursor}, found {begin}"
             )
         cursor = end
-    if cursor > file_nbytes:
+    _check_end(cursor, file_nbytes, where)
+
+
+def _check_end(end: int, file_nbytes: int, where: str) -> None:
+    if end > file_nbytes:
         raise SourceError(
-            "CKM104", f"{where}: truncated, expected {cursor} bytes, found {file_nbytes}", HINT
+            "CKM104", f"{where}: truncated, expected {end} bytes, found {file_nbytes}", HINT
         )
-    if cursor < file_nbytes:
-        raise _bad(
-            where, f"bytes after the last tensor, expected {cursor} bytes, found {file_nbytes}"
-        )
+    if end < file_nbytes:
+        raise _bad(where, f"bytes after the last tensor, expected {end} bytes, found {file_nbytes}")
 
 
 def _by_range(item: tuple[str, tuple[TensorInfo, int, int]]) -> tuple[int, int]:

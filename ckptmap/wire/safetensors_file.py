@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ckptmap.columns import Extents, Located
 from ckptmap.errors import SourceError
 from ckptmap.files import Files
-from ckptmap.tensors import Extent, Leaf, Path, StoredTensor
+from ckptmap.tensors import TensorInfo
 from ckptmap.wire import torchao_metadata
 from ckptmap.wire.safetensors import MAX_HEADER_NBYTES, Header
 
@@ -36,12 +37,18 @@ def refuse_text(files: Files, file: str) -> None:
             raise error
 
 
-def stored_tensors(header: Header, file: str) -> dict[Path, Leaf]:
-    """Each tensor of a header, which is one extent, by its path of one segment."""
-    return {
-        (key,): StoredTensor(info, Extent(file, begin))
-        for key, (info, begin, _) in header.tensors.items()
-    }
+def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> Extents:
+    """The tensors of some files, each one extent, by their path of one segment."""
+    keys: list[str] = []
+    infos: list[TensorInfo] = []
+    begins: list[int] = []
+    homes: list[str] = []
+    for header, file in zip(headers, files, strict=True):
+        keys += header.keys
+        infos += header.infos
+        begins += header.begins
+        homes += [file] * len(header.keys)
+    return Extents(keys, infos, Located(homes, begins))
 
 
 def records_of(header: Header, file: str) -> dict[str, Mapping[str, Any]]:

@@ -30,7 +30,8 @@ from ckptmap.tensors import (
 from ckptmap.wire.pickle_read import DType, Inert, made_by, standing_for, stub
 from ckptmap.wire.pickle_read import load as load_pickle
 from ckptmap.wire.pickle_write import STORAGE_CLASS
-from ckptmap.wire.zip_read import Record, Records, bad, read_records
+from ckptmap.wire.zip_directory import bad
+from ckptmap.wire.zip_read import Record, Records, read_records
 
 __all__ = [
     "Grid", "Loaded", "ReadTensor", "Record", "Records", "StorageRef", "load", "open_zip", "parse",
@@ -138,8 +139,14 @@ def open_zip(
     return records, records.read("data.pkl", check=True)
 
 
-def parse(records: Records, data: bytes, also: Callable[[Any], Any] | None = None) -> Any:
-    """What the pickle of a torch.save zip holds; `also` may resolve persistent ids of its own."""
+def parse(
+    records: Records,
+    data: bytes,
+    also: Callable[[Any], Any] | None = None,
+    of_nbytes: int = 0,
+) -> Any:
+    """What the pickle of a torch.save zip holds; `also` may resolve persistent ids of its own,
+    `of_nbytes` is as in `pickle_read.load`."""
     find = _Storages(records).find
 
     def resolve(pid: Any) -> Any:
@@ -151,6 +158,7 @@ def parse(records: Records, data: bytes, also: Callable[[Any], Any] | None = Non
         f"{records.file}: data.pkl",
         allow=_ALLOW,
         persistent_load=find if also is None else resolve,
+        of_nbytes=of_nbytes,
     )
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
-from ckptmap.wire.zip_read import U16, U32
+from ckptmap.wire.zip_directory import U16, U32
 
 _LOCAL_NBYTES = 30
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -27,17 +26,49 @@ _FLAGS_DATA, _FLAGS_EMPTY = 0x0808, 0x0800
 _ID_NBYTES = 40
 
 
-class _Member(NamedTuple):
-    name: bytes
-    nbytes: int
-    header: int
-    offset: int
-    """Where its header and its data start."""
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """Columns: name, bytes of data, and where header and data start, of each in file order."""
+
+    names: list[bytes]
+    sizes: list[int]
+    headers: list[int]
+    offsets: list[int]
+
+    def add(self, names: Iterable[bytes], sizes: Iterable[int], align: int) -> None:
+        """Place more behind those there are: header, name, zip64 and padding fields, data."""
+        at = self.end if self.names else 0
+        self.names.extend(names)
+        self.sizes.extend(sizes)
+        new = slice(len(self.headers), None)
+        for name, nbytes in zip(self.names[new], self.sizes[new], strict=True):
+            start = at + _LOCAL_NBYTES + len(name) + 4
+            if nbytes >= U32 or at >= U32:
+                start += _wide_nbytes(nbytes, at)
+            offset = start + -start % align
+            self.headers.append(at)
+            self.offsets.append(offset)
+            at = offset + nbytes + 16 if 0 < nbytes < U32 > at else _end(nbytes, at, offset)
+
+    @property
+    def end(self) -> int:
+        """Past the last one's data descriptor."""
+        return _end(self.sizes[-1], self.headers[-1], self.offsets[-1])
+
+    def copy(self) -> _Members:
+        return _Members(
+            self.names.copy(), self.sizes.copy(), self.headers.copy(), self.offsets.copy()
+        )
+
+    def header(self, at: int) -> bytes:
+        return _header(self.names[at], self.sizes[at], self.headers[at], self.offsets[at])
+
+    def descriptor(self, at: int, crc: int) -> bytes:
+        return _descriptor(self.sizes[at], self.headers[at], crc)
 
 
-def _end(member: _Member) -> int:
+def _end(nbytes: int, header: int, offset: int) -> int:
     """Past its data descriptor: signature, CRC, two sizes of 4 or 8 bytes."""
-    _, nbytes, header, offset = member
     if not nbytes:
         return offset
     return offset + nbytes + (24 if nbytes >= U32 or header >= U32 else 16)
@@ -54,7 +85,7 @@ class ZipLayout:
     nbytes: int
     offsets: Sequence[int]
     align: int
-    _members: Sequence[_Member]
+    _members: _Members
     _first: int
     _contents: Mapping[bytes, bytes]
 
@@ -62,9 +93,8 @@ class ZipLayout:
         """Size of the archive that also holds records of these names and sizes."""
         if not extra:
             return self.nbytes
-        members = list(self._members)
-        for name, nbytes in extra.items():
-            members.append(_place(_end(members[-1]), self._full(name), nbytes, self.align))
+        members = self._members.copy()
+        members.add(map(self._full, extra), extra.values(), self.align)
         return _end_nbytes(members)
 
     def _full(self, name: str) -> bytes:
@@ -81,42 +111,44 @@ class ZipLayout:
         """The same without what lies between two storages, for which `between` is asked; for an
         archive of which no storage is `ready`."""
         members, sums, contents = self._filled(crcs, extra)
-        for member, crc in zip(members, sums, strict=True):
-            data = contents.get(member.name)
-            if data is not None:  # piece by piece: a manifest may be 20 MB, and no copy is wanted
-                yield member.header, _header(member)
-                yield member.offset, data
-                yield member.offset + member.nbytes, _descriptor(member, crc)
+        for name, data in contents.items():
+            at = members.names.index(name)
+            # Piece by piece: a manifest may be 20 MB, and no copy is wanted.
+            yield members.headers[at], members.header(at)
+            yield members.offsets[at], data
+            yield members.offsets[at] + len(data), members.descriptor(at, sums[at])
         if crcs:
-            first, last = members[self._first], members[self._first + len(crcs) - 1]
-            yield first.header, _header(first)
-            yield last.offset + last.nbytes, _descriptor(last, crcs[-1])
-        yield _end(members[-1]), _directory(members, sums)
+            first, last = self._first, self._first + len(crcs) - 1
+            yield members.headers[first], members.header(first)
+            behind = members.offsets[last] + members.sizes[last]
+            yield behind, members.descriptor(last, crcs[-1])
+        yield members.end, _directory(members, sums)
 
     def between(self, number: int, crc: int) -> bytes:
         """What lies between the data of storage `number`, of this CRC-32, and of the next."""
-        at = self._first + number
-        return _descriptor(self._members[at], crc) + _header(self._members[at + 1])
+        at, m = self._first + number, self._members
+        after = _header(m.names[at + 1], m.sizes[at + 1], m.headers[at + 1], m.offsets[at + 1])
+        return _descriptor(m.sizes[at], m.headers[at], crc) + after
 
     def _filled(
         self, crcs: Sequence[int], extra: Mapping[str, bytes]
-    ) -> tuple[list[_Member], list[int], dict[bytes, bytes]]:
+    ) -> tuple[_Members, list[int], dict[bytes, bytes]]:
         """All members with their CRC-32 and what is known of their contents."""
         if len(crcs) != len(self.offsets):
             raise ValueError(f"{len(crcs)} checksums for {len(self.offsets)} storages")
-        members = list(self._members)
+        members = self._members.copy()
         contents = dict(self._contents)
         contents[self._full(".data/serialization_id")] = self._serialization_id(crcs)
-        for name, data in extra.items():
-            members.append(_place(_end(members[-1]), self._full(name), len(data), self.align))
-            contents[members[-1].name] = data
-        sums = [zlib.crc32(contents[m.name]) if m.name in contents else 0 for m in members]
+        members.add(map(self._full, extra), map(len, extra.values()), self.align)
+        contents.update((self._full(name), data) for name, data in extra.items())
+        known = {name: zlib.crc32(data) for name, data in contents.items()}
+        sums = [known.get(name, 0) for name in members.names]
         sums[self._first : self._first + len(crcs)] = crcs
         return members, sums, contents
 
     def _serialization_id(self, crcs: Sequence[int]) -> bytes:
         """40 digits that change with names and contents, as torch's do; they protect nothing."""
-        names = zlib.crc32(b"\0".join(member.name for member in self._members))
+        names = zlib.crc32(b"\0".join(self._members.names))
         values = zlib.crc32(struct.pack(f"<{len(crcs)}I", *crcs), zlib.crc32(_all(self._contents)))
         return f"{names:020d}{values:020d}".encode()
 
@@ -143,16 +175,12 @@ def layout_zip(
         ".storage_alignment": str(align).encode(),
         "byteorder": b"little",
     }
-    sizes = [(name, len(data)) for name, data in fixed.items()]
-    sizes += [(f"data/{key}", nbytes) for key, nbytes in storages]
-    sizes += [("version", 2), (".data/serialization_id", _ID_NBYTES)]
-    members, at, folder = [], 0, f"{root}/".encode()
-    for name, nbytes in sizes:
-        member = _place(at, folder + name.encode(), nbytes, align)
-        members.append(member)
-        at = _end(member)
-    first = len(fixed)
-    offsets = [member.offset for member in members[first : first + len(storages)]]
+    folder, first, last = f"{root}/", len(fixed), ("version", ".data/serialization_id")
+    names = [*fixed, *(f"data/{key}" for key, _ in storages), *last]
+    sizes = [*map(len, fixed.values()), *(nbytes for _, nbytes in storages), 2, _ID_NBYTES]
+    members = _Members([], [], [], [])
+    members.add([(folder + name).encode() for name in names], sizes, align)
+    offsets = members.offsets[first : first + len(storages)]
     fixed["version"] = b"3\n"
     fixed.update({f"data/{key}": data for key, data in ready.items()})
     contents = {f"{root}/{name}".encode(): data for name, data in fixed.items()}
@@ -161,14 +189,6 @@ def layout_zip(
 
 def _all(contents: Mapping[bytes, bytes]) -> bytes:
     return b"".join(contents.values())
-
-
-def _place(at: int, name: bytes, nbytes: int, align: int) -> _Member:
-    """A member whose header starts at `at`: header, name, zip64 and padding fields, data."""
-    start = at + _LOCAL_NBYTES + len(name) + 4
-    if nbytes >= U32 or at >= U32:
-        start += _wide_nbytes(nbytes, at)
-    return _Member(name, nbytes, at, start + -start % align)
 
 
 def _wide_nbytes(nbytes: int, header: int) -> int:
@@ -186,10 +206,9 @@ def _wide_field(nbytes: int, header: int) -> bytes:
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
 
 
-def _header(member: _Member) -> bytes:
+def _header(name: bytes, nbytes: int, header: int, offset: int) -> bytes:
     """A local header; sizes and CRC follow the data, padding is torch's `FB` field."""
-    name, nbytes, header, offset = member
-    wide = _wide_field(nbytes, header)
+    wide = b"" if nbytes < U32 > header else _wide_field(nbytes, header)
     rest = offset - header - _LOCAL_NBYTES - len(name) - len(wide)
     head, padding = _around(len(name), len(wide), rest, nbytes == 0)
     return b"".join((head, name, wide, padding))
@@ -203,17 +222,15 @@ def _around(name: int, wide: int, rest: int, empty: bool) -> tuple[bytes, bytes]
     return head, b"FB" + (rest - 4).to_bytes(2, "little") + b"Z" * (rest - 4)
 
 
-def _descriptor(member: _Member, crc: int) -> bytes:
-    _, nbytes, header, _ = member
+def _descriptor(nbytes: int, header: int, crc: int) -> bytes:
     if not nbytes:
         return b""
-    form = _DESCRIPTOR if nbytes < U32 and header < U32 else _DESCRIPTOR_WIDE
+    form = _DESCRIPTOR if nbytes < U32 > header else _DESCRIPTOR_WIDE
     return form.pack(b"PK\7\x08", crc, nbytes, nbytes)
 
 
-def _central(member: _Member, crc: int) -> bytes:
-    name, nbytes, header, _ = member
-    wide = _wide_field(nbytes, header)
+def _central(name: bytes, nbytes: int, header: int, crc: int) -> bytes:
+    wide = b"" if nbytes < U32 > header else _wide_field(nbytes, header)
     flags = _FLAGS_DATA if nbytes else _FLAGS_EMPTY
     nbytes, header = min(nbytes, U32), min(header, U32)
     head = _CENTRAL.pack(
@@ -223,10 +240,11 @@ def _central(member: _Member, crc: int) -> bytes:
     return head + name + wide
 
 
-def _end_nbytes(members: Sequence[_Member]) -> int:
-    names = sum([len(name) for name, _, _, _ in members])
-    wide = sum([len(_wide_field(n, at)) for _, n, at, _ in members if n >= U32 or at >= U32])
-    return _end(members[-1]) + len(members) * _CENTRAL.size + names + wide + 56 + 20 + 22
+def _end_nbytes(members: _Members) -> int:
+    names, wide = sum(map(len, members.names)), 0
+    if members.end >= U32:
+        wide = sum(map(_wide_nbytes, members.sizes, members.headers))
+    return members.end + len(members.names) * _CENTRAL.size + names + wide + 56 + 20 + 22
 
 
 def _end_records(count: int, nbytes: int, offset: int) -> bytes:
@@ -238,25 +256,25 @@ def _end_records(count: int, nbytes: int, offset: int) -> bytes:
 
 
 def _pieces(
-    members: Sequence[_Member], crcs: Sequence[int], contents: Mapping[bytes, bytes]
+    members: _Members, crcs: Sequence[int], contents: Mapping[bytes, bytes]
 ) -> Iterator[tuple[int, bytes]]:
     """Runs of bytes between the storages: a descriptor and the header after it are one run."""
     run: list[bytes] = []
     start = 0
-    for member, crc in zip(members, crcs, strict=True):
-        run.append(_header(member))
-        data = contents.get(member.name)
+    for at, (name, nbytes, crc) in enumerate(zip(members.names, members.sizes, crcs, strict=True)):
+        run.append(members.header(at))
+        data = contents.get(name)
         if data is not None:
             run.append(data)
-        elif member.nbytes:
+        elif nbytes:
             yield start, b"".join(run)
             run = []
-            start = member.offset + member.nbytes
-        run.append(_descriptor(member, crc))
+            start = members.offsets[at] + nbytes
+        run.append(members.descriptor(at, crc))
     yield start, b"".join((*run, _directory(members, crcs)))
 
 
-def _directory(members: Sequence[_Member], crcs: Sequence[int]) -> bytes:
+def _directory(members: _Members, crcs: Sequence[int]) -> bytes:
     """The central directory and the records that end the archive."""
-    entries = b"".join(map(_central, members, crcs))
-    return entries + _end_records(len(members), len(entries), _end(members[-1]))
+    entries = b"".join(map(_central, members.names, members.sizes, members.headers, crcs))
+    return entries + _end_records(len(members.names), len(entries), members.end)

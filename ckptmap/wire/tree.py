@@ -74,7 +74,7 @@ def nest(leaves: Iterable[tuple[Path, Any]]) -> Any:
         if not path:
             return value
         node = root
-        for depth, segment in enumerate(path[:-1]):
+        for depth, segment in enumerate(path[:-1]) if len(path) > 1 else ():
             node = node.setdefault(segment, _Branch())
             if type(node) is not _Branch:
                 raise _collision(path[: depth + 1], path)

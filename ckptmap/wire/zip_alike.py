@@ -19,7 +19,8 @@ from operator import add, le
 from typing import Any, NamedTuple
 
 from ckptmap.files import Files
-from ckptmap.wire.zip_read import LOCAL, U32, Entry, Records, Window, parsed_records, read_directory
+from ckptmap.wire.zip_directory import LOCAL, U32, Entry
+from ckptmap.wire.zip_read import Records, Window, parsed_records, read_directory
 
 _FIXED = 46
 """Bytes of a directory entry before its name."""

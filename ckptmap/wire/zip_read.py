@@ -1,21 +1,28 @@
-"""Read the directory of a zip archive whose members are stored as they are, zip64 included.
-
-Stricter than zipfile: what two readers could understand differently is refused (APPNOTE 6.3.10
-sections 4.3-4.5). Data starts are read from the local headers, and only when asked for.
+"""Read a zip archive whose members are stored as they are, zip64 included: its directory at once,
+data starts from the local headers, and only when asked for.
 """
 
 from __future__ import annotations
 
-import itertools
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
-from operator import itemgetter
+from collections.abc import Iterator, Mapping, Sequence
+from operator import add, gt, sub
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptmap.errors import SourceError
 from ckptmap.files import Files, Fingerprint
+from ckptmap.wire.zip_directory import (
+    ENCRYPTED,
+    LOCAL,
+    U16,
+    U32,
+    Entry,
+    bad,
+    parse_directory,
+    truncated,
+)
 
 SMALL_NBYTES = 16 << 10
 """An archive up to this size is read at once: one tensor's item of a DCP file, mostly."""
@@ -30,14 +37,7 @@ FEW = 64
 has few members, as a DCP item does."""
 
 MAX_COMMENT = 0xFFFF
-U32 = 0xFFFFFFFF
-U16 = 0xFFFF
 
-_ENCRYPTED = 0x2041
-"""Flag bits: encrypted, strongly encrypted, directory masked."""
-
-LOCAL = struct.Struct("<4s2x2H16x2H")
-_CENTRAL = struct.Struct("<4s4x2H4x3I3H8xI")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
@@ -51,26 +51,6 @@ class Record(NamedTuple):
     offset: int
     nbytes: int
     crc32: int | None
-
-
-class Entry(NamedTuple):
-    header: int
-    nbytes: int
-    crc32: int
-    limit: int
-    """Where the next member or the directory starts, in the archive."""
-
-
-def bad(file: str, what: str) -> SourceError:
-    return SourceError(
-        "CKM105",
-        f"{file}: {what}",
-        "the file is damaged or was packed by something other than torch.save; get a fresh copy",
-    )
-
-
-def truncated(file: str, what: str) -> SourceError:
-    return SourceError("CKM104", f"{file}: truncated: {what}", "copy or download it again")
 
 
 class Window:
@@ -141,7 +121,12 @@ class Records:
 
     def sizes(self, prefix: str) -> dict[str, int]:
         """Sizes of the members of this prefix."""
-        return {n: entry.nbytes for n, entry in self._entries.items() if n.startswith(prefix)}
+        return {n: entry[1] for n, entry in self._entries.items() if n.startswith(prefix)}
+
+    def sizes_of(self, names: Sequence[str]) -> list[int]:
+        """Sizes of these members; -1 where there is none."""
+        entries, none = self._entries, Entry(0, -1, 0, 0)
+        return [entries.get(name, none)[1] for name in names]
 
     def starts(self, prefix: str) -> Mapping[str, int]:
         """Where the members of this prefix begin in the file, by what follows it."""
@@ -166,7 +151,7 @@ class Records:
         read = self._window.read_near if near else self._window.read
         raw = read(header, fixed + len(full))
         sig, flags, method, name_nbytes, extra_nbytes = LOCAL.unpack_from(raw)
-        if sig != b"PK\3\4" or method or flags & _ENCRYPTED:
+        if sig != b"PK\3\4" or method or flags & ENCRYPTED:
             raise bad(self.file, f"{name}: its local header is not that of a stored member")
         if name_nbytes != len(full) or not raw.endswith(full):
             raise bad(self.file, f"{name}: its local header says {raw[fixed:][:80]!r}")
@@ -175,6 +160,35 @@ class Records:
             raise bad(self.file, f"{name}: overlaps what follows it at byte {limit}")
         crc = crc32 if crc32 or not nbytes else None
         return self.base + start, nbytes, crc
+
+    def locate_all(self, names: Sequence[str]) -> tuple[list[int], list[int | None]]:
+        """Offset and CRC-32 of each: `locate` of many."""
+        if not names:
+            return [], []
+        entries = [self._entries.get(name) or self._entry(name) for name in names]
+        headers, sizes, crcs, limits = zip(*entries, strict=True)
+        fulls = [self._root + name.encode() for name in names]
+        lengths, fixed = list(map(len, fulls)), LOCAL.size
+        near = self._many and max(map(sub, limits, headers)) < NEAR_NBYTES
+        read = self._window.read_near if near else self._window.read
+        raws = [read(at, fixed + n) for at, n in zip(headers, lengths, strict=True)]
+        if [raw[fixed:] for raw in raws] != fulls:
+            return self._one_by_one(names)
+        heads = LOCAL.iter_unpack(b"".join([raw[:fixed] for raw in raws]))
+        signatures, flags, methods, stated, extras = zip(*heads, strict=True)
+        starts = [at + fixed + n for at, n in zip(headers, map(add, lengths, extras), strict=True)]
+        odd = {*signatures} != {b"PK\3\4"} or any(methods) or list(stated) != lengths
+        if odd or any(flag & ENCRYPTED for flag in {*flags}):
+            return self._one_by_one(names)
+        if any(map(gt, map(add, starts, sizes), limits)):
+            return self._one_by_one(names)
+        found = [crc if crc or not n else None for crc, n in zip(crcs, sizes, strict=True)]
+        return [self.base + start for start in starts], found
+
+    def _one_by_one(self, names: Sequence[str]) -> tuple[list[int], list[int | None]]:
+        """The same, every fault by its name."""
+        found = [self.locate(name) for name in names]
+        return [at for at, _, _ in found], [crc for _, _, crc in found]
 
     def read(self, name: str, *, limit: int = 1 << 30, check: bool = False) -> bytes:
         """A member's bytes, at most `limit`; `check`: against its CRC-32."""
@@ -230,11 +244,8 @@ def read_directory(
 
 
 def parsed_records(window: Window, raw: bytes, count: int, directory: int) -> Records:
-    members = _parse_directory(window.file, raw, count)
-    if not members:
-        raise bad(window.file, "is an empty zip archive")
-    root = _check_names(window.file, members)
-    return Records(window, root, _entries(window.file, members, len(root) + 1, directory))
+    root, entries = parse_directory(window.file, raw, count, directory)
+    return Records(window, root, entries)
 
 
 def _find_directory(window: Window) -> tuple[int, int, int]:
@@ -282,98 +293,6 @@ def _find_end(window: Window) -> tuple[int, tuple[int, int, int]]:
     if disk not in (0, U16) or start_disk not in (0, U16) or here != count:
         raise bad(window.file, "is a part of a split archive")
     return at, (count, nbytes, offset)
-
-
-def _parse_directory(file: str, raw: bytes, count: int) -> list[tuple[str, int, int, int]]:
-    """(name, header offset, nbytes, crc) of every member, in directory order."""
-    members = []
-    at, end, fixed = 0, len(raw), _CENTRAL.size
-    unpack = _CENTRAL.unpack_from
-    while at < end:
-        if end - at < fixed:
-            raise bad(file, "malformed zip directory")
-        (sig, flags, method, crc, packed, nbytes, name_n, extra_n, comment_n, header) = unpack(
-            raw, at
-        )
-        name_at = at + fixed
-        at = name_at + name_n + extra_n + comment_n
-        if sig != b"PK\1\2" or at > end:
-            raise bad(file, "malformed zip directory")
-        try:
-            name = raw[name_at : name_at + name_n].decode()
-        except UnicodeDecodeError:
-            raise bad(
-                file, f"member name {raw[name_at : name_at + name_n][:80]!r} is not UTF-8"
-            ) from None
-        if nbytes == U32 or packed == U32 or header == U32:
-            extra = raw[name_at + name_n : name_at + name_n + extra_n]
-            nbytes, packed, header = _wide_fields(file, name, extra, nbytes, packed, header)
-        if method or packed != nbytes:
-            raise bad(file, f"{name}: is compressed; expected a stored member")
-        if flags & _ENCRYPTED:
-            raise bad(file, f"{name}: is encrypted")
-        if name[-1:] != "/":
-            members.append((name, header, nbytes, crc))
-        elif nbytes:
-            raise bad(file, f"{name}: a folder that holds {nbytes} bytes")
-        count -= 1
-    if count:
-        raise bad(file, f"its directory holds {-count:+d} members of those announced")
-    return members
-
-
-def _wide_fields(
-    file: str, name: str, extra: bytes, nbytes: int, packed: int, header: int
-) -> tuple[int, int, int]:
-    """The zip64 extra field: 8 bytes for each of the fields that is 0xFFFFFFFF, in this order."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, size = struct.unpack_from("<HH", extra, at)
-        if kind == 1:
-            body = extra[at + 4 : at + 4 + size]
-            values = iter(struct.unpack(f"<{len(body) // 8}Q", body[: len(body) // 8 * 8]))
-            try:
-                nbytes = next(values) if nbytes == U32 else nbytes
-                packed = next(values) if packed == U32 else packed
-                return nbytes, packed, next(values) if header == U32 else header
-            except StopIteration:
-                break
-        at += 4 + size
-    raise bad(file, f"{name}: malformed zip64 extra field")
-
-
-def _check_names(file: str, members: list[tuple[str, int, int, int]]) -> str:
-    """The one root folder. Raises where a name is doubled, leaves it, or is no plain path."""
-    names = [member[0] for member in members]
-    root = names[0].split("/", 1)[0]
-    if len(set(names)) != len(names):
-        ordered = sorted(names)
-        twice = next(a for a, b in itertools.pairwise(ordered) if a == b)
-        raise bad(file, f"{twice}: is there twice")
-    prefix = root + "/"
-    for name in (min(names), max(names)):  # what begins alike lies between
-        if not name.startswith(prefix) or not root:
-            raise bad(file, f"member {name[:80]!r} lies outside its root folder {root[:80]!r}")
-    text = "".join(names)  # one look at all of them finds nothing in an honest file
-    if "\\" in text or "\0" in text or ".." in text:
-        for name in names:
-            if "\\" in name or "\0" in name or ".." in name.split("/"):
-                raise bad(file, f"member {name[:80]!r} has an unsafe name")
-    return root
-
-
-def _entries(
-    file: str, members: list[tuple[str, int, int, int]], prefix: int, directory: int
-) -> dict[str, Entry]:
-    """Entries by name below the root; checks that no member reaches into the next."""
-    members = sorted(members, key=itemgetter(1))
-    limits = [member[1] for member in members[1:]]
-    entries, head_nbytes = {}, LOCAL.size
-    for (name, header, nbytes, crc), limit in zip(members, [*limits, directory], strict=True):
-        if header + head_nbytes + len(name) + nbytes > limit:
-            raise bad(file, f"{name}: overlaps what follows it at byte {limit}")
-        entries[name[prefix:]] = Entry(header, nbytes, crc, limit)
-    return entries
 
 
 def stem(name: str) -> str:

@@ -1,0 +1,134 @@
+"""What a manifest must look like before anything in it is believed: it is a file like any other,
+cut, edited or made by somebody else.
+
+    {"tensors": {key: {"fqn": str, "chunks": [[file, offset, nbytes, offsets, sizes, digest], ...]}},
+     "logical": {key: {"shape": [int, ...], "source": str, "target": str, "fidelity": str}}, ...}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import PurePosixPath
+from typing import Any
+
+FIDELITIES = frozenset({"bytes", "exact", "codes", "cast", "quantize", "requantize"})
+LIMIT = 1 << 63
+"""Counts of bytes and elements are below it."""
+
+
+def malformed(document: Mapping[str, Any]) -> str:
+    """Where it is not as ckptmap writes it, the first place; empty: nowhere."""
+    for member, sound in MEMBERS.items():
+        held = document.get(member)
+        if not isinstance(held, dict):
+            return member
+        for key, value in held.items():
+            if not sound(value) or (member in NAMED_BY_FILE and not _is_inside(key)):
+                return f"{member}: {key}"
+    if not isinstance(document.get("setup"), str):
+        return "setup"
+    return next((name for name, sound in OPTIONAL.items() if not sound(document.get(name))), "")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < LIMIT
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+def _is_inside(name: Any) -> bool:
+    """Is it a path below the directory of the manifest?"""
+    return isinstance(name, str) and _leads_inside(name)
+
+
+@lru_cache(maxsize=4096)
+def _leads_inside(name: str) -> bool:
+    if not name or "\0" in name:
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _is_file(value: Any) -> bool:
+    return _is_dict(value) and _is_count(value.get("nbytes")) and _is_text(value.get("sha256", ""))
+
+
+def _is_carried(value: Any) -> bool:
+    return _is_file(value) and _is_text(value.get("xxh3"))
+
+
+def _is_tensor(value: Any) -> bool:
+    if not _is_dict(value) or not _is_text(value.get("fqn")):
+        return False
+    chunks = value.get("chunks")
+    return isinstance(chunks, list) and all(map(_is_chunk, chunks))
+
+
+def _is_chunk(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 6:
+        return False
+    name, offset, nbytes, offsets, sizes, digest = value
+    return (
+        _is_inside(name)
+        and _is_count(offset)
+        and _is_count(nbytes)
+        and _are_counts(offsets)
+        and _are_counts(sizes)
+        and len(offsets) == len(sizes)
+        and _is_text(digest)
+    )
+
+
+def _is_way(value: Any) -> bool:
+    return (
+        _is_dict(value)
+        and _are_counts(value.get("shape"))
+        and _is_text(value.get("source"))
+        and _is_text(value.get("target"))
+        and _is_text(fidelity := value.get("fidelity"))
+        and fidelity in FIDELITIES
+    )
+
+
+def _are_names(value: Any) -> bool:
+    """How names were translated: absent, or the mapping files themselves."""
+    if value is None:
+        return True
+    return (
+        _is_dict(value)
+        and {"from", "to", "config", "left"} <= set(value)
+        and all(value[side] is None or _is_mapping_file(value[side]) for side in ("from", "to"))
+        and (value["config"] is None or _is_dict(value["config"]))
+        and _is_dict(value["left"])
+    )
+
+
+def _is_mapping_file(value: Any) -> bool:
+    return _is_dict(value) and _is_text(value.get("title")) and _is_text(value.get("text"))
+
+
+def _is_merged(value: Any) -> bool:
+    if value is None:
+        return True
+    leave = value.get("leave", []) if _is_dict(value) else None
+    return isinstance(leave, list) and all(map(_is_text, leave))
+
+
+MEMBERS: Mapping[str, Callable[[Any], bool]] = {
+    "source": _is_text, "files": _is_file, "carried": _is_carried, "tensors": _is_tensor,
+    "logical": _is_way, "records": _is_dict, "dropped": _is_text, "tied": _is_text,
+}  # fmt: skip
+"""Each a dict, with what its values must be."""
+NAMED_BY_FILE = ("files", "carried")
+OPTIONAL: Mapping[str, Callable[[Any], bool]] = {"names": _are_names, "merged": _is_merged}

@@ -1,0 +1,188 @@
+"""The central directory of a zip archive whose members are stored as they are.
+
+Stricter than zipfile: what two readers could understand differently is refused (APPNOTE 6.3.10
+sections 4.3-4.5).
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+from operator import add, gt, itemgetter
+from typing import NamedTuple
+
+from ckptmap.errors import SourceError
+
+U32 = 0xFFFFFFFF
+U16 = 0xFFFF
+ENCRYPTED = 0x2041
+"""Flag bits: encrypted, strongly encrypted, directory masked."""
+
+LOCAL = struct.Struct("<4s2x2H16x2H")
+_CENTRAL = struct.Struct("<4s4x2H4x3I3H8xI")
+_REST = struct.Struct("<4x2H4x3I3H8xI")
+"""The same behind the signature."""
+
+
+class Entry(NamedTuple):
+    header: int
+    nbytes: int
+    crc32: int
+    limit: int
+    """Where the next member or the directory starts, in the archive."""
+
+
+def bad(file: str, what: str) -> SourceError:
+    return SourceError(
+        "CKM105",
+        f"{file}: {what}",
+        "the file is damaged or was packed by something other than torch.save; get a fresh copy",
+    )
+
+
+def truncated(file: str, what: str) -> SourceError:
+    return SourceError("CKM104", f"{file}: truncated: {what}", "copy or download it again")
+
+
+def parse_directory(file: str, raw: bytes, count: int, end: int) -> tuple[str, dict[str, Entry]]:
+    """The one root folder, and the members by name below it; `count` are announced, and the last
+    ends before `end`. Raises SourceError CKM105."""
+    members = _alike(raw, count) or _parse(file, raw, count)
+    if not members.names:
+        raise bad(file, "is an empty zip archive")
+    root = _check_names(file, members.names)
+    return root, _entries(file, members, len(root) + 1, end)
+
+
+class _Members(NamedTuple):
+    """Columns: name, start of its header, bytes and CRC-32 of each, in directory order."""
+
+    names: Sequence[str]
+    headers: Sequence[int]
+    sizes: Sequence[int]
+    crcs: Sequence[int]
+
+
+def _alike(raw: bytes, count: int) -> _Members | None:
+    """The members of a directory that are all stored, below 4 GiB, and have no extra fields; None:
+    there are others, or something is wrong."""
+    first, *pieces = raw.split(b"PK\1\2")
+    fixed = b"".join([piece[: _REST.size] for piece in pieces])
+    if first or len(pieces) != count or len(fixed) != count * _REST.size or not count:
+        return None
+    flags, methods, crcs, packed, sizes, lengths, extras, comments, headers = zip(
+        *_REST.iter_unpack(fixed), strict=True
+    )
+    if any(methods) or any(extras) or any(comments) or packed != sizes:
+        return None
+    if any(flag & ENCRYPTED for flag in set(flags)) or max(max(sizes), max(headers)) == U32:
+        return None
+    if [_REST.size + n for n in lengths] != list(map(len, pieces)):
+        return None
+    try:
+        names = [piece[_REST.size :].decode() for piece in pieces]
+    except UnicodeDecodeError:
+        return None
+    if "" in names or any(name.endswith("/") for name in names):
+        return None
+    return _Members(names, headers, sizes, crcs)
+
+
+def _parse(file: str, raw: bytes, count: int) -> _Members:
+    """Every member, each fault by its name."""
+    members: list[tuple[str, int, int, int]] = []
+    at, end, fixed = 0, len(raw), _CENTRAL.size
+    unpack = _CENTRAL.unpack_from
+    while at < end:
+        if end - at < fixed:
+            raise bad(file, "malformed zip directory")
+        (sig, flags, method, crc, packed, nbytes, name_n, extra_n, comment_n, header) = unpack(
+            raw, at
+        )
+        name_at = at + fixed
+        at = name_at + name_n + extra_n + comment_n
+        if sig != b"PK\1\2" or at > end:
+            raise bad(file, "malformed zip directory")
+        try:
+            name = raw[name_at : name_at + name_n].decode()
+        except UnicodeDecodeError:
+            raise bad(
+                file, f"member name {raw[name_at : name_at + name_n][:80]!r} is not UTF-8"
+            ) from None
+        if nbytes == U32 or packed == U32 or header == U32:
+            extra = raw[name_at + name_n : name_at + name_n + extra_n]
+            nbytes, packed, header = _wide_fields(file, name, extra, nbytes, packed, header)
+        if method or packed != nbytes:
+            raise bad(file, f"{name}: is compressed; expected a stored member")
+        if flags & ENCRYPTED:
+            raise bad(file, f"{name}: is encrypted")
+        if name[-1:] != "/":
+            members.append((name, header, nbytes, crc))
+        elif nbytes:
+            raise bad(file, f"{name}: a folder that holds {nbytes} bytes")
+        count -= 1
+    if count:
+        raise bad(file, f"its directory holds {-count:+d} members of those announced")
+    return _Members(
+        [member[0] for member in members],
+        [member[1] for member in members],
+        [member[2] for member in members],
+        [member[3] for member in members],
+    )
+
+
+def _wide_fields(
+    file: str, name: str, extra: bytes, nbytes: int, packed: int, header: int
+) -> tuple[int, int, int]:
+    """The zip64 extra field: 8 bytes for each of the fields that is 0xFFFFFFFF, in this order."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            body = extra[at + 4 : at + 4 + size]
+            values = iter(struct.unpack(f"<{len(body) // 8}Q", body[: len(body) // 8 * 8]))
+            try:
+                nbytes = next(values) if nbytes == U32 else nbytes
+                packed = next(values) if packed == U32 else packed
+                return nbytes, packed, next(values) if header == U32 else header
+            except StopIteration:
+                break
+        at += 4 + size
+    raise bad(file, f"{name}: malformed zip64 extra field")
+
+
+def _check_names(file: str, names: Sequence[str]) -> str:
+    """The one root folder. Raises where a name is doubled, leaves it, or is no plain path."""
+    root = names[0].split("/", 1)[0]
+    if len(set(names)) != len(names):
+        ordered = sorted(names)
+        twice = next(a for a, b in itertools.pairwise(ordered) if a == b)
+        raise bad(file, f"{twice}: is there twice")
+    prefix = root + "/"
+    for name in (min(names), max(names)):  # what begins alike lies between
+        if not name.startswith(prefix) or not root:
+            raise bad(file, f"member {name[:80]!r} lies outside its root folder {root[:80]!r}")
+    text = "".join(names)  # one look at all of them finds nothing in an honest file
+    if "\\" in text or "\0" in text or ".." in text:
+        for name in names:
+            if "\\" in name or "\0" in name or ".." in name.split("/"):
+                raise bad(file, f"member {name[:80]!r} has an unsafe name")
+    return root
+
+
+def _entries(file: str, members: _Members, prefix: int, directory: int) -> dict[str, Entry]:
+    """Entries by name below the root; checks that no member reaches into the next."""
+    names, headers, sizes, crcs = members
+    if any(map(gt, headers, headers[1:])):  # in another order than in the file
+        ordered = sorted(zip(names, headers, sizes, crcs, strict=True), key=itemgetter(1))
+        names, headers, sizes, crcs = zip(*ordered, strict=True)
+    limits = [*headers[1:], directory]
+    ends = map(add, map(add, headers, map(len, names)), sizes)
+    room = [limit - LOCAL.size for limit in limits]
+    if any(map(gt, ends, room)):
+        for name, header, nbytes, limit in zip(names, headers, sizes, limits, strict=True):
+            if header + LOCAL.size + len(name) + nbytes > limit:
+                raise bad(file, f"{name}: overlaps what follows it at byte {limit}")
+    below = [name[prefix:] for name in names]
+    return dict(zip(below, map(Entry, headers, sizes, crcs, limits), strict=True))

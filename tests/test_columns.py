@@ -1,0 +1,209 @@
+"""Checkpoints of many tensors alike are read as columns: what one by one would give, or not at all."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import save as dcp_save
+
+import ckptmap
+from ckptmap.alike import distinct, each
+from ckptmap.columns import Extents, Located
+from ckptmap.errors import SourceError
+from ckptmap.files import Files
+from ckptmap.structure import check_structure
+from ckptmap.tensors import Extent, TensorInfo
+from ckptmap.wire.safetensors import Header, _any, _written
+from ckptmap.wire.torch_zip_plain import plain_tensors
+from ckptmap.wire.torch_zip_read import Records, open_zip, parse
+
+COUNT = 400
+
+
+def many() -> dict[str, torch.Tensor]:
+    """Of three shapes and two dtypes, names of different lengths."""
+    state: dict[str, torch.Tensor] = {}
+    for i in range(COUNT // 4):
+        state[f"layers.{i}.w"] = torch.full((2, 3), float(i))
+        state[f"layers.{i}.expert.weight"] = torch.full((300,), i, dtype=torch.float64)
+        state[f"layers.{i}.b"] = torch.tensor(i * 0.5)
+        state[f"layers.{i}.norm.weight"] = torch.full((2, 3), -float(i))
+    return state
+
+
+def columns_of(records: Records, data: bytes) -> Extents | None:
+    return plain_tensors(records, data, lambda part, n: parse(records, part, of_nbytes=n))
+
+
+def saved(state: Any, path: Path) -> tuple[Records, bytes]:
+    torch.save(state, path)
+    return open_zip(Files(), str(path))
+
+
+def assert_as_read(found: Extents, records: Records, data: bytes) -> None:
+    """Names, infos and places are those that the whole pickle gives."""
+    tree, located = parse(records, data), found.located()
+    assert located is not None and list(found.names) == list(tree)
+    assert list(found.infos) == [tensor.info for tensor in tree.values()]
+    assert [located.one(i) for i in range(len(found))] == [t.place for t in tree.values()]
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_a_flat_state_dict_is_read_as_columns(kind: type, tmp_path: Path) -> None:
+    state = kind(many())
+    if kind is OrderedDict:
+        state._metadata = OrderedDict({"": {"version": 1}, "layers": {"version": 1}})
+    records, data = saved(state, tmp_path / "m.pt")
+    found = columns_of(records, data)
+    assert found is not None, "the entries were not taken for alike"
+    assert_as_read(found, records, data)
+    ckptmap.convert(tmp_path / "m.pt", tmp_path / "out.pt", to="full")
+    records, data = open_zip(Files(), str(tmp_path / "out.pt"))
+    again = columns_of(records, data)
+    assert again is not None, "nor those that we write"
+    assert_as_read(again, records, data)
+    with ckptmap.open(tmp_path / "out.pt") as ckpt:
+        assert all(torch.equal(ckpt[name].read(), tensor) for name, tensor in many().items())
+
+
+@pytest.mark.parametrize("what", ["tie", "view", "value", "nested", "transposed", "twice"])
+def test_what_is_not_alike_is_read_one_by_one(what: str, tmp_path: Path) -> None:
+    state: dict[str, Any] = dict(many())
+    if what == "tie":
+        state["z"] = state["layers.5.w"]
+    elif what == "view":
+        state["z"] = torch.arange(10.0)[2:6]
+    elif what == "value":
+        state["step"] = 7
+    elif what == "nested":
+        state = {"model": state}
+    elif what == "transposed":
+        state["z"] = torch.arange(6.0).view(2, 3).t()
+    records, data = saved(state, tmp_path / "m.pt")
+    if what == "twice":  # the later of two entries of one name is the one that counts
+        data = data.replace(b"layers.70.w", b"layers.71.w")
+    assert columns_of(records, data) is None
+
+
+def test_a_damaged_pickle_is_never_read_otherwise(tmp_path: Path) -> None:
+    records, data = saved(many(), tmp_path / "m.pt")
+    chance, taken = random.Random(0), 0
+    for _ in range(400):
+        damaged = bytearray(data)
+        for _ in range(chance.choice((1, 1, 2))):
+            damaged[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        found = columns_of(records, bytes(damaged))
+        if found is not None:
+            taken += 1
+            assert_as_read(found, records, bytes(damaged))
+    assert taken, "no damage was to a name, which may be any"
+
+
+@pytest.mark.parametrize("at", [b"tr", b"Rr", b"\x85r"])
+def test_memo_numbers_must_count_on(at: bytes, tmp_path: Path) -> None:
+    """A number that is given twice may be asked for later: then it means something else."""
+    records, data = saved(many(), tmp_path / "m.pt")
+    place = data.index(at, len(data) // 2) + len(at)
+    changed = data[:place] + (5).to_bytes(4, "little") + data[place + 4 :]
+    assert columns_of(records, data) is not None
+    assert columns_of(records, changed) is None
+
+
+def outcome(read: Any) -> Header | str | None:
+    try:
+        return read()
+    except SourceError as error:
+        return error.code
+
+
+def test_a_header_as_writers_write_it_is_read_as_any_other(tmp_path: Path) -> None:
+    save_file(many(), tmp_path / "m.safetensors", {"format": "pt", "a": 'b"}{'})
+    whole = (tmp_path / "m.safetensors").read_bytes()
+    raw, nbytes = whole[8 : 8 + int.from_bytes(whole[:8], "little")], len(whole)
+    one, other = _written(raw, nbytes, "x"), _any(raw, nbytes, "x")
+    assert one is not None and one.tensors == other.tensors and one.metadata == other.metadata
+    assert one.data_start == other.data_start
+    chance = random.Random(1)
+    for _ in range(300):
+        damaged = bytearray(raw)
+        damaged[chance.randrange(len(raw))] = chance.choice(b'0159{}[],:"\\ xU\x7f\xc3')
+        quick = outcome(partial(_written, bytes(damaged), nbytes, "x"))
+        if quick is not None:
+            general = outcome(partial(_any, bytes(damaged), nbytes, "x"))
+            if isinstance(quick, Header):
+                assert isinstance(general, Header) and quick.tensors == general.tensors
+            else:
+                assert quick == general
+
+
+@pytest.mark.parametrize("container", ["hf", "pt", "dcp"])
+def test_a_tensor_of_columns_is_made_when_asked_for(container: str, tmp_path: Path) -> None:
+    state = many()
+    path = tmp_path / container
+    if container == "hf":
+        path.mkdir()
+        save_file(state, path / "model.safetensors", {"format": "pt"})
+    elif container == "pt":
+        torch.save(state, path)
+    else:
+        dcp_save(state, checkpoint_id=path, no_dist=True)
+    with ckptmap.open(path) as ckpt:
+        run = ckpt.run()
+        assert run is not None and not run._made
+        assert set(ckpt) == set(state) and ("layers.1.w",) in run and "layers.1.w" not in run
+        assert torch.equal(ckpt["layers.7.w"].read(), state["layers.7.w"])
+        assert len(run._made) == 1
+        with pytest.raises(ckptmap.errors.MissingKeyError, match="no tensor 'nope'"):
+            ckpt["nope"]
+
+
+@pytest.mark.parametrize("to", ["hf", "full"])
+@pytest.mark.parametrize("change", ["offset", "name", "shape", "more"])
+def test_the_look_at_columns_finds_what_lies_elsewhere(
+    change: str, to: str, tmp_path: Path
+) -> None:
+    """The structure of an output is compared with its plan, column by column and one by one."""
+    torch.save(many(), tmp_path / "m.pt")
+    plan = ckptmap.plan(tmp_path / "m.pt", to)
+    ckptmap.convert(tmp_path / "m.pt", tmp_path / "out", to=to)
+    digests = [["0" * 16] * len(file.slots) for file in plan.files]
+    document = ckptmap.manifest.build(plan, type("Done", (), {"digests": digests})())
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        assert check_structure(ckpt, document) == []
+        leaves = ckpt.index.leaves
+        assert isinstance(leaves, Extents)
+        located = leaves.located()
+        assert located is not None
+        names, infos = list(leaves.names), list(leaves.infos)
+        files, offsets = list(located.files), list(located.offsets)
+        if change == "offset":
+            offsets[3] += 8
+        elif change == "name":
+            names[3] = "other"
+        elif change == "shape":
+            infos[3] = TensorInfo((7, 1), infos[3].dtype)
+        else:
+            names, infos = [*names, "more"], [*infos, infos[0]]
+            files, offsets = [*files, files[0]], [*offsets, 1]
+        changed = Extents(names, infos, Located(files, offsets))
+        object.__setattr__(ckpt.index, "leaves", changed)
+        assert check_structure(ckpt, document), change
+
+
+def test_columns_and_each() -> None:
+    info, other = TensorInfo((2,), "float32"), TensorInfo((2,), "float32")
+    run = Extents(["a", "b"], [info, other], Located(["f", "f"], [0, 8], [1, None]))
+    assert list(run) == [("a",), ("b",)] and run[("b",)].place == Extent("f", 8, None)
+    assert run.renamed({"a": "x", "b": "y"})[("x",)].place == Extent("f", 0, 1)
+    with pytest.raises(KeyError, match="c"):
+        run[("c",)]
+    calls: list[TensorInfo] = []
+    assert each([info, other, info], lambda i: calls.append(i) or i.nbytes) == [8, 8, 8]
+    assert len(calls) == 2 == len(distinct([info, other, info]))
