@@ -18,7 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from cases import GROUPS, OURS, Case
+from cases import GROUPS, Case
 from measure import Filler, Sample, nbytes_of, prepare, rounds, run
 from rank_sources import SETS
 from report import Measured, text, verdicts
@@ -125,7 +125,7 @@ def _measure(case: Case, work: Path, size: str, count: int, filler: Filler | Non
 
 
 def _tell(item: Measured) -> None:
-    ours = item.samples[OURS]
+    ours = item.samples[item.case.ours]
     cpu = sorted(sample.cpu_s for sample in ours)[len(ours) // 2]
     print(f"{item.case.title}: {cpu:.2f} s cpu", flush=True)
     for verdict in verdicts(item):

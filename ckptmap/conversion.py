@@ -17,24 +17,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckptmap import arguments
 from ckptmap import manifest as manifests
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.collapse import listed
 from ckptmap.compare import sampled_error
-from ckptmap.errors import CkptmapError, DestinationError, PlanError, RunError
+from ckptmap.errors import CkptmapError, DestinationError, RunError
 from ckptmap.execute import execute
 from ckptmap.files import Fingerprint
 from ckptmap.grids import CoarseScales
 from ckptmap.journal import Journal
 from ckptmap.planning import plan as make_plan
 from ckptmap.plans import DEFAULT_MAX_MEMORY, Plan
-from ckptmap.publish import Workspace, check_overlap, named_place
+from ckptmap.publish import Workspace, check_overlap, named_place, sync_tree
 from ckptmap.ranks import ALONE, Ranks
 from ckptmap.replacing import manifest_at, refuse_stranger
 from ckptmap.replanning import with_exact_scales
 from ckptmap.results import Executed
 from ckptmap.structure import check_structure
-from ckptmap.verification import sha256_of, verify
+from ckptmap.verification import NO_DIGESTS, sha256_of, verify
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wording import human
 
@@ -101,6 +102,7 @@ def convert(
     progress: bool | Callable[[int, str], None] = False,
     ranks: Ranks = ALONE,
     low_disk: bool = False,
+    sync: bool = True,
     **options: Any,
 ) -> Report:
     """Plan and run. `options` are the fields of `ckptmap.plans.Options`.
@@ -113,6 +115,7 @@ def convert(
     return run(
         make_plan(src, to, **options), dst, device=device, threads=threads, max_memory=max_memory,
         overwrite=overwrite, digest=digest, progress=progress, ranks=ranks, low_disk=low_disk,
+        sync=sync,
     )  # fmt: skip
 
 
@@ -128,6 +131,7 @@ def run(
     progress: bool | Callable[[int, str], None] = False,
     ranks: Ranks = ALONE,
     low_disk: bool = False,
+    sync: bool = True,
 ) -> Report:
     """Execute a plan into `dst`; every rank calls it with the same plan and gets a report.
 
@@ -138,10 +142,17 @@ def run(
     low_disk    keep one file of a source on the Hub at a time, beside the destination
     digest      "xxh3" a stored chunk, or "sha256": the files' too; "none": then `verify` can check
                 structure only, and a run that was killed begins anew
+    sync        False: publish without waiting for the disk, as `cp` does. A killed process still
+                leaves all or nothing, but a power cut within about half a minute can leave a
+                destination whose bytes are not all there, and nothing of what it replaced:
+                `verify` tells
     """
+    arguments.place("dst", dst)
+    arguments.choice("digest", digest, DIGESTS)
+    arguments.whole("max_memory", max_memory, 1)
     again = partial(
         _run, dst=dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
-        digest=digest, progress=progress, ranks=ranks, low_disk=low_disk,
+        digest=digest, progress=progress, ranks=ranks, low_disk=low_disk, sync=sync,
     )  # fmt: skip
     try:
         return again(plan)
@@ -164,6 +175,7 @@ def _run(
     progress: bool | Callable[[int, str], None],
     ranks: Ranks,
     low_disk: bool,
+    sync: bool,
 ) -> Report:
     started = time.monotonic()
     plan.require_resolved()
@@ -172,13 +184,13 @@ def _run(
     check_overlap([plan.ckpt.path, *plan.fingerprints], target)
     device = ranks.device(device)
     if plan.encodes:
-        _require_device(device)
-    if ranks.of_lead(b"complete" if ranks.rank == 0 and _is_complete(plan, target) else b""):
+        arguments.device(device, f"--device {device}")
+    if ranks.of_lead(b"complete" if ranks.rank == 0 and _is_complete(plan, target, sync) else b""):
         return _report(
             plan, target, started, plan.nbytes_out, [*plan.notes, "was complete already"]
         )
     if overwrite and ranks.rank == 0:
-        refuse_stranger(target)
+        refuse_stranger(target, {*(file.out.name for file in plan.files), *plan.carried})
     on_progress = _printer(plan.nbytes_out) if progress is True else progress or None
     notes, errors = list(plan.notes), {}
     with _workspace(plan, target, overwrite, ranks) as work, _discarded_if_coarse(work):
@@ -190,7 +202,7 @@ def _run(
                 on_progress=on_progress,
                 manifest=lambda done: manifests.emit(manifests.build(plan, done)),
                 ranks=ranks, staging=out_dir.parent / f"source-{ranks.rank}" if low_disk else None,
-                digests=digest != "none",
+                digests=digest != "none", sync=sync,
             )  # fmt: skip
         _check_unchanged(plan)
         ranks.barrier()
@@ -200,26 +212,10 @@ def _run(
                 document = _finish_directory(plan, done, out_dir, digest)
                 errors = _prove(plan, written, document)
             ranks.check()
-            work.publish()
+            work.publish(sync)
             notes += work.notes
         ranks.barrier()
     return _report(plan, target, started, done.continued_nbytes, notes, errors)
-
-
-def _require_device(name: str) -> None:
-    """Raises PlanError CKM210 where no value can go to the device and come back."""
-    if name == "cpu":
-        return
-    import torch
-
-    try:
-        torch.zeros(1, device=name).item()
-    except (AssertionError, RuntimeError) as error:
-        raise PlanError(
-            "CKM210",
-            f"--device {name}: cannot be used here: {str(error).partition(chr(10))[0]}",
-            "see the devices that there are with: ckptmap doctor",
-        ) from error
 
 
 @contextmanager
@@ -233,10 +229,18 @@ def _discarded_if_coarse(work: Workspace | None) -> Iterator[None]:
         raise
 
 
-def _is_complete(plan: Plan, target: Path) -> bool:
-    """A run of this plan was killed just after it published."""
+def _is_complete(plan: Plan, target: Path, sync: bool) -> bool:
+    """A run of this plan was killed just after it published. Without digests nobody can tell: that
+    run may not have waited for the disk."""
     found = manifest_at(target)
-    return found is not None and found.get("plan") == plan.digest and verify(target).ok
+    if found is None or found.get("plan") != plan.digest:
+        return False
+    known = verify(target)
+    if not known.ok or NO_DIGESTS in known.checks:
+        return False
+    if sync:
+        sync_tree(target)
+    return True
 
 
 def _workspace(
@@ -287,7 +291,9 @@ def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) ->
     names = [file.out.name for file in plan.files]
     try:
         for name, sibling in plan.carried.items():
-            (out_dir / name).write_bytes(sibling.read())
+            (out_dir / name).parent.mkdir(exist_ok=True)
+            with (out_dir / name).open("wb") as stream:
+                stream.writelines(sibling.pieces())
         sha256 = {name: sha256_of(out_dir / name) for name in names} if digest == "sha256" else {}
         document = manifests.build(plan, done, sha256)
         (out_dir / manifests.NAME).write_bytes(manifests.emit(document))

@@ -10,8 +10,9 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
+from itertools import count, repeat
 
+from ckptmap.booleans import check_bools
 from ckptmap.errors import SourceError
 from ckptmap.files import Files
 from ckptmap.gather import Run, fill, row_major_boxes, run_of
@@ -19,6 +20,7 @@ from ckptmap.journal import Written
 from ckptmap.protocols import OutFile, Slot
 from ckptmap.sink import ALIGN, Buffer, OutputFile, Outputs, Stream, Sums
 from ckptmap.steps import FilePlan, Target
+from ckptmap.tables import Slots
 from ckptmap.tensors import Box, Extent, StoredTensor
 
 MAX_GAP = 4096
@@ -94,9 +96,13 @@ def _stream(context: Context, target: Target, output: OutputFile, stream: Stream
         if done:
             stream.skip(done)
         run = Run(run.file, run.offset + done, run.nbytes - done)
-    for nbytes, bring in _portions(context.files, source, slot.box, run, stream.room):
+    limit = stream.room if run is None else stream.wanted
+    bools = target.slot in context.plan[target.file].bools
+    for nbytes, bring in _portions(context.files, source, slot.box, run, limit):
         place = stream.take(nbytes)
         bring(place)
+        if bools:
+            check_bools(source, slot, stream.position - slot.offset, place)
         stream.push(place)
         context.advance(nbytes, key)
 
@@ -120,7 +126,8 @@ def _may_copy(context: Context, target: Target, run: Run) -> bool:
     are alike within a block: else it costs twice what reading and writing do."""
     out = context.plan[target.file].out
     alike = run.offset % ALIGN == out.slots[target.slot].offset % ALIGN
-    return not context.digests and not out.needs_crc and alike
+    looked_at = context.digests or out.needs_crc or target.slot in context.plan[target.file].bools
+    return alike and not looked_at
 
 
 def _portions(
@@ -149,11 +156,17 @@ def copy_span(
     from xxhash import xxh3_64_hexdigest as digest_of
 
     item = context.plan[file]
-    slots, sources = item.out.slots[first:stop], item.sources[first:stop]
-    base, end = slots[0].offset, slots[-1].offset + slots[-1].nbytes
+    slots = item.slots[first:stop]
+    base, end = slots.offsets[0], slots.offsets[-1] + slots.sizes[-1]
     span = buffer.at(base, end - base)
-    places = [span[at - base : at - base + nbytes] for _, _, at, nbytes in slots]
-    _bring(context.files, slots, sources, places)
+    places = [
+        span[at - base : at - base + n] for at, n in zip(slots.offsets, slots.sizes, strict=True)
+    ]
+    _bring(context.files, item, first, places)
+    for index in item.bools.intersection(range(first, stop)) if item.bools else ():
+        source = item.origins[index]
+        assert source is not None, "it is copied"
+        check_bools(source, item.slots[index], 0, places[index - first])
     crcs = list(map(zlib.crc32, places)) if item.out.needs_crc else [0] * len(places)
     gaps = _fill_gaps(item.out, first, slots, crcs, span)
     with context.outputs.file(file) as output:
@@ -162,19 +175,18 @@ def copy_span(
         context.joined.append((file, first, stop))
     context.advance(end - base, key_of(slots[-1]))
     if item.out.needs_crc:
-        for slot, source, crc in zip(slots, sources, crcs, strict=True):
-            _check_crc(slot, source, crc)
+        _check_crcs(item, first, crcs)
     digests = map(digest_of, places) if context.digests else repeat("", len(places))
     return list(map(Written, repeat(file), range(first, stop), digests, crcs))
 
 
 def _fill_gaps(
-    out: OutFile, first: int, slots: Sequence[Slot], crcs: Sequence[int], span: memoryview
+    out: OutFile, first: int, slots: Slots, crcs: Sequence[int], span: memoryview
 ) -> bool:
     """Put what is between the slots there, or clear it; True where there is anything."""
     found, between = False, out.between
-    base = end = slots[0].offset
-    for index, (_, _, at, nbytes) in enumerate(slots, first - 1):
+    base = end = slots.offsets[0]
+    for index, at, nbytes in zip(count(first - 1), slots.offsets, slots.sizes, strict=False):
         if at > end:
             found = True
             gap = between(index, crcs[index - first]) if between is not None else bytes(at - end)
@@ -183,29 +195,26 @@ def _fill_gaps(
     return found
 
 
-def _bring(
-    files: Files,
-    slots: Sequence[Slot],
-    sources: Sequence[StoredTensor | None],
-    places: Sequence[memoryview],
-) -> None:
-    """Bring the bytes of slots to their places; neighbours in one file are one read."""
+def _bring(files: Files, item: FilePlan, first: int, places: Sequence[memoryview]) -> None:
+    """Bring the bytes of the slots from `first` on to their places; neighbours in one file are one
+    read."""
+    origins, stop = item.origins, first + len(places)
+    homes, starts = origins.files[first:stop], origins.offsets[first:stop]
     buffers: list[memoryview] = []
     file, begin, cursor = "", 0, 0
-    for slot, source, place in zip(slots, sources, places, strict=True):
-        assert source is not None, f"{key_of(slot)}: is written by an Encode step"
-        run = run_of(source, slot.box)
-        if run is None:
-            fill(files, source, slot.box, place)
-            continue
-        start, nbytes = run[1:]
-        assert nbytes == slot.nbytes, f"{key_of(slot)}: slot of {slot.nbytes} bytes"
+    for index, home, start, place in zip(count(first), homes, starts, places, strict=False):
+        nbytes = place.nbytes
+        if not home:
+            run = _run_of(files, item, index, place)
+            if run is None:
+                continue
+            home, start, _ = run
         gap = start - cursor
-        if buffers and not (run[0] == file and 0 <= gap <= MAX_GAP and len(buffers) < MAX_BUFFERS):
+        if buffers and not (home == file and 0 <= gap <= MAX_GAP and len(buffers) < MAX_BUFFERS):
             files.read_into(file, begin, buffers)
             buffers = []
         if not buffers:
-            file, begin = run[0], start
+            file, begin = home, start
         elif gap:
             buffers.append(_JUNK[:gap])
         buffers.append(place)
@@ -214,12 +223,34 @@ def _bring(
         files.read_into(file, begin, buffers)
 
 
+def _run_of(files: Files, item: FilePlan, index: int, place: memoryview) -> Run | None:
+    """Where a slot's bytes are in one run; None: they are not, and were brought to the place."""
+    slot, source = item.out.slots[index], item.origins[index]
+    assert source is not None, f"{key_of(slot)}: is written by an Encode step"
+    run = run_of(source, slot.box)
+    if run is None:
+        fill(files, source, slot.box, place)
+    else:
+        assert run.nbytes == slot.nbytes, f"{key_of(slot)}: slot of {slot.nbytes} bytes"
+    return run
+
+
 def recorded(context: Context, target: Target, digest: str, crc: int) -> Written:
     """The record of a written slot."""
     item = context.plan[target.file]
     if item.out.needs_crc:
         _check_crc(item.out.slots[target.slot], item.sources[target.slot], crc)
     return Written(target.file, target.slot, digest, crc)
+
+
+def _check_crcs(item: FilePlan, first: int, crcs: Sequence[int]) -> None:
+    """Hold the CRC-32 of the slots from `first` on against the source's own."""
+    origins, stop = item.origins, first + len(crcs)
+    stated = origins.crcs[first:stop] if origins.crcs is not None else [None] * len(crcs)
+    homes = origins.files[first:stop]
+    for index, home, known, crc in zip(count(first), homes, stated, crcs, strict=False):
+        if not home or (known is not None and known != crc):
+            _check_crc(item.out.slots[index], origins[index], crc)
 
 
 def _check_crc(slot: Slot, source: StoredTensor | None, crc: int) -> None:

@@ -7,8 +7,8 @@ row-major order of its slot. Parallelism is over units: the digest of one slot i
 is imported only where values change; its own threads are held at one then, because Python threads
 over units share the cores better.
 
-On a device other than the CPU values go there before they are encoded and results come back, one
-box after the other: overlap by pinned buffers and side streams is not done here yet.
+On a device other than the CPU values go there through a ring of pinned memory, results come back
+while later boxes are made: see `ring`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from ckptmap.calm import one_torch_thread, stopped_by_sigterm
-from ckptmap.copying import MAX_GAP, Context, copy_span, copy_stream, key_of
+from ckptmap.copying import Context, copy_span, copy_stream, key_of
 from ckptmap.errors import Interrupted, RunError, SourceError
 from ckptmap.files import Files, has_backings
 from ckptmap.grids import CoarseScales
@@ -35,6 +36,7 @@ from ckptmap.ranks import ALONE, Ranks
 from ckptmap.results import Executed, Tally
 from ckptmap.sealing import seal
 from ckptmap.sink import ALIGN, Buffer, Outputs, Sums
+from ckptmap.spans import SMALL, spans, streams
 from ckptmap.split import Share, split
 from ckptmap.steps import Compare, Encode, FilePlan
 from ckptmap.supply import batches, read_by_compare, read_by_copies, read_by_encode
@@ -45,15 +47,11 @@ MAX_BUFFER = 8 << 20
 """Bytes of one thread's copy buffer: more does not make direct writes faster."""
 SPAN = 4 << 20
 """Bytes of small slots that make one unit."""
-SMALL = 1 << 20
-"""Bytes from which a slot is a unit of its own."""
 STREAM = 64 << 20
 """Bytes of large slots that follow each other and make one unit: where two units meet, a page is
 written by both, past the page cache by neither, and that waits for the writes of other threads."""
 PARTS = 16
 """Streams at least: threads share them, and an interrupted run keeps those that are done."""
-FEW = 16
-"""Small slots that go along with large ones: each is read and summed by itself then."""
 _TOTALS = struct.Struct("<QQ")
 """Bytes written and kept, before the rows of a rank's report."""
 Progress = Callable[[int, str], None]
@@ -77,17 +75,19 @@ def execute(
     ranks: Ranks = ALONE,
     staging: Path | None = None,
     digests: bool = True,
+    sync: bool = True,
 ) -> Executed:
     """Write all files of a plan into `out_dir`, sealed but not synced.
 
     max_memory  bytes of buffers of this rank; threads are reduced where they would not fit
     threads     0: one a core that is this rank's share, at most 4
-    direct      write large slots past the page cache, where the filesystem can
+    direct      write large slots past the page cache, where the filesystem can and `sync` is wanted
     manifest    gives the manifest's bytes, called once, on rank 0, when all slots are written
     ranks       each writes its share; every rank gets the whole result, rank 0 seals
     staging     where sources that are elsewhere are kept, one at a time; None: all, where they may
     digests     False: none are taken, bytes may move inside the kernel, and a run that was killed
                 begins anew, since nothing could tell whether what it wrote is whole
+    sync        False: nobody waits for the disk, so the page cache is the faster way
 
     Raises RunError (CKM306 write failed, 308 source changed, 309 overflow, 310 replica differs),
     SourceError CKM112 or CKM113, DestinationError CKM303, Interrupted CKM307. After any of them
@@ -97,16 +97,19 @@ def execute(
     threads = max(1, min(threads, max_memory // (2 << 20)))
     share = split(plan, encodes, compares, ranks.world_size)[ranks.rank]
     paths = [out_dir / item.out.name for item in plan]
-    outputs = _reserved(plan, paths, direct, ranks)
+    outputs = _reserved(plan, paths, direct and sync, ranks)
     run = _Run(plan, outputs, paths, journal, on_progress, ranks, digests)
     context = Context(plan, files, outputs, max_memory // threads, device, run.advance, digests)
     try:
-        with one_torch_thread(bool(share.encodes)), stopped_by_sigterm(run.stop):
+        with ExitStack() as held, stopped_by_sigterm(run.stop):
+            if share.encodes:
+                run.bring_torch = partial(held.enter_context, one_torch_thread(True))
             with ranks.working():
-                for units in batches(files, _units(context, share), journal.entries, staging):
-                    run.all(units, threads, buffer_nbytes(context.budget))
+                units = _units(context, share, run.has_torch)
+                for some in batches(files, units, journal.entries, staging):
+                    run.all(some, threads, buffer_nbytes(context.budget))
             if ranks.rank:
-                _hand_over(outputs, [paths[file] for file in share.files])
+                _hand_over(outputs, [paths[file] for file in share.files] if sync else [])
             done = run.result()
             if ranks.rank == 0:
                 seal(plan, outputs, done, manifest, context.joined)
@@ -153,15 +156,19 @@ class _Run:
         self._progress_lock = threading.Lock()
         self._errors: list[BaseException] = []
         self.coarse: list[CoarseScales] = []
-        self._slots = [item.out.slots for item in plan]
-        self._tally = Tally([len(slots) for slots in self._slots])
+        self._sizes = [item.slots.sizes for item in plan]
+        self._tally = Tally([len(sizes) for sizes in self._sizes])
         self._nbytes = [0, 0]  # written now, kept from an earlier run
+        self.bring_torch: Callable[[], object] | None = None
+        """Imports torch, which takes as long as to copy a gigabyte: so threads copy meanwhile."""
+        self.has_torch = threading.Event()
 
     def all(self, units: Iterator[_Unit], threads: int, buffer_nbytes: int) -> None:
         """Do every unit; the first error stops the others and is raised."""
         with ThreadPoolExecutor(threads, thread_name_prefix="ckptmap") as pool:
             workers = [pool.submit(self._work, units, buffer_nbytes) for _ in range(threads)]
             try:
+                self._bring_torch()
                 wait(workers)
             except BaseException:
                 self.stop.set()  # leaving the block waits for the workers
@@ -171,6 +178,16 @@ class _Run:
         if self.coarse:
             raise CoarseScales.together(self.coarse)
         self.check()
+
+    def _bring_torch(self) -> None:
+        try:
+            if self.bring_torch is not None and not self.has_torch.is_set():
+                self.bring_torch()
+        except BaseException:
+            self.stop.set()  # before the threads are let go: half of torch is there, and would crash
+            raise
+        finally:
+            self.has_torch.set()
 
     def check(self) -> None:
         """Raise where the user asked to stop."""
@@ -199,12 +216,11 @@ class _Run:
         found = self.journal.entries.get(unit.name) if self.digests else None
         kept = found is not None and all(self._holds(slot, buffer) for slot in found)
         written = found if found is not None and kept else unit.do(buffer)
-        slots = self._slots
         if unit.name and not kept and self.digests:  # without them nothing could be believed
             self.journal.add(unit.name, written)
         with self._lock:
             self._tally.add(written)
-            self._nbytes[kept] += sum([slots[file][slot].nbytes for file, slot, _, _ in written])
+            self._nbytes[kept] += sum([self._sizes[file][slot] for file, slot, _, _ in written])
 
     def _holds(self, written: Written, buffer: Buffer) -> bool:
         """Is the slot, read back, what the journal says?"""
@@ -265,70 +281,40 @@ def buffer_nbytes(budget: int) -> int:
     return max(4 * ALIGN, min(MAX_BUFFER, budget // 2))
 
 
-def _units(context: Context, share: Share) -> Iterator[_Unit]:
-    """Comparisons first, since they can refuse; encodings, which take longest; then copies."""
+def _units(context: Context, share: Share, has_torch: threading.Event) -> Iterator[_Unit]:
+    """Comparisons first, since they can refuse; encodings, which take longest, as soon as torch is
+    there; then copies."""
     for replica in share.compares:
         yield _Unit("", partial(_compared, context, replica), partial(read_by_compare, replica))
+    copies = _copies(context, share)
+    while share.encodes and not has_torch.is_set() and (unit := next(copies, None)) is not None:
+        yield unit
     for name, step in share.encodes:
-        yield _Unit(name, partial(encode, context, step), partial(read_by_encode, step))
+        do = partial(_encoded, has_torch, context, step)
+        yield _Unit(name, do, partial(read_by_encode, step))
+    yield from copies
+
+
+def _copies(context: Context, share: Share) -> Iterator[_Unit]:
     stream = min(STREAM, sum(item.out.nbytes for item in context.plan) // PARTS)
     if has_backings():  # all that a unit reads is brought at once
         stream = 0
     for file, item in enumerate(context.plan):
         limit = min(SPAN, buffer_nbytes(context.budget))
-        spans = _spans(item, limit, share.slots[file])
-        for first, stop, streamed in _streams(item, spans, min(SMALL, limit), stream):
+        cut = spans(item, limit, share.slots[file])
+        for first, stop, streamed in streams(item, cut, min(SMALL, limit), stream):
             copy = copy_stream if streamed else copy_span
             do = partial(copy, context, file, first, stop)
             reads = partial(read_by_copies, item, first, stop)
             yield _Unit(f"copy:{file}:{first}-{stop}", do, reads)
 
 
-def _spans(item: FilePlan, limit: int, mine: range) -> Iterator[tuple[int, int]]:
-    """(first, stop) of slots copied together: one large one, or neighbours within `limit`."""
-    first: int | None = None
-    begin = end = 0  # bytes, of the first slot's start and the last one's end
-    small = min(SMALL, limit)
-    for index in mine:
-        _, _, offset, nbytes = item.out.slots[index]
-        copied = item.sources[index] is not None
-        if first is not None and (
-            not copied
-            or nbytes > small
-            or offset + nbytes - begin > limit
-            or offset - end > MAX_GAP
-        ):
-            yield first, index
-            first = None
-        if copied and nbytes > small:
-            yield index, index + 1
-        elif copied and first is None:
-            first, begin = index, offset
-        end = offset + nbytes
-    if first is not None:
-        yield first, mine.stop
-
-
-def _streams(
-    item: FilePlan, spans: Iterable[tuple[int, int]], small: int, limit: int
-) -> Iterator[tuple[int, int, bool]]:
-    """(first, stop, is it a stream?): a large slot goes together with large ones, and with few
-    small ones, that follow it without a gap, within `limit` bytes."""
-    slots, held = item.out.slots, (0, 0, False)
-    for first, stop in spans:
-        large = slots[first].nbytes > small
-        begin, end = slots[held[0]].offset, slots[held[1] - 1].offset + slots[held[1] - 1].nbytes
-        nbytes = slots[stop - 1].offset + slots[stop - 1].nbytes - begin
-        follows = held[1] == first and end == slots[first].offset and nbytes <= limit
-        few = (large or stop - first <= FEW) and (held[2] or held[1] - held[0] <= FEW)
-        if follows and few and (large or held[2]):
-            held = held[0], stop, True
-            continue
-        if held[1]:
-            yield held
-        held = first, stop, large
-    if held[1]:
-        yield held
+def _encoded(
+    has_torch: threading.Event, context: Context, step: Encode, buffer: Buffer
+) -> Sequence[Written]:
+    has_torch.wait()
+    context.advance(0, "")  # leaves where torch was not brought
+    return encode(context, step, buffer)
 
 
 def _compared(context: Context, step: Compare, buffer: Buffer) -> Sequence[Written]:
@@ -352,7 +338,7 @@ def _reserved(
 
 
 def _hand_over(outputs: Outputs, paths: Sequence[Path]) -> None:
-    """Closed and on disk: rank 0 can neither see nor sync what another machine still holds."""
+    """Closed, and `paths` on disk: rank 0 can neither see nor sync what another machine still holds."""
     outputs.close()
     for path in paths:
         try:

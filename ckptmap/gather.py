@@ -201,6 +201,13 @@ def _scatter(
     files: Files, file: str, offset: int, outer: Dims, out: memoryview, start: int, run: int
 ) -> None:
     """Runs of `run` bytes, each to its own place, as few reads as gaps allow."""
+    if len(outer) == 1 and outer[0].src == run:  # nothing between: columns that a rank holds
+        step = outer[0].dst
+        for first in range(0, outer[0].n, IOV_MAX):
+            stop = start + min(outer[0].n, first + IOV_MAX) * step
+            places = [out[dst : dst + run] for dst in range(start + first * step, stop, step)]
+            files.read_into(file, offset + first * run, places)
+        return
     buffers: list[memoryview] = []
     begin = cursor = offset
     for src, dst in _positions(outer, offset, start):

@@ -90,6 +90,7 @@ def merge(
     digest: str = "xxh3",
     progress: bool | Callable[[int, str], None] = False,
     low_disk: bool = False,
+    sync: bool = True,
     **options: Any,
 ) -> MergeReport:
     """Merge a LoRA adapter (rsLoRA, DoRA, modules_to_save, biases) into `base`, written to `dst`.
@@ -97,7 +98,7 @@ def merge(
     to       as for `convert`; None: the base's own setup
     force    merge a quantized base back into a grid, where little of the adapter survives
     leave    patterns of modules and tensors of the adapter that are not merged
-    options  those of `OPTIONS`, as for `convert`
+    options  those of `OPTIONS`, and the others, as for `convert`
 
     Merged in fp32 and rounded once: to the base's dtype, or to what `to` casts to. Optimizer state
     of the base is left behind. Raises SourceError CKM320 to CKM322 where the two do not fit, and
@@ -108,7 +109,7 @@ def merge(
     )
     report = run(
         made, dst, device=device, threads=threads, overwrite=overwrite, digest=digest,
-        progress=progress, low_disk=low_disk, max_memory=max_memory,
+        progress=progress, low_disk=low_disk, max_memory=max_memory, sync=sync,
     )  # fmt: skip
     return with_survival(made, report)
 

@@ -113,8 +113,9 @@ class Workspace:
         """Forget what was written: another plan takes its place."""
         _discard(self.path)
 
-    def publish(self) -> None:
-        """Sync everything, then let it appear at the destination by one rename.
+    def publish(self, sync: bool = True) -> None:
+        """Sync everything, then let it appear at the destination by one rename; without `sync`
+        the order holds for whoever looks, but not through a power cut.
 
         Raises DestinationError CKM301 where something appeared at the destination meanwhile,
         RunError CKM306 where syncing or renaming fails: the work is kept, the destination is as
@@ -124,13 +125,16 @@ class Workspace:
         if self.one_file:
             (content,) = self.out_dir.iterdir()
         try:
-            _sync_tree(self.out_dir)
+            if sync:
+                sync_tree(self.out_dir)
             marker = self.path / "publishing"
             marker.write_text(str(content.lstat().st_ino))
-            for file in (marker, self.path):
-                _sync(file)
+            if sync:
+                for file in (marker, self.path):
+                    _sync(file)
             self._rename(content)
-            _sync(self.dst.parent)
+            if sync:
+                _sync(self.dst.parent)
         except DestinationError:
             raise
         except OSError as error:
@@ -344,11 +348,14 @@ def _files(directory: Path) -> Iterator[str]:
         yield from (os.path.join(folder, name) for name in names)
 
 
-def _sync_tree(directory: Path) -> None:
-    """Sync every file, then every directory, innermost first."""
-    for file in _files(directory):
+def sync_tree(path: Path) -> None:
+    """Sync one file; or every file below, then every directory, innermost first."""
+    if not path.is_dir():
+        _sync(path)
+        return
+    for file in _files(path):
         _sync(file)
-    for folder, _, _ in os.walk(directory, topdown=False):
+    for folder, _, _ in os.walk(path, topdown=False):
         _sync(folder)
 
 

@@ -30,6 +30,8 @@ ALIGN = max(4096, mmap.PAGESIZE)
 """Bytes to which O_DIRECT offsets, lengths and addresses are aligned."""
 DIRECT_MIN = 256 << 10
 """Bytes of aligned middle below which a direct write costs more than a buffered one."""
+BUFFERED = 256 << 10
+"""Bytes of a stream that go to the page cache at once: they are still in the core's own cache."""
 MAX_OPEN = 64
 """Output files open at once, two descriptors each."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -40,9 +42,20 @@ class Buffer:
 
     __slots__ = ("_view", "nbytes")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, within: memoryview | None = None) -> None:
         self.nbytes = max(2 * ALIGN, -(-nbytes // ALIGN) * ALIGN)
-        self._view = memoryview(mmap.mmap(-1, self.nbytes + ALIGN))
+        self._view = memoryview(mmap.mmap(-1, self.nbytes + ALIGN)) if within is None else within
+
+    def parts(self, sizes: Sequence[int]) -> list[Buffer]:
+        """Buffers of so many bytes each, inside this one: pages that are used again cost nothing.
+        What does not fit has memory of its own."""
+        found, at = [], 0
+        for nbytes in sizes:
+            end = at + max(3 * ALIGN, -(-nbytes // ALIGN) * ALIGN + ALIGN)
+            inside = end <= self._view.nbytes
+            found.append(Buffer(nbytes, self._view[at:end] if inside else None))
+            at = end if inside else at
+        return found
 
     def at(self, offset: int, nbytes: int) -> memoryview:
         """The place for bytes that belong at file `offset`; it starts within the first page."""
@@ -101,6 +114,11 @@ class OutputFile:
         except OSError as error:
             self.close()
             raise _reserve_error(path, nbytes, error) from error
+
+    @property
+    def is_direct(self) -> bool:
+        """Do large writes go past the page cache?"""
+        return self._direct is not None and not self._declined
 
     def write_at(self, offset: int, data: memoryview, direct: bool = True) -> None:
         """Write all of `data` at `offset`; `direct` False where gaps of it are filled in later."""
@@ -219,10 +237,12 @@ class Stream:
     first and the last of the stream is ever written in two pieces.
     """
 
-    __slots__ = ("_at", "_buffer", "_file", "_held", "sums")
+    __slots__ = ("_at", "_buffer", "_file", "_held", "sums", "wanted")
 
     def __init__(self, file: OutputFile, offset: int, buffer: Buffer, sums: Sums) -> None:
         self._file, self._buffer, self._at, self._held = file, buffer, offset, 0
+        self.wanted = self.room if file.is_direct else min(BUFFERED, self.room)
+        """The bytes to ask for where any number will do; as many are held before they go."""
         self.sums = sums
 
     @property
@@ -245,6 +265,8 @@ class Stream:
         """What `take` gave is filled."""
         self.sums.update(data)
         self._held += data.nbytes
+        if self._held >= self.wanted:
+            self._flush()
 
     def append(self, data: memoryview) -> None:
         """Copy bytes of any length."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -113,6 +113,7 @@ def command(
     plan_file: PlanFile = None,
     rank_timeout: RankTimeout = 120.0,
     low_disk: LowDisk = False,
+    no_sync: ask.NoSync = False,
     dry_run: DryRun = False,
     quiet: ask.Quiet = False,
     json: ask.Json = False,
@@ -148,7 +149,8 @@ def command(
             plan = _plan(src, asked, plan_file)
             if not dry_run:
                 report = _run(
-                    plan, dst, out, ranks, device, threads, limit, overwrite, digest, low_disk
+                    plan, dst, out, ranks, device=device, threads=threads, max_memory=limit,
+                    overwrite=overwrite, digest=digest, low_disk=low_disk, sync=not no_sync,
                 )  # fmt: skip
     except ShownElsewhere as stopped:
         Output.printed = True  # by that rank
@@ -208,18 +210,7 @@ def _saved(src: str, plan_file: str) -> Plan:
     return plan
 
 
-def _run(
-    plan: Plan,
-    dst: str,
-    out: Output,
-    ranks: Ranks,
-    device: str,
-    threads: int | None,
-    max_memory: int,
-    overwrite: bool,
-    digest: str,
-    low_disk: bool = False,
-) -> Report:
+def _run(plan: Plan, dst: str, out: Output, ranks: Ranks, **settings: Any) -> Report:
     from functools import partial
 
     from ckptmap.conversion import run
@@ -229,10 +220,7 @@ def _run(
     progress = None if out.quiet or ranks.rank else Progress(plan.nbytes_out)
     execute = plan.execute if ranks.world_size == 1 else partial(run, plan, ranks=ranks)
     try:
-        return execute(
-            dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
-            digest=digest, progress=progress or False, low_disk=low_disk,
-        )  # fmt: skip
+        return execute(dst, progress=progress or False, **settings)
     finally:
         if progress is not None:
             progress.close()

@@ -44,7 +44,8 @@ def command(
     ] = None,
     json: ask.Json = False,
 ) -> None:
-    """Compare names, shapes, dtypes and encodings; exit code 1 where they differ."""
+    """Compare names, shapes, dtypes, encodings, and what both hold beside tensors (step, scheduler,
+    settings of the optimizer); exit code 1 where they differ."""
     import ckptmap
 
     one, two = source(a, source_root, like, param_order), source(b, like=like)

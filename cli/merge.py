@@ -78,6 +78,7 @@ def command(
     max_shard_size: ask.MaxShardSize = None,
     config_from: ask.ConfigFrom = None,
     low_disk: LowDisk = False,
+    no_sync: ask.NoSync = False,
     dry_run: DryRun = False,
     quiet: ask.Quiet = False,
     json: ask.Json = False,
@@ -106,7 +107,7 @@ def command(
         raise typer.Exit(1 if plan.unresolved else 0)
     settings: dict[str, Any] = {
         "device": device, "threads": threads, "max_memory": nbytes, "overwrite": overwrite,
-        "digest": digest, "low_disk": low_disk,
+        "digest": digest, "low_disk": low_disk, "sync": not no_sync,
     }  # fmt: skip
     _write(plan, dst, out, settings)
 

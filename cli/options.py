@@ -175,6 +175,15 @@ Strict = Annotated[
     bool,
     _option("--strict", help="Refuse where the shape of a weight keeps it from being encoded."),
 ]
+NoSync = Annotated[
+    bool,
+    _option(
+        "--no-sync",
+        help="Publish without waiting for the disk, as cp does: a power cut in the next half minute"
+        " may leave DST without all of its bytes, which `verify` finds. A killed run still leaves"
+        " all or nothing.",
+    ),
+]
 MaxShardSize = Annotated[
     str | None,
     _option("--max-shard-size", metavar="SIZE", help="Largest file of a shard set; default 5GB."),

@@ -38,6 +38,7 @@ def command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace DST once the new one is whole.")
     ] = False,
+    no_sync: ask.NoSync = False,
     quiet: ask.Quiet = False,
     json: ask.Json = False,
 ) -> None:  # fmt: skip
@@ -57,15 +58,15 @@ def command(
 
         convert(
             src, dst, to=to, world_size=world_size, config_from=config_from,
-            max_shard_size=max_shard_size, low_disk=low_disk, overwrite=overwrite, quiet=quiet,
-            json=json,
+            max_shard_size=max_shard_size, low_disk=low_disk, overwrite=overwrite, no_sync=no_sync,
+            quiet=quiet, json=json,
         )  # fmt: skip
         return
     if (world_size, config_from, max_shard_size, low_disk) != (None, None, None, False):
         raise typer.BadParameter("options of a conversion need --to SETUP")
     import ckptmap
 
-    report = ckptmap.pull(src, dst, overwrite=overwrite)
+    report = ckptmap.pull(src, dst, overwrite=overwrite, sync=not no_sync)
     if quiet and not json:
         out.text(report.dst)
     else:

@@ -274,6 +274,25 @@ def test_damaged_source_is_found_for_free(tmp_path: Path) -> None:
         run(tmp_path / f"free{size}", [copy_plan([wrong])])
 
 
+@pytest.mark.parametrize("rows", [7, 30_000])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("digests", [True, False])
+def test_a_bool_is_0_or_1(rows: int, parts: int, digests: bool, tmp_path: Path) -> None:
+    """In a span and in a stream, in one run and gathered, and where the kernel would copy."""
+    mask = torch.arange(rows * 100).view(rows, 100) % 3 == 0
+    good = shards_in(tmp_path, mask, parts, dim=1)
+    done = run(tmp_path / "good", [copy_plan([good])], digests=digests)
+    assert done.digests and (tmp_path / "good" / "out" / "out.bin").is_file()
+    strange = mask.view(torch.uint8).clone()
+    strange[rows - 2, 99] = 255
+    bad = shards_in(tmp_path, strange, parts, dim=1)
+    bad = StoredTensor(TensorInfo(bad.info.shape, "bool"), bad.chunks)
+    says = rf"rank{parts - 1}: t0: BOOL element \[{rows - 2}, 99\] is the byte 255, expected 0 or 1"
+    with pytest.raises(RunError, match=says) as caught:
+        run(tmp_path / "bad", [copy_plan([bad])], digests=digests)
+    assert caught.value.code == "CKM318"
+
+
 def test_truncated_source(tmp_path: Path) -> None:
     stored = stored_in(tmp_path / "src", [random_tensor(1_000_000)])
     os.truncate(tmp_path / "src", 1_500_000)

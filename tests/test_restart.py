@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,7 @@ def test_killed_at_any_point_and_continued(to: str, source: Path, tmp_path: Path
     kills = 0
     for units in (0, 1, 2, 4, 1, 3):
         line = [*command(source, work / "out", to, *options), "--threads", "1"]
+        line += ["--no-sync"] * (units % 2)  # either continues what the other began
         process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         kills += killed_after(units, process, work)
         if (work / "out").exists():
@@ -171,7 +173,20 @@ def test_overwrite_keeps_other_checkpoints_and_files_of_others(
     (tmp_path / "notes.txt").write_text("years of work")
     with pytest.raises(ckptmap.CkptmapError, match="other checkpoints beside its own: checkpoint-"):
         ckptmap.convert(source, tmp_path / "out", to="hf-bf16", overwrite=True)
+    assert ckptmap.verify(tmp_path / "out" / "checkpoint-500").ok
+    shutil.rmtree(tmp_path / "out" / "checkpoint-500")
+    config = '{"model_type": "llama"}'
+    for name in ("notes.txt", "runs/events.out", "README.md", "config.json", ".cache/hub/x"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text(config)
+    says = r"no part of its checkpoint: notes\.txt, runs/events\.out; --overwrite would delete that"
+    with pytest.raises(ckptmap.CkptmapError, match=says):
+        ckptmap.convert(source, tmp_path / "out", to="hf-bf16", overwrite=True)
+    assert (tmp_path / "out" / "notes.txt").read_text() == config
+    (tmp_path / "out" / "notes.txt").unlink()
+    shutil.rmtree(tmp_path / "out" / "runs")
+    ckptmap.convert(source, tmp_path / "out", to="hf-bf16", overwrite=True)
+    assert not (tmp_path / "out" / "README.md").exists()
     with pytest.raises(ckptmap.CkptmapError, match="is a file that holds no checkpoint"):
         ckptmap.convert(source, tmp_path / "notes.txt", to="full", overwrite=True)
     assert (tmp_path / "notes.txt").read_text() == "years of work"
-    assert ckptmap.verify(tmp_path / "out" / "checkpoint-500").ok

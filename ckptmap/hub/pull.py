@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.errors import CkptmapError, RunError, SourceError
-from ckptmap.publish import Workspace, named_place
+from ckptmap.publish import Workspace, named_place, sync_tree
 from ckptmap.remote.locating import named_as_asked
 from ckptmap.remote.mirror import Mirror, mirrored
 from ckptmap.remote.names import is_hub, parse
@@ -61,12 +61,13 @@ def pull(
     dst: str | os.PathLike[str],
     *,
     overwrite: bool = False,
+    sync: bool = True,
 ) -> PullReport:
     """Fetch the checkpoint at `hf://org/name[@revision][/folder]`, its files as they are: what its
     index names and what lies beside it (config, tokenizer, card), no weights in other forms.
 
     The destination is complete or untouched, and the same call continues one that was interrupted:
-    whole files are kept. Raises SourceError where there is no checkpoint, DestinationError where it
+    whole files are kept. `sync` as for `convert`. Raises SourceError where there is no checkpoint, DestinationError where it
     must not be written, RunError CKM709 where what comes is not what the Hub lists.
     """
     started = time.monotonic()
@@ -84,16 +85,18 @@ def pull(
     nbytes = sum(entry.nbytes for entry in wanted.values())
     if _has(target, wanted, one_file):
         notes.append("was complete already")
+        if sync:
+            sync_tree(target)
     else:
         if overwrite:
-            refuse_stranger(target)
+            refuse_stranger(target, wanted)
         with Workspace.open(
             target, _digest(ckpt.origin, wanted), one_file=one_file, overwrite=overwrite,
             nbytes=nbytes,
         ) as work:  # fmt: skip
             _fetch(mirror, wanted, work)
             _prove(work.out_dir / target.name if one_file else work.out_dir, ckpt, one_file, wanted)
-            work.publish()
+            work.publish(sync)
             notes += work.notes
     seconds = time.monotonic() - started
     return PullReport(ckpt.origin, str(target), len(wanted), nbytes, seconds, notes)
