@@ -1,20 +1,27 @@
-"""diff(): two checkpoints of any setups, compared by plain FQN."""
+"""diff(): two checkpoints of any setups, compared by plain FQN, and by what both hold beside
+tensors."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
+from ckptmap.beside import unequal_values
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.compare import difference, same_parts
 from ckptmap.lazy import LazyTensor
 
+SHOWN = 20
+"""Plain values that differ and that the text lists."""
+
 
 @dataclass(frozen=True)
 class DiffReport:
-    """`changed` names what differs a tensor: shape, dtype, encoding, values."""
+    """`changed` names what differs a tensor: shape, dtype, encoding, values; `settings` what is no
+    tensor, and is in both but not equal: step, scheduler, hyper-parameters."""
 
     a: str
     b: str
@@ -23,16 +30,19 @@ class DiffReport:
     only_b: tuple[str, ...]
     changed: Mapping[str, str]
     values: bool
+    settings: Mapping[str, str] = field(default_factory=dict)
+    same_settings: int = 0
 
     @property
     def equal(self) -> bool:
-        return not (self.only_a or self.only_b or self.changed)
+        return not (self.only_a or self.only_b or self.changed or self.settings)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "schema": 1, "equal": self.equal, "a": self.a, "b": self.b, "same": self.same,
             "only_a": list(self.only_a), "only_b": list(self.only_b),
             "changed": dict(self.changed), "values": self.values,
+            "settings": dict(self.settings), "same_settings": self.same_settings,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -40,8 +50,18 @@ class DiffReport:
         lines = [f"only in {self.a}: {fqn}" for fqn in self.only_a]
         lines += [f"only in {self.b}: {fqn}" for fqn in self.only_b]
         lines += [f"{fqn}: {why}" for fqn, why in self.changed.items()]
+        lines += self._settings()
         verdict = "the same" if self.equal else "different"
-        return "\n".join([*lines, f"{verdict}: {self.same} tensors agree in {what}"])
+        beside = f", {self.same_settings} plain values agree" if self.same_settings else ""
+        return "\n".join([*lines, f"{verdict}: {self.same} tensors agree in {what}{beside}"])
+
+    def _settings(self) -> list[str]:
+        if not self.settings:
+            return []
+        lines = [f"  {name}: {why}" for name, why in islice(self.settings.items(), SHOWN)]
+        more = len(self.settings) - len(lines)
+        lines += [f"  and {more} more (all of them with --json)"] if more else []
+        return ["what is no tensor:", *lines]
 
 
 def diff(
@@ -51,7 +71,7 @@ def diff(
     values: bool = False,
 ) -> DiffReport:
     """Weights and optimizer state by FQN; with `values` their decoded values too, bit for bit,
-    streamed in bounded memory."""
+    streamed in bounded memory. What is no tensor is compared where both hold it."""
     one, two = (x if isinstance(x, Checkpoint) else open(x) for x in (a, b))
     mine, theirs = _tensors(one), _tensors(two)
     changed: dict[str, str] = {}
@@ -61,11 +81,13 @@ def diff(
             if why is not None:
                 changed[name] = why
     common = sum(name in theirs for name in mine)
+    both, unequal = unequal_values(one, two)
+    settings = {name: f"{a!r:.60} and {b!r:.60}" for name, (a, b) in unequal.items()}
     return DiffReport(
         one.shown, two.shown, common - len(changed),
         tuple(name for name in mine if name not in theirs),
         tuple(name for name in theirs if name not in mine),
-        changed, values,
+        changed, values, settings, both - len(settings),
     )  # fmt: skip
 
 

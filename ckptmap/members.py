@@ -10,7 +10,7 @@ A member is a checkpoint of its own, read by the container that claims it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -36,7 +36,8 @@ class _Merge:
     files: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    units: dict[Path, tuple[str, ...]] = field(default_factory=dict)
+    wholes: dict[str, str] = field(default_factory=dict)
+    units: dict[Path, Sequence[str]] = field(default_factory=dict)
     world: int = 1
     seen: dict[str, str] = field(default_factory=dict)
     """Role -> the name of the member that has it."""
@@ -58,8 +59,10 @@ def merged(directory: Directory, place: Place) -> Index:
         file = FilePath(place.path).absolute() / name
         merge.leaves["extra", key] = _document(file)
         merge.files[str(file)] = None
-    if merge.left:
-        merge.notes.append(f"left behind: {', '.join(merge.left)}")
+    for name in found.left:
+        file = FilePath(place.path).absolute() / name
+        if file.is_file():
+            merge.wholes.setdefault(file.stem, str(file))
     return Index(
         directory.name,
         merge.leaves,
@@ -69,7 +72,14 @@ def merged(directory: Directory, place: Place) -> Index:
         notes=tuple(merge.notes),
         beside=found.beside,
         units=merge.units,
+        left=tuple(merge.left),
+        wholes=merge.wholes,
     )
+
+
+def left_behind(left: Sequence[str]) -> list[str]:
+    """What is said of it."""
+    return [f"left behind: {', '.join(left)}"] if left else []
 
 
 def _opened(member: Member) -> Index | None:
@@ -153,6 +163,8 @@ def _with_replica(mine: Leaf, other: Leaf) -> StoredTensor | None:
 def _add_extra(merge: _Merge, member: Member) -> None:
     """Plain values as one leaf a key; what holds foreign classes, or differs by rank, stays."""
     index = _opened(member)
+    if not member.names:
+        merge.wholes[member.key] = str(FilePath(member.path).absolute())
     if index is None:
         merge.left.append(_name(member))
         return

@@ -84,6 +84,8 @@ class Translated(Checkpoint):
             groups[name] = self._held(made)
         self._groups = Groups(groups)
         self.names = {name: name for name in groups}
+        keys = {n: [base.names[key] for key in m.sources] for n, m in resolution.made.items()}
+        self._origins = {name: tuple(found) for name, found in keys.items() if found != [name]}
         self.notes = [*base.notes, f"names: {names.choice.text}", *_remarks(self._pulled)]
         reader = base.optimizer_reader
         if reader.present and reader.form is not None and not reader.by_index:
@@ -113,6 +115,10 @@ class Translated(Checkpoint):
             self._pulled[made.name] = found
             return found.group
         return found
+
+    @property
+    def origins(self) -> dict[str, tuple[str, ...]]:
+        return self._origins
 
     @property
     def in_hub_names(self) -> bool:
@@ -152,10 +158,11 @@ def translated(
     names_from: str | None = None,
     config_from: str | None = None,
     leave: Callable[[str], str | None] = lambda key: None,
-) -> Checkpoint:
+    config: Mapping[str, Any] | None = None,
+) -> Translated:
     """The checkpoint under the names that are asked for; `leave` says why a key stays behind, if it
-    does. Raises PlanError CKM601 to CKM617."""
-    config = config_beside(ckpt.index.beside or ckpt.path, config_from)
+    does; `config` is taken where none lies beside it. Raises PlanError CKM601 to CKM617."""
+    config = config_beside(ckpt.index.beside or ckpt.path, config_from) or config
     with paused_gc():
         left = {key: why for key in ckpt if (why := leave(key)) is not None}
         infos = {key: info for key, info in ckpt.infos().items() if key not in left}
@@ -172,14 +179,13 @@ def translated_as(ckpt: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
     return _applied(ckpt, Choice(source, target), record["config"], record["left"])
 
 
-def named_alike(ckpt: Checkpoint, record: Mapping[str, Any], logical: Iterable[str]) -> Checkpoint:
-    """`ckpt` as an output was translated; or as it is, if it has the output's weights (`logical`,
-    without the optimizer's `role:key`) by name already: a model that went to another scheme and
-    back is held against the original."""
+def named_alike(ckpt: Checkpoint, record: Mapping[str, Any], weights: Iterable[str]) -> Checkpoint:
+    """`ckpt` as an output was translated; or as it is, if it has the output's `weights` by name
+    already: a model that went to another scheme and back is held against the original."""
     try:
         return translated_as(ckpt, record)
     except PlanError:
-        if not all(name in ckpt for name in logical if ":" not in name):
+        if not all(name in ckpt for name in weights):
             raise
         return ckpt
 
@@ -209,7 +215,7 @@ def _applied(
     choice: Choice,
     config: Mapping[str, Any] | None,
     left: Mapping[str, str],
-) -> Checkpoint:
+) -> Translated:
     infos = {key: info for key, info in ckpt.infos().items() if key not in left}
     try:
         resolution = translate(infos, choice.source, choice.target, config, left=left)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap import manifest as manifests
 from ckptmap.base import restore
+from ckptmap.beside import optimizer_pairs
 from ckptmap.calm import one_torch_thread
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.compare import difference, holds, same_bytes, same_parts
@@ -19,14 +20,12 @@ from ckptmap.errors import AnswerNo, CkptmapError, SourceError
 from ckptmap.files import Files, whole
 from ckptmap.gather import row_major_boxes
 from ckptmap.lazy import LazyTensor
-from ckptmap.leaves import differing, join
-from ckptmap.optim.state import GROUPS, NAMES, PARAMS
+from ckptmap.leaves import differing, join, role_and_fqn
 from ckptmap.overlay import overlaid
 from ckptmap.protocols import Write
 from ckptmap.recoding import grid_of, kept_at, recoded
 from ckptmap.structure import check_structure, chunks_of, nbytes_of
 from ckptmap.tensors import Box
-from ckptmap.tensors import Path as LeafPath
 from ckptmap.translation import named_alike, tied_away
 
 if TYPE_CHECKING:
@@ -113,6 +112,7 @@ def verify(
             if adapter is not None:
                 left = document.get("merged", {}).get("leave", ())
                 source = overlaid(source, adapter, document["setup"], leave=left)
+            source = _named_as(ckpt, source, document)
             with one_torch_thread(source.merged is not None):  # as it was merged, to the bit
                 values, errors = _against(ckpt, source, document)
             problems += [*values, *_plain_problems(ckpt, source, document["dropped"])]
@@ -192,12 +192,9 @@ def _against(
     errors: dict[str, float] = {}
     if document.get("merged") is not None and source.merged is None:
         return ["an adapter was merged into it: give that, too, with --adapter"], {}
-    if source.optimizer_by_index:
-        _order_as(ckpt, source)
-    if document.get("names") is not None:
-        source = named_alike(source, document["names"], document["logical"])
+    weights = [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
     for name, entry in document["logical"].items():
-        role, _, fqn = name.rpartition(":") if ":" in name else ("model", "", name)
+        role, fqn = role_and_fqn(name)
         mine, theirs = ckpt.find(role, fqn), source.find(role, fqn)
         if mine is None or theirs is None:
             problems.append(f"{name}: is not in {ckpt.path if mine is None else source.path}")
@@ -209,7 +206,7 @@ def _against(
             except CkptmapError as error:
                 wrong = str(error)
             problems += [f"{name}: {wrong}"] if wrong else []
-    known = {*document["logical"], *document["dropped"], *document["tied"]}
+    known = {*weights, *document["dropped"], *document["tied"]}
     known |= tied_away(source, document.get("names"), known)
     problems += [f"{fqn}: is in {source.path} only" for fqn in source if fqn not in known]
     return problems, errors
@@ -219,19 +216,18 @@ def _plain_problems(ckpt: Checkpoint, source: Checkpoint, dropped: Container[str
     """What is no tensor: what lies beside the weights, and the settings of the optimizer."""
     kept = {path: value for path, value in source.plain.items() if join(path) not in dropped}
     yield from differing(ckpt.plain, kept)
-    home = {fqn: group for group in ckpt.optimizer_groups for fqn in group[PARAMS]}
-    for group in source.optimizer_groups if home else ():
-        mine = {id(home[fqn]): home[fqn] for fqn in group[PARAMS] if fqn in home}
-        for found in mine.values():
-            yield from differing(_settings(found), _settings(group))
+    for theirs, mine in optimizer_pairs(source, ckpt) if ckpt.optimizer_groups else ():
+        yield from differing(mine, theirs)
 
 
-def _settings(group: Mapping[str, Any]) -> dict[LeafPath, Any]:
-    return {
-        (GROUPS, name): value
-        for name, value in group.items()
-        if name not in (PARAMS, NAMES) and not isinstance(value, LazyTensor | Mapping)
-    }
+def _named_as(ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any]) -> Checkpoint:
+    """The source under the names of the output, its indices those of the output's groups."""
+    if source.optimizer_by_index:
+        _order_as(ckpt, source)
+    if document.get("names") is None:
+        return source
+    weights = [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
+    return named_alike(source, document["names"], weights)
 
 
 def _stored_otherwise(name: str, source: LazyTensor, mine: LazyTensor) -> Iterator[str]:

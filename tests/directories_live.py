@@ -29,7 +29,7 @@ def accelerate(folder: str, truth_file: str, kind: str) -> None:
 
     truth = torch.load(truth_file, weights_only=True)
     for version, gather in ((1, gathered_fsdp1), (2, gathered_fsdp2)):
-        made, model, optimizer = prepared(fsdp_plugin(version, kind), with_rest=True, custom=False)
+        made, model, optimizer = prepared(fsdp_plugin(version, kind), with_rest=True, fresh=True)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -42,8 +42,21 @@ def accelerate(folder: str, truth_file: str, kind: str) -> None:
         assert set(got.optimizer) == set(truth["optimizer"])
         for name, state in truth["optimizer"].items():
             same(got.optimizer[name], state)
+        check_rest(made)
         if dist.get_rank() == 0:
             print(f"fsdp{version}: {len(got.model)} weights, {len(got.optimizer)} states")
+
+
+def check_rest(made: Any) -> None:
+    """What else `load_state` sets is what the writer of the corpus left."""
+    from tests.corpus.writers_directories import Counter
+
+    assert [wrapped.scheduler.last_epoch for wrapped in made._schedulers] == [7, 9]
+    assert made.step == 3  # of every rank: those that the source had not would gather otherwise
+    (custom,) = made._custom_objects
+    window = custom.state.pop("window")
+    same({"window": window}, {"window": Counter(41).state["window"]})
+    assert custom.state == {"seen": 41, "at": (3, None)}
 
 
 def regroup(source: str, file: str) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckptmap
+from ckptmap.errors import RunError
 from ckptmap.tensors import Box
 from tests.corpus import CASES, Corpus
 from tests.test_open import assert_same, expected_keys
@@ -155,6 +156,21 @@ EXTRA: dict[str, Any] = {
     "pairs": {(0, 1): "edge"},
     "digits": {"0": "a", "1": "b"},
 }
+
+
+def test_a_byte_that_is_no_bool_is_not_passed_on(tmp_path: Path) -> None:
+    mask = torch.tensor([[True, False, True]])
+    save_file({"mask": mask}, tmp_path / "good.safetensors")
+    content = bytearray((tmp_path / "good.safetensors").read_bytes())
+    content[-2] = 2
+    (tmp_path / "bad.safetensors").write_bytes(content)
+    with pytest.raises(
+        RunError, match=r"bad.*: mask: BOOL element \[0, 1\] is the byte 2"
+    ) as caught:
+        ckptmap.convert(tmp_path / "bad.safetensors", tmp_path / "out", to="hf")
+    assert caught.value.code == "CKM318" and not (tmp_path / "out").exists()
+    ckptmap.convert(tmp_path / "good.safetensors", tmp_path / "out", to="hf")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["mask"], mask)
 
 
 @pytest.mark.parametrize("setup", ["full", "fsdp2", "fsdp2-ranks"])

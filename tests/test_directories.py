@@ -125,7 +125,8 @@ def test_what_accelerate_keeps_beside(folder: Path) -> None:
         with ckptmap.open(case.path) as ckpt:
             state = torch.load(case.path / "scheduler.bin", weights_only=True)
             assert ckpt.extra["scheduler"] == state
-            assert ckpt.extra["custom_checkpoint_0"] == {"seen": 41}
+            assert ckpt.extra["scheduler_1"]["last_epoch"] == 9
+            assert ckpt.extra["custom_checkpoint_0"] == {"seen": 41, "at": (3, None)}
             (window,) = ckpt.other.values()
             assert_same(window.read(), torch.arange(5.0), "window")
             ranks = range(case.world_size)
@@ -190,16 +191,91 @@ def test_weights_that_are_there_twice_are_compared(copied: Any, tmp_path: Path) 
 def test_accelerate_loads_what_is_written(
     setup: str, kind: str, world_size: int | None, folder: Path, tmp_path: Path
 ) -> None:
-    """load_state of FSDP1 and FSDP2, at two ranks, of a DDP run's state."""
-    name = "accelerate_bin_w2"
-    plan = ckptmap.plan(folder / name, setup, world_size=world_size)
+    """load_state of FSDP1 and FSDP2, at two ranks, of a run of one process: custom objects,
+    schedulers and the count of steps as well."""
+    name = "accelerate_w1" if world_size else "accelerate_bin_w2"
+    order = {} if name not in BY_INDEX else {"param_order": accelerates_order()}
+    plan = ckptmap.plan(folder / name, setup, world_size=world_size, **order)
     plan.execute(tmp_path / "out")
-    assert set(plan.dropped) == {"custom_checkpoint_0.seen", "custom_checkpoint_0.window"}
+    assert not plan.dropped and not any("left behind" in note for note in plan.notes)
+    said = "random states: of ranks 0 to 0, there were 1"
+    assert (said in plan.notes) == bool(world_size)
     truth = str(folder / f"{name}.truth")
     args = ["accelerate", str(tmp_path / "out"), truth, kind]
     done = run_ranks("tests.directories_live", 2, args)
     assert "fsdp1: 44 weights, 41 states" in done[0].stdout
     assert "fsdp2: 44 weights, 41 states" in done[0].stdout
+
+
+def accelerates_order() -> list[list[str]]:
+    """The parameters of the tiny model, as its optimizer has them."""
+    from tests.corpus.models import optimizer_for, tiny
+
+    model = tiny()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = optimizer_for(model).param_groups
+    return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
+
+
+def test_files_go_along_to_the_byte(copied: Any, tmp_path: Path) -> None:
+    """Of classes that nobody here calls, too: an older accelerate pickles the sampler itself."""
+    from accelerate.data_loader import SeedableRandomSampler
+
+    path = copied("accelerate_bin_w2")
+    torch.save(SeedableRandomSampler(range(8), data_seed=5), path / "sampler_1.bin")
+    torch.save({"_num_yielded": 3, "seen": {1, 2}}, path / "dl_state_dict.bin")
+    torch.save({"shadow": torch.ones(700, 1024), "of": Sampler()}, path / "custom_checkpoint_1.pkl")
+    for to in ("accelerate", "accelerate-full"):
+        ckptmap.convert(path, tmp_path / to, to=to)
+        along = {file.name for file in (tmp_path / to).iterdir() if file.is_file()}
+        along -= {"pytorch_model_fsdp.bin", "optimizer.bin", "ckptmap.manifest.json"}
+        assert along == {
+            "custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl", "dl_state_dict.bin",
+            "random_states_0.pkl", "random_states_1.pkl", "sampler_1.bin", "scheduler.bin",
+            "scheduler_1.bin",
+        }  # fmt: skip
+        for name in along:
+            assert (tmp_path / to / name).read_bytes() == (path / name).read_bytes(), name
+    assert ckptmap.verify(tmp_path / "accelerate", against=path).ok
+    notes = ckptmap.plan(path, "accelerate", world_size=1).notes
+    assert any("dl_state_dict: counts what each of 2 ranks had drawn" in note for note in notes)
+    with (tmp_path / "accelerate" / "custom_checkpoint_1.pkl").open("r+b") as stream:
+        stream.seek(2_000_000)
+        stream.write(b"\1")
+    problems = ckptmap.verify(tmp_path / "accelerate").problems
+    assert problems == ("custom_checkpoint_1.pkl: is not the file that was carried over",)
+    plan = ckptmap.plan(path, "accelerate", drop=("custom_checkpoint_1", "scheduler*"))
+    assert {"custom_checkpoint_1.pkl", "scheduler.bin"}.isdisjoint(plan.carried)
+    (tmp_path / "secret").write_text("x")
+    (path / "random_states_1.pkl").unlink()
+    (path / "random_states_1.pkl").symlink_to(tmp_path / "secret")
+    with pytest.raises(SourceError, match=r"random_states_1\.pkl' leads out of the directory"):
+        ckptmap.plan(path, "accelerate")
+
+
+def test_extra_values_of_others_become_accelerates_files(folder: Path, tmp_path: Path) -> None:
+    """By way of one torch.save file, tensors among them; and a Trainer's scheduler."""
+    path = folder / "accelerate_bin_w2"
+    ckptmap.convert(path, tmp_path / "one.pt", to="full")
+    ckptmap.convert(tmp_path / "one.pt", tmp_path / "out", to="accelerate", world_size=3)
+    for name in ("custom_checkpoint_0.pkl", "scheduler.bin", "scheduler_1.bin"):
+        mine, theirs = (torch.load(p / name) for p in (tmp_path / "out", path))
+        if name.startswith("custom"):
+            assert_same(mine.pop("window"), theirs.pop("window"), name)
+        assert mine == theirs, name
+    step = inner(sample(folder, "trainer_ddp_w2"))
+    ckptmap.convert(step, tmp_path / "from", to="accelerate")
+    assert (tmp_path / "from" / "scheduler.bin").read_bytes() == (
+        step / "scheduler.pt"
+    ).read_bytes()
+
+
+def test_trainers_files_go_along(folder: Path, tmp_path: Path) -> None:
+    step = inner(sample(folder, "trainer_ddp_w2"))
+    report = ckptmap.convert(step, tmp_path / "out", to="trainer")
+    assert not report.dropped and not any("left behind" in note for note in report.notes)
+    for name in ("rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "training_args.bin"):
+        assert (tmp_path / "out" / name).read_bytes() == (step / name).read_bytes(), name
 
 
 def test_the_full_form_has_accelerates_names_and_keys(folder: Path, tmp_path: Path) -> None:
@@ -404,7 +480,8 @@ def test_foreign_pickles_are_left_behind(copied: Any) -> None:
         assert left == {
             "random_states_0.pkl", "sampler.bin", "inner of scheduler.bin", "custom_checkpoint_0.pkl"
         }  # fmt: skip
-        assert ckpt.extra == {"scheduler": {"epoch": 3}}
+        assert set(ckpt.extra) == {"scheduler", "scheduler_1"}
+        assert ckpt.extra["scheduler"] == {"epoch": 3}
         assert ckpt.refused == []
 
 

@@ -483,6 +483,15 @@ def test_moments_go_as_their_weights_go(llama: LlamaForCausalLM, tmp_path: Path)
         assert {float(s["step"].read()) for s in ckpt.optimizer.values()} == {2.0}
         assert ckpt.optimizer_groups[0]["params"][0] == "tok_embeddings.weight"
     assert ckptmap.verify(out, source).ok
+    saved = torch.load(source, weights_only=True)
+    saved["optimizer"]["param_groups"][0]["lr"] = 0.5
+    torch.save(saved, tmp_path / "other.pt")
+    lr = "optimizer.param_groups.0.lr"
+    assert ckptmap.verify(out, tmp_path / "other.pt").problems == (
+        f"{lr}: 0.001, the source has 0.5",
+    )
+    assert ckptmap.diff(out, tmp_path / "other.pt").settings == {lr: "0.001 and 0.5"}
+    assert not ckptmap.diff(out, source).settings
 
 
 def test_moments_of_fused_weights(llama: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -116,6 +116,49 @@ def test_manifest_of_another_schema_is_refused(source: Path, tmp_path: Path) -> 
         ckptmap.verify(out)
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("tensors",), None),
+        (("tensors", "n.weight", "chunks"), [3]),
+        (("tensors", "n.weight", "chunks", 0, 0), "../out/model.safetensors"),
+        (("tensors", "n.weight", "chunks", 0, 1), -8),
+        (("tensors", "n.weight", "chunks", 0, 4), 64),
+        (("files", "/etc/passwd"), {"nbytes": 1}),
+        (("files", "model.safetensors", "nbytes"), "all"),
+        (("logical", "n.weight", "fidelity"), "good"),
+        (("names",), {"from": 1}),
+    ],
+    ids=str,
+)
+def test_a_damaged_manifest_is_refused(
+    path: tuple[str | int, ...], value: object, source: Path, tmp_path: Path
+) -> None:
+    out = made(source, tmp_path, "hf")
+    file = out / "ckptmap.manifest.json"
+    document = json.loads(file.read_text())
+    place = document
+    for segment in path[:-1]:
+        place = place[segment]
+    place[path[-1]] = value
+    file.write_text(json.dumps(document))
+    with pytest.raises(SourceError, match=f"its manifest is damaged at {path[0]}") as caught:
+        ckptmap.verify(out)
+    assert caught.value.code == "CKM403"
+
+
+@pytest.mark.parametrize("to", ["hf", "fsdp2", "full"])
+def test_a_colon_in_a_name_is_no_role(to: str, tmp_path: Path) -> None:
+    """`model:b` and `b` are two weights: each is held against its own source."""
+    state = {"a:b.weight": torch.randn(4, 4), "model:b": torch.ones(3), "b": torch.zeros(3)}
+    torch.save(state, tmp_path / "src.pt")
+    ckptmap.convert(tmp_path / "src.pt", tmp_path / "out", to=to)
+    assert ckptmap.verify(tmp_path / "out", against=tmp_path / "src.pt").ok
+    torch.save({**state, "model:b": torch.full((3,), 2.0)}, tmp_path / "other.pt")
+    report = ckptmap.verify(tmp_path / "out", against=tmp_path / "other.pt")
+    assert report.problems == ("model:model:b: values differ from the source",)
+
+
 def test_sha256_of_files(source: Path, tmp_path: Path) -> None:
     import hashlib
 
@@ -175,7 +218,7 @@ def changed(what: str) -> dict[str, object]:
     ("what", "says"),
     [
         ("", ""),
-        ("lr", r"param_groups\.lr: 0\.1, the source has 0\.5"),
+        ("lr", r"param_groups\.0\.lr: 0\.1, the source has 0\.5"),
         ("step", "step: 7, the source has 8"),
         ("kind", "names.0: is no tensor, and is not in the output"),
         ("more", "note: is no tensor, and is not in the output"),
@@ -191,3 +234,9 @@ def test_plain_values_and_settings_are_compared(
     report = ckptmap.verify(tmp_path / "out", against=tmp_path / "other.pt")
     assert report.ok == (not what)
     assert not says or re.search(says, "\n".join(report.problems))
+    found = ckptmap.diff(tmp_path / "other.pt", tmp_path / "out")
+    expected = {
+        "lr": {"optimizer.param_groups.0.lr": "0.5 and 0.1"}, "step": {"step": "8 and 7"}
+    }.get(what, {})  # fmt: skip
+    assert found.settings == expected and found.equal == (not expected)
+    assert ("what is no tensor:" in str(found)) == bool(expected)

@@ -3,7 +3,7 @@
     accelerate                                  trainer
       pytorch_model_fsdp_0/  DCP {"model"}        model.safetensors (shards and index)
       optimizer_0/           DCP {"optimizer"}    optimizer.pt      keyed by index
-      scheduler.bin  scaler.pt                    scheduler.pt  trainer_state.json  config.json ...
+      scheduler.bin  scaler.pt  ...               scheduler.pt  trainer_state.json  config.json ...
 
 With `accelerate-full` the first two are files, `pytorch_model_fsdp.bin` and `optimizer.bin`.
 `accelerator.load_state` takes the first under FSDP1 or FSDP2 with SHARDED_STATE_DICT, at any world
@@ -19,15 +19,15 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap import registry
+from ckptmap.directories.filing import STATE, AccelerateFiling, TrainerFiling
 from ckptmap.errors import PlanError
 from ckptmap.optim.classes import decay_groups
-from ckptmap.protocols import Carrier, Declared, OutFile, OutState, OutTensor, Setup
+from ckptmap.protocols import Carrier, Declared, Filing, OutFile, OutState, OutTensor, Setup
 from ckptmap.siblings import Sibling
-from ckptmap.tensors import Path, TensorInfo
+from ckptmap.tensors import Box, Path, TensorInfo
 from ckptmap.wire.tree import nest
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
-STATE = "trainer_state"
 NEW_RUN: Mapping[str, Any] = {"epoch": 0.0, "global_step": 0, "max_steps": 0, "log_history": []}
 """What Trainer needs to find, where the source is of no Trainer: it starts with step 0."""
 
@@ -35,7 +35,7 @@ NEW_RUN: Mapping[str, Any] = {"epoch": 0.0, "global_step": 0, "max_steps": 0, "l
 @dataclass(frozen=True)
 class _Part:
     """What goes where: `at` is a directory (ends in a slash), or the name of the one file.
-    `root` is the path inside; an extra value's role is its key."""
+    `root` is the path inside."""
 
     role: str
     writer: str
@@ -74,7 +74,7 @@ ACCELERATE = Setup(
     sharded=True,
     rooted=True,
     dense=True,
-    places=("scheduler", "scaler"),
+    filing=AccelerateFiling(),
     summary="directory for accelerator.load_state under FSDP, SHARDED_STATE_DICT",
 )
 ACCELERATE_FULL = Setup(
@@ -83,7 +83,7 @@ ACCELERATE_FULL = Setup(
     writer="accelerate-full",
     rooted=True,
     dense=True,
-    places=("scheduler", "scaler"),
+    filing=AccelerateFiling(),
     optimizer_keys="fqn",
     summary="directory for accelerator.load_state under FSDP, FULL_STATE_DICT",
 )
@@ -103,7 +103,7 @@ TRAINER = Setup(
     carrier=HfCarrier(),
     rooted=True,
     dense=True,
-    places=("scheduler", STATE),
+    filing=TrainerFiling(),
     optimizer_keys="index",
     grouping=DecayGroups(),
     summary="directory for Trainer.train(resume_from_checkpoint=...), one process or DDP",
@@ -118,31 +118,23 @@ class _DirectoryWriter:
     shares_storage = False
     model: _Part
     optimizer: _Part
-    plain: Sequence[_Part] = ()
+    filing: Filing
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
         """The parts' files, below one another. Raises what the parts' writers raise."""
         roles: dict[str, list[OutTensor]] = {MODEL: [], OPTIMIZER: [], EXTRA: []}
         for tensor in state.tensors:
             roles[str(tensor.path[0])].append(tensor)
-        assert not roles[EXTRA], "the setup has no place for tensors beside weights and optimizer"
         made = _placed(self.model, state, roles[MODEL], {})
         plain = {path[1:]: value for path, value in state.extra.items() if path[0] == OPTIMIZER}
         if roles[OPTIMIZER] or plain:
             made += _placed(self.optimizer, state, roles[OPTIMIZER], plain)
-        for part in self.plain:
-            at = (EXTRA, part.role)
-            found = {p[2:]: value for p, value in state.extra.items() if p[:2] == at}
-            if found:
-                made += _extra(part, nest(found.items()))
+        paths = (*(tensor.path for tensor in roles[EXTRA]), *state.extra)
+        for key in dict.fromkeys(path[1] for path in paths if path[0] == EXTRA):
+            tensors = [tensor for tensor in roles[EXTRA] if tensor.path[1] == key]
+            values = {p[2:]: value for p, value in state.extra.items() if p[:2] == (EXTRA, key)}
+            made += _extra(str(key), self.filing.file_of(str(key)), state, tensors, values)
         return made
-
-
-_ACCELERATE = (
-    _Part("scheduler", "torch-zip", "scheduler.bin"),
-    _Part("scaler", "torch-zip", "scaler.pt"),
-)
-"""`load_state` of an fp16 run with a scheduler needs both."""
 
 
 class AccelerateWriter(_DirectoryWriter):
@@ -151,7 +143,7 @@ class AccelerateWriter(_DirectoryWriter):
     name = "accelerate"
     model = _Part(MODEL, "dcp", "pytorch_model_fsdp_0/", (MODEL,))
     optimizer = _Part(OPTIMIZER, "dcp", "optimizer_0/", (OPTIMIZER,))
-    plain = _ACCELERATE
+    filing = AccelerateFiling()
 
 
 class AccelerateFullWriter(_DirectoryWriter):
@@ -160,7 +152,7 @@ class AccelerateFullWriter(_DirectoryWriter):
     name = "accelerate-full"
     model = _Part(MODEL, "torch-zip", "pytorch_model_fsdp.bin")
     optimizer = _Part(OPTIMIZER, "torch-zip", "optimizer.bin")
-    plain = _ACCELERATE
+    filing = AccelerateFiling()
 
 
 class TrainerWriter(_DirectoryWriter):
@@ -169,10 +161,7 @@ class TrainerWriter(_DirectoryWriter):
     name = "trainer"
     model = _Part(MODEL, "hf", "")
     optimizer = _Part(OPTIMIZER, "torch-zip", "optimizer.pt")
-    plain = (
-        _Part("scheduler", "torch-zip", "scheduler.pt"),
-        _Part(STATE, "json", "trainer_state.json"),
-    )
+    filing = TrainerFiling()
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
         extra = dict(state.extra)
@@ -186,9 +175,11 @@ def _placed(
     state: OutState,
     tensors: Sequence[OutTensor],
     plain: Mapping[Path, Any],
+    depth: int = 1,
 ) -> list[OutFile]:
-    """One part's files, with slots named by the paths that the plan gave."""
-    paths = [(*part.root, *tensor.path[1:]) for tensor in tensors]
+    """One part's files, with slots named by the paths that the plan gave, whose first `depth`
+    segments say what part it is."""
+    paths = [(*part.root, *tensor.path[depth:]) for tensor in tensors]
     inner = dict(zip(paths, (tensor.path for tensor in tensors), strict=True))
     moved = [
         tensor._replace(path=path, alias_of=None)
@@ -218,25 +209,32 @@ def _renamed(file: OutFile, folder: str, name: str, inner: Mapping[Path, Path]) 
     return replace(file, name=file_name, slots=slots, holds_manifest=False)
 
 
-def _extra(part: _Part, value: Any) -> list[OutFile]:
-    """A file of plain values: torch.save's form, or JSON."""
-    if part.writer != "json":
-        if not isinstance(value, dict):
-            raise PlanError(
-                "CKM202",
-                f"{part.role}: expected a dict for {part.at}, found {type(value).__name__}",
-                f"leave it behind with --drop {part.role}",
-            )
-        state = OutState((), {(key,): item for key, item in value.items()})
-        made = registry.writer(part.writer).files(state, part.at)
-        return [replace(file, name=part.at, holds_manifest=False) for file in made]
+def _extra(
+    key: str,
+    name: str | None,
+    state: OutState,
+    tensors: Sequence[OutTensor],
+    values: Mapping[Path, Any],
+) -> list[OutFile]:
+    """The file of one extra value: torch.save's form, or JSON."""
+    assert name is not None, "a value that has no place was dropped when it was planned"
+    if not name.endswith(".json"):
+        if () in values and isinstance(values[()], dict):
+            values = {(inner,): item for inner, item in values[()].items()}
+        elif () in values:
+            raise _unfit(key, f"expected a dict for {name}, found {type(values[()]).__name__}")
+        whole = [t._replace(chunks=[(0, Box.whole(t.info.shape))]) for t in tensors]
+        part = _Part(EXTRA, "torch-zip", name)
+        return _placed(part, state, whole, values, depth=2)
     try:
-        content = (json.dumps(value, indent=2) + "\n").encode()
+        content = (json.dumps(nest(values.items()), indent=2) + "\n").encode()
     except (TypeError, ValueError) as error:
-        raise PlanError(
-            "CKM202", f"{part.role}: {error}", f"leave it behind with --drop {part.role}"
-        ) from error
-    return [OutFile(part.at, len(content), (), _sealed(content))]
+        raise _unfit(key, str(error)) from error
+    return [OutFile(name, len(content), (), _sealed(content))]
+
+
+def _unfit(key: str, why: str) -> PlanError:
+    return PlanError("CKM202", f"{key}: {why}", f"leave it behind with --drop {key}")
 
 
 def _sealed(content: bytes) -> Callable[[Sequence[int], bytes | None], Iterable[tuple[int, bytes]]]:

@@ -228,7 +228,7 @@ class ContainerKit(Workbench):
         state, name, _ = self.seen(made)
         tensor = next(t for t in state.tensors if t.alias_of is None)
         self._refused(replace(state, tensors=[*state.tensors, tensor]), name, tensor.path)
-        if self.setup.holds_extra and self.setup.places is None:
+        if self.setup.holds_extra and self.setup.places is None and self.setup.filing is None:
             extra = {**state.extra, tensor.path: 7}
             self._refused(replace(state, extra=extra), name, tensor.path)
 

@@ -48,14 +48,15 @@ def fsdp_plugin(version: int, kind: str) -> Any:
 def accelerator(plugin: Any) -> Any:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DataLoaderConfiguration, DistributedType
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     shared = PartialState(cpu=True)._shared_state
     if plugin is not None:
         shared["distributed_type"] = DistributedType.MULTI_GPU
-    made = Accelerator(cpu=True, fsdp_plugin=plugin)
+    loading = DataLoaderConfiguration(use_seedable_sampler=True)
+    made = Accelerator(cpu=True, fsdp_plugin=plugin, dataloader_config=loading)
     for state in (made.state._shared_state, shared):
         state["device"] = torch.device("cpu")
     return made

@@ -55,27 +55,36 @@ def sample(folder: Path, name: str) -> Case:
 class Counter:
     """A custom object, as `register_for_checkpointing` takes it."""
 
+    def __init__(self, seen: int = 0) -> None:
+        self.state: dict[str, Any] = {
+            "seen": seen, "window": torch.arange(5.0) * bool(seen), "at": (3, None)
+        }  # fmt: skip
+
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": 41, "window": torch.arange(5.0)}
+        return self.state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.state = state
+        self.state = dict(state)
 
 
 Prepared = tuple[Any, Any, torch.optim.Optimizer]
 
 
-def prepared(plugin: Any = None, with_rest: bool = False, custom: bool = True) -> Prepared:
-    """The accelerator, the model it wraps and the inner optimizer, after two steps."""
+def prepared(plugin: Any = None, with_rest: bool = False, fresh: bool = False) -> Prepared:
+    """The accelerator, the model it wraps and the inner optimizer, after two steps. The rest: two
+    schedulers, a loader whose sampler has a seed, a custom object; `fresh`: as before the steps."""
     before = dict(os.environ)
     made = accelerator(plugin)
     inner = tiny()
     model, optimizer = made.prepare(inner, optimizer_for(inner))
     if with_rest:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, step_size=3)
-        made.prepare(scheduler)
-        if custom:
-            made.register_for_checkpointing(Counter())
+        for size in (3, 5):
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, step_size=size)
+            made.prepare(scheduler)
+            scheduler.last_epoch = 0 if fresh else 4 + size
+        made.prepare(torch.utils.data.DataLoader(Tokens(), shuffle=True))
+        made.register_for_checkpointing(Counter(0 if fresh else 41))
+        made.step = 0 if fresh else 3
     for key in set(os.environ) - set(before):
         del os.environ[key]
     train(model, optimizer.optimizer)

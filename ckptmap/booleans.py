@@ -1,0 +1,43 @@
+"""Bytes of BOOL tensors: 0 or 1, and nothing else.
+
+torch takes any other byte for True when it computes with it, and writes 1 where it copies the tensor;
+numpy, a C++ kernel or a bitwise operation may not. What such bytes mean is not known, so they are not
+passed on.
+"""
+
+from __future__ import annotations
+
+from ckptmap.errors import RunError
+from ckptmap.protocols import Slot
+from ckptmap.tensors import Box, StoredTensor
+
+BOOL = "bool"
+PIECE_NBYTES = 1 << 20
+
+
+def check_bools(source: StoredTensor, slot: Slot, at: int, data: memoryview) -> None:
+    """`data` are the bytes of a slot from its byte `at` on. Raises RunError CKM318 that names the
+    first element that is neither."""
+    for start in range(0, data.nbytes, PIECE_NBYTES):
+        piece = bytes(data[start : start + PIECE_NBYTES])
+        strange = piece.translate(None, b"\0\1")
+        if strange:
+            place = _place(slot, at + start + piece.index(strange[:1]))
+            held = Box(place, (1,) * len(place))
+            where = next(region.file for _, region in source.pieces(held))
+            raise RunError(
+                "CKM318",
+                f"{where}: {'.'.join(map(str, slot.path))}: BOOL element {list(place)}"
+                f" is the byte {strange[0]}, expected 0 or 1",
+                "save it again as tensor.clone(), which torch makes of 0 and 1; or leave it out with"
+                " --exclude",
+            )
+
+
+def _place(slot: Slot, element: int) -> tuple[int, ...]:
+    """The place in the tensor of the element of a slot that is counted row-major."""
+    place = []
+    for offset, extent in zip(reversed(slot.box.offsets), reversed(slot.box.sizes), strict=True):
+        place.append(offset + element % extent)
+        element //= extent
+    return tuple(place[::-1])
