@@ -1,4 +1,5 @@
-"""Which modules FSDP1 wraps, as another checkpoint shows it: `--like` for `fsdp1-local`.
+"""Which modules FSDP1 wraps, as another checkpoint shows it: `--like`, for `fsdp1-local` and for a raw
+optimizer beside weights that do not tell.
 
 LOCAL_STATE_DICT names them by their flat parameters, `layers.0._flat_param`; rank files of the other
 types by the modules that a raw state dict lists. No shapes are needed, and no value is read.
@@ -6,7 +7,7 @@ types by the modules that a raw state dict lists. No shapes are needed, and no v
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,28 @@ def units_of(path: str) -> Units | None:
         return Units(tuple(map(_plain, modules)), _has_views(index, flat))
     listed = next(iter(index.units.values()), ())
     return Units(tuple(map(_plain, listed)), False) if listed else None
+
+
+class LikeUnits(Mapping[Key, Sequence[str]]):
+    """A checkpoint's own units by the path of the weights, and for all others those of the checkpoint
+    at `like`, which is looked at when they are asked for."""
+
+    def __init__(self, own: Mapping[Key, Sequence[str]], like: str) -> None:
+        self._own, self._like = own, like
+
+    def __getitem__(self, key: Key) -> Sequence[str]:
+        if key in self._own:
+            return self._own[key]
+        found = units_of(self._like)
+        if found is None:
+            raise KeyError(key)
+        return found.modules
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
 
 
 def _is_flat(key: Key, leaf: Leaf) -> bool:

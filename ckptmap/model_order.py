@@ -7,9 +7,8 @@ what a rank was given to write, and our own outputs have the order of what they 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,14 +16,8 @@ from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.cutting import has_units
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.flat_units import units_of
-from ckptmap.like import (
-    CONFIG,
-    MANIFEST,
-    Like,
-    is_alphabetical,
-    like_config,
-    like_manifest,
-)
+from ckptmap.like import CONFIG, MANIFEST, Like, like_config, like_manifest
+from ckptmap.traversal import in_order
 
 if TYPE_CHECKING:
     from ckptmap.plans import Options
@@ -93,33 +86,11 @@ def with_units(options: Options, setup: Setup) -> Options:
 
 
 def _of(ckpt: Checkpoint) -> Like | None:
-    infos = {fqn: ckpt[fqn].info for fqn in ckpt}
-    pickled = ckpt.index.container == "torch-zip" and ckpt.index.manifest is None
-    dtypes = [info.dtype for info in infos.values()]
-    if pickled and is_traversal(list(infos)) and not is_alphabetical(list(infos), dtypes):
-        return Like(ckpt.path, {fqn: info.shape for fqn, info in infos.items()})
+    if len(in_order(ckpt)) == len(ckpt):
+        return Like(ckpt.path, {fqn: ckpt[fqn].info.shape for fqn in ckpt})
     path = Path(ckpt.index.beside or ckpt.path)
     config = (path if path.is_dir() else path.parent) / CONFIG
     try:
         return like_config(config) if config.is_file() else None
     except SourceError:  # no transformers, or not its model
         return None
-
-
-def is_traversal(names: Sequence[str]) -> bool:
-    """Could a module's `state_dict` list them so: a module's own tensors before those of modules
-    inside it, and nothing of a module after what comes behind it."""
-    left: set[tuple[str, ...]] = set()
-    at: list[str] = []
-    for name in names:
-        path = name.split(".")[:-1]
-        common = sum(
-            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(at, path, strict=False))
-        )
-        if common == len(path) < len(at):
-            return False
-        left |= {tuple(at[: depth + 1]) for depth in range(common, len(at))}
-        if any(tuple(path[: depth + 1]) in left for depth in range(common, len(path))):
-            return False
-        at = path
-    return True

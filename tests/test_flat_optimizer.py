@@ -77,7 +77,13 @@ def test_unresolved_state_is_refused_in_one_line(
         ckptmap.convert(case.path, tmp_path / "out", to="full")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
     with ckptmap.open(case.path) as ckpt:
-        assert any("cannot be read: its 4 parameters" in note for note in ckpt.notes)
+        (note,) = (note for note in ckpt.notes if "cannot be read: its 4 parameters" in note)
+        assert "which list no wrapped modules" in note and note.endswith("with --like")
+    for shown in ("raw_sharded_flat_w2", "raw_flat_w2"):  # the list, and the flat parameters
+        with ckptmap.open(case.path, like=raw(shown).path) as ckpt:
+            assert_state_is(ckpt, case)
+    with ckptmap.open(case.path, like=like(case, tmp_path / "like.pt")) as ckpt:
+        assert not ckpt.optimizer
     ckptmap.convert(case.path, tmp_path / "out.pt", to="full", optimizer="drop")
     with ckptmap.open(tmp_path / "out.pt") as back:
         assert_is(back, case)

@@ -227,15 +227,39 @@ def test_the_order_of_the_alphabet_is_no_order_of_modules(
     case = flat("local_flat_w2")
     save_file({key: value.clone() for key, value in case.truth.items()}, tmp_path / "m.safetensors")
     refused(
-        case.path, "lists them in the order of the alphabet; .*config.json", "CKM112",
+        case.path, "lists them in an order that may be another; .*config.json", "CKM112",
         like=tmp_path / "m.safetensors",
     )  # fmt: skip
     ckptmap.convert(tmp_path / "m.safetensors", tmp_path / "m.pt", to="full")
-    refused(case.path, "in the order of the alphabet", "CKM112", like=tmp_path / "m.pt")
+    refused(case.path, "in an order that may be another", "CKM112", like=tmp_path / "m.pt")
     named = flat("local_named_w2")
     with ckptmap.open(named.path, like=tmp_path / "m.safetensors") as ckpt:
         assert_is(ckpt, named)
     assert not is_alphabetical(list(case.truth), ["x"] * len(case.truth))
+
+
+def test_an_order_of_files_or_of_ranks_is_none_of_modules(
+    flat: Callable[[str], Case], tmp_path: Path
+) -> None:
+    """Neither is sorted: shards each are, and DCP gives replicated tensors to ranks by size."""
+    from huggingface_hub import save_torch_state_dict
+
+    case = flat("local_flat_w2")
+    state = {key: value.clone() for key, value in case.truth.items()}
+    (tmp_path / "hf").mkdir()
+    save_torch_state_dict(state, tmp_path / "hf", max_shard_size="100KB")
+    for path in (tmp_path / "hf", case.path.parent / "replicas"):
+        with ckptmap.open(path) as ckpt:
+            dtypes = [ckpt[fqn].info.dtype for fqn in ckpt]
+            assert set(ckpt) == set(case.truth) and not is_alphabetical(list(ckpt), dtypes)
+        refused(case.path, "lists them in an order that may be another", "CKM112", like=path)
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "tokenizer.json").write_text("{}")
+    config = {"architectures": ["NoSuchModel"], "model_type": "llama"}
+    for folder in ("hf", "only"):
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    refused(case.path, "order that may be another", "CKM112", like=tmp_path / "hf")
+    refused(case.path, "NoSuchModel", "CKM101", like=tmp_path / "only")
 
 
 def test_another_model_does_not_fit(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ckptmap
 from ckptmap.errors import CkptmapError
-from ckptmap.model_order import is_traversal
+from ckptmap.traversal import is_traversal
 from ckptmap.wire.crc_join import join_crc
 from tests.corpus.models import Recipe, tiny, tiny_llama
 from tests.corpus.ranks import run_ranks

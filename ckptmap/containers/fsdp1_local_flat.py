@@ -90,7 +90,8 @@ def flats_of(tensors: Sequence[OutTensor], world_size: int) -> dict[str, Flat]:
                 "CKM504",
                 f"{tensor.path[-1]}: is {tensor.info.dtype}, others of FSDP unit {unit.prefix!r} are"
                 f" {flat.dtype}: FSDP1 flattens tensors of one dtype",
-                "cast them, for example --to fsdp1-local-bf16, or part them with --fsdp-units",
+                "cast them, for example --to fsdp1-local-bf16, or part them with --fsdp-units; a"
+                " buffer may be left out with --exclude",
             )
         else:
             flat.add(tensor, named)

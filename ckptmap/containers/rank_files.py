@@ -15,7 +15,7 @@ from pathlib import Path as FilePath
 from ckptmap.errors import SourceError
 from ckptmap.files import Files, head
 from ckptmap.protocols import Place
-from ckptmap.tensors import Index, Leaf, Path
+from ckptmap.tensors import Index, Leaf, Path, as_saved
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.placement import is_dtensor, mesh_ranks
 from ckptmap.wire.rank_trees import RankReader, RankSet, RankTree
@@ -72,7 +72,7 @@ class RankFiles:
             files += [group.files[rank] for rank in sorted(group.files)]
             leaves.update({(*prefix, *path): leaf for path, leaf in ranks.merged().items()})
             units.update({(*prefix, *path): names for path, names in ranks.units.items()})
-        return Index(self.name, leaves, tuple(files), world=world, units=units)
+        return Index(self.name, leaves, tuple(files), world=world, units=units, listed=as_saved)
 
 
 def _is_zip(path: FilePath) -> bool:

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 
 from ckptmap.errors import PlanError
 from ckptmap.protocols import FlatUnit
-from ckptmap.tensors import BUFFERS, FLOATING, Box, Leaf, TensorInfo
+from ckptmap.tensors import BUFFERS, FLOATING, PARAMETERS, Box, Leaf, TensorInfo
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,14 @@ class FlatCut:
                 )
         return FlatCut(tuple(units), named)
 
-    def unit(self, fqn: str, info: TensorInfo) -> FlatUnit | None:
+    def unit(self, fqn: str, info: TensorInfo, whole: bool = False) -> FlatUnit | None:
         """The unit that holds a parameter; None for a buffer: not floating, a scalar (which FSDP1
-        takes as no parameter), or called so."""
-        if info.dtype not in FLOATING or not info.shape or fqn.rpartition(".")[2] in BUFFERS:
+        takes as no parameter), called so, or shown to be one by the source (`whole`) and not called
+        as parameters are."""
+        last = fqn.rpartition(".")[2]
+        if info.dtype not in FLOATING or not info.shape or last in BUFFERS:
+            return None
+        if whole and last not in PARAMETERS:
             return None
         inside = [m for m in _modules(fqn) if any(_matches(each, m) for each in self.units)]
         return FlatUnit(inside[-1] if inside else "", self.named)

@@ -113,8 +113,9 @@ class _Dict:
         ]
 
     def unflattened(self) -> dict[str, Leaf]:
-        """Every leaf by key: named slices joined, then what only flat tensors hold."""
-        result: dict[str, Leaf] = {}
+        """Every leaf by key: named slices joined, what only a flat tensor holds in its place, which
+        is that of FSDP1's own parameter."""
+        found: dict[str, dict[str, Leaf]] = {key: {} for key in self.leaves}
         named: set[str] = set()
         for key, leaf in self.leaves.items():
             if _is_flat((key,), leaf):
@@ -124,13 +125,14 @@ class _Dict:
             if slices is not None and unit is not None:
                 named.add(unit.stored)
                 leaf = self._joined(key, slices)
-            result[key] = leaf
-        known = {self.plain[key] for key in result}
+            found[key][key] = leaf
+        known = {self.plain[key] for key, leaf in found.items() if leaf}
         missing = [fqn for fqn in self.like.shapes if fqn not in known]
         for unit in self.units:
             if unit.stored not in named:
                 mine = [fqn for fqn in missing if self._unit_of(fqn) is unit]
-                result.update(self._parameters(unit, mine))
+                found[unit.stored] = self._parameters(unit, mine)
+        result = {key: leaf for part in found.values() for key, leaf in part.items()}
         self._check_all(result)
         return result
 
@@ -192,11 +194,11 @@ class _Dict:
     def _parameters(self, unit: _Unit, names: Sequence[str]) -> dict[str, Leaf]:
         """The parameters of a unit by name, in the model's order; tied ones share their chunks."""
         names, ties = self._fitting(unit, names)
-        if len(names) > 1 and not self.like.ordered:
+        if len(names) > 1 and not self.like.in_order(names):
             raise SourceError(
                 "CKM112",
                 f"{self.where}: {unit.stored} holds {len(names)} tensors in the model's order, "
-                f"{self.like.name} lists them in the order of the alphabet",
+                f"{self.like.name} lists them in an order that may be another",
                 "give --like PATH: a config.json, or a torch.save'd state dict of the model",
             )
         result: dict[str, Leaf] = {}

@@ -21,7 +21,7 @@ from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Placement
-from ckptmap.tensors import BUFFERS, FLOATING, Box, Leaf, TensorInfo
+from ckptmap.tensors import BUFFERS, FLOATING, PARAMETERS, Box, Leaf, TensorInfo
 from ckptmap.wire.mesh_cut import held_boxes
 from ckptmap.wire.placement import cut_rows
 
@@ -35,7 +35,6 @@ STYLES: Mapping[str, tuple[int | None, int | None]] = {
 """Style -> (dim that tp cuts of a matrix, of a vector); None: replicated over tp."""
 PLAIN = "plain"
 """Style of a tensor that is no DTensor at all: a buffer."""
-PARAMETERS = ("weight", "bias")
 _EXAMPLE = "for example --mesh replicate=2,shard=4, or --mesh dp=2,tp=4 --tp-plan FILE"
 
 
@@ -94,8 +93,8 @@ class Mesh:
 
     def placement(self, fqn: str, info: TensorInfo, whole: bool) -> Placement:
         """A DTensor on the mesh, or a plain tensor on every rank: what is no weight by its dtype
-        or shape, a buffer by its name, and what the source did not cut either (`whole`), unless
-        its name says that it is a parameter, which TP may leave whole."""
+        or shape, a buffer by its name, and what the source shows to be one (`whole`), unless its
+        name says that it is a parameter, which TP may leave whole."""
         style = self._style(fqn)
         last = fqn.rpartition(".")[2]
         buffer = last in BUFFERS or (whole and last not in PARAMETERS)

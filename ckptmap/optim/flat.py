@@ -18,7 +18,15 @@ from functools import cached_property
 
 from ckptmap.like import Like, Plain, Units
 from ckptmap.optim.alignment import align
-from ckptmap.optim.flat_places import Held, Place, copies, is_cut, single_places, unit_places
+from ckptmap.optim.flat_places import (
+    Held,
+    Place,
+    are_whole,
+    copies,
+    is_cut,
+    single_places,
+    unit_places,
+)
 from ckptmap.optim.nested import read_nested
 from ckptmap.optim.state import GROUPS, NAMES, PARAMS, STATE, Keys, expanded
 from ckptmap.tensors import (
@@ -50,12 +58,12 @@ class FlatOptimizer:
         units: Units,
     ) -> Mapping[Path, Leaf]:
         """Where the state cannot be resolved, one leaf stands for it that says why."""
-        root = _root_of(leaves)
+        root = _root_of(leaves, units)
         if root is None:
             return leaves
         depth = len(root)
         inside = {path[depth:]: leaf for path, leaf in leaves.items() if path[:depth] == root}
-        at = _weights_root(leaves, root)
+        at = _weights_root(leaves, root, units)
         weights = {str(path[-1]): leaf for path, leaf in leaves.items() if path and path[:-1] == at}
         inside = expanded(inside)
         keys = read_nested(inside)
@@ -75,19 +83,20 @@ class _Unresolved(Exception):
     """Why the state cannot be given to parameters."""
 
 
-def _root_of(leaves: Mapping[Path, Leaf]) -> Path | None:
-    """Where state by index, of several ranks, is."""
+def _root_of(leaves: Mapping[Path, Leaf], units: Units) -> Path | None:
+    """Where state by index is, of several ranks, or of one that lists units (NO_SHARD)."""
+    kinds = PerRank | StoredTensor if units else PerRank
     for path, leaf in leaves.items():
         at = path.index(STATE) if STATE in path else len(path)
-        if at + 2 < len(path) and type(path[at + 1]) is int and isinstance(leaf, PerRank):
+        if at + 2 < len(path) and type(path[at + 1]) is int and isinstance(leaf, kinds):
             return path[:at]
     return None
 
 
-def _weights_root(leaves: Mapping[Path, Leaf], root: Path) -> Path | None:
-    """The dict that holds cut weights; None: none does."""
+def _weights_root(leaves: Mapping[Path, Leaf], root: Path, units: Units) -> Path | None:
+    """The dict that holds cut weights, else the one that lists units; None: none does."""
     cut = (path[:-1] for path, leaf in leaves.items() if path[: len(root)] != root and _cut(leaf))
-    found = next(cut, None)
+    found = next(cut, next((path for path, modules in units.items() if modules), None))
     return None if found == root else found
 
 
@@ -96,7 +105,7 @@ def _readings(
 ) -> list[Sequence[Place]]:
     """What indices can mean: flat parameters, where units are listed, else single ones."""
     singles = single_places(weights)
-    listed = modules and any(map(is_cut, weights.values()))
+    listed = modules and (any(map(is_cut, weights.values())) or are_whole(weights))
     return [unit_places(weights, modules, plain), singles] if listed else [singles]
 
 
@@ -124,11 +133,19 @@ def _cut(leaf: Leaf) -> bool:
 
 def _is_flat(leaves: Mapping[Path, Leaf], keys: Keys, weights: Mapping[str, Leaf]) -> bool:
     """Plain tensors of one dim, and no DTensor, beside weights that are cut."""
-    values = [v for p in keys.state if isinstance(leaves[p], PerRank) for v in leaves[p].values]
+    values = [value for path in keys.state for value in _values(leaves[path])]
     stored = [value for value in values if isinstance(value, StoredTensor)]
     if len(stored) != sum(isinstance(value, StoredTensor | Opaque) for value in values):
         return False
+    if are_whole(weights) and any(len(value.info.shape) > 1 for value in stored):
+        return False  # state of the parameters themselves
     return bool(weights) and any(len(value.info.shape) == 1 for value in stored)
+
+
+_LISTS = (
+    ", which list no wrapped modules: name a checkpoint of this model that does, another rank file of"
+    " FSDP1's, with --like"
+)
 
 
 # --------------------------------------------------------------------------------- state
@@ -226,7 +243,7 @@ class _State:
             kind = "flat parameters" if flat else "weights"
             raise _Unresolved(
                 f"its {sum(map(len, held))} parameters are flat shards, and {ways} to match them"
-                f" with the {len(self.places)} {kind} of the model files"
+                f" with the {len(self.places)} {kind} of the model files" + ("" if flat else _LISTS)
             )
         pairs = zip(self.keys.params, ways, strict=True)
         return {

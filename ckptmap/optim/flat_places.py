@@ -152,9 +152,10 @@ def unit_places(weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plai
     """Flat parameters by the modules that are wrapped, in module order, and what lies in none.
 
     Within a unit tensors are in the order of the dict, which is that of its modules; what is not
-    cut is no part of a flat parameter: a buffer, or a parameter that FSDP1 ignores.
+    cut where others are is no part of a flat parameter: a buffer, or one that FSDP1 ignores.
     """
     names = plain(weights)
+    whole = are_whole(weights)
     prefixes = sorted(
         (".".join(s for s in m.split(".") if s not in ANYWHERE) for m in modules), key=len
     )
@@ -164,7 +165,7 @@ def unit_places(weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plai
         around = [p for p in prefixes if not p or names[key].startswith(p + ".")]
         for prefix in around:  # its flat parameter comes before all that is in the module
             found.setdefault(_unit_key(prefix), None)
-        if around and is_cut(weights[key]):
+        if around and (whole or is_cut(weights[key])):
             inside.setdefault(_unit_key(around[-1]), {})[key] = info
         else:
             found[key] = Place(key, {key: (info, 0)}, None)
@@ -201,6 +202,14 @@ def is_cut(leaf: Leaf) -> bool:
     return any(isinstance(value, Opaque) and value.info is not None for value in values)
 
 
+def are_whole(weights: Mapping[str, Leaf]) -> bool:
+    """Are none in parts? So NO_SHARD has them, as FSDP1 of one rank always does."""
+    return not any(
+        is_cut(leaf) or isinstance(getattr(leaf, "share", None), InUnit | Slices)
+        for leaf in weights.values()
+    )
+
+
 def _behind_each_other(
     infos: Mapping[str, TensorInfo],
 ) -> Iterator[tuple[str, tuple[TensorInfo, int]]]:
@@ -230,6 +239,8 @@ def _shards(leaf: Leaf) -> list[StoredTensor]:
         elif is_dtensor(value):
             local = read_placed(value, KEY).local
             found += [local] if isinstance(local, StoredTensor) else []
+        elif isinstance(value, StoredTensor):
+            found.append(value)
     return found
 
 

@@ -127,6 +127,18 @@ class OptimizerReader:
         found._named, found._tried = change(self.named()), True
         return found
 
+    def of_weights(self, infos: Mapping[str, TensorInfo]) -> OptimizerReader:
+        """The same, where it is keyed by index, as state of weights by these names: an order of
+        parameters names them."""
+        if not self.by_index:
+            return self
+        found = copy(self)
+        weights = [Weight(name, info) for name, info in infos.items()]
+        found._model = Model(weights, {name: name for name in infos}, lambda: False)
+        found.__dict__.pop("_infos", None)
+        found.ask()
+        return found
+
     def _named_by_order(self) -> Optimizer | None:
         found = self._cheap
         if isinstance(found, str):

@@ -1,4 +1,7 @@
-"""Build the cases of the table LOCAL, or RAW: `python -m tests.corpus.build_local --out DIR` on each rank."""
+"""Build the cases of the table LOCAL, or RAW: `python -m tests.corpus.build_local --out DIR` on each rank.
+
+With LOCAL's, `replicas`: the same model as DCP, whole on every rank, each tensor written by one.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from tests.corpus.build import COLLECTIVE_TIMEOUT_S, build
+from tests.corpus.models import tiny
 from tests.corpus.writers_fsdp1_local import LOCAL, RAW
 
 
@@ -25,6 +30,8 @@ def main() -> None:
     for spec in (RAW if options.table == "raw" else LOCAL).values():
         if spec.world_size == dist.get_world_size():
             build(spec, options.out, dist.get_rank())
+    if options.table == "local":
+        save_dcp(dict(tiny().state_dict()), checkpoint_id=options.out / "replicas")
     dist.barrier()
     dist.destroy_process_group()
 

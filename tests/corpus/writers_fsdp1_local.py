@@ -200,6 +200,11 @@ def hybrid_wrap(model: nn.Module) -> dict[str, Any]:
     return {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
 
 
+def no_shard_wrap(model: nn.Module) -> dict[str, Any]:
+    """Whole parameters on every rank; the optimizer sees flat ones all the same."""
+    return {"sharding_strategy": ShardingStrategy.NO_SHARD}
+
+
 def ignored_wrap(model: nn.Module) -> dict[str, Any]:
     named = dict(model.named_parameters())
     return {"ignored_states": [named["score.weight"], named["layers.0.input_norm.weight"]]}
@@ -272,6 +277,7 @@ def _register_raw() -> None:
     add("raw_flat_w2", 2, False, adam, in_two_files)
     add("raw_flat_w4", 4, False, momentum, in_two_files)
     add("raw_flat_tied_w2", 2, False, adam, in_two_files, recipe=TIED)
+    add("raw_flat_ignored_w2", 2, False, momentum, in_two_files, how=ignored_wrap)
     add("raw_flat_named_w2", 2, False, named_adam, in_one_file)
     add("raw_named_w2", 2, True, optimizer_for, in_one_file)
     add("raw_named_w4", 4, True, adam, in_two_files)
@@ -287,6 +293,9 @@ def _register_raw() -> None:
     add("raw_sharded_flat_ignored_w2", 2, False, adam, files, how=ignored_wrap)
     add("raw_sharded_flat_hybrid_w4", 4, False, adam, files, how=hybrid_wrap)
     add("raw_sharded_named_hybrid_w4", 4, True, momentum, files, how=hybrid_wrap)
+    add("raw_whole_flat_tied_w2", 2, False, adam, in_one_file, TIED, no_shard_wrap)
+    add("raw_whole_named_w2", 2, True, adam, files, how=no_shard_wrap)
+    add("raw_whole_flat_w1", 1, False, adam, files)
     add("raw_sharded_lost_w2", 2, False, adam, sharded_names_lost)
 
 

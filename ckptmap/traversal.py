@@ -1,0 +1,50 @@
+"""Does a checkpoint list its tensors in the order of the model's modules?
+
+Flat parameters are told apart by that order alone: a wrong one gives files of the right sizes with
+the wrong values, so only what keeps the order counts: `Index.listed` says of what. torch.save keeps
+that of a dict, DCP that of rank 0's; safetensors are sorted, file by file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING
+
+from ckptmap.like import MANIFEST, is_alphabetical
+
+if TYPE_CHECKING:
+    from ckptmap.checkpoint import Checkpoint
+
+
+def in_order(ckpt: Checkpoint) -> list[str]:
+    """The tensors that are known to be listed in the order of modules; none where the container
+    keeps no order, where the names are sorted or could be those of no modules in order, and of what
+    we made ourselves, who keep what the source had."""
+    listed = ckpt.index.listed
+    ours = ckpt.index.manifest is not None or (FilePath(ckpt.path) / MANIFEST).is_file()
+    if listed is None or ours:
+        return []
+    names = [fqn for fqn in ckpt if any(map(listed, ckpt.group(fqn).parts.values()))]
+    dtypes = [ckpt.group(fqn).info.dtype for fqn in names]
+    return names if is_traversal(names) and not is_alphabetical(names, dtypes) else []
+
+
+def is_traversal(names: Sequence[str]) -> bool:
+    """Could a module's `state_dict` list them so: a module's own tensors before those of modules
+    inside it, and nothing of a module after what comes behind it."""
+    left: set[tuple[str, ...]] = set()
+    at: list[str] = []
+    for name in names:
+        path = name.split(".")[:-1]
+        common = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(at, path, strict=False))
+        )
+        if common == len(path) < len(at):
+            return False
+        left |= {tuple(at[: depth + 1]) for depth in range(common, len(at))}
+        if any(tuple(path[: depth + 1]) in left for depth in range(common, len(path))):
+            return False
+        at = path
+    return True
