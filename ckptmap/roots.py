@@ -3,6 +3,8 @@
 {"model": {...}, "optimizer": {...}, "step": 7}     weights at ("model",)
 {"app": {"model": {...}, "optim": {...}}}           weights at ("app", "model")
 {"layers.0.weight": ..., "optimizer": {...}}        weights at (), optimizer beside them
+
+A dict under a module's `_extra_state`, tensors and all, is one of the rest.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ckptmap.columns import Extents
 from ckptmap.errors import SourceError
+from ckptmap.extra_state import state_at
 from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module", "weights", "app", "app_state")
@@ -42,6 +46,8 @@ def is_tensor(leaf: Leaf) -> bool:
 
 def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Roles:
     """Raises SourceError CKM205 where several dicts could be the weights, CKM206 where none is."""
+    if isinstance(leaves, Extents) and leaves and root is None:
+        return Roles((), leaves, None, {}, {})
     _require_dict(leaves, where)
     tensors = [path for path, leaf in leaves.items() if is_tensor(leaf)]
     if not tensors:
@@ -60,7 +66,12 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
         # An "optimizer": None, at the root itself, is no state.
         if optimizer_root is not None and _under(path, optimizer_root) and path != optimizer_root:
             optimizer[path[len(optimizer_root) :]] = leaf
-        elif path[:depth] == model_root and is_tensor(leaf) and (has_root or len(path) == 1):
+        elif (
+            path[:depth] == model_root
+            and is_tensor(leaf)
+            and (has_root or len(path) == 1)
+            and (len(path) == depth + 1 or state_at(path[depth:-1]) is None)
+        ):
             # Beside bare FQNs, a tensor in a dict of its own ({"w": ..., "rng": {"cpu": t}}) is none.
             model[path[depth:] if depth else path] = leaf
         else:
