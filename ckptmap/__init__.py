@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ckptmap.hub.push import push
     from ckptmap.lazy import LazyTensor
     from ckptmap.merging import merge
-    from ckptmap.planning import plan
-    from ckptmap.plans import Plan
+    from ckptmap.planning.planner import plan
+    from ckptmap.planning.plans import Plan
     from ckptmap.resume import hooks as hooks
     from ckptmap.resume.load import load
     from ckptmap.resume.save import save
@@ -38,11 +38,11 @@ __all__ = [
 
 # No module may bear the name of a function here: importing it would shadow the function.
 _HOMES = {
-    "Checkpoint": "checkpoint", "CkptmapError": "errors", "LazyTensor": "lazy", "Plan": "plans",
-    "Report": "conversion", "convert": "conversion", "diff": "difference", "load": "resume.load",
-    "merge": "merging", "open": "checkpoint", "plan": "planning", "pull": "hub.pull",
-    "push": "hub.push", "save": "resume.save", "translate": "resume.translate",
-    "verify": "verification",
+    "Checkpoint": "checkpoint", "CkptmapError": "errors", "LazyTensor": "lazy",
+    "Plan": "planning.plans", "Report": "conversion", "convert": "conversion",
+    "diff": "difference", "load": "resume.load", "merge": "merging", "open": "checkpoint",
+    "plan": "planning.planner", "pull": "hub.pull", "push": "hub.push", "save": "resume.save",
+    "translate": "resume.translate", "verify": "verification",
 }  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.checkpoint import Checkpoint, open
+from ckptmap.disk.files import whole
 from ckptmap.errors import SourceError
-from ckptmap.files import whole
 from ckptmap.lazy import LazyTensor
 from ckptmap.remote.locating import locate
 

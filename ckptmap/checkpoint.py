@@ -17,13 +17,13 @@ from types import MappingProxyType
 from typing import Any
 
 from ckptmap import registry
-from ckptmap.columns import Extents
 from ckptmap.compare import same_parts
+from ckptmap.disk.files import Files
 from ckptmap.errors import MissingKeyError, SourceError
 from ckptmap.extra_state import buffer
-from ckptmap.files import Files
 from ckptmap.flat_units import LikeUnits
 from ckptmap.foreign import naked_note
+from ckptmap.geometry.columns import Extents
 from ckptmap.grouping import Refused, grouped, remarks, strings_beside
 from ckptmap.lazy import LazyTensor
 from ckptmap.leaves import holds_tensor, join, nest, opaques

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptmap.alike import each
+from ckptmap.geometry.alike import each
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A number that is a segment of a name."""

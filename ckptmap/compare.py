@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptmap.files import Files
-from ckptmap.gather import fill, row_major_boxes
+from ckptmap.disk.files import Files
+from ckptmap.geometry.gather import fill, row_major_boxes
 from ckptmap.lazy import LazyTensor
 from ckptmap.protocols import Write
 from ckptmap.tensors import Box, StoredTensor

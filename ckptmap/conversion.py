@@ -22,18 +22,18 @@ from ckptmap import manifest as manifests
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.collapse import listed
 from ckptmap.compare import sampled_error
+from ckptmap.disk.files import Fingerprint
+from ckptmap.disk.journal import Journal
+from ckptmap.disk.publish import Workspace, check_overlap, named_place, sync_tree
 from ckptmap.errors import CkptmapError, DestinationError, RunError
-from ckptmap.execute import execute
-from ckptmap.files import Fingerprint
-from ckptmap.grids import CoarseScales
-from ckptmap.journal import Journal
-from ckptmap.planning import plan as make_plan
-from ckptmap.plans import DEFAULT_MAX_MEMORY, Plan
-from ckptmap.publish import Workspace, check_overlap, named_place, sync_tree
+from ckptmap.geometry.grids import CoarseScales
+from ckptmap.planning.planner import plan as make_plan
+from ckptmap.planning.plans import DEFAULT_MAX_MEMORY, Plan
+from ckptmap.planning.replanning import with_exact_scales
 from ckptmap.ranks import ALONE, Ranks
 from ckptmap.replacing import manifest_at, refuse_stranger
-from ckptmap.replanning import with_exact_scales
-from ckptmap.results import Executed
+from ckptmap.running.execute import execute
+from ckptmap.running.results import Executed
 from ckptmap.structure import check_structure
 from ckptmap.verification import NO_DIGESTS, sha256_of, verify
 from ckptmap.wire.gc_pause import paused_gc
@@ -105,7 +105,7 @@ def convert(
     sync: bool = True,
     **options: Any,
 ) -> Report:
-    """Plan and run. `options` are the fields of `ckptmap.plans.Options`.
+    """Plan and run. `options` are the fields of `ckptmap.planning.plans.Options`.
 
     ranks  those that work together, each calling this: `with ckptmap.ranks.join() as ranks`
 

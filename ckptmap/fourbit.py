@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckptmap.counting import Counter
+from ckptmap.geometry.counting import Counter
 from ckptmap.tensors import Box, TensorInfo, contiguous_strides
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ckptmap import registry
-from ckptmap.alike import distinct
-from ckptmap.columns import Extents
 from ckptmap.errors import SourceError
-from ckptmap.grids import Repairs
+from ckptmap.geometry.alike import distinct
+from ckptmap.geometry.columns import Extents
+from ckptmap.geometry.grids import Repairs
 from ckptmap.groups import Groups
 from ckptmap.leaves import class_of, join
 from ckptmap.protocols import Group

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import cast
 
-from ckptmap.columns import Extents
 from ckptmap.encodings.dense import Dense
+from ckptmap.geometry.columns import Extents
 from ckptmap.protocols import Group
 from ckptmap.tensors import StoredTensor, TensorInfo
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Protocol
 
+from ckptmap.disk.files import whole
 from ckptmap.errors import SourceError
-from ckptmap.files import whole
 from ckptmap.leaves import role_and_fqn
 from ckptmap.meta_model import on_meta
 from ckptmap.tensors import Leaf, Path

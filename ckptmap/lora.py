@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from ckptmap.disk.files import Files
 from ckptmap.errors import RunError
-from ckptmap.files import Files
-from ckptmap.gather import row_major_boxes
-from ckptmap.grids import Repairs
+from ckptmap.geometry.gather import row_major_boxes
+from ckptmap.geometry.grids import Repairs
 from ckptmap.lazy import LazyTensor
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
 from ckptmap.tensors import Box, StoredTensor, TensorInfo

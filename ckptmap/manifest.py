@@ -13,13 +13,13 @@ from io import BytesIO
 from itertools import islice
 from typing import Any, Protocol
 
+from ckptmap.disk.siblings import Sibling
 from ckptmap.errors import SourceError
+from ckptmap.geometry.tables import Slots
 from ckptmap.leaves import logical_key
 from ckptmap.manifest_form import malformed
-from ckptmap.plans import Plan, Steps, Way
+from ckptmap.planning.plans import Plan, Steps, Way
 from ckptmap.protocols import Slot
-from ckptmap.siblings import Sibling
-from ckptmap.tables import Slots
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
 

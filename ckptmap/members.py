@@ -16,8 +16,8 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap import registry
+from ckptmap.disk.files import whole
 from ckptmap.errors import SourceError
-from ckptmap.files import whole
 from ckptmap.places import look
 from ckptmap.protocols import Directory, Member, Place
 from ckptmap.tensors import Index, Leaf, Opaque, Path, PerRank, StoredTensor

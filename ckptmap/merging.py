@@ -14,16 +14,16 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptmap import setups
-from ckptmap.calm import one_torch_thread
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.conversion import Report, run
+from ckptmap.disk.calm import one_torch_thread
 from ckptmap.errors import PlanError
 from ckptmap.lora import Merged, untouched
-from ckptmap.overlay import overlaid
-from ckptmap.planning import plan
-from ckptmap.plans import DEFAULT_MAX_MEMORY, Plan
+from ckptmap.planning.overlay import overlaid
+from ckptmap.planning.planner import plan
+from ckptmap.planning.plans import DEFAULT_MAX_MEMORY, Plan
+from ckptmap.planning.steps import Encode
 from ckptmap.protocols import Encoder, Encoding, Refusal, Write
-from ckptmap.steps import Encode
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:

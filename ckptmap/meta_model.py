@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.disk.files import whole
 from ckptmap.errors import SourceError
-from ckptmap.files import whole
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from ckptmap.disk.files import head
 from ckptmap.errors import SourceError
-from ckptmap.files import head
 from ckptmap.protocols import Place
 
 HEAD_NBYTES = 512

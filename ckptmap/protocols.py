@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckptmap.siblings import Sibling
+    from ckptmap.disk.siblings import Sibling
 
 # ------------------------------------------------------------------------------- reading
 
@@ -225,7 +225,7 @@ class Encoding(Protocol):
         """JSON that says how to read the parts again; None where the parts say it themselves."""
 
 
-# Encodings whose codes another can keep bit for bit, and how: see `ckptmap.grids`.
+# Encodings whose codes another can keep bit for bit, and how: see `ckptmap.geometry.grids`.
 
 
 @runtime_checkable

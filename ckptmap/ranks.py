@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ckptmap import errors
+from ckptmap.disk.heartbeat import Heartbeat, Stopped
 from ckptmap.errors import CkptmapError, DestinationError, Interrupted, PlanError, RunError
-from ckptmap.heartbeat import Heartbeat, Stopped
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ckptmap.columns import Extents
 from ckptmap.errors import SourceError
 from ckptmap.extra_state import state_at
+from ckptmap.geometry.columns import Extents
 from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module", "weights", "app", "app_state")

@@ -25,7 +25,7 @@ class Aim:
 
 def parse(text: str) -> Aim:
     """Raises PlanError CKM201 with the nearest name where there is no such setup."""
-    name = text.strip().lower()
+    name = str(text).strip().lower()
     for setup in sorted(registry.setups(), key=lambda s: -len(s.name)):
         if name == setup.name:
             return Aim(text, setup, None)

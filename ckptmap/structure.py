@@ -9,8 +9,8 @@ from typing import Any
 
 from ckptmap import manifest as manifests
 from ckptmap.checkpoint import Checkpoint
-from ckptmap.columns import Extents
 from ckptmap.errors import CkptmapError
+from ckptmap.geometry.columns import Extents
 from ckptmap.leaves import join
 from ckptmap.protocols import Slot
 from ckptmap.tensors import Box, Extent, Region, StoredTensor

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmap import manifest as manifests
-from ckptmap.base import restore
 from ckptmap.beside import optimizer_pairs
-from ckptmap.calm import one_torch_thread
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.compare import difference, holds, same_bytes, same_parts
+from ckptmap.disk.calm import one_torch_thread
+from ckptmap.disk.files import Files, whole
 from ckptmap.errors import AnswerNo, CkptmapError, SourceError
-from ckptmap.files import Files, whole
-from ckptmap.gather import row_major_boxes
+from ckptmap.geometry.gather import row_major_boxes
 from ckptmap.lazy import LazyTensor
 from ckptmap.leaves import differing, join, role_and_fqn
-from ckptmap.overlay import overlaid
+from ckptmap.planning.base import restore
+from ckptmap.planning.overlay import overlaid
+from ckptmap.planning.recoding import grid_of, kept_at, recoded
 from ckptmap.protocols import Write
-from ckptmap.recoding import grid_of, kept_at, recoded
 from ckptmap.structure import check_structure, chunks_of, nbytes_of
 from ckptmap.tensors import Box
 from ckptmap.translation import named_alike, tied_away

@@ -13,7 +13,7 @@ from .output import Output
 
 if TYPE_CHECKING:
     from ckptmap.conversion import Report
-    from ckptmap.plans import Options, Plan
+    from ckptmap.planning.plans import Options, Plan
     from ckptmap.ranks import Ranks
 
 EXAMPLES = (
@@ -165,7 +165,7 @@ def command(
 
 def _leave() -> None:
     """End this rank now: gloo may abort a process that ends the ordinary way, all work done."""
-    from ckptmap.files import let_go
+    from ckptmap.disk.files import let_go
 
     sys.stdout.flush()
     sys.stderr.flush()
@@ -174,7 +174,7 @@ def _leave() -> None:
 
 
 def _check_usage(asked: Options, plan_file: str | None) -> None:
-    from ckptmap.plans import Options
+    from ckptmap.planning.plans import Options
 
     if plan_file is None and not asked.to:
         raise typer.BadParameter("give --to SETUP, or --plan FILE")
@@ -194,8 +194,8 @@ def _saved(src: str, plan_file: str) -> Plan:
     from pathlib import Path
 
     from ckptmap.errors import PlanError
+    from ckptmap.planning.replanning import replan
     from ckptmap.remote.locating import locate
-    from ckptmap.replanning import replan
 
     plan = replan(plan_file)
     here = locate(src)

@@ -14,7 +14,7 @@ from . import options as ask
 from .output import Output
 
 if TYPE_CHECKING:
-    from ckptmap.holding import Holds
+    from ckptmap.planning.holding import Holds
 
 EXAMPLES = (
     "ckptmap doctor",
@@ -74,7 +74,7 @@ def holding(source: str | None, to: str | None) -> list[dict[str, Any]]:
     for all setups. Raises what `open` and `parse` raise.
     """
     from ckptmap import registry
-    from ckptmap.holding import rows
+    from ckptmap.planning.holding import rows
     from ckptmap.setups import parse
 
     aim = parse(to) if to is not None else None

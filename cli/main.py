@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
+from ckptmap.disk.files import as_named, let_go
 from ckptmap.errors import CkptmapError, Interrupted
-from ckptmap.files import as_named, let_go
 
 from .glance import at_once
 from .output import Output

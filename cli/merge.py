@@ -11,7 +11,7 @@ from .convert import Device, Digest, DryRun, Dst, LowDisk, MaxMemory, Overwrite,
 from .output import Output
 
 if TYPE_CHECKING:
-    from ckptmap.plans import Plan
+    from ckptmap.planning.plans import Plan
 
 EXAMPLES = (
     "ckptmap merge base-model/ adapter/ out/",

@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptmap.alike import distinct, each
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.collapse import Look, table
 from ckptmap.errors import CkptmapError
+from ckptmap.geometry.alike import distinct, each
 from ckptmap.lazy import LazyTensor
 from ckptmap.leaves import join
 from ckptmap.mapping.config import config_beside

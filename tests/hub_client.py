@@ -32,7 +32,7 @@ def connected(home: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
     import huggingface_hub.utils._http
     from huggingface_hub import constants
 
-    from ckptmap.files import let_go
+    from ckptmap.disk.files import let_go
     from ckptmap.remote import mirror
 
     huggingface_hub.utils.disable_progress_bars()

@@ -390,3 +390,17 @@ def test_logits_survive_the_way_through_a_distributed_checkpoint(
 
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16).eval()
     same(logits(back), expected)
+
+
+def test_a_parameter_pickled_whole_is_refused(tmp_path: Path) -> None:
+    """torch pickles a Params4bit as a Parameter, with its scales among Python's attributes: its
+    codes alone would mean nothing."""
+    layer = linear4bit(torch.randn(8, 64), "nf4", True)
+    torch.save({"up.weight": layer.weight, "norm.weight": torch.ones(3)}, tmp_path / "a.pt")
+    with ckptmap.open(tmp_path / "a.pt") as ckpt:
+        assert list(ckpt) == ["norm.weight"]
+        assert [(one.key, one.reason) for one in ckpt.refused] == [
+            ("up.weight", "an object of unknown class bitsandbytes.nn.modules.Params4bit")
+        ]
+    with pytest.raises(PlanError, match=r"up\.weight: an object of unknown class"):
+        ckptmap.convert(tmp_path / "a.pt", tmp_path / "out", to="hf")

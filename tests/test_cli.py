@@ -426,7 +426,7 @@ def test_an_unexpected_error_is_a_line_too(
 
 STUCK = """
 import sys, time
-from ckptmap.plans import Plan
+from ckptmap.planning.plans import Plan
 from ckptmap_cli.main import main
 def stuck(*args, **kwargs):
     print("working", flush=True)

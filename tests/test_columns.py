@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import save as dcp_save
 
 import ckptmap
-from ckptmap.alike import distinct, each
-from ckptmap.columns import Extents, Located
+from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
-from ckptmap.files import Files
+from ckptmap.geometry.alike import distinct, each
+from ckptmap.geometry.columns import Extents, Located
 from ckptmap.structure import check_structure
 from ckptmap.tensors import Extent, TensorInfo
 from ckptmap.wire.safetensors import Header, _any, _written

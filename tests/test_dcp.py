@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from ckptmap.containers.dcp import Dcp
 from ckptmap.containers.dcp_write import DcpWriter
 from ckptmap.errors import PlanError, SourceError
+from ckptmap.geometry.rows import Rows
 from ckptmap.layouts.shard import Shard0
 from ckptmap.places import look
 from ckptmap.protocols import OutState, OutTensor
-from ckptmap.rows import Rows
 from ckptmap.tensors import Box, Cut, Index, Opaque, StoredTensor, TensorInfo
 from ckptmap.wire.dcp_metadata import Item, Metadata, TensorEntry, read_metadata
 from ckptmap.wire.dcp_metadata_write import emit_metadata

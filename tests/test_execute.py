@@ -25,18 +25,19 @@ import pytest
 import torch
 import xxhash
 
-from ckptmap import copying, sink
-from ckptmap import execute as execute_module
+from ckptmap.disk import sink
+from ckptmap.disk.files import Files
+from ckptmap.disk.journal import Journal, Written
+from ckptmap.disk.sink import ALIGN, Buffer, OutputFile, Stream, Sums
 from ckptmap.encodings.dense import Dense, DenseAs
 from ckptmap.errors import DestinationError, Interrupted, RunError, SourceError
-from ckptmap.execute import execute
-from ckptmap.files import Files
-from ckptmap.journal import Journal, Written
 from ckptmap.lazy import LazyTensor, tensor_bytes
+from ckptmap.planning.steps import Compare, Encode, FilePlan, Target
 from ckptmap.protocols import Encoding, Group, OutFile, Slot, Write
-from ckptmap.results import Executed
-from ckptmap.sink import ALIGN, Buffer, OutputFile, Stream, Sums
-from ckptmap.steps import Compare, Encode, FilePlan, Target
+from ckptmap.running import copying
+from ckptmap.running import execute as execute_module
+from ckptmap.running.execute import execute
+from ckptmap.running.results import Executed
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo, contiguous_strides
 
 HEAD = b"head" * 5
@@ -745,11 +746,11 @@ def test_no_torch_for_byte_moves_and_speed_of_small_slots(tmp_path: Path) -> Non
     code = f"""
 import sys, time
 from pathlib import Path
-from ckptmap.execute import execute
-from ckptmap.files import Files
-from ckptmap.journal import Journal
+from ckptmap.running.execute import execute
+from ckptmap.disk.files import Files
+from ckptmap.disk.journal import Journal
 from ckptmap.protocols import OutFile, Slot
-from ckptmap.steps import FilePlan
+from ckptmap.planning.steps import FilePlan
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 N, folder = 100_000, Path({str(tmp_path)!r})
 with open(folder / "src", "wb") as handle:

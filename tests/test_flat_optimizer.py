@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ckptmap
+from ckptmap.disk.files import Files
 from ckptmap.errors import CkptmapError, PlanError
-from ckptmap.files import Files
 from ckptmap.wire.module_list import fsdp1_units
 from ckptmap.wire.torch_zip_read import load
 from tests.corpus import Case

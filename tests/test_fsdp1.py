@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckptmap
-from ckptmap.coverage import prove_tiling
 from ckptmap.errors import SourceError
+from ckptmap.geometry.coverage import prove_tiling
 from ckptmap.like import is_alphabetical
 from ckptmap.wire.flat_rectangles import rectangles
 from tests.corpus import Case, names

@@ -15,7 +15,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import ckptmap
 from ckptmap import registry
-from ckptmap.holding import FAMILIES, WRAPPERS, holds, rows
+from ckptmap.planning.holding import FAMILIES, WRAPPERS, holds, rows
 from ckptmap.setups import names
 
 INT8 = ("int8", "bnb-int8", "ct-int8")

@@ -15,37 +15,39 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAVY = {"torch", "torchao", "numpy", "safetensors", "xxhash", "transformers", "huggingface_hub"}
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("version", "errors", "codes", "alike", "wording", "manifest_form"),
-    ("collapse",),
-    ("tensors", "holding", "files", "locks", "journal", "sink", "calm", "arguments"),
-    ("heartbeat", "meta_model", "remote", "lattice", "siblings", "columns"),
-    ("ranks", "woven", "rows", "leaves", "results"),
-    ("protocols", "coverage", "gather", "publish", "like", "foreign", "counting"),
-    ("grids", "booleans", "fourbit", "selection", "tables", "loaded_names", "tied_heads", "ring"),
-    ("lazy", "wire"),
-    ("blocks",),
-    ("containers", "encodings", "layouts", "mapping"),
-    ("optim", "extra_state", "parameters", "traversal"),
-    ("registry", "roots", "places", "steps", "compare", "recoding", "groups"),
-    ("setups", "grouping", "copying", "split", "supply", "cutting", "members", "directories"),
+    (
+        "codes",
+        "errors",
+        "loaded_names",
+        "manifest_form",
+        "tensors",
+        "tied_heads",
+        "version",
+        "wording",
+    ),
+    ("arguments", "disk", "leaves", "protocols", "selection"),
+    ("geometry", "meta_model", "places", "ranks", "remote"),
+    ("collapse", "foreign", "fourbit", "lazy", "like", "wire"),
+    ("blocks", "compare", "containers", "layouts", "lora", "mapping", "traversal"),
+    ("encodings", "extra_state", "optim"),
+    ("groups", "registry", "roots"),
+    ("directories", "grouping", "members", "setups"),
     ("flat_units",),
-    ("checkpoint", "moves", "sealing", "spans"),
-    ("plans", "model_order", "translation", "mapping_draft", "base", "lora", "adapters", "untying"),
-    ("arranging", "drafting", "manifest", "execute", "choosing", "declaring", "overlay"),
-    ("asked", "sourcing", "structure", "beside", "keeping"),
-    ("optimizer_part",),
-    ("planning",),
-    ("verification", "difference", "replanning"),
+    ("checkpoint",),
+    ("adapters", "beside", "translation"),
+    ("difference", "planning"),
+    ("manifest", "running"),
+    ("structure",),
+    ("verification",),
     ("replacing",),
     ("conversion", "resume"),
-    ("hub", "integrations", "merging"),
-    ("testing",),
+    ("hub", "integrations", "merging", "testing"),
     ("pytest_plugin",),
 )
 """Modules and rooms of ckptmap, lowest first; each imports from lower layers only."""
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 ADAPTERS = {"containers", "encodings", "layouts"}
-UPWARDS = {("plans", "conversion")}
+UPWARDS = {("planning.plans", "conversion")}
 """`Plan.execute` is a shorthand for what stands above it; the import is inside the method."""
 NAMED = {
     ("groups", "encodings.dense"),  # what a tensor is that no scheme has claimed

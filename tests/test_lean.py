@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import save as dcp_save
 
 import ckptmap
-from ckptmap import sink
+from ckptmap.disk import sink
+from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
-from ckptmap.files import Files
 from ckptmap.groups import Groups
 from ckptmap.manifest import emit
 from ckptmap.protocols import Group

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ckptmap import fourbit
-from ckptmap.counting import Counter, FineCounter
 from ckptmap.encodings import nf4_codes
+from ckptmap.geometry.counting import Counter, FineCounter
 from ckptmap.optim import lowbit_codes
 from tests.conftest import Device
 

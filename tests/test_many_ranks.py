@@ -23,13 +23,13 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 import ckptmap
 from ckptmap.conversion import run
+from ckptmap.disk.heartbeat import Heartbeat, Stopped
+from ckptmap.disk.journal import Journal, Written
+from ckptmap.disk.sink import ALIGN, OutputFile
 from ckptmap.errors import DestinationError, PlanError
-from ckptmap.heartbeat import Heartbeat, Stopped
-from ckptmap.journal import Journal, Written
-from ckptmap.plans import Plan
+from ckptmap.planning.plans import Plan
 from ckptmap.ranks import ALONE, GlooRanks, Ranks, join
-from ckptmap.sink import ALIGN, OutputFile
-from ckptmap.split import Share, split
+from ckptmap.running.split import Share, split
 from tests.corpus.ranks import ROOT
 from tests.test_restart import leftovers, tree
 

@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM
 
 import ckptmap
 from ckptmap.adapters import read_config
+from ckptmap.disk.files import Files
 from ckptmap.errors import PlanError, RunError, SourceError
-from ckptmap.files import Files
 from ckptmap.groups import DENSE
 from ckptmap.lazy import LazyTensor
 from ckptmap.lora import MAGNITUDE, A, B, Merged, Norms, dora
 from ckptmap.merging import MergeReport, merge, plan_merge
-from ckptmap.overlay import overlaid
+from ckptmap.planning.overlay import overlaid
 from ckptmap.protocols import Group
 from ckptmap.tensors import Box, TensorInfo
 from tests import bnb_cases

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptmap.disk.files import Files
 from ckptmap.encodings import nf4_codes
 from ckptmap.encodings.nf4 import NF4, NF4Scheme
 from ckptmap.encodings.nf4_encoding import PARTS, default_encoding
 from ckptmap.encodings.nf4_live import from_torchao, live_scaler_block, regroup, to_torchao
 from ckptmap.errors import LoadError, SourceError
-from ckptmap.files import Files
 from ckptmap.lazy import LazyTensor
 from ckptmap.protocols import Group, Refusal, Scheme
 from ckptmap.tensors import Box, Chunk, Cut, Opaque, Region, StoredTensor, TensorInfo

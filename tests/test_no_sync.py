@@ -16,11 +16,11 @@ from ckptmap_cli.main import main
 from safetensors.torch import save_file
 
 import ckptmap
-from ckptmap import execute as execute_module
-from ckptmap import publish
+from ckptmap.disk import publish
+from ckptmap.disk.sink import ALIGN, BUFFERED, Buffer
+from ckptmap.disk.sink import _address as address
 from ckptmap.errors import DestinationError
-from ckptmap.sink import ALIGN, BUFFERED, Buffer
-from ckptmap.sink import _address as address
+from ckptmap.running import execute as execute_module
 from ckptmap.verification import verify
 from tests.hub_client import llama
 from tests.hub_server import Hub

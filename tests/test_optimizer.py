@@ -16,7 +16,7 @@ import ckptmap
 from ckptmap.errors import CkptmapError, PlanError, SourceError
 from ckptmap.optim.alignment import align
 from ckptmap.optim.order import read_order
-from ckptmap.replanning import replan
+from ckptmap.planning.replanning import replan
 from tests.corpus import CASES, Corpus, names
 from tests.corpus.models import Recipe, compiled, optimizer_for, tiny, tiny_llama
 from tests.corpus.ranks import run_ranks

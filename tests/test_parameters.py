@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ckptmap
-from ckptmap.files import Files
+from ckptmap.disk.files import Files
 from ckptmap.wire.placement import is_dtensor
 from ckptmap.wire.sharded import is_sharded
 from ckptmap.wire.torch_zip_read import load

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import ckptmap
 from ckptmap.checkpoint import Checkpoint
-from ckptmap.drafting import Draft
 from ckptmap.errors import PlanError, RunError, SourceError
-from ckptmap.replanning import replan
+from ckptmap.planning.drafting import Draft
+from ckptmap.planning.replanning import replan
 from tests.corpus import CASES, Corpus
 from tests.test_open import assert_same
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptmap import publish
+from ckptmap.disk import publish
+from ckptmap.disk.locks import Owner, read_owner
+from ckptmap.disk.publish import Workspace, check_overlap, check_space
 from ckptmap.errors import DestinationError, RunError
-from ckptmap.locks import Owner, read_owner
-from ckptmap.publish import Workspace, check_overlap, check_space
 
 A, B = "a" * 16, "b" * 16
 
@@ -188,7 +188,7 @@ def test_unwritable_parent(tmp_path: Path) -> None:
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o555)
     code = (
-        "import os; from pathlib import Path; from ckptmap.publish import Workspace\n"
+        "import os; from pathlib import Path; from ckptmap.disk.publish import Workspace\n"
         "if os.getuid() == 0: os.setuid(65534)\n"
         f"Workspace.open(Path({str(folder / 'new' / 'out')!r}), {A!r}, False, False)"
     )
@@ -332,7 +332,7 @@ def test_failing_rename_leaves_the_old(tmp_path: Path, monkeypatch: pytest.Monke
 KILLED = """
 import sys
 from pathlib import Path
-from ckptmap.publish import Workspace
+from ckptmap.disk.publish import Workspace
 dst = Path(sys.argv[1])
 for turn in range(100000):
     with Workspace.open(dst, "{:012x}".format(turn), False, True) as work:
@@ -347,7 +347,7 @@ for turn in range(100000):
 def test_killed_at_any_point_of_publishing(tmp_path: Path, exchange: bool) -> None:
     """SIGKILL while a process overwrites in a loop: the destination is always one whole turn."""
     dst = tmp_path / "out"
-    patch = "import ckptmap.publish as p; p._renameat2 = lambda *_: False\n"
+    patch = "import ckptmap.disk.publish as p; p._renameat2 = lambda *_: False\n"
     code = KILLED if exchange else patch + KILLED
     for attempt in range(8):
         child = subprocess.Popen(
@@ -444,7 +444,7 @@ def test_race_for_a_stale_lock(tmp_path: Path) -> None:
 
 def test_race_of_processes(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from ckptmap.publish import Workspace\n"
+        "import sys, time; from pathlib import Path; from ckptmap.disk.publish import Workspace\n"
         "from ckptmap.errors import DestinationError\n"
         "try:\n"
         f"    with Workspace.open(Path({str(tmp_path / 'out')!r}), {A!r}, False, False) as work:\n"

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptmap.containers.rank_files import RankFiles
+from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
-from ckptmap.files import Files
+from ckptmap.geometry.rows import Rows
 from ckptmap.layouts.dtensor import DTensorLayout
 from ckptmap.places import look
-from ckptmap.rows import Rows
 from ckptmap.tensors import Index, Opaque, PerRank, StoredTensor
 from ckptmap.wire import rank_trees
 from ckptmap.wire.dtensor_alike import joined_alike

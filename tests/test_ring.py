@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ckptmap
-from ckptmap import ring
 from ckptmap.encodings.nf4 import NF4Scheme
 from ckptmap.protocols import Encoding, Write
+from ckptmap.running import ring
 from ckptmap.tensors import Box, TensorInfo
 from tests.conftest import Device
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmap.containers.safetensors import SafetensorsFile
+from ckptmap.disk.files import Files
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.files import Files
 from ckptmap.places import look
 from ckptmap.tensors import ITEMSIZE, StoredTensor, TensorInfo
 from ckptmap.wire.safetensors import NAMES, emit, parse, parse_header

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.serialization import config
 
+from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
-from ckptmap.files import Files
 from ckptmap.tensors import ITEMSIZE, Opaque
 from ckptmap.wire.pickle_read import Device, DType, Size, load
 from ckptmap.wire.pickle_write import Call, Global, Instance, StorageTensor, dump

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptmap.files import Files
-from ckptmap.gather import fill, run_of
-from ckptmap.lattice import Lattice, Piece
+from ckptmap.disk.files import Files
+from ckptmap.geometry.gather import fill, run_of
+from ckptmap.geometry.lattice import Lattice, Piece
+from ckptmap.geometry.woven import Pieced, Woven, woven
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
-from ckptmap.woven import Pieced, Woven, woven
 from tests.test_lattice import positions
 
 DTYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
-from ckptmap.files import Files
-from ckptmap.gather import fill
+from ckptmap.disk.files import Files
+from ckptmap.geometry.gather import fill
 from ckptmap.lazy import tensor_bytes
 from ckptmap.protocols import Layout, OutFile, OutTensor
 from ckptmap.tensors import Box, Path, StoredTensor, TensorInfo

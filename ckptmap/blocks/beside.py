@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptmap.disk.files import Files, whole
 from ckptmap.errors import SourceError
-from ckptmap.files import Files, whole
-from ckptmap.gather import fill
+from ckptmap.geometry.gather import fill
 from ckptmap.tensors import Box, StoredTensor
 
 MAX_NBYTES = 16 << 20

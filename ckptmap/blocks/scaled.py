@@ -15,7 +15,7 @@ from ckptmap.blocks import geometry, values
 from ckptmap.blocks.encoder import Constants, ScaledEncoder, ScaledRecoder
 from ckptmap.blocks.rules import Rule
 from ckptmap.errors import RunError
-from ckptmap.grids import Grid, Recoder
+from ckptmap.geometry.grids import Grid, Recoder
 from ckptmap.protocols import Encoder, Refusal
 from ckptmap.tensors import Box, TensorInfo
 

@@ -20,7 +20,7 @@ from ckptmap.blocks.pickled import Pickled, kind_of, unpack
 from ckptmap.blocks.records import read_record
 from ckptmap.blocks.scaled import Scaled
 from ckptmap.blocks.torchao_flat import flat_of, flat_parts, part_key
-from ckptmap.grids import Grid
+from ckptmap.geometry.grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.selection import is_expert, is_single_module
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo

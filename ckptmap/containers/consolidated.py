@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path as FilePath
 
+from ckptmap.disk.files import Files, head
 from ckptmap.errors import SourceError
-from ckptmap.files import Files, head
 from ckptmap.protocols import Place
 from ckptmap.tensors import FLOATING, Index, Leaf, Path, StoredTensor
 from ckptmap.wire.gc_pause import paused_gc

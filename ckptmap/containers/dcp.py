@@ -10,11 +10,11 @@ from math import prod
 from pathlib import Path as FilePath
 from typing import Any
 
-from ckptmap.columns import Extents, Located
+from ckptmap.disk.files import whole
 from ckptmap.errors import SourceError
-from ckptmap.files import whole
+from ckptmap.geometry.columns import Extents, Located
+from ckptmap.geometry.rows import Rows
 from ckptmap.protocols import Place
-from ckptmap.rows import Rows
 from ckptmap.tensors import (
     Box,
     Chunk,
@@ -227,7 +227,7 @@ class _Leaves:
 
     def places(self, key: str, entry: TensorEntry) -> Places:
         """Every chunk's bytes, item by item compared with what `.metadata` says of it."""
-        from ckptmap.coverage import prove_tiling
+        from ckptmap.geometry.coverage import prove_tiling
 
         info = entry.info
         wrong = prove_tiling(

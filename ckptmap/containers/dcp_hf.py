@@ -19,9 +19,9 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap.containers.dcp_hf_ranks import Part, contradiction, is_proven, rows_of
-from ckptmap.coverage import prove_tiling
+from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
-from ckptmap.files import Files
+from ckptmap.geometry.coverage import prove_tiling
 from ckptmap.like import MANIFEST
 from ckptmap.protocols import Place
 from ckptmap.tensors import Box, Chunk, Index, Leaf, Path, Region, StoredTensor, TensorInfo

@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 
 from ckptmap.containers.dcp import METADATA, Dcp
+from ckptmap.disk.files import Files, whole
 from ckptmap.errors import SourceError
-from ckptmap.files import Files, whole
 from ckptmap.protocols import Place
 from ckptmap.tensors import Index, Leaf, Path, StoredTensor
 from ckptmap.wire.gc_pause import paused_gc

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
-from ckptmap.columns import Extents
 from ckptmap.containers.hf_carry import HfCarrier
+from ckptmap.disk.files import Files
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.files import Files
+from ckptmap.geometry.columns import Extents
 from ckptmap.protocols import OutFile, OutState, OutTensor, Place, Setup, Slot
 from ckptmap.tensors import Box, Index
 from ckptmap.wire import torchao_metadata

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 
+from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
-from ckptmap.files import Files
 from ckptmap.protocols import Place
 from ckptmap.tensors import Index, Leaf, Path
 from ckptmap.wire.gc_pause import paused_gc

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap import tied_heads
+from ckptmap.disk.files import whole
+from ckptmap.disk.siblings import Sibling
 from ckptmap.errors import PlanError
-from ckptmap.files import whole
 from ckptmap.protocols import Declared
-from ckptmap.siblings import Sibling
 from ckptmap.tensors import TensorInfo
 from ckptmap.wire.inside import blobs_of, inside
 

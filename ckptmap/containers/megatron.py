@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
+from ckptmap.disk.files import Files, head
 from ckptmap.errors import SourceError
-from ckptmap.files import Files, head
 from ckptmap.protocols import Place
 from ckptmap.tensors import Index, Leaf, Path, StoredTensor, TensorInfo
 from ckptmap.wire.gc_pause import paused_gc

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path as FilePath
 
+from ckptmap.disk.files import Files, head
 from ckptmap.errors import SourceError
-from ckptmap.files import Files, head
 from ckptmap.protocols import Place
 from ckptmap.tensors import Index, Leaf, Path, as_saved
 from ckptmap.wire.gc_pause import paused_gc

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path as FilePath
 
-from ckptmap.files import Files
+from ckptmap.disk.files import Files
 from ckptmap.protocols import Place
 from ckptmap.tensors import Index
 from ckptmap.wire.gc_pause import paused_gc

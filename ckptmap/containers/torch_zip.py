@@ -10,12 +10,12 @@ from itertools import chain, count
 from pathlib import Path as FilePath
 from typing import Any
 
-from ckptmap.alike import distinct, each
-from ckptmap.columns import nbytes_of
+from ckptmap.disk.files import Files
 from ckptmap.errors import PlanError
-from ckptmap.files import Files
+from ckptmap.geometry.alike import distinct, each
+from ckptmap.geometry.columns import nbytes_of
+from ckptmap.geometry.tables import Form, OutTensors, Slots
 from ckptmap.protocols import OutFile, OutState, Place, Setup
-from ckptmap.tables import Form, OutTensors, Slots
 from ckptmap.tensors import Box, Index, Leaf, Path, TensorInfo, as_saved, contiguous_strides
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.pickle_write import Numbered, StorageTensor, dump, way_out

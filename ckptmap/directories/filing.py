@@ -17,9 +17,9 @@ import re
 from collections.abc import Collection
 
 from ckptmap import registry
-from ckptmap.files import Files
+from ckptmap.disk.files import Files
+from ckptmap.disk.siblings import Sibling
 from ckptmap.protocols import OutState
-from ckptmap.siblings import Sibling
 from ckptmap.wire.torch_zip_read import load
 
 STATE = "trainer_state"

@@ -20,10 +20,10 @@ from typing import Any
 
 from ckptmap import registry
 from ckptmap.directories.filing import STATE, AccelerateFiling, TrainerFiling
+from ckptmap.disk.siblings import Sibling
 from ckptmap.errors import PlanError
 from ckptmap.optim.classes import decay_groups
 from ckptmap.protocols import Carrier, Declared, Filing, OutFile, OutState, OutTensor, Setup
-from ckptmap.siblings import Sibling
 from ckptmap.tensors import Box, Path, TensorInfo
 from ckptmap.wire.tree import nest
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from ckptmap import fourbit
 from ckptmap.encodings import bnb_nested
 from ckptmap.errors import RunError
-from ckptmap.grids import CoarseScales
+from ckptmap.geometry.grids import CoarseScales
 from ckptmap.protocols import Refusal, Write
 from ckptmap.tensors import Box, TensorInfo
 

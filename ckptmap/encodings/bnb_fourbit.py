@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap import fourbit
 from ckptmap.encodings import bnb_nested
 from ckptmap.encodings.bnb_encode import FourBitEncoder, FourBitRecoder
-from ckptmap.grids import Grid, Recoder
+from ckptmap.geometry.grids import Grid, Recoder
 from ckptmap.protocols import Encoder, Refusal
 from ckptmap.tensors import ITEMSIZE, Box, TensorInfo
 

@@ -21,10 +21,10 @@ from ckptmap.blocks.model_dtype import model_dtype
 from ckptmap.blocks.records import read_record
 from ckptmap.blocks.rules import BitsandbytesInt8, Rule
 from ckptmap.blocks.scaled import Scaled
+from ckptmap.disk.files import Files
 from ckptmap.encodings.bnb_read import Models
 from ckptmap.errors import SourceError
-from ckptmap.files import Files
-from ckptmap.grids import Grid
+from ckptmap.geometry.grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.selection import is_expert, is_single_module, is_wide
 from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptmap.disk.files import Files, whole
 from ckptmap.encodings.bnb_fourbit import (
     ABSMAX,
     DTYPES,
@@ -20,8 +21,7 @@ from ckptmap.encodings.bnb_fourbit import (
     Nested,
 )
 from ckptmap.errors import SourceError
-from ckptmap.files import Files, whole
-from ckptmap.gather import fill
+from ckptmap.geometry.gather import fill
 from ckptmap.protocols import Group, Refusal
 from ckptmap.selection import CONV1D
 from ckptmap.tensors import Box, StoredTensor, TensorInfo

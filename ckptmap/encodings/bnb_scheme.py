@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptmap.encodings.bnb_fourbit import BLOCKS, FourBit, Nested
 from ckptmap.encodings.bnb_read import found
-from ckptmap.grids import Grid
+from ckptmap.geometry.grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.selection import CONV1D, is_expert, is_single_module, is_wide
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo

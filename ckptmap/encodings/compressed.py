@@ -22,7 +22,7 @@ from ckptmap.blocks.rules import Rule, TorchaoFloat8
 from ckptmap.blocks.scaled import DTYPES, Scaled
 from ckptmap.encodings.compressed_config import declared
 from ckptmap.encodings.compressed_packed import Packed, find_packed
-from ckptmap.grids import Grid
+from ckptmap.geometry.grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.selection import is_linear_module
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo

@@ -22,8 +22,8 @@ from ckptmap.blocks.errors import DAMAGED, checked, malformed
 from ckptmap.blocks.records import read_record
 from ckptmap.blocks.rules import Rule, TorchaoInt8
 from ckptmap.blocks.scaled import DTYPES, Scaled
-from ckptmap.files import Files
-from ckptmap.grids import Grid, Recoder
+from ckptmap.disk.files import Files
+from ckptmap.geometry.grids import Grid, Recoder
 from ckptmap.protocols import Encoder, Group, Refusal, Write
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 

@@ -23,7 +23,7 @@ from ckptmap.blocks.model_dtype import model_dtype
 from ckptmap.blocks.records import read_record
 from ckptmap.blocks.rules import FinegrainedFloat8, Rule
 from ckptmap.blocks.scaled import Scaled
-from ckptmap.grids import Grid
+from ckptmap.geometry.grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.selection import is_linear_module
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo

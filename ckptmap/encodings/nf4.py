@@ -10,7 +10,7 @@ from typing import Any
 from ckptmap.encodings.nf4_adopt import adopt_cut, adopt_whole, is_nf4, stored_groups
 from ckptmap.encodings.nf4_encoding import NF4, default_encoding
 from ckptmap.errors import SourceError
-from ckptmap.grids import Grid
+from ckptmap.geometry.grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.selection import is_linear_weight
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ckptmap.counting import Counter
 from ckptmap.errors import RunError
+from ckptmap.geometry.counting import Counter
 
 if TYPE_CHECKING:
     import torch

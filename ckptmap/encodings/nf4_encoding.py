@@ -29,7 +29,7 @@ from ckptmap.encodings.nf4_recode import (
     NF4Recoder,
 )
 from ckptmap.errors import RunError
-from ckptmap.grids import Grid, Recoder
+from ckptmap.geometry.grids import Grid, Recoder
 from ckptmap.protocols import Encoder, Refusal, Write
 from ckptmap.tensors import Box, TensorInfo
 

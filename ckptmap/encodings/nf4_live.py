@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.calm import quiet_torchao
+from ckptmap.disk.calm import quiet_torchao
 from ckptmap.encodings.nf4_encoding import FACTOR, NF4, PARTS, TABLE
 from ckptmap.errors import LoadError
 from ckptmap.protocols import Refusal

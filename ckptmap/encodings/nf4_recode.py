@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckptmap import fourbit
 from ckptmap.encodings import nf4_codes
 from ckptmap.errors import RunError
-from ckptmap.grids import CoarseScales
+from ckptmap.geometry.grids import CoarseScales
 from ckptmap.protocols import Write
 from ckptmap.tensors import Box, TensorInfo
 

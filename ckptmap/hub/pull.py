@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.checkpoint import Checkpoint, open
+from ckptmap.disk.publish import Workspace, named_place, sync_tree
 from ckptmap.errors import CkptmapError, RunError, SourceError
-from ckptmap.publish import Workspace, named_place, sync_tree
 from ckptmap.remote.locating import named_as_asked
 from ckptmap.remote.mirror import Mirror, mirrored
 from ckptmap.remote.names import is_hub, parse

@@ -28,8 +28,8 @@ from ckptmap.hub.stage import (
     ready,
     sweep,
 )
-from ckptmap.planning import plan
-from ckptmap.plans import DEFAULT_MAX_MEMORY, Plan
+from ckptmap.planning.planner import plan
+from ckptmap.planning.plans import DEFAULT_MAX_MEMORY, Plan
 from ckptmap.remote.failures import has_token
 from ckptmap.remote.names import SCHEME, HubName, is_hub, parse
 from ckptmap.wording import human

@@ -15,8 +15,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptmap.coverage import prove_tiling
 from ckptmap.errors import SourceError
+from ckptmap.geometry.coverage import prove_tiling
 from ckptmap.like import Like, Plain, Units
 from ckptmap.tensors import Box, Chunk, Leaf, Path, PerRank, Region, StoredTensor, TensorInfo
 from ckptmap.wire.flat_rectangles import InUnit, Slices, rectangles

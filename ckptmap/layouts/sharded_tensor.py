@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckptmap.coverage import prove_tiling
 from ckptmap.errors import SourceError
+from ckptmap.geometry.coverage import prove_tiling
 from ckptmap.tensors import Box, Leaf, StoredTensor, TensorInfo
 from ckptmap.wire.placement import cut_rows, moved
 from ckptmap.wire.rank_trees import RankValues

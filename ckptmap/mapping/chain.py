@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ckptmap.errors import PlanError
-from ckptmap.lattice import Lattice, Piece, compose
+from ckptmap.geometry.lattice import Lattice, Piece, compose
 from ckptmap.mapping.cells import is_whole
 from ckptmap.mapping.resolve import Made, Resolution, resolve
 from ckptmap.mapping.rules import Scheme

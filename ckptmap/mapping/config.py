@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptmap.disk.files import whole
 from ckptmap.errors import PlanError
-from ckptmap.files import whole
 from ckptmap.remote.locating import locate
 from ckptmap.wire.meta_params import PARAMS, read_params
 

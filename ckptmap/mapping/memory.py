@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import PlanError
-from ckptmap.lattice import Lattice
+from ckptmap.geometry.lattice import Lattice
 from ckptmap.mapping import values
 from ckptmap.mapping.chain import pieces_of, translate
 from ckptmap.mapping.config import as_config

@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import combinations, count
 
 from ckptmap.errors import PlanError
-from ckptmap.lattice import compose
+from ckptmap.geometry.lattice import compose
 from ckptmap.mapping import values
 from ckptmap.mapping.cells import Built, Source
 from ckptmap.mapping.dims import KNOWN, Dims, Expr, Unknown, Value

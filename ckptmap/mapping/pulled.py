@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.grids import Coded, Grid
-from ckptmap.lattice import Lattice, Piece
+from ckptmap.geometry.grids import Coded, Grid
+from ckptmap.geometry.lattice import Lattice, Piece
 from ckptmap.lazy import LazyTensor
 from ckptmap.mapping import values
 from ckptmap.mapping.chain import pieces_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckptmap.errors import PlanError
-from ckptmap.lattice import Piece
+from ckptmap.geometry.lattice import Piece
 from ckptmap.mapping import values
 from ckptmap.mapping.cells import Built, Source
 from ckptmap.mapping.dims import Dims, Unknown

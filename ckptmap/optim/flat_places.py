@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ckptmap.files import Files
+from ckptmap.disk.files import Files
 from ckptmap.like import Plain
 from ckptmap.mapping.wrappers import ANYWHERE
 from ckptmap.tensors import BUFFERS, FLOATING, Leaf, Opaque, PerRank, StoredTensor, TensorInfo

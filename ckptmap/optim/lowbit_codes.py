@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptmap import fourbit
-from ckptmap.counting import FineCounter
+from ckptmap.geometry.counting import FineCounter
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptmap import arguments
+from ckptmap.disk.files import as_named
 from ckptmap.errors import CkptmapError, RunError, SourceError
-from ckptmap.files import as_named
 from ckptmap.remote.names import HubName, is_hub, parse
 
 
@@ -26,6 +27,7 @@ class Located:
 def locate(path: str | os.PathLike[str]) -> Located:
     """Nothing is asked of the Hub for a local path. Raises SourceError CKM101 for an empty path,
     which pathlib takes for the working directory, and CKM701 to 708, CKM716."""
+    arguments.place("path", path)
     if not os.fspath(path):
         raise SourceError("CKM101", "the path of a checkpoint is empty", "is a variable not set?")
     if not is_hub(path):

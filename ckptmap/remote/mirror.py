@@ -1,6 +1,6 @@
 """A directory that stands for a repository: every file with its name and size, none with content.
 
-Whoever looks at it finds what a download would give; bytes come when `ckptmap.files` is asked for
+Whoever looks at it finds what a download would give; bytes come when `ckptmap.disk.files` is asked for
 them, and only those: a header by range, a whole file once it is to be converted. What was read by
 range lies in the placeholder (sparse, in the temporary directory); whole files lie in
 huggingface_hub's cache, or where a run with little disk keeps the one at work. No hole is ever
@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from ckptmap.disk.files import Fingerprint, back, let_go
 from ckptmap.errors import CkptmapError, RunError, SourceError
-from ckptmap.files import Fingerprint, back, let_go
 from ckptmap.remote.names import HubName
 from ckptmap.remote.repo import READ_NBYTES, Entry, Repo
 

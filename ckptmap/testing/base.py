@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from ckptmap import registry
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.checkpoint import open as open_checkpoint
-from ckptmap.files import Files
+from ckptmap.disk.files import Files
 from ckptmap.members import merged
 from ckptmap.optim.state import KeyForm
 from ckptmap.places import look

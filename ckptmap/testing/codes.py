@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from ckptmap.grids import Coded, Grid, Recodes
+from ckptmap.geometry.grids import Coded, Grid, Recodes
 from ckptmap.protocols import Encoding, Refusal
 from ckptmap.tensors import Box, TensorInfo
 from ckptmap.testing.base import expect

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint import open as open_checkpoint
 from ckptmap.conversion import convert
-from ckptmap.files import Files
+from ckptmap.disk.files import Files
 from ckptmap.lazy import LazyTensor
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Scheme
 from ckptmap.tensors import ITEMSIZE, Box, Opaque, TensorInfo

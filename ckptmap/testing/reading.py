@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmap import manifest as manifests
-from ckptmap.coverage import prove_tiling
 from ckptmap.errors import CkptmapError, SourceError
+from ckptmap.geometry.coverage import prove_tiling
 from ckptmap.protocols import Container, Directory
 from ckptmap.testing.base import claims, expect, opened, run_all, stored_tensors
 from ckptmap.testing.samples import cut, random_box, same

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from ckptmap.disk.files import Files, Fingerprint
 from ckptmap.errors import SourceError
-from ckptmap.files import Files, Fingerprint
 from ckptmap.tensors import Region, StoredTensor, TensorInfo
 from ckptmap.wire.dcp_metadata import Item
 from ckptmap.wire.torch_zip_read import Loaded, load

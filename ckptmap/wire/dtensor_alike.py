@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 from ckptmap.errors import SourceError
-from ckptmap.rows import Rows
+from ckptmap.geometry.rows import Rows
 from ckptmap.tensors import Box, Chunk, Opaque, Region, StoredTensor, TensorInfo
 from ckptmap.wire.placement import (
     Cutting,

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
+from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
-from ckptmap.files import Files
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, TensorInfo
 from ckptmap.wire.module_list import fsdp1_units
 from ckptmap.wire.pickle_alike import Constant, Hole, Template

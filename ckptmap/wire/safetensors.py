@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from ckptmap.disk.files import Files
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.files import Files
 from ckptmap.tensors import ITEMSIZE, TensorInfo
 
 MAX_HEADER_NBYTES = 100_000_000

@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptmap.columns import Extents, Located
+from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
-from ckptmap.files import Files
+from ckptmap.geometry.columns import Extents, Located
 from ckptmap.tensors import TensorInfo
 from ckptmap.wire import torchao_metadata
 from ckptmap.wire.safetensors import MAX_HEADER_NBYTES, Header

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from struct import pack
 from typing import Any
 
-from ckptmap.columns import Extents, Located, nbytes_of
 from ckptmap.errors import SourceError
+from ckptmap.geometry.columns import Extents, Located, nbytes_of
 from ckptmap.tensors import Extent, Places
 from ckptmap.wire.pickle_alike import opcodes
 from ckptmap.wire.torch_zip_read import ReadTensor

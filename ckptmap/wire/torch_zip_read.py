@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
+from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
-from ckptmap.files import Files
 from ckptmap.tensors import (
     ITEMSIZE,
     Box,
@@ -351,7 +351,11 @@ def _find(records: Records, key: str, start: int, grid: Grid) -> Places:
 
 
 def _rebuild_parameter(data: Any, *rest: Any) -> Any:
-    """A Parameter is its tensor; what Python attributes it has are no part of a checkpoint."""
+    """A Parameter is its tensor; what Python attributes it has are no part of a checkpoint, but for
+    bitsandbytes' scales: without them the tensor is codes that mean nothing."""
+    state = _merged(rest[-1]) if rest else None
+    if isinstance(state, dict) and isinstance(state.get("quant_state"), Opaque):
+        return Inert.of(Opaque("bitsandbytes.nn.modules", "Params4bit"), (data,), state, None)
     return data
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import add, le
 from typing import Any, NamedTuple
 
-from ckptmap.files import Files
+from ckptmap.disk.files import Files
 from ckptmap.wire.zip_directory import LOCAL, U32, Entry
 from ckptmap.wire.zip_read import Records, Window, parsed_records, read_directory
 

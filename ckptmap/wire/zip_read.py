@@ -11,8 +11,8 @@ from operator import add, gt, sub
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptmap.disk.files import Files, Fingerprint
 from ckptmap.errors import SourceError
-from ckptmap.files import Files, Fingerprint
 from ckptmap.wire.zip_directory import (
     ENCRYPTED,
     LOCAL,

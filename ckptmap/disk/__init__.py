@@ -1,0 +1,1 @@
+"""Files: opened, locked, written, journaled and published."""

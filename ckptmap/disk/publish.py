@@ -1,0 +1,384 @@
+"""Publish a conversion as a whole or not at all.
+
+    .NAME.ckptmap-lock           who writes NAME now
+    .NAME.ckptmap-DIGEST/        beside the destination, so that one rename publishes
+        journal.jsonl            what is written
+        out/                     what will be published: the directory, or the one file in it
+        publishing               inode of what is being published: tells before from after
+        old                      what was there, where two renames replace it
+    .NAME.ckptmap-DIGEST.done/   a work directory being removed
+
+A run that fails leaves the destination as it was and the work directory for the next run of the
+same plan. Whatever state a killed run left is set right under the lock by the next `open`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+
+from ckptmap.disk.locks import Lock
+from ckptmap.errors import DestinationError, RunError
+
+_DONE = ".done"
+"""Ends the name of a work directory that is being removed."""
+_AT_FDCWD = -100
+_NOREPLACE, _EXCHANGE = 1, 2
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class Workspace:
+    """A locked place to write one output in: fill `out_dir`, then `publish`.
+
+    Use as a context: leaving it releases the lock, and keeps the work unless it was published.
+    """
+
+    def __init__(self, dst: Path, path: Path, one_file: bool, overwrite: bool, lock: Lock) -> None:
+        self.dst, self.path = dst, path
+        self.one_file, self.overwrite = one_file, overwrite
+        self.out_dir = path / "out"
+        self.journal_path = path / "journal.jsonl"
+        self.notes: tuple[str, ...] = ()
+        """What the user should be told: restored content, removed leftovers."""
+        self._lock = lock
+
+    @classmethod
+    def open(
+        cls, dst: Path, plan_digest: str, one_file: bool, overwrite: bool, nbytes: int = 0
+    ) -> Workspace:
+        """Check the destination, lock it, set right what a killed run left, make room to work.
+
+        `nbytes` is the output's size, for the check of free space. Raises DestinationError CKM301
+        exists, CKM303 no space, CKM304 cannot be written or must not be replaced, CKM305 locked.
+        """
+        if dst.parts[:1] == ("hf:",):
+            raise DestinationError(
+                "CKM304",
+                f"hf://{'/'.join(dst.parts[1:])}: is no path on this machine",
+                "write to one, then publish it with ckptmap push",
+            )
+        dst = Path(os.path.abspath(dst))  # noqa: PTH100 (resolve would follow a link at dst)
+        if not re.fullmatch(r"[0-9A-Za-z]{12,}", plan_digest):
+            raise ValueError(f"plan digest {plan_digest!r}: expected at least 12 letters or digits")
+        check_destination(dst, one_file, overwrite)
+        try:
+            dst.parent.mkdir(parents=True, exist_ok=True)
+            lock = Lock(dst.parent / f".{dst.name}.ckptmap-lock", dst)
+        except DestinationError:
+            raise
+        except OSError as error:
+            raise _cannot_write(dst, error) from error
+        path = dst.parent / f".{dst.name}.ckptmap-{plan_digest[:12]}"
+        try:
+            work = cls(dst, path, one_file, overwrite, lock)
+            work.notes = tuple(_recover(dst, path))
+            check_destination(dst, one_file, overwrite)  # again: now nobody else changes it
+            check_space(dst.parent, nbytes, _allocated(work.out_dir))
+            work.out_dir.mkdir(parents=True, exist_ok=True)
+        except BaseException as error:
+            lock.release()
+            if isinstance(error, OSError) and not isinstance(error, DestinationError):
+                raise _cannot_write(dst, error) from error
+            raise
+        return work
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # A refusal before any work was journaled must not keep reserved space.
+        if self.path.exists() and (isinstance(error, DestinationError) or error is None):
+            self._drop_if_nothing_done()
+        self._lock.release()
+
+    def _drop_if_nothing_done(self) -> None:
+        journals = self.path.glob("journal*.jsonl")  # one a rank
+        if all(journal.read_bytes().count(b"\n") <= 1 for journal in journals):
+            _discard(self.path)
+
+    def discard(self) -> None:
+        """Forget what was written: another plan takes its place."""
+        _discard(self.path)
+
+    def publish(self, sync: bool = True) -> None:
+        """Sync everything, then let it appear at the destination by one rename; without `sync`
+        the order holds for whoever looks, but not through a power cut.
+
+        Raises DestinationError CKM301 where something appeared at the destination meanwhile,
+        RunError CKM306 where syncing or renaming fails: the work is kept, the destination is as
+        it was.
+        """
+        content = self.out_dir
+        if self.one_file:
+            (content,) = self.out_dir.iterdir()
+        try:
+            if sync:
+                sync_tree(self.out_dir)
+            marker = self.path / "publishing"
+            marker.write_text(str(content.lstat().st_ino))
+            if sync:
+                for file in (marker, self.path):
+                    _sync(file)
+            self._rename(content)
+            if sync:
+                _sync(self.dst.parent)
+        except DestinationError:
+            raise
+        except OSError as error:
+            raise RunError(
+                "CKM306",
+                f"{self.dst}: cannot be published: {error.strerror}",
+                "mend that, then run the same command again to continue",
+            ) from error
+        try:
+            _discard(self.path)
+        except OSError as error:
+            self.notes += (f"{error.filename}: could not be removed; delete it",)
+
+    def _rename(self, content: Path) -> None:
+        check_destination(self.dst, self.one_file, self.overwrite)
+        if self.overwrite and os.path.lexists(self.dst):
+            if not _renameat2(content, self.dst, _EXCHANGE):
+                self._two_renames(content)
+        elif not self.one_file:
+            os.rename(content, self.dst)  # of a directory: fails unless absent or empty
+        elif not _renameat2(content, self.dst, _NOREPLACE):
+            os.link(content, self.dst)  # fails where it exists
+            content.unlink()
+
+    def _two_renames(self, content: Path) -> None:
+        old = self.path / "old"
+        os.rename(self.dst, old)
+        try:
+            os.rename(content, self.dst)
+        except OSError:
+            os.rename(old, self.dst)
+            raise
+
+
+# --------------------------------------------------------------------------------- checks
+
+
+def named_place(dst: str | os.PathLike[str]) -> Path:
+    """Raises DestinationError CKM304 for an empty path, which pathlib takes for the working
+    directory."""
+    if not os.fspath(dst):
+        raise DestinationError("CKM304", "the destination is an empty path", "name a new path")
+    return Path(dst)
+
+
+def check_destination(dst: Path, one_file: bool, overwrite: bool) -> None:
+    """Raise DestinationError where `dst` must not be written: CKM301 it exists (an empty
+    directory may be used, like may replace like with `overwrite`), CKM304 it is a link, a device
+    or a directory that is in use."""
+    if not dst.name:
+        raise DestinationError("CKM304", f"{dst}: is no place for an output", "name a new path")
+    try:
+        mode = os.lstat(dst).st_mode
+        empty = stat.S_ISDIR(mode) and not os.listdir(dst)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise _cannot_write(dst, error) from error
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        what = "symbolic link" if stat.S_ISLNK(mode) else "special file"
+        raise DestinationError(
+            "CKM304", f"{dst}: is a {what}, never replaced", "name the real path, or a new one"
+        )
+    wanted, found = ("directory", "file")[one_file], ("directory", "file")[stat.S_ISREG(mode)]
+    if wanted != found:
+        raise DestinationError(
+            "CKM301", f"{dst}: is a {found}, expected a {wanted} or nothing", "name a new path"
+        )
+    if empty:
+        return
+    if not overwrite:
+        raise DestinationError(
+            "CKM301", f"{dst}: exists", "name a new path, or replace it with --overwrite"
+        )
+    if found == "directory":
+        _check_replaceable(dst)
+
+
+def _check_replaceable(dst: Path) -> None:
+    """A directory that somebody lives in is not replaced by a checkpoint."""
+    lived_in = {"the home directory": Path.home(), "the working directory": Path.cwd()}
+    for what, place in lived_in.items():
+        if dst.resolve() in (place.resolve(), *place.resolve().parents):
+            raise DestinationError("CKM304", f"{dst}: holds {what}", "name a new path")
+    if os.path.ismount(dst):
+        raise DestinationError("CKM304", f"{dst}: is a mount point", "name a path inside it")
+
+
+def check_overlap(sources: Sequence[str | Path], dst: Path) -> None:
+    """Raise DestinationError CKM302 where a source is the destination, inside it or around it,
+    by resolved path or by inode (hard links, bind mounts)."""
+    real = Path(os.path.realpath(dst))
+    identities = _identities(real)
+    mine, above = {identities[0]} - {None}, {*identities} - {None}
+    around = cache(_around)  # nearly all sources share one directory
+    for source in sources:
+        folder, name = os.path.split(source)
+        if name in ("", ".", "..") or os.path.islink(source):
+            folder, name = os.path.split(os.path.realpath(source))
+        places, seen = around(folder)
+        place = places[0] / name
+        identity = _identity(place)
+        if place == real or identity in mine:
+            relation = "is the source"
+        elif place in real.parents or identity in above:
+            relation = "is inside the source"
+        elif real in places or seen & mine:
+            relation = "contains the source"
+        else:
+            continue
+        raise DestinationError(
+            "CKM302", f"{dst}: {relation} {source}", "write to a path apart from the source"
+        )
+
+
+def _around(folder: str) -> tuple[Sequence[Path], set[tuple[int, int] | None]]:
+    """A directory and all above it, resolved, and their devices and inodes."""
+    real = Path(os.path.realpath(folder))
+    return (real, *real.parents), {*_identities(real)}
+
+
+def _identities(path: Path) -> list[tuple[int, int] | None]:
+    """Device and inode of a path and all above it; None where there is nothing."""
+    return [_identity(place) for place in (path, *path.parents)]
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def check_space(directory: Path, nbytes: int, present: int = 0) -> None:
+    """Raise DestinationError CKM303 where `nbytes`, less those `present`, do not fit."""
+    free = shutil.disk_usage(directory).free
+    if nbytes - present > free:
+        raise DestinationError(
+            "CKM303",
+            f"{directory}: needs {nbytes - present} bytes, found {free} free",
+            "free some space or choose another destination",
+        )
+
+
+def _allocated(directory: Path) -> int:
+    """Bytes that an earlier run has reserved."""
+    return sum(os.lstat(file).st_blocks * 512 for file in _files(directory))
+
+
+def _cannot_write(dst: Path, error: OSError) -> DestinationError:
+    return DestinationError(
+        "CKM304",
+        f"{dst}: cannot be written: {error.strerror} ({error.filename})",
+        "choose a destination that can be written",
+    )
+
+
+# ------------------------------------------------------------------------------- recovery
+
+
+def _recover(dst: Path, mine: Path) -> Iterator[str]:
+    """Set right what killed runs left, under the lock; notes of what was done."""
+    pattern = re.compile(re.escape(f".{dst.name}.ckptmap-") + r"[0-9A-Za-z]{12}(\.done)?")
+    for work in sorted(dst.parent.iterdir()):
+        if not pattern.fullmatch(work.name) or work.is_symlink() or not work.is_dir():
+            continue
+        if work.suffix == _DONE:
+            shutil.rmtree(work)
+            continue
+        old = work / "old"
+        if old.exists() and not os.path.lexists(dst):
+            os.rename(old, dst)
+            _sync(dst.parent)
+            yield f"{dst}: restored; a run was killed while it replaced it"
+        elif _was_published(work, dst):
+            _discard(work)
+            yield f"{work}: removed; a run was killed just after it published"
+        elif old.exists():
+            raise DestinationError(
+                "CKM304",
+                f"{dst}: appeared while {old} held what was there before a run was killed",
+                f"move {dst} or {old} away, then run again",
+            )
+        if work != mine and work.exists():
+            _discard(work)
+            yield f"{work}: removed; left by another conversion that did not finish"
+    (mine / "publishing").unlink(missing_ok=True)
+
+
+def _discard(work: Path) -> None:
+    """Remove a work directory. It is renamed first: half removed, it would be misread."""
+    done = work.with_name(work.name + _DONE)
+    shutil.rmtree(done, ignore_errors=True)
+    os.rename(work, done)
+    shutil.rmtree(done)
+
+
+def _was_published(work: Path, dst: Path) -> bool:
+    try:
+        return int((work / "publishing").read_text()) == os.lstat(dst).st_ino
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+# --------------------------------------------------------------------------- system calls
+
+
+def _files(directory: Path) -> Iterator[str]:
+    for folder, _, names in os.walk(directory):
+        yield from (os.path.join(folder, name) for name in names)
+
+
+def sync_tree(path: Path) -> None:
+    """Sync one file; or every file below, then every directory, innermost first."""
+    if not path.is_dir():
+        _sync(path)
+        return
+    for file in _files(path):
+        _sync(file)
+    for folder, _, _ in os.walk(path, topdown=False):
+        _sync(folder)
+
+
+def _sync(path: str | Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _renameat2(old: Path, new: Path, flags: int) -> bool:
+    """rename with flags; False where the system or the filesystem knows no such thing."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), ctypes.c_uint(flags)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNSUPPORTED:
+        return False
+    if number == errno.EEXIST:
+        raise DestinationError(
+            "CKM301", f"{new}: appeared while it was written", "move it away and run again"
+        )
+    raise OSError(number, os.strerror(number), str(new))

@@ -1,0 +1,1 @@
+"""Boxes, regions and columns: where bytes of tensors lie, as arithmetic alone."""

@@ -1,0 +1,1 @@
+"""From a checkpoint and `--to` to a Plan, from headers alone."""

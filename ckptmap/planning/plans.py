@@ -1,0 +1,365 @@
+"""A Plan: what a conversion will do, decided before a byte moves; printed, saved, then executed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+from ckptmap.checkpoint import Checkpoint
+from ckptmap.collapse import Look, listed, renamed, table
+from ckptmap.disk.files import Fingerprint
+from ckptmap.disk.siblings import Sibling
+from ckptmap.errors import PlanError
+from ckptmap.geometry.alike import distinct, each
+from ckptmap.planning.steps import Compare, Encode, FilePlan
+from ckptmap.remote.locating import local
+from ckptmap.remote.names import is_hub
+from ckptmap.setups import Aim
+from ckptmap.version import __version__
+from ckptmap.wording import human
+
+if TYPE_CHECKING:
+    import os
+
+    from ckptmap.conversion import Report
+
+SCHEMA = 1
+MAX_SHARD_NBYTES = 5_000_000_000
+DEFAULT_MAX_MEMORY = 64 << 20
+BATCH = 1000
+"""Lines that are hashed at once."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; with the source's state it decides the plan wholly."""
+
+    to: str
+    world_size: int | None = None
+    mesh: str | None = None
+    """`"replicate=2,shard=4"`: the mesh that DTensors are cut over."""
+    tp_plan: str | None = None
+    """A file that says how the mesh dim `tp` cuts: pattern -> style."""
+    fsdp_units: tuple[str, ...] = ()
+    """Patterns of the modules that FSDP1 wraps, beside the root: `"layers.*"`."""
+    use_orig_params: bool = False
+    """Is the FSDP1 model that loads flat parameters built so?"""
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    optimizer: str = "keep"
+    optimizer_keys: str = "fqn"
+    """How the output keys optimizer state: the name of a key form."""
+    param_order: tuple[tuple[str, ...], ...] | None = None
+    """The parameters behind the indices of the source's optimizer state, one tuple a group."""
+    like: str | None = None
+    root: str | None = None
+    source_root: str | None = None
+    wrap: tuple[str, ...] | None = None
+    names_like: str | None = None
+    names: str | None = None
+    """The naming scheme of the output: `auto`, `hf`, a scheme, or a mapping file."""
+    names_from: str | None = None
+    """That of the source; None: by its keys."""
+    encode: tuple[str, ...] = ()
+    no_encode: tuple[str, ...] = ()
+    strict: bool = False
+    """Is it refused that a weight which is encoded by its name stays as it is, for its shape?"""
+    exact_scales: tuple[str, ...] = ()
+    """Patterns of weights whose quantization scales are stored without loss, where the encoding
+    has a form for that."""
+    base: str | None = None
+    """The checkpoint that has the scales of payloads which the source holds alone."""
+    max_shard_nbytes: int = MAX_SHARD_NBYTES
+    config_from: str | None = None
+
+    def located(self) -> Options:
+        """With paths where they can be looked at: what is on the Hub in its mirror; itself where
+        nothing is there."""
+        paths = {name: getattr(self, name) for name in PATHS}
+        if not any(path is not None and is_hub(path) for path in paths.values()):
+            return self
+        away: dict[str, Any] = {name: local(path) for name, path in paths.items()}
+        return replace(self, **away)
+
+    def written_as(self, other: Options) -> Options:
+        """With paths as in `other`."""
+        written: dict[str, Any] = {name: getattr(other, name) for name in PATHS}
+        return replace(self, **written)
+
+
+PATHS = ("like", "names_like", "config_from", "base")
+"""Options that name a checkpoint, or something beside one."""
+
+
+class Way(NamedTuple):
+    """What becomes of a logical tensor, at which fidelity: one for all alike."""
+
+    role: str
+    """model, optimizer or other."""
+    shape: tuple[int, ...]
+    source: str
+    target: str
+    fidelity: str
+    nbytes_in: int
+    nbytes_out: int
+
+
+class Step(NamedTuple):
+    """One logical tensor, and its way."""
+
+    fqn: str
+    role: str
+    shape: tuple[int, ...]
+    source: str
+    target: str
+    fidelity: str
+    nbytes_in: int
+    nbytes_out: int
+
+
+class Steps(Sequence[Step]):
+    """Step i is `ways[i]` of the tensor `fqns[i]`: columns, because there may be 100,000."""
+
+    __slots__ = ("fqns", "ways")
+
+    def __init__(self, fqns: Sequence[str] = (), ways: Sequence[Way] = ()) -> None:
+        self.fqns, self.ways = list(fqns), list(ways)
+
+    def add(self, fqns: Sequence[str], ways: Sequence[Way]) -> None:
+        self.fqns += fqns
+        self.ways += ways
+
+    def counted(self) -> Counter[Way]:
+        """How many go each way; a look at a way, of which there are few."""
+        ways = distinct(self.ways)
+        counts: Counter[Way] = Counter()
+        for key, count in Counter(map(id, self.ways)).items():
+            counts[ways[key]] += count
+        return counts
+
+    def __len__(self) -> int:
+        return len(self.fqns)
+
+    def __iter__(self) -> Iterator[Step]:
+        return (Step(fqn, *way) for fqn, way in zip(self.fqns, self.ways, strict=True))
+
+    @overload
+    def __getitem__(self, index: int) -> Step: ...
+    @overload
+    def __getitem__(self, index: slice) -> Steps: ...
+    def __getitem__(self, index: int | slice) -> Step | Steps:
+        if isinstance(index, slice):
+            return Steps(self.fqns[index], self.ways[index])
+        return Step(self.fqns[index], *self.ways[index])
+
+
+@dataclass(frozen=True)
+class Unresolved:
+    """A source key that the plan cannot account for."""
+
+    key: str
+    reason: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every source key used, dropped with a reason, or unresolved; every output byte placed."""
+
+    ckpt: Checkpoint
+    aim: Aim
+    options: Options
+    world_size: int
+    steps: Steps
+    files: Sequence[FilePlan]
+    encodes: Sequence[Encode]
+    compares: Sequence[Compare]
+    carried: Mapping[str, Sibling]
+    """Files beside the weights, by name: config.json, tokenizer."""
+    dropped: Mapping[str, str]
+    """Key -> why it is not in the output."""
+    tied: Mapping[str, str]
+    unresolved: Sequence[Unresolved]
+    keys: Mapping[tuple[str | int, ...], str]
+    """Stored path in the output -> logical FQN."""
+    records: Mapping[str, Mapping[str, Any]]
+    fingerprints: Mapping[str, Fingerprint]
+    notes: Sequence[str] = ()
+    digest: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", self._digest())
+
+    @property
+    def nbytes_in(self) -> int:
+        return sum(way.nbytes_in * count for way, count in self.steps.counted().items())
+
+    @property
+    def nbytes_out(self) -> int:
+        return sum(file.out.nbytes for file in self.files) + sum(
+            sibling.nbytes for sibling in self.carried.values()
+        )
+
+    @property
+    def one_file(self) -> bool:
+        return len(self.files) == 1 and self.files[0].out.holds_manifest
+
+    def _digest(self) -> str:
+        """The same on every machine for the same source and options; changes with either."""
+        seen = hashlib.sha256()
+        options = {
+            **asdict(self.options),
+            "names_like": None,
+            "config_from": None,
+            "like": None,
+            "base": None,
+            "tp_plan": None,
+        }
+        seen.update(json.dumps([__version__, SCHEMA, options, self.world_size]).encode())
+        if self.ckpt.translated is not None:
+            seen.update(json.dumps(self.ckpt.translated).encode())
+        for name, mark in sorted(self._sources().items()):
+            seen.update(f"{name} {mark.nbytes} {mark.mtime_ns}\n".encode(errors="surrogateescape"))
+        for lines in _lines(
+            "%s %s\n", self.steps.fqns, each(self.steps.ways, lambda w: str(w[2:5]))
+        ):
+            seen.update(lines)
+        for file in self.files:
+            seen.update(f"{file.out.name} {file.out.nbytes}\n".encode())
+            slots = file.slots
+            boxes = each(slots.boxes, str)
+            for lines in _lines("%s %s %s %s\n", slots.paths, boxes, slots.offsets, slots.sizes):
+                seen.update(lines)
+        for name, sibling in self.carried.items():
+            seen.update(f"{name} {sibling.mark}\n".encode(errors="surrogateescape"))
+        return seen.hexdigest()
+
+    def _sources(self) -> dict[str, Fingerprint]:
+        base = FilePath(self.ckpt.path)
+        base = base if base.is_dir() else base.parent
+        return {
+            str(FilePath(file).relative_to(base))
+            if FilePath(file).is_relative_to(base)
+            else file: mark
+            for file, mark in self.fingerprints.items()
+        }
+
+    def require_resolved(self) -> None:
+        """Raises PlanError CKM202 that names the first unresolved keys."""
+        if self.unresolved:
+            first = self.unresolved[0]
+            more = f" (and {len(self.unresolved) - 1} more)" if len(self.unresolved) > 1 else ""
+            raise PlanError("CKM202", f"{first.key}: {first.reason}{more}", first.hint)
+
+    def execute(
+        self,
+        dst: str | os.PathLike[str],
+        *,
+        device: str = "cpu",
+        threads: int | None = None,
+        max_memory: int = DEFAULT_MAX_MEMORY,
+        overwrite: bool = False,
+        digest: str = "xxh3",
+        progress: bool | Callable[[int, str], None] = False,
+        low_disk: bool = False,
+        sync: bool = True,
+    ) -> Report:
+        """Run it into `dst`: see `ckptmap.conversion.run`."""
+        from ckptmap.conversion import run
+
+        return run(
+            self, dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
+            digest=digest, progress=progress, low_disk=low_disk, sync=sync,
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """One JSON document, `"schema": 1`, stable and sorted as the output is."""
+        return {
+            "schema": SCHEMA,
+            "ckptmap": __version__,
+            "digest": self.digest,
+            "source": {
+                "path": self.ckpt.shown,
+                "container": self.ckpt.index.container,
+                "setup": self.ckpt.setup,
+                "files": {name: asdict(mark) for name, mark in self._sources().items()},
+            },
+            "options": asdict(self.options),
+            "world_size": self.world_size,
+            "steps": [step._asdict() for step in self.steps],
+            "from": self._origins(),
+            "files": [
+                {"name": f.out.name, "nbytes": f.out.nbytes, "tensors": len(f.out.slots)}
+                for f in self.files
+            ],
+            "carried": sorted(self.carried),
+            "dropped": dict(self.dropped),
+            "tied": dict(self.tied),
+            "unresolved": [asdict(item) for item in self.unresolved],
+            "notes": list(self.notes),
+            "totals": {
+                "tensors": len(self.steps),
+                "nbytes_in": self.nbytes_in,
+                "nbytes_out": self.nbytes_out,
+                "fidelity": self.fidelities(),
+            },
+        }
+
+    def _origins(self) -> dict[str, tuple[str, ...]]:
+        """The keys in the source of what is written under another name."""
+        found = self.ckpt.origins
+        kept = {fqn for fqn, way in self._ways() if way.role == "model"} if found else set()
+        return {fqn: keys for fqn, keys in found.items() if fqn in kept}
+
+    def _ways(self) -> Iterator[tuple[str, Way]]:
+        return zip(self.steps.fqns, self.steps.ways, strict=True)
+
+    def fidelities(self) -> dict[str, int]:
+        """Fidelity -> how many tensors, in the order of loss."""
+        order = ("bytes", "exact", "codes", "cast", "quantize", "requantize")
+        counts: Counter[str] = Counter()
+        for way, count in self.steps.counted().items():
+            counts[way.fidelity] += count
+        return {name: counts[name] for name in order if counts[name]}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        FilePath(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.ckpt.shown}  ({self.ckpt.setup}, {self.ckpt.world_size} rank(s))"
+            f" -> {self.aim.text}, {self.world_size} rank(s)",
+            *table(self.steps.fqns, each(self.steps.ways, _look)),
+        ]
+        lines += renamed(self._origins(), stripped=self.ckpt.translated is None)
+        for title, found in (("dropped", self.dropped), ("tied", self.tied)):
+            lines += listed(title, found)
+        lines += [f"carried: {', '.join(sorted(self.carried))}"] if self.carried else []
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"unresolved: {u.key}: {u.reason}; {u.hint}" for u in self.unresolved]
+        kinds = ", ".join(f"{name} {count}" for name, count in self.fidelities().items())
+        lines.append(
+            f"total: {len(self.steps)} tensors, {human(self.nbytes_in)} -> {human(self.nbytes_out)}"
+            f" in {len(self.files)} file(s); {kinds or 'nothing'}; buffers at most --max-memory,"
+            f" {human(DEFAULT_MAX_MEMORY)} unless given"
+        )
+        return "\n".join(lines)
+
+
+def _look(way: Way) -> Look:
+    """What the table shows of it."""
+    kind = (way.source, "->", way.target)
+    return Look(way.role, way.shape, kind, way.fidelity, way.nbytes_out)
+
+
+def _lines(form: str, *columns: Sequence[Any]) -> Iterator[bytes]:
+    """A line for what lies side by side in columns, a batch at a time."""
+    for at in range(0, len(columns[0]), BATCH):
+        some = zip(*[column[at : at + BATCH] for column in columns], strict=True)
+        yield "".join(map(form.__mod__, some)).encode()
