@@ -186,9 +186,9 @@ CODES: Mapping[str, Code] = {
     "CKM301": Code(
         "the destination exists",
         "Something is there already, and nothing is replaced without being told so. --overwrite "
-        "replaces a checkpoint with all that is in its directory; not a directory that only has one "
-        "inside, nor one with other checkpoints below it.",
-        "Choose another destination, or replace it with --overwrite.",
+        "replaces a checkpoint and what frameworks keep beside it (config, tokenizer, README.md); not a "
+        "directory that only has one inside, nor one with other checkpoints or files of yours in it.",
+        "Choose another destination, move what is yours elsewhere, or replace it with --overwrite.",
     ),
     "CKM302": Code(
         "source and destination overlap",
@@ -270,6 +270,12 @@ CODES: Mapping[str, Code] = {
         "ckptmap.load: FSDP1, for one, cannot flatten integer tensors.",
         "Take the nearest target that the message names; `ckptmap doctor --to SETUP` has the table.",
     ),
+    "CKM318": Code(
+        "a BOOL that is neither 0 nor 1",
+        "A byte of a BOOL tensor is another number. torch takes it for True, other readers may not, "
+        "so it is not passed on.",
+        "Load it and save tensor.clone(), in which torch writes 1; or leave it out with --exclude.",
+    ),
     "CKM320": Code(
         "an adapter that cannot be merged",
         "A LoRA adapter is its tensors and adapter_config.json, which says how much they add. This "
@@ -310,7 +316,7 @@ CODES: Mapping[str, Code] = {
     "CKM403": Code(
         "no manifest, or one that is not read",
         "verify compares an output with the manifest that ckptmap wrote into it; there is none, "
-        "or it is of another version.",
+        "it is damaged, or it is of another version.",
         "Compare with the source in place of it: ckptmap diff SRC DST --values",
     ),
     # ------------------------------------------------------------------ live models
@@ -385,6 +391,29 @@ CODES: Mapping[str, Code] = {
         "Tensors of a live state dict move between ranks by a plan that every rank makes alike; "
         "here the plans differ, or nobody holds a part that is wanted.",
         "Run the same release of ckptmap on every rank, and pass every rank's part.",
+    ),
+    "CKM514": Code(
+        "an adapter that came from another base",
+        "peft made its first values from the base that it was put on (DoRA's magnitudes, PiSSA), so "
+        "that with the base alone loaded afterwards the two do not belong together.",
+        "Load the base before get_peft_model, or the adapter's own checkpoint after the base.",
+    ),
+    "CKM515": Code(
+        "an adapter of other settings",
+        "The adapter_config.json beside the adapter says that it adds more or less than the live "
+        "model would with the same tensors.",
+        "Wrap the model with that config, or load with strict=False, which reports it.",
+    ),
+    "CKM516": Code(
+        "an argument that means nothing",
+        "A Python call was given a value of another kind, or a name that it does not know.",
+        "The message says what is expected; help() of the call says what it means.",
+    ),
+    "CKM517": Code(
+        "a checkpoint that does not say its step",
+        "A run is to go on after the data that it has seen, and nothing in the checkpoint says how "
+        "many steps that were.",
+        "Save with step=, or load it by ckptmap.load and begin anew.",
     ),
     # ------------------------------------------------------------------ the Hub
     "CKM701": Code(

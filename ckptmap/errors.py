@@ -35,6 +35,10 @@ class PlanError(CkptmapError, ValueError):
     """A conversion was asked for that cannot be planned."""
 
 
+class ArgumentError(CkptmapError, ValueError):
+    """An argument of a Python call that means nothing there."""
+
+
 class DestinationError(CkptmapError, OSError):
     """The destination cannot be written; refused before a byte was written."""
 

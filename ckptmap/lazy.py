@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, TypeAlias
 
-from ckptmap.files import Files
-from ckptmap.gather import fill
-from ckptmap.grids import Coded
+from ckptmap import arguments
+from ckptmap.disk.files import Files
+from ckptmap.geometry.gather import fill
+from ckptmap.geometry.grids import Coded
 from ckptmap.protocols import Group
 from ckptmap.tensors import Box, StoredTensor
 
 if TYPE_CHECKING:
+    from types import EllipsisType
+
     import torch
+
+    Index: TypeAlias = int | slice | EllipsisType
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -98,10 +104,11 @@ class LazyTensor:
         """The box at `offsets` of `sizes` (default: all), decoded, in the logical dtype.
 
         Only the stored bytes that the box needs are read. Raises ValueError where the box leaves
-        the tensor.
+        the tensor, PlanError CKM210 where the device is not here.
         """
         import torch
 
+        arguments.device(device, f"device={str(device)!r}")
         box = self._box(offsets, sizes)
         out = torch.empty(box.sizes, dtype=self.torch_dtype, device=device)
         self.read_into(box, out)
@@ -150,14 +157,12 @@ class LazyTensor:
         fill(self.files, stored, box, tensor_bytes(out))
         return out.to(device)
 
-    def __getitem__(self, key: int | slice | tuple[int | slice, ...]) -> torch.Tensor:
-        """Like a tensor's: `w[3]`, `w[0:128]`, `w[:, 5]`; steps other than 1 are refused."""
-        keys = key if isinstance(key, tuple) else (key,)
-        if len(keys) > len(self.shape):
-            raise IndexError(f"{self.fqn}: {len(keys)} indices for shape {list(self.shape)}")
+    def __getitem__(self, key: Index | tuple[Index, ...]) -> torch.Tensor:
+        """Like a tensor's: `w[3]`, `w[0:128]`, `w[:, 5]`, `w[..., 0]`; steps other than 1 are
+        refused, and so is what is neither an integer nor a slice."""
         offsets, sizes, squeeze = [], [], []
-        for dim, size in enumerate(self.shape):
-            item = keys[dim] if dim < len(keys) else slice(None)
+        for dim, item in enumerate(self._indices(key if isinstance(key, tuple) else (key,))):
+            size = self.shape[dim]
             if isinstance(item, slice):
                 start, stop, step = item.indices(size)
                 if step != 1:
@@ -173,11 +178,30 @@ class LazyTensor:
         values = self.read(offsets, sizes)
         return values.reshape([n for dim, n in enumerate(values.shape) if dim not in squeeze])
 
+    def _indices(self, keys: tuple[Index, ...]) -> list[int | slice]:
+        """One a dim: an ellipsis, or the end, stands for all that have none."""
+        given: list[int | slice] = [key for key in keys if key is not Ellipsis]
+        if len(given) > len(self.shape) or len(keys) - len(given) > 1:
+            raise IndexError(f"{self.fqn}: {len(keys)} indices for shape {list(self.shape)}")
+        at = next((i for i, key in enumerate(keys) if key is Ellipsis), len(keys))
+        given[at:at] = [slice(None)] * (len(self.shape) - len(given))
+        return [key if isinstance(key, slice) else self._whole(key) for key in given]
+
+    def _whole(self, key: object) -> int:
+        try:
+            if not isinstance(key, bool):
+                return index(key)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+        raise TypeError(
+            f"{self.fqn}: index {key!r} is a {type(key).__name__}, expected int or slice"
+        )
+
     def _box(self, offsets: Sequence[int] | None, sizes: Sequence[int] | None) -> Box:
         if offsets is None:
             offsets = (0,) * len(self.shape)
         if sizes is None:
-            sizes = tuple(n - o for n, o in zip(self.shape, offsets, strict=True))
+            sizes = [n - o for n, o in zip(self.shape, offsets, strict=False)]
         if len(offsets) != len(self.shape) or len(sizes) != len(self.shape):
             raise ValueError(f"{self.fqn}: box needs {len(self.shape)} offsets and sizes")
         for offset, size, limit in zip(offsets, sizes, self.shape, strict=True):

@@ -17,7 +17,7 @@ import ckptmap
 from ckptmap.errors import CkptmapError
 from ckptmap.integrations.accelerate import install
 from ckptmap.integrations.lightning import hooks
-from ckptmap.integrations.transformers import callback, export
+from ckptmap.integrations.transformers import callback, export, resume
 from ckptmap.resume.optimizers import unwrapped
 from tests.corpus.ranks import ROOT, run_ranks
 from tests.live.resume_model import net, train
@@ -234,6 +234,72 @@ def test_trainer_resumes_from_another_trainers_checkpoint(tmp_path: Path) -> Non
     for name, param in first.model.named_parameters():
         assert torch.equal(seen["state"][name], optimizer.state[param]["exp_avg"]), name
     assert ours.report is not None and not ours.report.missing
+    assert any("the data begins anew" in reason for reason in ours.report.inexact)
+
+
+def recorded(folder: Path, *callbacks: Any, **options: Any) -> tuple[Any, list[Any], list[float]]:
+    """A trainer of 7 steps, almost two epochs; the words and the epoch of each step that it takes."""
+    made = trainer(TINY["llama"].build(), folder, 7, callbacks=list(callbacks), **options)
+    words: list[Any] = []
+    epochs: list[float] = []
+    step = made.training_step
+
+    class Epochs(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            epochs.append(state.epoch)
+
+    def training_step(model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        words.append(inputs["input_ids"].clone())
+        return step(model, inputs, *rest, **more)
+
+    made.training_step = training_step
+    made.add_callback(Epochs())
+    return made, words, epochs
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[Any]]:
+    """Runs saved after 3 and 4 steps, of which 4 are an epoch, by Trainer and by ckptmap."""
+    folder = tmp_path_factory.mktemp("interrupted")
+
+    class Save(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            step, optimizer = state.global_step, unwrapped(kwargs["optimizer"])
+            if step in (3, 4):
+                path, scheduler = folder / f"ours-{step}", kwargs["lr_scheduler"]
+                ckptmap.save(path, kwargs["model"], optimizer, scheduler, step=step).wait()
+
+    made, words, _ = recorded(folder, Save(), save_steps=1)
+    made.train()
+    return folder, made.model.state_dict(), words
+
+
+@pytest.mark.parametrize("step", [3, 4])
+@pytest.mark.parametrize("source", ["ours", "checkpoint"])
+def test_resume_skips_what_was_seen(
+    source: str, step: int, interrupted: tuple[Path, Any, list[Any]], tmp_path: Path
+) -> None:
+    """In the middle of an epoch and between two: the other steps' words, and the same bits."""
+    folder, want, words = interrupted
+    torch.manual_seed(1)
+    made, again, epochs = recorded(tmp_path, save_strategy="no")
+    torch.nn.init.zeros_(made.model.lm_head.weight)
+    done = resume(made, folder / f"{source}-{step}")
+    assert not done.report.missing and done.output.global_step == 7
+    assert epochs == [number / 4 for number in range(step + 1, 8)]
+    assert len(again) == 7 - step
+    assert all(torch.equal(a, b) for a, b in zip(again, words[step:], strict=True))
+    for name, value in made.model.state_dict().items():
+        assert torch.equal(value, want[name]), name
+    assert "_load_rng_state" not in vars(made)
+
+
+def test_resume_needs_a_step(tmp_path: Path) -> None:
+    model = TINY["llama"].build()
+    ckptmap.save(tmp_path / "out", model).wait()
+    with pytest.raises(CkptmapError, match="does not say at which step") as refused:
+        resume(trainer(model, tmp_path / "run", 1), tmp_path / "out")
+    assert refused.value.code == "CKM517"
 
 
 # ------------------------------------------------------------------ the rest

@@ -54,7 +54,10 @@ FRAMEWORKS = {
     "accelerate_fsdp2_w2": "",
     "trainer_ddp_w2": "checkpoint-2",
     "trainer_fsdp_sharded_w2": "checkpoint-2",
+    "verl_w2": "actor",
 }
+SCHEDULED = {"accelerate_fsdp2_w2": 7, "verl_w2": 0}
+"""Those with a StepLR of 3 steps: its last epoch."""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +79,11 @@ def test_what_accelerate_and_trainer_saved(name: str, directories: Path) -> None
         if fqn in case.optimizer
     }
     optimizer = torch.optim.AdamW(named.values(), lr=123.0)
-    report = ckptmap.load(case.path / FRAMEWORKS[name], model, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 9) if name in SCHEDULED else None
+    if scheduler is not None:
+        scheduler.last_epoch = 5
+    report = ckptmap.load(case.path / FRAMEWORKS[name], model, optimizer, scheduler)
+    assert scheduler is None or (scheduler.last_epoch, scheduler.step_size) == (SCHEDULED[name], 3)
     assert report.state is not None and not report.state.initialised, report
     for fqn, want in case.truth.items():
         found = {**dict(model.named_parameters()), **dict(model.named_buffers())}.get(fqn)

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.corpus.ranks import ROOT, run_ranks
-from tests.live.resume_optimizers import ALL, ROUNDING, TORCH
+from tests.live.resume_optimizers import ALL, LOW_BIT, ROUNDING, TORCH
 
 EAGER = {"CKPTMAP_TEST_EAGER": "1"}
+TRACED = {"CKPTMAP_TEST_BACKEND": "aot_eager"}
 MODULE = "tests.live.resume_exact"
 
 
@@ -34,10 +37,20 @@ def test_one_process(tmp_path: Path) -> None:
         alone(part, tmp_path, names, "eager", EAGER)
 
 
-def test_one_process_compiled(tmp_path: Path) -> None:
-    """The step compiled by inductor: its random numbers are drawn in a kernel."""
+@pytest.mark.parametrize("env", [EAGER, TRACED], ids=["eager", "traced"])
+def test_every_low_bit_optimizer(env: dict[str, str], tmp_path: Path) -> None:
+    """Eager, and model and step traced and functionalised as for every compiler, by one that leaves
+    the kernels alone: inductor takes ten seconds for each of them. Those of ROUNDING, which complete
+    them, are in the tests around."""
     for part in ("first", "second"):
-        alone(part, tmp_path, "ao8", "one-weight", {})
+        alone(part, tmp_path, ",".join(LOW_BIT), "one-weight-compiled", env)
+
+
+def test_one_process_compiled(tmp_path: Path) -> None:
+    """Model and step compiled by inductor, once for each form of the moments: random numbers are
+    drawn in a kernel."""
+    for part in ("first", "second"):
+        alone(part, tmp_path, ",".join(ROUNDING), "one-weight-compiled", {})
 
 
 def test_fsdp2(tmp_path: Path) -> None:
@@ -56,10 +69,13 @@ def test_fsdp1(tmp_path: Path) -> None:
         run_ranks(MODULE, 2, args, timeout=400, env=EAGER)
 
 
-def test_fsdp2_compiled(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "env"), [("ao8", {}), ("ao,ao4,aofp8", TRACED)], ids=["inductor", "traced"]
+)
+def test_fsdp2_compiled(names: str, env: dict[str, str], tmp_path: Path) -> None:
     for part in ("first", "second"):
-        args = [part, str(tmp_path), "ao8", "fsdp2", "one-weight"]
-        run_ranks(MODULE, 2, args, timeout=400)
+        args = [part, str(tmp_path), names, "fsdp2", "one-weight"]
+        run_ranks(MODULE, 2, args, timeout=400, env=env)
 
 
 def test_another_world_size(tmp_path: Path) -> None:

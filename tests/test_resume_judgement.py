@@ -205,6 +205,45 @@ def test_an_optimizer_of_another_model(saved: Path) -> None:
         ckptmap.load(saved, model, ao8(model.parameters()), precision="half")
 
 
+AdamW = torch.optim.AdamW
+CONTINUED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
+    "one group of two": (
+        lambda m: AdamW([{"params": m.fc.parameters(), "lr": 0.5}, {"params": [m.out.weight]}]),
+        lambda m: AdamW(m.parameters(), lr=0.25),
+        r"group 0 lr: its parameters had 0\.5, 0\.001; kept 0\.25",
+    ),
+    "a number for a tensor": (
+        lambda m: AdamW(m.parameters(), lr=torch.tensor(0.003)),
+        lambda m: AdamW(m.parameters(), lr=0.003),
+        "group 0 lr: was a float32 tensor, is no tensor",
+    ),
+    "a key of the user's": (
+        lambda m: AdamW([{"params": m.parameters(), "lr_scale": 0.5}]),
+        lambda m: AdamW(m.parameters()),
+        r"group 0 lr_scale: was 0\.5, is not there",
+    ),
+    "frozen": (
+        lambda m: AdamW(m.parameters()),
+        lambda m: AdamW(m.requires_grad_(False).parameters()),
+        r"gradients parameters that are trained: was 3 \(\w+\), is 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_groups_that_another_optimizer_cannot_take_exactly(name: str, tmp_path: Path) -> None:
+    """Each would step on with other bits."""
+    before, after, reason = CONTINUED[name]
+    model = Small(dtype=torch.float32)
+    model, optimizer = stepped(model, lambda _: before(model), steps=2)
+    ckptmap.save(tmp_path / "out", model, optimizer).wait()
+    again = Small(dtype=torch.float32)
+    ckptmap.load(tmp_path / "out", again, before(again), exact=True)
+    with pytest.raises(LoadError, match=reason) as refused:
+        ckptmap.load(tmp_path / "out", again, after(again), exact=True)
+    assert refused.value.code == "CKM507"
+
+
 class Odd(torch.optim.Optimizer):
     """Of nobody's making: keeps what it likes, one of it of another shape."""
 

@@ -1,12 +1,14 @@
 """torchao's CPUOffloadOptimizer: one optimizer a parameter, each on a copy in host memory.
 
-It is for GPUs alone. Here its own code runs on the CPU: what it asks of CUDA (streams, events, pinned
-memory) only orders copies, and is replaced by nothing.
+It is for GPUs alone: it takes its streams from the module of its device, `torch.cuda` or `torch.xpu`.
+Here all of its own code runs with `torch.cpu` in that place, whose streams do nothing. What is not
+shown so: that copies on a side stream are waited for, pinned memory, and `record_stream`, which keeps
+freed gradients (`offload_gradients=True`); no value depends on them.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,43 +19,58 @@ import ckptmap
 from tests.live.resume_model import net, train
 
 
-class Stream:
-    """Everything that was asked of it is done already."""
+class Stream(torch.cpu.Stream):
+    """torch.cpu's own says nothing of events."""
 
-    def wait_stream(self, other: Any) -> None: ...
-
-    def record_event(self) -> Stream:
-        return self
+    def record_event(self) -> Any:
+        return torch.cpu.Event()
 
     def synchronize(self) -> None: ...
 
 
 @pytest.fixture(autouse=True)
-def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from torchao.optim import cpu_offload
 
     empty_like = torch.empty_like
-    monkeypatch.setattr(cpu_offload, "get_available_devices", lambda: ["cuda"])
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(cpu_offload, "get_available_devices", lambda: ["cpu", "xpu"])
+    monkeypatch.setattr(torch.xpu, "Stream", Stream)
+    monkeypatch.setattr(torch.xpu, "current_stream", torch.cpu.current_stream)
+    monkeypatch.setattr(torch.xpu, "stream", torch.cpu.stream)
     monkeypatch.setattr(torch, "empty_like", lambda *a, pin_memory=False, **k: empty_like(*a, **k))
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
 
 
-def run(seed: int) -> tuple[Any, Any]:
+def adamw() -> tuple[Any, dict[str, Any]]:
+    return torch.optim.AdamW, {}
+
+
+def rounding() -> tuple[Any, dict[str, Any]]:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit, {"bf16_stochastic_round": True}
+
+
+def run(seed: int, inner: Any = adamw, lr: float = 1e-2) -> tuple[Any, Any]:
+    """Two groups, the first one's learning rate; bf16 where the optimizer rounds into it."""
     from torchao.optim import CPUOffloadOptimizer
 
-    model = net(seed)
-    return model, CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    cls, options = inner()
+    model = net(seed, torch.bfloat16 if options else torch.float32)
+    groups = [{"params": model.embed.parameters(), "lr": lr}, {"params": model.layers.parameters()}]
+    return model, CPUOffloadOptimizer(groups, cls, lr=1e-2, **options)
 
 
-def test_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    model, optimizer = run(0)
+@pytest.mark.parametrize("inner", [adamw, rounding])
+def test_it_goes_on_bit_for_bit(inner: Any, tmp_path: Path) -> None:
+    model, optimizer = run(0, inner, lr=2e-2)
     assert optimizer.d_opt is not None and optimizer.optim_dict  # small ones stay on the device
     train(model, optimizer, 0, 3)
     ckptmap.save(tmp_path / "out", model, optimizer).wait()
     train(model, optimizer, 3, 5)
-    again, theirs = run(1)
+    again, theirs = run(1, inner, lr=2e-2)
     report = ckptmap.load(tmp_path / "out", again, theirs, exact=True)
     assert report.state is not None and not report.state.initialised
     for device, host in theirs.param_d2h_map.items():

@@ -1,21 +1,31 @@
-"""transformers: a TrainerCallback that resumes from any setup, and exports to one every N steps.
+"""transformers: Trainer resumes from any setup, and exports to one every N steps.
+
+resume(trainer, "runs/fsdp/step-2000")      in place of trainer.train(resume_from_checkpoint=...)
 
 Trainer(..., callbacks=[
-    ckptmap.integrations.transformers.callback(resume_from="runs/fsdp/step-2000"),
-    ckptmap.integrations.transformers.callback(export_dir="out", export_to="hf-bf16", every=500),
+    callback(resume_from="runs/fsdp/step-2000"),                      weights, moments and step alone
+    callback(export_dir="out", export_to="hf-bf16", every=500),
 ])
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.checkpoint import open as open_checkpoint
 from ckptmap.conversion import convert
+from ckptmap.errors import LoadError
+from ckptmap.remote.locating import locate
+from ckptmap.resume import naming, peft_live, streams
+from ckptmap.resume.finding import find_targets
 from ckptmap.resume.hooks import name_by_live
 from ckptmap.resume.load import MAX_MEMORY, load
 from ckptmap.resume.optimizers import unwrapped
@@ -27,6 +37,128 @@ if TYPE_CHECKING:
     import torch
 
 PURPOSE = "export"
+STATE = "trainer_state.json"
+ANEW = (
+    "the data begins anew: a callback cannot skip what was seen; "
+    "ckptmap.integrations.transformers.resume(trainer, path) does"
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What `resume` did: load's report, and what `trainer.train` returned."""
+
+    report: LoadReport
+    output: Any
+
+
+def resume(
+    trainer: Any,
+    path: str | os.PathLike[str],
+    *,
+    load_options: Mapping[str, Any] | None = None,
+    **train_options: Any,
+) -> Resumed:
+    """`trainer.train(resume_from_checkpoint=path)` where `path` is a checkpoint of any setup.
+
+    Step and epoch are counted on, and the batches that were seen are skipped, by Trainer's own rule
+    (`ignore_data_skip` holds); the random streams are put back after that, as Trainer does. Steps
+    are those of this run's batch size and world size, whatever they were in the other.
+
+    load_options   of `ckptmap.load`: strict, precision, rounding, ...
+    train_options  of `trainer.train`
+
+    Raises LoadError CKM505 under DeepSpeed, which loads by itself, CKM517 where the checkpoint does
+    not say its step; and as `ckptmap.load` does, before the first step.
+    """
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        raise LoadError(
+            "CKM505",
+            "trainer: runs under DeepSpeed, expected one process, DDP or FSDP",
+            "convert the checkpoint, and resume by DeepSpeed itself",
+        )
+    with tempfile.TemporaryDirectory(prefix="ckptmap-") as folder:
+        loader = _TrainerLoader(trainer, path, dict(load_options or {}))
+        loader.put_state(Path(folder))
+        with loader.in_place():
+            output = trainer.train(resume_from_checkpoint=folder, **train_options)
+    assert loader.report is not None, "train() returned before it loaded anything"
+    return Resumed(loader.report, output)
+
+
+class _TrainerLoader:
+    """In the place of the trainer's own methods that load, while it is resumed."""
+
+    def __init__(self, trainer: Any, path: Any, options: dict[str, Any]) -> None:
+        self._trainer, self._path, self._options = trainer, path, options
+        self._random: Any = None
+        self.report: LoadReport | None = None
+
+    def put_state(self, folder: Path) -> None:
+        """trainer_state.json: the checkpoint's own, or one that has its step alone."""
+        from transformers import TrainerState
+
+        args = self._trainer.args
+        checkpoint, _ = peft_live.opened(self._path, self._trainer.model, True)
+        with checkpoint:
+            known, step = _told(checkpoint.extra)
+        if step is None:
+            raise LoadError(
+                "CKM517",
+                f"{self._path}: does not say at which step it was saved",
+                "load it by ckptmap.load, and begin with trainer.train()",
+            )
+        known = {k: v for k, v in known.items() if k in TrainerState.__dataclass_fields__}
+        state = TrainerState(**{**known, "global_step": step})
+        if not known:
+            state.train_batch_size = self._trainer._train_batch_size
+            state.compute_steps(args, max(args.max_steps, 1))
+        state.save_to_json(str(folder / STATE))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        ours = {
+            "_load_from_checkpoint": lambda *args, **kwargs: None,
+            "_load_optimizer_and_scheduler": self._load,
+            "_load_rng_state": self._streams,
+            "_load_scaler": self._scaler,
+        }
+        for name, method in ours.items():
+            setattr(self._trainer, name, method)
+        try:
+            yield
+        finally:
+            for name in ours:
+                delattr(self._trainer, name)
+
+    def _load(self, folder: str | None) -> None:
+        """All but the random streams: the batches that are skipped are those of this run's seed."""
+        trainer, before = self._trainer, streams.captured()
+        self.report, _ = resumed(
+            self._path, trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler,
+            **self._options,
+        )  # fmt: skip
+        if self.report.streams == "restored":
+            self._random = streams.captured()
+        streams.restore(before)
+
+    def _streams(self, folder: str | None) -> None:
+        """After the batches were skipped, which draws."""
+        if self._random is not None:
+            streams.restore(self._random)
+        else:
+            self._own("_load_rng_state")
+
+    def _scaler(self, folder: str | None) -> None:
+        self._own("_load_scaler")
+
+    def _own(self, name: str) -> None:
+        """Trainer's own method, for a checkpoint of Trainer's."""
+        place = locate(self._path).path
+        if (place / STATE).is_file():
+            getattr(type(self._trainer), name)(self._trainer, str(place))
 
 
 def callback(
@@ -42,8 +174,9 @@ def callback(
     """A TrainerCallback.
 
     resume_from   loaded when training begins, after Trainer has built model and optimizer; steps
-                  are counted on from its own, where it has them. Which examples were seen is not
-                  known: the data begins anew. `callback.report` says what was loaded
+                  are counted on from its own, where it has them. No callback can skip the data that
+                  was seen: it begins anew, with epoch 0, and `callback.report` says so beside what
+                  was loaded. Where that matters, call `resume` in place of `trainer.train`
     export_dir    `export_dir/step-N` is written every `every` steps, and when training ends, as
     export_to     a setup of `ckptmap convert --to`; `options` are those of `ckptmap.convert`
     load_options  of `ckptmap.load`: strict, precision, rounding, ...
@@ -83,6 +216,9 @@ def _callback_class() -> Any:
             self.report, step = found
             if step is not None:
                 state.global_step = step
+            if step and not args.ignore_data_skip:
+                self.report = replace(self.report, inexact=(*self.report.inexact, ANEW))
+                logger.warning("resumed at step %d, but %s", step, ANEW)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if self._every and state.global_step % self._every == 0:
@@ -109,20 +245,30 @@ def resumed(
     **options: Any,
 ) -> tuple[LoadReport, int | None]:
     """The report and the step that the checkpoint is of; weights alone where it has no more."""
-    with open_checkpoint(path) as checkpoint:
+    checkpoint, other = peft_live.opened(path, model, options.get("strict", True))
+    with checkpoint:
         optimizer = unwrapped(optimizer) if optimizer is not None else None
+        named = naming.by_the_models(checkpoint, model, find_targets(model)[0])
+        if named.names and not named.unmapped:  # `load` says which key is unknown
+            checkpoint = named.checkpoint
         if not checkpoint.optimizer_reader.present:
             optimizer = scheduler = None
         if optimizer is not None:
             name_by_live(checkpoint, model, optimizer)
         if "scheduler" not in checkpoint.extra:
+            other = [*other, "the checkpoint has no scheduler: its schedule begins anew"]
             scheduler = None
         report = load(checkpoint, model, optimizer, scheduler, **options)
-        trainer = checkpoint.extra.get("trainer_state")
-    step = report.step
-    if step is None and isinstance(trainer, dict):
-        step = trainer.get("global_step")
-    return report, step if isinstance(step, int) else None
+        _, step = _told(checkpoint.extra)
+    return replace(report, names=named.names, inexact=(*report.inexact, *other)), step
+
+
+def _told(extra: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    """(Trainer's own state, the step), where a checkpoint has them."""
+    found = extra.get("trainer_state")
+    known = dict(found) if isinstance(found, Mapping) else {}
+    step = extra.get("step", known.get("global_step"))
+    return known, step if isinstance(step, int) else None
 
 
 def export(

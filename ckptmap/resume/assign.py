@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.coverage import prove_tiling
 from ckptmap.errors import RunError
+from ckptmap.geometry.coverage import prove_tiling
 from ckptmap.optim.lowbit import CODES, QMAP, SCALE, Cell, LowBit, flat_span, joined
 from ckptmap.protocols import OutState, OutTensor, Refusal
 from ckptmap.resume.holdings import CodedPiece, Held, Holding

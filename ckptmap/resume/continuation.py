@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
+from ckptmap.extra_state import as_live
 from ckptmap.leaves import nest
 from ckptmap.resume import flat_codes, module_state, settings, streams
 from ckptmap.resume.groups import load_scheduler
@@ -46,13 +47,13 @@ class Continuation:
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
         self._rank, world = rank_and_world()
         self._live = settings.describe(model, self._optimizer, targets, world)
-        everything = nest({**checkpoint.plain, **checkpoint.other})
+        values = {**checkpoint.plain, **checkpoint.other}
+        everything = nest(module_state.without(values, checkpoint))
         self._saved = _taken(everything, settings.KEY)
-        found = next((name for name in SCHEDULERS if name in everything), SCHEDULERS[0])
-        self._scheduler_state = _taken(everything, found) or _only(everything, LISTED)
+        self._scheduler_state = _scheduler(everything)
         self._takers = module_state.setters(model)
         self._states = module_state.recorded(checkpoint)
-        for key in (streams.KEY, flat_codes.KEY, module_state.KEY):
+        for key in (streams.KEY, flat_codes.KEY):
             everything.pop(key, None)
         self._extra: dict[str, Any] = everything
         self.inexact: list[str] = []
@@ -69,9 +70,11 @@ class Continuation:
             why.append("the checkpoint records no settings: ckptmap.save did not write it")
         else:
             why += settings.differences(self._own(self._saved), self._live)
+        if self._saved.get("rounded_scales"):
+            why.append("a forward on the CPU rounded bitsandbytes' scales before it was saved")
         for what, items in (
             ("cast", plan.cast), ("decoded", plan.decoded), ("quantized here", plan.quantized),
-            ("missing", plan.missing), ("not loaded", plan.mismatched),
+            ("missing", plan.missing), ("left as they are", plan.left), ("not loaded", plan.mismatched),
         ):  # fmt: skip
             if items:
                 why.append(f"{len(items)} weights {what}")
@@ -100,8 +103,6 @@ class Continuation:
     def choose_streams(self, wanted: str, seed: int, exact: bool) -> None:
         """Raises LoadError CKM507 where an exact continuation is wanted and is not to be had,
         CKM511 where the recorded streams are, and there are none for this rank."""
-        if wanted not in RANDOM:
-            raise ValueError(f"random={wanted!r}, expected one of {RANDOM}")
         own = streams.recorded(self._checkpoint.other, self._checkpoint.plain, self._rank)
         fits = bool(own) and self._saved.get("world_size") == self._live["world_size"]
         if not fits and wanted != "leave":
@@ -173,6 +174,28 @@ def _taken(everything: dict[str, Any], name: str) -> Mapping[str, Any]:
     return everything.pop(name) if isinstance(found, Mapping) else {}
 
 
+def _scheduler(everything: dict[str, Any]) -> Mapping[str, Any]:
+    """A scheduler's state, taken out: at the root, the one of a list, or inside of the one dict that
+    has such a name, as verl's `extra_state`."""
+    found = next((name for name in SCHEDULERS if name in everything), SCHEDULERS[0])
+    state = _taken(everything, found) or _only(everything, LISTED)
+    inside = [
+        (key, name)
+        for key, value in everything.items()
+        if isinstance(value, Mapping)
+        for name in SCHEDULERS
+        if isinstance(value.get(name), Mapping)
+    ]
+    if state or len(inside) != 1:
+        return state
+    ((key, name),) = inside
+    rest: dict[str, Mapping[str, Any]] = dict(everything[key])
+    state = rest.pop(name)
+    del everything[key]
+    everything.update({key: rest} if rest else {})
+    return state
+
+
 def _only(everything: dict[str, Any], name: str) -> Mapping[str, Any]:
     """The one dict of a list, taken out; a list of several stays an extra value."""
     match everything.get(name):
@@ -192,4 +215,4 @@ def _read(value: Any) -> Any:
         return {key: _read(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(_read, value))
-    return value
+    return as_live(value)

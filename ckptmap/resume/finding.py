@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
 from ckptmap.mapping.wrappers import strip_wrappers
-from ckptmap.resume import fixes, fsdp1
+from ckptmap.resume import fixes, fsdp1, peft_live
 from ckptmap.resume.target import PLAIN, TRAINED_DENSE, TRAINED_INT8, Target
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def find_targets(model: torch.nn.Module) -> tuple[list[Target], list[str]]:
         )
         for flat, some in zip(flats, keys, strict=True)
     ]  # fmt: skip
-    return targets, homeless
+    return peft_live.named(model, targets), homeless
 
 
 def _is_flat(value: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.disk.calm import quiet_torchao
 from ckptmap.errors import LoadError
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def apply() -> bool:
 
 
 def _classes() -> list[Any]:
-    from torchao.optim import subclass_4bit, subclass_8bit, subclass_fp8
+    with quiet_torchao():
+        from torchao.optim import subclass_4bit, subclass_8bit, subclass_fp8
 
     modules = (subclass_8bit, subclass_4bit, subclass_fp8)
     return [getattr(module, name) for module, name in zip(modules, CLASSES, strict=True)]

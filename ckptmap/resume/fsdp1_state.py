@@ -101,8 +101,9 @@ def _flat_shadow(flat: FlatTarget, owner: Any) -> FlatShadow:
         start, stop = chunk_bounds(flat.shape[0], owner.world_size, owner.rank)
         rows = Box((start, *rows.offsets[1:]), (stop - start, *rows.sizes[1:]))
     return FlatShadow(
-        flat.names, flat.places, flat.is_buffer, None, {}, flat=flat, owner=owner, rows=rows
-    )
+        flat.names, flat.places, flat.is_buffer, None, {}, flat=flat, owner=owner, rows=rows,
+        adapted=flat.adapted,
+    )  # fmt: skip
 
 
 def is_sharded_type(owner: Any) -> bool:

@@ -6,7 +6,7 @@ a number. What an implementation chooses (foreach, fused, ...) stays the live on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptmap.errors import LoadError
@@ -36,6 +36,7 @@ class Groups:
         self._state = state
         self.settings: list[str] = []
         self.choices: list[str] = []
+        self.inexact: list[str] = []
         self._set: list[Callable[[], None]] = []
         self._of = {fqn: group for group in stored for fqn in group["params"]}
         live: dict[int, list[Owner]] = {}
@@ -56,7 +57,7 @@ class Groups:
             setter()
 
     def _group(self, owner: Owner) -> Mapping[str, Any] | None:
-        names = [name for target, _ in owner.members for name in target.names]
+        names = [name for target, _ in owner.members for name in target.known]
         return next((self._of[name] for name in names if name in self._of), None)
 
     def _match(self, number: int, members: Sequence[Owner]) -> None:
@@ -70,6 +71,7 @@ class Groups:
                 f"group {number}: kept as is, the checkpoint's are those of {', '.join(sorted(kinds))}"
             )
             return
+        self.inexact += _forms(number, live, found.values())
         (kind,) = kinds
         before = [{k: plain(v) for k, v in g.items() if k not in NAMES} for g in found.values()]
         values = [spoken(kind, group, live) for group in before]
@@ -83,6 +85,7 @@ class Groups:
                 self.settings.append(
                     f"group {number} {key}: its parameters had {shown}; kept {plain(live[key])}"
                 )
+                self.inexact.append(self.settings[-1])
 
     def _kind(self, group: Mapping[str, Any]) -> str:
         states = (self._state.get(fqn, ()) for fqn in group["params"])
@@ -102,6 +105,8 @@ class Groups:
         if key not in live:
             if key == "initial_lr":  # a scheduler's, which begins from it
                 self._set.append(lambda: live.__setitem__(key, value))
+            else:
+                self.inexact.append(f"{title}: was {value}, is not there")
             return
         if isinstance(plain(live[key]), list | tuple) != isinstance(value, list | tuple):
             return  # another thing of the same name
@@ -121,6 +126,24 @@ class Groups:
                 group[key].fill_(float(value))
         else:
             group[key] = value
+
+
+def _forms(
+    number: int, live: Mapping[str, Any], stored: Iterable[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Numbers that were tensors, or are: an optimizer computes with them in their own precision."""
+    for group in stored:
+        for key in sorted(live.keys() & group.keys() - {*NAMES, *CHOICES}):
+            was, now = _form(group[key]), _form(live[key])
+            if was != now:
+                yield f"group {number} {key}: was {was}, is {now}"
+
+
+def _form(value: Any) -> str:
+    import torch
+
+    tensor = isinstance(value, torch.Tensor | LazyTensor)
+    return f"a {str(value.dtype).removeprefix('torch.')} tensor" if tensor else "no tensor"
 
 
 def plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
 from ckptmap.optim.lowbit import LOGICAL, LowBit
-from ckptmap.resume import int8_live, int8_trained, nf4_live
+from ckptmap.resume import bnb_live, int8_live, int8_trained, nf4_live
 from ckptmap.resume.family import Codes, Part, codes_of, local_of
 from ckptmap.resume.fsdp1 import FlatTarget
 from ckptmap.resume.optimizers import parts_of
@@ -92,6 +92,8 @@ def hold_model(held: Held, targets: Sequence[Target]) -> None:
         for fqn in target.names:
             if is_nf4(target.local):
                 _hold_nf4(held, target, ("model", fqn))
+            elif bnb_live.holds_codes(target):
+                _hold_bnb(held, target, ("model", fqn))
             elif int8_live.is_live(target.local) or int8_trained.is_trained(target.local):
                 _hold_int8(held, target, ("model", fqn))
             else:
@@ -120,6 +122,14 @@ def _hold_nf4(held: Held, target: Target, path: Path) -> None:
         where = (*path[:-1], f"{path[-1]}.{part.name}")
         held.holdings.append(Holding(where, part.info, [piece], primary, True))
     held.records[".".join(map(str, path))] = record
+
+
+def _hold_bnb(held: Held, target: Target, path: Path) -> None:
+    """Codes and scales under bitsandbytes' own names."""
+    for part, values in bnb_live.stored_parts(target).items():
+        info = info_of(values.shape, values)
+        piece = Piece(Box.whole(info.shape), values)
+        held.holdings.append(Holding((*path[:-1], f"{path[-1]}{part}"), info, [piece], None, True))
 
 
 def _hold_int8(held: Held, target: Target, path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptmap import arguments
 from ckptmap.resume.agree import peer_groups
 from ckptmap.resume.finding import find_targets
 from ckptmap.resume.fsdp1 import is_fsdp1
@@ -22,6 +23,7 @@ from ckptmap.resume.live_state import is_spread, opened
 from ckptmap.resume.optimizers import unwrapped
 from ckptmap.resume.peers import Peers
 from ckptmap.resume.report import LoadReport
+from ckptmap.resume.restore import PRECISIONS
 from ckptmap.resume.target import PLAIN, Target, is_dtensor
 from ckptmap.resume.translate import EXTRA_STATE, MAX_MEMORY, PURPOSE, joined, renamed
 from ckptmap.tensors import TensorInfo
@@ -78,6 +80,11 @@ def install(
     LOCAL_STATE_DICT and its optimizer's own `state_dict()` have them. All else goes into the shards
     without gathering a unit.
     """
+    arguments.module("model", model)
+    arguments.choice("precision", precision, PRECISIONS)
+    arguments.whole("max_memory", max_memory, 1)
+    if optimizer is not None:
+        owners(unwrapped(optimizer), find_targets(model)[0])  # those of another model are refused
     handle = Handle()
     if any(is_fsdp1(module) for module in model.modules()):
         Fsdp1Hooks(handle, model, config, max_memory)

@@ -18,8 +18,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptmap import registry
+from ckptmap.disk.calm import quiet_torchao
 from ckptmap.errors import LoadError, RunError
-from ckptmap.grids import Coded, Grid, KeepsCodes
+from ckptmap.geometry.grids import Coded, Grid, KeepsCodes
 from ckptmap.lazy import LazyTensor
 from ckptmap.protocols import Encoding, Refusal, part_key
 from ckptmap.resume.nf4_live import StoredPart
@@ -152,7 +153,8 @@ def _made(
 def _torchao() -> Any:
     """torchao's Int8Tensor; None where there is none."""
     try:
-        from torchao.quantization import Int8Tensor
+        with quiet_torchao():
+            from torchao.quantization import Int8Tensor
     except ImportError:
         return None
     return Int8Tensor

@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError, RunError
-from ckptmap.grids import Coded
+from ckptmap.geometry.grids import Coded
 from ckptmap.lazy import LazyTensor
 from ckptmap.resume.reader import Reader
 from ckptmap.resume.target import TRAINED_INT8, Target, held

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.grids import Coded
+from ckptmap.geometry.grids import Coded
 from ckptmap.lazy import LazyTensor
 from ckptmap.resume import bnb_live, int8_live
 from ckptmap.resume.live_reshard import Exchange, Need, Unit
@@ -44,7 +44,9 @@ class Shadow(Target):
                 f"model: {target.fqn} is a Params4bit, which no state dict can hold",
                 "load it into the model with ckptmap.load, or ckptmap.hooks.install",
             )
-        return cls(target.names, target.places, target.is_buffer, target.fsdp_param)
+        return cls(
+            target.names, target.places, target.is_buffer, target.fsdp_param, adapted=target.adapted
+        )
 
     @property
     def local(self) -> torch.Tensor:
@@ -96,7 +98,7 @@ def load_live(
             plan = _Matcher(checkpoint, reader, targets if weights else ()).plan()
             plan.refuse(checkpoint.path, strict, False, homeless if weights else ())
             for target, step in zip(plan.targets, plan.steps, strict=True):
-                source = next(checkpoint[name] for name in target.names if name in checkpoint)
+                source = checkpoint[target.named_in(checkpoint)[0]]
                 units.append(_unit(target, source, step, device))
             state = _state(live, targets, optimizer, order, strict, precision)
             units += _state_units(state, device) if state is not None else ()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptmap.errors import RunError
-from ckptmap.gather import row_major_boxes
+from ckptmap.geometry.gather import row_major_boxes
 from ckptmap.resume.live_state import Live, Sources
 from ckptmap.resume.peers import Peers
 from ckptmap.resume.reader import Reader, window

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint import Checkpoint
+from ckptmap.disk.files import Files
 from ckptmap.errors import LoadError
-from ckptmap.files import Files
 from ckptmap.leaves import ListIndex
 from ckptmap.optim.order import Weight
 from ckptmap.optim.reading import Model

@@ -11,25 +11,28 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ckptmap import arguments
 from ckptmap.checkpoint import Checkpoint
-from ckptmap.checkpoint import open as open_checkpoint
-from ckptmap.files import verified
-from ckptmap.resume import fix_lowbit, module_state
+from ckptmap.disk.files import verified
+from ckptmap.resume import fix_lowbit, module_state, naming, peft_live
 from ckptmap.resume.agree import agreed, peer_groups
-from ckptmap.resume.continuation import Continuation
+from ckptmap.resume.continuation import RANDOM, Continuation
 from ckptmap.resume.finding import find_targets
 from ckptmap.resume.match import Choices, Matcher
 from ckptmap.resume.reader import Reader
 from ckptmap.resume.report import LoadReport
-from ckptmap.resume.restore import StateMatcher
+from ckptmap.resume.restore import PRECISIONS, StateMatcher
 
 if TYPE_CHECKING:
     import torch
 
 MAX_MEMORY = 64 << 20
 """Bytes of host buffers by default."""
+ROUNDINGS = ("nearest", "stochastic")
+NF4_CLASSES = ("torchao", "bnb")
 
 
 def load(
@@ -59,6 +62,12 @@ def load(
     refused with `strict_encoding`. A dense weight is quantized where the live one is NF4. Under DDP
     all replicas read the same bytes, so NF4 weights are equal although DDP does not broadcast them.
 
+    A model that peft has wrapped takes checkpoints of its base, by the base's names, and its
+    adapter's directory: the report's `left` has the other half, which stays as it is.
+
+    Names of another scheme become the model's where a mapping file knows both: Meta's, or those that
+    transformers 5 saves of a model of experts; the report's `names` says so.
+
     Optimizer state is matched by FQN, whatever optimizer wrote it, and put into the classes of the
     live one: moments are copied as they are, codes too where scheme and block boundaries agree,
     else decoded and encoded anew, with the error in the report. Hyper-parameters become the
@@ -83,32 +92,41 @@ def load(
     shapes differ, CKM503 an NF4 weight is trainable here, CKM504 cannot be cut, CKM505 a kind of
     model that it cannot load into, CKM506 state and parameters do not match, CKM507 not exact,
     CKM508 an optimizer of another model, CKM511 random streams, CKM512 no place for nf4="bnb",
-    CKM208 tied here but different in the checkpoint; SourceError where the checkpoint cannot be
-    read.
+    CKM514 and CKM515 a base or an adapter that does not belong to peft's model, CKM208 tied here
+    but different in the checkpoint; ArgumentError CKM516; SourceError where the checkpoint cannot
+    be read.
     """
     import torch
 
-    if nf4 not in ("torchao", "bnb") or rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"nf4={nf4!r}, rounding={rounding!r}: see the docstring")
+    _check(path, model, scheduler, max_memory, seed)
+    for name, value, known in (
+        ("precision", precision, PRECISIONS), ("rounding", rounding, ROUNDINGS),
+        ("nf4", nf4, NF4_CLASSES), ("random", random, RANDOM),
+    ):  # fmt: skip
+        arguments.choice(name, value, known)
     if fix and optimizer is not None:
         fix_lowbit.apply()
     targets, homeless = find_targets(model)
     peers = peer_groups(model, targets)
     with ExitStack() as closing:
         with agreed(peers):
-            checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+            checkpoint, other = peft_live.opened(path, model, strict)
             if checkpoint is not path:
                 closing.callback(checkpoint.close)
+            named = naming.by_the_models(checkpoint, model, targets)
+            checkpoint = named.checkpoint
             reader = Reader(checkpoint.files, max_memory)
             plan = Matcher(checkpoint, reader, targets, Choices(nf4, rounding, seed)).plan()
             taken = module_state.setters(model)
-            plan.unexpected = [name for name in plan.unexpected if name not in taken]
+            unknown = [*plan.unexpected, *named.unmapped]
+            plan.unexpected = [name for name in unknown if name not in taken]
             plan.refuse(checkpoint.path, strict, strict_encoding, homeless)
             state = None
             if optimizer is not None:
                 state = StateMatcher(checkpoint, targets, optimizer, precision).plan()
                 state.refuse(checkpoint.path, strict)
             run = Continuation(checkpoint, model, optimizer, scheduler, targets)
+            run.inexact += other
             run.judge(plan, state, precision)
             run.choose_streams(random, seed, exact)
         with agreed(peers), torch.no_grad(), verified(checkpoint.files):
@@ -117,4 +135,13 @@ def load(
             for fill in state.steps if state is not None else ():
                 fill(reader)
             run.finish()
-    return run.report(plan.report(reader, homeless), state)
+    return run.report(replace(plan.report(reader, homeless), names=named.names), state)
+
+
+def _check(path: Any, model: Any, scheduler: Any, max_memory: Any, seed: Any) -> None:
+    if not isinstance(path, Checkpoint):
+        arguments.place("path", path)
+    arguments.module("model", model)
+    arguments.scheduler(scheduler, "load_state_dict")
+    arguments.whole("max_memory", max_memory, 1)
+    arguments.whole("seed", seed, -(1 << 63))

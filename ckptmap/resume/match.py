@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.adapters import HEAD
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.lazy import LazyTensor
-from ckptmap.resume import bnb_live, int8_live, int8_trained, nf4_live
+from ckptmap.resume import bnb_live, int8_live, int8_trained, nf4_live, peft_live
 from ckptmap.resume.reader import Reader
 from ckptmap.resume.report import Cast, Decoded, Encoded, LoadReport, Mismatch, listed
 from ckptmap.resume.target import Target, device_for, fallback_device, is_nf4
@@ -32,6 +33,7 @@ class LoadPlan:
     steps: list[Step] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     missing: list[Target] = field(default_factory=list)
+    left: list[Target] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[Mismatch] = field(default_factory=list)
     trainable: list[str] = field(default_factory=list)
@@ -47,6 +49,7 @@ class LoadPlan:
         """Raise for what must not be loaded, the most basic first."""
         if strict:
             self._refuse_names(path, homeless)
+            peft_live.refuse_begun(self.left, path)
             self._refuse_shapes(path)
         if self.trainable:
             raise LoadError(
@@ -93,11 +96,13 @@ class LoadPlan:
             )
 
     def report(self, reader: Reader, homeless: Sequence[str]) -> LoadReport:
-        empty = [target.fqn for target in self.missing if target.local.is_meta]
+        without = [*self.missing, *self.left]
+        empty = [target.fqn for target in without if target.local.is_meta]
         ties = [(name, t.fqn) for t in self.targets for name in t.names[1:]]
         return LoadReport(
             loaded=tuple(target.fqn for target in self.targets),
             missing=tuple(target.fqn for target in self.missing),
+            left=tuple(target.fqn for target in self.left),
             unexpected=tuple(self.unexpected),
             mismatched=tuple(self.mismatched),
             cast=tuple(self.cast),
@@ -112,13 +117,9 @@ class LoadPlan:
 
 
 def _way_out(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """peft puts `base_model.model.` before all names: whether a base or a run was saved tells what
-    comes first."""
-    live, saved = (
-        any(n.startswith("base_model.model.") for n in ns) for ns in (missing, unexpected)
-    )
-    if live and not saved:
-        return "load the base before get_peft_model(model, ...) renames it"
+    """peft puts `base_model.model.` before all names; a model that it has not wrapped has no place
+    for an adapter's."""
+    live, saved = (any(n.startswith(HEAD) for n in ns) for ns in (missing, unexpected))
     if saved and not live:
         return "wrap the model by get_peft_model first, or load what `ckptmap merge` makes of it"
     return "load with strict=False to take what matches, or rename with a mapping"
@@ -157,12 +158,14 @@ class Matcher:
 
     def plan(self) -> LoadPlan:
         plan, checkpoint, used = self._plan, self._checkpoint, set[str]()
+        found: dict[str, str] = {}
         for target in self._targets:
-            names = [name for name in target.names if name in checkpoint]
+            names = target.named_in(checkpoint)
             used.update(names)
             if not names:
                 plan.missing.append(target)
                 continue
+            found[target.fqn] = names[0]
             source = checkpoint[names[0]]
             problem = _mismatch(target, source)
             if problem is not None:
@@ -172,7 +175,9 @@ class Matcher:
                 self._compare(target, source, checkpoint[other])
             self._decide(target, source)
         plan.unexpected = [name for name in checkpoint if name not in used]
-        plan.refused = [f"{found.key} ({found.reason})" for found in checkpoint.refused]
+        plan.refused = [f"{one.key} ({one.reason})" for one in checkpoint.refused]
+        plan.left = peft_live.left_as_they_are(self._targets, found)
+        plan.missing = [target for target in plan.missing if target not in plan.left]
         return plan
 
     def _decide(self, target: Target, source: LazyTensor) -> None:
@@ -182,7 +187,8 @@ class Matcher:
             self._plan.trainable.append(target.fqn)
             return
         self._plan.targets.append(target)
-        if nf4 and (self._choices.nf4 == "bnb" or bnb_live.is_live(target)):
+        by_bnb = nf4 and (self._choices.nf4 == "bnb" or bnb_live.is_live(target))
+        if by_bnb or bnb_live.live_state(target) is not None:
             self._load_bnb(target, source)
         elif nf4:
             self._load_nf4(target, source)
@@ -249,7 +255,11 @@ class Matcher:
         reason = bnb_live.can_hold(target)
         if reason:
             raise bnb_live.refuse(target, reason)
-        self._plan.encoded.append(Encoded(target.fqn, "bnb-nf4", 0, 0, source.nbytes))
+        if bnb_live.keeps_codes(source, target):
+            kind = getattr(bnb_live.live_state(target), "quant_type", "nf4")
+            self._plan.encoded.append(Encoded(target.fqn, f"bnb-{kind}", 0, 0, source.nbytes))
+        else:
+            self._plan.quantized.append(target.fqn)
         device = device_for(target, self._device)
 
         def step(reader: Reader) -> None:
@@ -351,22 +361,30 @@ def _mismatch(target: Target, source: LazyTensor) -> Mismatch | None:
     """A difference that no cast bridges: shape, or floating against integer and the like."""
     import torch
 
-    live, stored = target.tensor.dtype, source.torch_dtype
-    if tuple(target.tensor.shape) == source.shape and torch.can_cast(stored, live):
+    live = bnb_live.logical(target) or TensorInfo(tuple(target.tensor.shape), target.dtype)
+    fits = torch.can_cast(source.torch_dtype, getattr(torch, live.dtype))
+    if live.shape == source.shape and fits:
         return None
-    return Mismatch(
-        target.fqn, str(TensorInfo(tuple(target.tensor.shape), target.dtype)), str(source.info)
-    )
+    return Mismatch(target.fqn, str(live), str(source.info))
+
+
+def _overlaps(local: torch.Tensor) -> bool:
+    """Are some of its elements one in memory, as `expand` makes them? Each has a value of its own
+    in the checkpoint."""
+    steps = zip(local.shape, local.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in steps)
 
 
 def _fill(
     target: Target, device: torch.device, read: Callable[[Any, torch.Tensor], None], reader: Reader
 ) -> None:
-    """Fill this rank's part in place, or a new dense one where it is on meta or quantized."""
+    """Fill this rank's part in place, or a new dense one where it is on meta, quantized or
+    expanded."""
     import torch
 
     local = target.local
-    if not local.is_meta and not is_nf4(local) and not int8_live.is_live(local):
+    replaced = local.is_meta or is_nf4(local) or int8_live.is_live(local) or _overlaps(local)
+    if not replaced:
         for box, view in target.windows(local):
             read(box, view)
         return

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.disk.files import Files, Fingerprint, back, unback
 from ckptmap.errors import RunError, SourceError
-from ckptmap.files import Files, Fingerprint, back, unback
-from ckptmap.gather import fill
+from ckptmap.geometry.gather import fill
 from ckptmap.lazy import LazyTensor, tensor_bytes
 from ckptmap.resume.reader import Reader, window
 from ckptmap.tensors import Box, Chunk, Path, Region, StoredTensor, TensorInfo
@@ -30,7 +30,7 @@ Block = tuple[Box, "torch.Tensor", str]
 class Memory:
     """The blocks of this rank, by stored path; `held` are its own, `landed` came from others.
 
-    It answers for its blocks as `ckptmap.files.Backing` for placeholders of files.
+    It answers for its blocks as `ckptmap.disk.files.Backing` for placeholders of files.
     """
 
     origin = "state dict"
@@ -52,6 +52,8 @@ class Memory:
 
     def _block(self, box: Box, values: torch.Tensor) -> Block:
         name = f"{self.root}/{next(self._names)}"
+        if values.is_conj() or values.is_neg():
+            values = values.resolve_conj().resolve_neg()
         self._files[name] = values.detach()
         return box, self._files[name], name
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint import Checkpoint
+from ckptmap.extra_state import OWN as KEY
+from ckptmap.extra_state import SEGMENT, found_in, is_extra_state
 from ckptmap.leaves import nest, opaques
 from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.tensors import Path
@@ -19,9 +21,7 @@ from ckptmap.tensors import Path
 if TYPE_CHECKING:
     import torch
 
-KEY = "module_extra_state"
-EXTRA_STATE = "_extra_state"
-"""The last segment of its key in a state dict."""
+__all__ = ["KEY", "getters", "recorded", "setters", "without"]
 
 
 def getters(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -39,7 +39,7 @@ def _modules(model: torch.nn.Module, method: str) -> dict[str, torch.nn.Module]:
     from torch import nn
 
     found = {
-        f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: module
+        f"{path}.{SEGMENT}" if path else SEGMENT: module
         for path, module in model.named_modules()
         if getattr(type(module), method) is not getattr(nn.Module, method)
     }
@@ -47,24 +47,22 @@ def _modules(model: torch.nn.Module, method: str) -> dict[str, torch.nn.Module]:
 
 
 def recorded(checkpoint: Checkpoint) -> dict[str, Any]:
-    """By plain key, tensors as LazyTensors: what `ckptmap.save` put there, and of a state dict what
-    is whole: where one holds tensors among other things, they are weights that nobody expects, and
-    a part of it would be another state."""
-    own = nest({p: v for p, v in {**checkpoint.plain, **checkpoint.other}.items() if p[0] == KEY})
+    """By plain key, tensors as LazyTensors: what `ckptmap.save` put there, and what the model's state
+    dict holds; not what has an object of an unknown class in it, for a part of it is another
+    state."""
     found: dict[str, Any] = {k: checkpoint[k] for k in checkpoint if is_extra_state(k)}
+    values = {**checkpoint.plain, **checkpoint.other}
+    places, keys = found_in(values, checkpoint.roles.model_root)
     leaves: dict[str, dict[Path, Any]] = {}
-    for path, value in checkpoint.plain.items():
-        at = next((n for n, segment in enumerate(path) if is_extra_state(segment)), None)
-        if at is not None and path[0] != KEY:
-            leaves.setdefault(str(path[at]), {})[path[at:]] = value
-    keys = strip_wrappers(leaves, "state dict")
-    for key, values in leaves.items():
-        torn = any(name.startswith(f"{keys[key]}.") for name in checkpoint)
-        if not torn and next(opaques(list(values.values())), None) is None:
-            found[keys[key]] = nest(values)[key]
-    taken = own.get(KEY)
-    return {**found, **(taken if isinstance(taken, Mapping) else {})}
+    for path, at in places.items():
+        leaves.setdefault(str(path[at]), {})[path[at:]] = values[path]
+    for key, parts in leaves.items():
+        if next(opaques(list(parts.values())), None) is None:
+            found[keys[key]] = nest(parts)[key]
+    return found
 
 
-def is_extra_state(key: object) -> bool:
-    return isinstance(key, str) and key.rpartition(".")[2] == EXTRA_STATE
+def without(values: Mapping[Path, Any], checkpoint: Checkpoint) -> dict[Path, Any]:
+    """Extra values that are no state of the model's modules."""
+    states, _ = found_in(values, checkpoint.roles.model_root)
+    return {path: value for path, value in values.items() if path not in states}

@@ -24,10 +24,10 @@ from ckptmap.encodings.nf4_encoding import (
     default_encoding,
 )
 from ckptmap.encodings.nf4_live import from_torchao, live_scaler_block, regroup, to_torchao
-from ckptmap.grids import Grid
+from ckptmap.geometry.grids import Grid
 from ckptmap.lazy import LazyTensor
+from ckptmap.planning.recoding import grid_of, recoded
 from ckptmap.protocols import Refusal
-from ckptmap.recoding import grid_of, recoded
 from ckptmap.resume.reader import Reader
 from ckptmap.resume.row_shards import row_shard
 from ckptmap.resume.target import Target, held, is_dtensor, is_nf4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptmap.files import Files
-from ckptmap.gather import fill, row_major_boxes
+from ckptmap.disk.files import Files
+from ckptmap.geometry.gather import fill, row_major_boxes
 from ckptmap.lazy import LazyTensor, tensor_bytes
 from ckptmap.resume.report import Meter
 from ckptmap.tensors import Box, StoredTensor
@@ -57,7 +57,7 @@ class Reader:
         import torch
 
         dtype: torch.dtype = getattr(torch, stored.info.dtype)
-        if out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous():
+        if out.device.type == "cpu" and out.dtype == dtype and is_as_it_lies(out):
             fill(self.files, stored, box, tensor_bytes(out))
             return
         numel = min(box.numel, max(1, self.max_memory // stored.info.itemsize))
@@ -90,6 +90,12 @@ class Reader:
             if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
                 return False
         return True
+
+
+def is_as_it_lies(tensor: torch.Tensor) -> bool:
+    """Are its bytes in memory its values, row-major? Of a conjugate or a negative view they are
+    not: torch changes the sign when it reads them."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def window(tensor: torch.Tensor, box: Box) -> torch.Tensor:

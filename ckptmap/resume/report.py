@@ -127,6 +127,8 @@ class LoadReport:
 
     loaded        names that have the checkpoint's values now
     missing       names of the model that the checkpoint does not have
+    left          left as they are, because the source need not have them: the adapter of a model
+                  that peft has wrapped, where a base was loaded; the base, where an adapter was
     unexpected    names of the checkpoint that the model does not have
     mismatched    not loaded, because shapes or kinds of dtype differ
     cast          loaded in the model's dtype
@@ -139,6 +141,7 @@ class LoadReport:
     streams       "restored", "left as they are", or how they were made anew
     inexact       why training does not go on bit for bit; empty: it does
     step, extra   what `ckptmap.save` was given
+    names         from which scheme of names to which; empty: they are the model's
     peak_*_nbytes most bytes that load held at once: buffers, and the tensor in the making until it
                   is in the model
     """
@@ -160,11 +163,15 @@ class LoadReport:
     extra: Mapping[str, Any] = field(default_factory=dict)
     peak_host_nbytes: int = 0
     peak_device_nbytes: int = 0
+    left: tuple[str, ...] = ()
+    names: str = ""
 
     def __str__(self) -> str:
         lines = [f"loaded {len(self.loaded)} tensors"]
+        lines += [f"  names: {self.names}"] * bool(self.names)
         for title, items in (
             ("missing", self.missing),
+            ("left as they are", self.left),
             ("unexpected", self.unexpected),
             ("mismatched", self.mismatched),
             ("cast", self.cast),

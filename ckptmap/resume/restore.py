@@ -75,8 +75,6 @@ class StateMatcher:
     def __init__(
         self, checkpoint: Checkpoint, targets: Sequence[Target], optimizer: Any, precision: str
     ) -> None:
-        if precision not in PRECISIONS:
-            raise ValueError(f"precision={precision!r}, expected one of {PRECISIONS}")
         self._checkpoint = checkpoint
         self._optimizer = unwrapped(optimizer)
         self._owners = owners(self._optimizer, targets)
@@ -110,6 +108,7 @@ class StateMatcher:
         plan.unexpected = [fqn for fqn in (*self._tensors, *self._values) if fqn not in used]
         plan.unexpected = list(dict.fromkeys(plan.unexpected))
         plan.settings, plan.choices = groups.settings, groups.choices
+        plan.lossy += groups.inexact
         plan.kept = self._kept is not None and self._used_kept == self._kept.keys()
         return plan
 
@@ -128,7 +127,7 @@ class StateMatcher:
     def _source(self, target: Target, used: set[str]) -> Source:
         """Everything the checkpoint has of one parameter, under the first of its names."""
         found: dict[str, Any] = {}
-        for name in target.names:
+        for name in target.known:
             state = {**self._values.get(name, {}), **self._tensors.get(name, {})}
             if state:
                 used.add(name)
@@ -140,7 +139,7 @@ class StateMatcher:
     ) -> None:
         plan = self._plan
         if not any(sources):
-            names = [name for target, _ in owner.members for name in target.names]
+            names = [name for target, _ in owner.members for name in target.known]
             frozen = not owner.part.model.requires_grad
             if not frozen and not known & set(names):
                 plan.missing.append(owner.fqn)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
+from ckptmap import arguments
 from ckptmap.errors import LoadError
 from ckptmap.leaves import ListIndex
 from ckptmap.resume import flat_codes, module_state, settings, streams
@@ -110,14 +111,18 @@ def save(
     what cannot be saved, RunError CKM509 where replicas differ, CKM510 where the ranks' parts do
     not make whole tensors.
     """
-    if replicas not in ("check", "first"):
-        raise ValueError(f"replicas={replicas!r}, expected 'check' or 'first'")
+    arguments.place("path", path)
+    arguments.module("model", model)
+    arguments.scheduler(scheduler, "state_dict")
+    arguments.choice("replicas", replicas, ("check", "first"))
+    step = None if step is None else arguments.whole("step", step, 0)
+    more = arguments.extra(extra, ("step",) * (step is not None))
     while _last:
         _last.pop().settle()
     random_state = streams.captured()
     peers = Peers.join("save")
     with peers.together():
-        held = _held(model, optimizer, scheduler, peers, random_state, step, dict(extra or {}))
+        held = _held(model, optimizer, scheduler, peers, random_state, step, more)
     offers = peers.all([offer(holding) for holding in held.holdings])
     everything = peers.all((held.values, held.records))
     told = peers.all((held.settings["layout"], bool(held.decoded)))
@@ -132,9 +137,16 @@ def save(
             held.values |= values
         assignment = Assigner(peers.rank, peers.world, held).assign(offers)
         target = FilePath(path)
-        layout = Layout.of(assignment.state(_ordered(held.values), peers.world), target.name)
+        with arguments.in_python():
+            state = assignment.state(_ordered(held.values), peers.world)
+            layout = Layout.of(state, target.name)
         copies = snapshot(assignment.mine, copied=background)
-    handle = SaveHandle(target, lambda: write(layout, copies, target, overwrite, peers), background)
+
+    def publish() -> tuple[str, ...]:
+        with arguments.in_python():
+            return write(layout, copies, target, overwrite, peers)
+
+    handle = SaveHandle(target, publish, background)
     _last.append(handle)
     return handle
 
@@ -160,17 +172,17 @@ def _held(
 ) -> Held:
     held = Held()
     targets, _ = find_targets(model)
-    hold_model(held, targets)
     optimizer = None if optimizer is None else unwrapped(optimizer)
+    mine = [] if optimizer is None else owners(optimizer, targets)
+    held.settings = settings.describe(model, optimizer, targets, peers.world)
+    hold_model(held, targets)
     if optimizer is not None:
-        mine = owners(optimizer, targets)
         hold_optimizer(held, mine)
         for fqn, kept in flat_codes.held(mine).items():
             _values(held, ("extra", flat_codes.KEY, f"rank{peers.rank}", fqn), kept, private=True)
         if peers.rank == 0:
             _values(held, ("optimizer", "param_groups"), _groups(mine))
     _values(held, ("extra", streams.KEY, f"rank{peers.rank}"), random_state, private=True)
-    held.settings = settings.describe(model, optimizer, targets, peers.world)
     states = {k: m.get_extra_state() for k, m in module_state.getters(model).items()}
     if peers.rank == 0:
         for key, value in states.items():

@@ -1,6 +1,6 @@
 """What a state dict does not hold but an exact continuation depends on: recorded, and compared.
 
-Constructor arguments of the optimizer, compile mode, versions, world size, how every tensor is cut.
+Constructor arguments of the optimizer, compile mode, how gradients are made, versions, world size, how every tensor is cut.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.resume import bnb_live, gradients
 from ckptmap.resume.fsdp1 import FlatTarget
 from ckptmap.resume.optimizers import family_of, inner_optimizers, is_offloaded, unwrapped
 from ckptmap.resume.target import Target, is_dtensor
@@ -36,9 +37,12 @@ def describe(
         "devices": devices,
         "torch": torch.__version__,
         "compile": compile_mode(model),
+        "gradients": gradients.described(model, targets),
     }
     if devices == ["cpu"]:
         found["threads"] = torch.get_num_threads()
+    if any(map(bnb_live.is_rounded, targets)):
+        found["rounded_scales"] = True
     if optimizer is not None:
         found["optimizer"] = describe_optimizer(optimizer)
     return found
@@ -93,6 +97,8 @@ def layout_digest(targets: Sequence[Target]) -> str:
         boxes: Any
         if isinstance(target, FlatTarget):
             boxes = (target.first, target.count, target.at)
+        elif whole := bnb_live.logical(target):
+            boxes = whole.shape  # a forward on the CPU gives its codes another
         else:
             boxes = [box for box, _ in target.windows(target.local)]
         kind = type(target.local).__name__
@@ -144,6 +150,8 @@ def differences(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
         if key in saved and saved[key] != live.get(key):
             found.append(_phrase(title, saved[key], live.get(key)))
     found += _inside("compile mode", saved.get("compile"), live.get("compile"))
+    if "gradients" in saved:
+        found += _inside("gradients", saved["gradients"], live.get("gradients"))
     mine, theirs = saved.get("optimizer"), live.get("optimizer")
     if theirs is not None:
         mine = mine or {}

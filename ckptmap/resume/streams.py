@@ -6,8 +6,9 @@
 
 Where nothing is recorded that fits, an optimizer that rounds stochastically gets fresh streams:
 the seed is a hash of (base, shard), the base being the recorded streams of another world size or a
-number that the caller gives, and the shard this rank's place along the mesh dims that cut tensors.
-Ranks that hold the same part thus draw the same bits, all others independent ones.
+number that the caller gives, and the shard this rank's place along the mesh dims that cut every
+trained tensor. Ranks that hold the same part of one thus draw the same bits, all others independent
+ones.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def restore(state: Mapping[str, Any]) -> None:
         raise LoadError(
             "CKM511",
             f"the recorded random state is not one of this torch: {error}",
-            "load it with streams='fresh'",
+            "load with random='fresh'",
         ) from error
 
 
@@ -91,16 +92,22 @@ def fresh(base: bytes, shard: Sequence[int]) -> int:
 
 
 def shard_of(targets: Sequence[Target]) -> tuple[int, ...]:
-    """This rank's place along the mesh dims that cut tensors; () where every rank holds all."""
-    for target in targets:
-        tensor: Any = target.tensor
-        if isinstance(target, FlatTarget):
-            return (int(target.handle.rank),) if target.handle.uses_sharded_strategy else ()
-        if is_dtensor(tensor):
-            coordinate = tensor.device_mesh.get_coordinate() or ()
-            return tuple(
-                at
-                for at, placement in zip(coordinate, tensor.placements, strict=False)
-                if not placement.is_replicate()
-            )
-    return ()
+    """This rank's place along the mesh dims that cut every trained tensor; () where every rank
+    holds all of one: its replicas must be rounded alike."""
+    trained = [target for target in targets if target.tensor.requires_grad] or targets
+    places = [_place(target) for target in trained]
+    first = places[0] if places else {}
+    return tuple(at for dim, at in first.items() if all(dim in place for place in places))
+
+
+def _place(target: Target) -> dict[str, int]:
+    """Mesh dim that cuts it -> this rank's place there; dims of several meshes are one by name."""
+    tensor: Any = target.tensor
+    if isinstance(target, FlatTarget):
+        return {"flat": int(target.handle.rank)} if target.handle.uses_sharded_strategy else {}
+    if not is_dtensor(tensor):
+        return {}
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or [f"{dim} of {mesh.ndim}" for dim in range(mesh.ndim)]
+    found = zip(names, mesh.get_coordinate() or (), tensor.placements, strict=False)
+    return {name: at for name, at, placement in found if not placement.is_replicate()}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
@@ -27,18 +27,53 @@ PLAIN = frozenset({
 """Classes of live tensors that can be filled or replaced; any other is refused by name."""
 
 
+@dataclass(frozen=True)
+class Adapted:
+    """What a tensor of a model that peft has wrapped is called elsewhere (see `peft_live`).
+
+    base     names in a checkpoint of the base
+    file     names in an adapter's file
+    adapter  whose tensor it is; empty: the base's
+    begun    how its first values came from the base; empty: they did not
+    """
+
+    base: tuple[str, ...]
+    file: tuple[str, ...]
+    adapter: str
+    begun: str
+
+
 @dataclass(frozen=True, eq=False)
 class Target:
     """One tensor of the model: a parameter or buffer, under all the names that share it.
 
-    names   plain FQNs, the first one leads
-    places  (module, attribute), one each
+    names    plain FQNs, the first one leads
+    places   (module, attribute), one each
+    adapted  its names outside of the model, where peft has wrapped it
     """
 
     names: tuple[str, ...]
     places: tuple[tuple[torch.nn.Module, str], ...]
     is_buffer: bool
     fsdp_param: Any = None
+    adapted: Adapted | None = field(default=None, kw_only=True)
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """All names that a checkpoint may have it by, the model's own first."""
+        return tuple(name for some in self.tiers for name in some)
+
+    @property
+    def tiers(self) -> tuple[tuple[str, ...], ...]:
+        """The same, those apart that mean different kinds of source."""
+        if self.adapted is None:
+            return (self.names,)
+        return (self.names, self.adapted.file, self.adapted.base)
+
+    def named_in(self, source: Container[str]) -> list[str]:
+        """Names that a source has it by: of one kind, the model's own first."""
+        found = ([name for name in some if name in source] for some in self.tiers)
+        return next(filter(None, found), [])
 
     @property
     def is_flat(self) -> bool:

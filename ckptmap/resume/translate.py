@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckptmap.errors import CkptmapError, LoadError
+from ckptmap import arguments
+from ckptmap.errors import ArgumentError, CkptmapError, LoadError
 from ckptmap.mapping.config import as_config
-from ckptmap.mapping.detect import recognise
 from ckptmap.mapping.memory import translate_names
-from ckptmap.mapping.rules import HUB
 from ckptmap.mapping.wrappers import strip_wrappers, wrap_prefix
 from ckptmap.resume.agree import peer_groups
 from ckptmap.resume.finding import find_targets
@@ -21,6 +20,7 @@ from ckptmap.resume.fsdp1 import is_fsdp1
 from ckptmap.resume.fsdp1_state import own_keys, shadows
 from ckptmap.resume.live_load import load_live
 from ckptmap.resume.live_state import WHERE, is_spread, opened
+from ckptmap.resume.naming import lacking_in, schemes_for, strange_to
 from ckptmap.resume.peers import Peers
 from ckptmap.resume.recode_state import DENSE, DTYPES, QUANTIZED, cast, decoded, quantized
 from ckptmap.resume.report import LoadReport
@@ -78,15 +78,26 @@ def translate(
     Raises LoadError as `ckptmap.load` does; PlanError CKM601 to CKM617 for names; RunError CKM510
     and CKM513 where the ranks' parts do not make whole tensors.
     """
-    if encoding not in (None, DENSE, *DTYPES, *QUANTIZED):
-        raise ValueError(f"encoding={encoding!r}, expected one of {(DENSE, *DTYPES, *QUANTIZED)}")
+    arguments.tensors("state_dict", state_dict)
+    arguments.whole("max_memory", max_memory, 1)
+    if encoding is not None:
+        arguments.choice("encoding", encoding, (DENSE, *DTYPES, *QUANTIZED))
     _refuse_nested(state_dict)
-    if like is None:
+    if like is not None:
+        arguments.module("like", like)
+    else:
         named = _named(state_dict, to, config, source, encoding, max_memory)
         prefix = wrap_prefix(wrap)
         return Translation({prefix + name: tensor for name, tensor in named.items()})
     if to is not None or wrap or encoding:
-        raise ValueError("like=model says names, wrappers and encodings; leave out the others")
+        given = [f"to={to!r}"] * (to is not None) + [f"wrap={wrap!r}"] * bool(wrap)
+        given += [f"encoding={encoding!r}"] * bool(encoding)
+        raise ArgumentError(
+            "CKM516",
+            f"{', '.join(given)}, expected nothing beside like=: the model says names, wrappers and"
+            " encodings",
+            "leave out the others, or like=",
+        )
     return _like(state_dict, like, config, source, strict, max_memory)
 
 
@@ -178,16 +189,15 @@ def renamed(
     """By the model's names, where the state dict has those of another scheme that is known; else
     without wrapper segments. What does not match after all is for the matcher to say."""
     plain = _plain({k: v for k, v in state_dict.items() if not k.endswith(EXTRA_STATE)})
-    wanted = {name for target in targets for name in target.names}
-    if not plain or wanted & set(plain):
+    lacking = lacking_in(targets, plain)
+    if not plain or not lacking or not strange_to(targets, plain):
         return plain
     given = as_config(config)
-    names = [HUB, *(entry.title for entry in recognise(sorted(wanted), given))]
-    for name in names:
+    for name in schemes_for(targets, given):
         try:
             found = translate_names(plain, name, given, source=source)
         except CkptmapError:
             continue  # another scheme may be the one
-        if set(found) & wanted:
+        if lacking_in(targets, found) < lacking:
             return found
     return plain

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap import manifest, registry
 from ckptmap.checkpoint import open as open_checkpoint
+from ckptmap.disk.publish import Workspace
 from ckptmap.errors import RunError
 from ckptmap.lazy import tensor_bytes
 from ckptmap.protocols import OutFile, OutState
-from ckptmap.publish import Workspace
 from ckptmap.replacing import refuse_stranger
 from ckptmap.resume.peers import Peers
+from ckptmap.resume.reader import is_as_it_lies
 from ckptmap.structure import check_structure
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
@@ -34,7 +35,7 @@ WRITER = "dcp"
 
 def as_bytes(values: torch.Tensor) -> memoryview:
     """The bytes of a tensor, row-major; without a copy where it is so on the CPU."""
-    return tensor_bytes(values.detach().cpu().contiguous())
+    return tensor_bytes(values.detach().cpu().contiguous().resolve_conj().resolve_neg())
 
 
 def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> dict[Any, Any]:
@@ -45,7 +46,7 @@ def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> dic
     for key, values in mine.items():
         values = values.detach()
         apart = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-        if copied or values.device.type != "cpu" or not values.is_contiguous():
+        if copied or values.device.type != "cpu" or not is_as_it_lies(values):
             apart.copy_(values, non_blocking=values.is_cuda)
             found[key] = apart
         else:

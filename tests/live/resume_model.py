@@ -165,12 +165,17 @@ def one_weight(model: Any, wrap: Callable[[Any], Any]) -> Any:
     return wrap(small)
 
 
+def one_weight_compiled(model: Any, wrap: Callable[[Any], Any]) -> Any:
+    return torch.compile(one_weight(model, wrap))
+
+
 MODES: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "eager": eager,
     "compiled": compiled,
     "compiled-layers": compiled_layers,
     "checkpointed": checkpointed,
     "one-weight": one_weight,
+    "one-weight-compiled": one_weight_compiled,
 }
 
 

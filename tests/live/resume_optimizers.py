@@ -39,6 +39,16 @@ ROUNDING: dict[str, Callable[[Iterable[Tensor]], Any]] = {
 }
 """Those that round stochastically."""
 
+LOW_BIT: dict[str, Callable[[Iterable[Tensor]], Any]] = {
+    name + "-sr" * rounds: torchao(name, bf16_stochastic_round=rounds)
+    for name in (
+        "Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW",
+    )
+    for rounds in (False, True)
+    if not (rounds and "AdamW" in name)
+}  # fmt: skip
+"""torchao's others: all of its optimizers, with and without stochastic rounding, are here or there."""
+
 TORCH: dict[str, Callable[[Iterable[Tensor]], Any]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=False),
     "adamw-foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),

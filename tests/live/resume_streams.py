@@ -5,16 +5,27 @@ python -m tests.live.resume_streams
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import ckptmap
+from ckptmap.errors import LoadError
 from ckptmap.resume import fix_lowbit
+from ckptmap.resume.finding import find_targets
 from ckptmap.resume.fixes import states
+from ckptmap.resume.streams import shard_of
 from tests.live.resume_model import built, train
 from tests.live.resume_optimizers import ALL
 
@@ -71,6 +82,41 @@ def streams_of_shards(folder: Path) -> None:
             ckptmap.save(folder / "equal", model, optimizer).wait()  # which checks replicas
 
 
+def streams_of_tensor_parallel_ranks() -> None:
+    """Norms are whole on both ranks, other weights are cut: what both hold is rounded alike."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for frozen in (False, True):
+        model = built("plain", "eager", 0)
+        parallelize_module(model.layers[0], mesh, plan)
+        for name, param in model.named_parameters():
+            param.requires_grad_(not frozen or name == "layers.0.up.weight")
+        found = shard_of(find_targets(model)[0])
+        assert found == ((dist.get_rank(),) if frozen else ()), found
+
+
+def other_gradients(folder: Path) -> None:
+    """Cut alike, but gradients are averaged, or made in another precision: not exact."""
+    model, optimizer = run("plain", name="adamw")
+    ckptmap.save(folder / "alone", model, optimizer, replicas="first").wait()
+    low = functools.partial(fully_shard, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    model, optimizer = run("fsdp2", name="adamw")
+    ckptmap.save(folder / "cut", model, optimizer).wait()
+    ckptmap.load(folder / "cut", *run("fsdp2", 1, "adamw"), exact=True)
+    another: Any = low(built("plain", "one-weight", 1, torch.bfloat16))
+    cases = [
+        ("alone", run("ddp", 1, "adamw"), "averaged by: was [], is ['DistributedDataParallel']"),
+        ("cut", (another, ALL["adamw"](another.parameters())), "is ['param_dtype=torch.bfloat16']"),
+    ]
+    for name, live, reason in cases:
+        try:
+            ckptmap.load(folder / name, *live, exact=True)
+        except LoadError as error:
+            assert error.code == "CKM507" and reason in str(error), error
+        else:
+            raise AssertionError(f"{name}: exact")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")
@@ -81,5 +127,7 @@ if __name__ == "__main__":
     dist.barrier()
     with_the_fix(Path(place[0]))
     streams_of_shards(Path(place[0]))
+    streams_of_tensor_parallel_ranks()
+    other_gradients(Path(place[0]))
     dist.barrier()
     dist.destroy_process_group()
