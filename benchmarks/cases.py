@@ -25,8 +25,8 @@ SYNCED = 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +'
 class Target:
     """What is to be reached, by the median; None: only shown.
 
-    Neither `cp` nor a peer waits for the disk, so ckptmap is held against them with --no-sync;
-    but in CPU time against peers, where waiting costs nothing, as it is by default.
+    CPU time is that of a run as it is by default: waiting costs none. Neither `cp` nor a peer waits
+    for the disk, so the wall time held against theirs is that of --no-sync.
 
     cpu, wall        at most, times `cp`
     synced_wall      at most, of a run that waits for the disk, times `cp` and a sync of its files
@@ -70,7 +70,7 @@ class Case:
 
     @property
     def ours(self) -> str:
-        """The contestant that does as much as `cp` and the peers do."""
+        """The contestant that waits for as little as `cp` and the peers do."""
         return QUICK if self.copies else OURS
 
     def commands(self, source: Path, peer_source: Path, destination: Path) -> dict[str, list[str]]:

@@ -50,9 +50,9 @@ class Verdict:
 
 def verdicts(measured: Measured) -> Iterator[Verdict]:
     case, target, ours = measured.case, measured.case.target, measured.case.ours
-    for what, limit in (("cpu", target.cpu), ("wall", target.wall)):
+    for what, limit, mine in (("cpu", target.cpu, OURS), ("wall", target.wall, ours)):
         if limit is not None:
-            found = median(measured.ratios(ours, COPY, f"{what}_s"))
+            found = median(measured.ratios(mine, COPY, f"{what}_s"))
             yield Verdict(f"{what} / cp", f"<= {limit:g}", f"{found:.2f}", found <= limit)
     if target.synced_wall is not None:
         limit = target.synced_wall
@@ -71,7 +71,7 @@ def verdicts(measured: Measured) -> Iterator[Verdict]:
                 wanted, text = f">= {least:g}x ours", f"{found:.1f}x"
                 yield Verdict(f"{what} of {peer}", wanted, text, found >= least)
     if target.item_s is not None:
-        beyond = median(measured.values(ours, "cpu_s")) - median(measured.values(COPY, "cpu_s"))
+        beyond = median(measured.values(OURS, "cpu_s")) - median(measured.values(COPY, "cpu_s"))
         each = beyond / case.items
         wanted, text = f"<= {target.item_s * 1e6:g} us", f"{each * 1e6:.1f} us"
         yield Verdict("cpu beyond cp, each", wanted, text, each <= target.item_s)
