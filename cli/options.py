@@ -180,8 +180,8 @@ NoSync = Annotated[
     _option(
         "--no-sync",
         help="Publish without waiting for the disk, as cp does: a power cut in the next half minute"
-        " may leave DST without all of its bytes, which `verify` finds. A killed run still leaves"
-        " all or nothing.",
+        " may leave DST without all of its bytes, which `verify` finds, unless with --digest none."
+        " A killed run still leaves all or nothing.",
     ),
 ]
 MaxShardSize = Annotated[

@@ -23,6 +23,7 @@ from ckptmap.like import is_alphabetical
 from ckptmap.wire.flat_rectangles import rectangles
 from tests.corpus import Case, names
 from tests.corpus.case import CASES
+from tests.corpus.models import tiny_llama
 from tests.corpus.ranks import run_ranks
 from tests.corpus.writers_fsdp1_local import LOCAL
 from tests.test_open import assert_same, expected_keys
@@ -288,11 +289,30 @@ def test_flat_ranks_of_one_save_only(flat: Callable[[str], Case], tmp_path: Path
     refused(path, "the ranks' flat parameters differ in size", like=known)
 
 
+@pytest.mark.parametrize("name", ["llama-orig", "llama-flat"])
+def test_config_json_unflattens_what_fsdp1_saved(
+    flat: Callable[[str], Case], tmp_path: Path, name: str
+) -> None:
+    """Shapes, order and ties of real shards from the config alone, on its own or beside them."""
+    path = tmp_path / name
+    shutil.copytree(flat("local_flat_w2").path.parent / name, path)
+    with pytest.raises(SourceError, match="no shapes") as caught:
+        set(ckptmap.open(path))
+    assert "--like" in str(caught.value) + str(caught.value.hint)
+    model = tiny_llama(tied=True)
+    model.config.architectures = [type(model).__name__]  # as save_pretrained sets it
+    model.config.save_pretrained(tmp_path / "base")
+    truth = model.state_dict()
+    with ckptmap.open(path, like=str(tmp_path / "base" / "config.json")) as found:
+        for fqn, value in found.items():
+            assert_same(value.read(), truth[fqn], fqn)
+        assert {*found, *found.ties} == set(truth)
+
+
 def test_config_json_gives_shapes_order_and_ties(tmp_path: Path) -> None:
-    """A Llama flattened by hand in the order of its modules, as FSDP1 would: the config knows."""
+    """The config names them as the model itself does; a class that transformers has not is refused."""
     transformers = pytest.importorskip("transformers")
     from ckptmap.like import like_config
-    from tests.corpus.models import tiny_llama
 
     for tied in (False, True):
         model = tiny_llama(tied=tied)

@@ -1,6 +1,7 @@
 """Build the cases of the table LOCAL, or RAW: `python -m tests.corpus.build_local --out DIR` on each rank.
 
-With LOCAL's, `replicas`: the same model as DCP, whole on every rank, each tensor written by one.
+With LOCAL's, `replicas`: the same model as DCP, whole on every rank, each tensor written by one; and
+`llama-orig`, `llama-flat`: a tied transformers model, without anything beside it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from tests.corpus.build import COLLECTIVE_TIMEOUT_S, build
-from tests.corpus.models import tiny
-from tests.corpus.writers_fsdp1_local import LOCAL, RAW
+from tests.corpus.models import tiny, tiny_llama
+from tests.corpus.writers_fsdp1 import wrapped
+from tests.corpus.writers_fsdp1_local import LOCAL, RAW, local_state
+from tests.corpus.writers_fsdp2 import rank_file
 
 
 def main() -> None:
@@ -32,6 +35,10 @@ def main() -> None:
             build(spec, options.out, dist.get_rank())
     if options.table == "local":
         save_dcp(dict(tiny().state_dict()), checkpoint_id=options.out / "replicas")
+        for name, orig in (("orig", True), ("flat", False)):
+            folder = options.out / f"llama-{name}"
+            folder.mkdir(exist_ok=True)
+            torch.save(local_state(wrapped(tiny_llama(tied=True), orig)), rank_file(folder))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.corpus.case import Gathered, case
-from tests.corpus.models import Recipe, Tiny, compiled, optimizer_for, tiny, train, truth
+from tests.corpus.models import Recipe, compiled, optimizer_for, tiny, train, truth
 from tests.corpus.writers_ddp import save_on_rank_0
 from tests.corpus.writers_single import (
     BF16,
@@ -36,9 +36,10 @@ from tests.corpus.writers_single import (
 )
 
 
-def wrapped(model: Tiny, use_orig_params: bool = True, **options: Any) -> FSDP:
+def wrapped(model: nn.Module, use_orig_params: bool = True, **options: Any) -> FSDP:
     """Each layer a unit, the root another. Layers compiled before are wrapped around."""
-    unit = {type(layer) for layer in model.layers}
+    layers = getattr(model, "model", model).layers
+    unit = {type(layer) for layer in layers}
     options = {"auto_wrap_policy": ModuleWrapPolicy(unit), **options}
     return FSDP(model, device_id=torch.device("cpu"), use_orig_params=use_orig_params, **options)
 
