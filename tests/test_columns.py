@@ -73,6 +73,18 @@ def test_a_flat_state_dict_is_read_as_columns(kind: type, tmp_path: Path) -> Non
         assert all(torch.equal(ckpt[name].read(), tensor) for name, tensor in many().items())
 
 
+def test_entries_as_long_with_numbers_elsewhere(tmp_path: Path) -> None:
+    """70000 takes five bytes, and another dimension's 300 and 2 as many: the tuples end elsewhere."""
+    shapes = ((300, 2), (70000,))
+    state = {f"w.{i}": torch.full(shapes[i % 9 == 8], i % 99, dtype=torch.int8) for i in range(150)}
+    records, data = saved(state, tmp_path / "m.pt")
+    ends = {data.index(b"QK\0" + size) for size in (b"J\x70\x11\1\0\x85r", b"M\x2c\1K\2\x86r")}
+    assert len(ends) == 2, "they are no longer pickled so"
+    found = columns_of(records, data)
+    assert found is not None
+    assert_as_read(found, records, data)
+
+
 @pytest.mark.parametrize("what", ["tie", "view", "value", "nested", "transposed", "twice"])
 def test_what_is_not_alike_is_read_one_by_one(what: str, tmp_path: Path) -> None:
     state: dict[str, Any] = dict(many())

@@ -25,7 +25,8 @@ from ckptmap.layouts.shard import Shard0
 from ckptmap.places import look
 from ckptmap.protocols import OutState, OutTensor
 from ckptmap.tensors import Box, Cut, Index, Opaque, StoredTensor, TensorInfo
-from ckptmap.wire.dcp_metadata import Item, Metadata, TensorEntry, read_metadata
+from ckptmap.wire.dcp_entries import Item, Metadata, TensorEntry
+from ckptmap.wire.dcp_metadata import read_metadata
 from ckptmap.wire.dcp_metadata_write import emit_metadata
 from tests.corpus.ranks import run_ranks
 from tests.writing import materialise, out_tensors, read_leaf, same

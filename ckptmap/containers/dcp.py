@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import add
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -30,8 +31,9 @@ from ckptmap.tensors import (
     TensorInfo,
     as_inert,
 )
+from ckptmap.wire.dcp_entries import Item, Metadata, TensorEntry, Whole
 from ckptmap.wire.dcp_items import PLAIN_OVERHEAD, Items
-from ckptmap.wire.dcp_metadata import Item, Metadata, TensorEntry, read_metadata
+from ckptmap.wire.dcp_metadata import read_metadata
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.inside import inside
 from ckptmap.wire.tree import flatten, holds_tensor
@@ -110,14 +112,8 @@ def _metadata_bytes(root: str, names: Sequence[str]) -> bytes:
 
 def _data_files(root: str, metadata: Metadata, where: str) -> dict[str, str]:
     """Relative name -> path of every data file, in natural order of first use; sizes checked."""
-    ends: dict[str, int] = {}
-    for entry in metadata.tensors.values():
-        for _, _, item in entry.chunks:
-            _reach(ends, item, where)
-    for item in metadata.values.values():
-        _reach(ends, item, where)
     files = {}
-    for name, end in ends.items():
+    for name, end in _ends(metadata, where).items():
         path = inside(root, name, where)
         if not os.path.isfile(path):
             raise SourceError(
@@ -134,6 +130,25 @@ def _data_files(root: str, metadata: Metadata, where: str) -> dict[str, str]:
             )
         files[name] = path
     return files
+
+
+def _ends(metadata: Metadata, where: str) -> dict[str, int]:
+    """How far each data file is used."""
+    ends: dict[str, int] = {}
+    tensors = metadata.tensors
+    if isinstance(tensors, Whole):
+        for file, end in zip(
+            tensors.files, map(add, tensors.offsets, tensors.lengths), strict=True
+        ):
+            if end > ends.get(file, -1):
+                ends[file] = end
+        return ends
+    for entry in tensors.values():
+        for _, _, item in entry.chunks:
+            _reach(ends, item, where)
+    for item in metadata.values.values():
+        _reach(ends, item, where)
+    return ends
 
 
 def _reach(ends: dict[str, int], item: Item, where: str) -> None:
@@ -171,6 +186,9 @@ class _Leaves:
         self._items = Items()
 
     def read(self, metadata: Metadata) -> tuple[Mapping[Path, Leaf], dict[str, Mapping[str, Any]]]:
+        run = None if metadata.values or metadata.paths else Whole.of(metadata.tensors)
+        if run is not None and self._is_plain(metadata, run):
+            return Extents(run.names, run.infos, _Places(self, run)), {}
         leaves: dict[Path, Leaf] = {}
         records: dict[str, Mapping[str, Any]] = {}
         unusual = {key for key, entry in metadata.tensors.items() if _is_unusual(entry)}
@@ -178,11 +196,6 @@ class _Leaves:
         if cuts:  # then small ones may be subclasses too, and their sizes do not tell
             small = {k for k, e in metadata.tensors.items() if _is_small(e)} - unusual
             cuts |= self._cuts(metadata, small)
-        whole = None if cuts or metadata.values else _whole_items(metadata)
-        if whole is not None:
-            infos = [entry[0] for entry in metadata.tensors.values()]
-            keys = list(metadata.tensors)
-            return Extents(keys, infos, _Places(self, keys, infos, whole)), records
         for key, entry in metadata.tensors.items():
             leaf = (cuts and cuts.get(key)) or _DcpTensor(self, key, entry)
             leaves[metadata.path(key)] = leaf
@@ -197,6 +210,19 @@ class _Leaves:
             else:
                 leaves[metadata.path(key)] = value
         return leaves, records
+
+    def _is_plain(self, metadata: Metadata, run: Whole) -> bool:
+        """Are the items of these plain tensors, by their sizes and by a look at a few?"""
+        pairs = list(zip(map(id, run.infos), run.lengths, strict=True))
+        first = dict(zip(reversed(pairs), range(len(pairs) - 1, -1, -1), strict=True))
+        samples: set[str] = set()
+        for index in sorted(first.values()):
+            nbytes = run.lengths[index]
+            if nbytes - run.infos[index].nbytes not in PLAIN_OVERHEAD:
+                return False
+            if nbytes < SMALL_NBYTES and len(samples) < MAX_SAMPLES:
+                samples.add(run.names[index])
+        return not self._cuts(metadata, samples)
 
     def _cuts(self, metadata: Metadata, keys: set[str]) -> dict[str, Cut]:
         """Those of the tensors whose items hold subclass objects."""
@@ -254,33 +280,19 @@ class _Leaves:
         return Rows.of(info, chunks) or chunks
 
 
-def _whole_items(metadata: Metadata) -> list[Item] | None:
-    """The items of tensors that are one chunk each, at paths of one segment; None: not all are."""
-    items = []
-    for key, (info, chunks) in metadata.tensors.items():
-        if len(chunks) != 1 or len(metadata.path(key)) != 1:
-            return None
-        offsets, sizes, item = chunks[0]
-        if sizes != info.shape or any(offsets) or 0 in sizes or metadata.path(key)[0] != key:
-            return None
-        items.append(item)
-    return items
-
-
 @dataclass(frozen=True)
 class _Places:
     """Where tensors of one chunk lie: each item has to be looked at for that."""
 
     leaves: _Leaves
-    keys: Sequence[str]
-    infos: Sequence[TensorInfo]
-    items: Sequence[Item]
+    run: Whole
 
     def one(self, index: int) -> Places:
-        return self.leaves.place(self.keys[index], self.infos[index], self.items[index])
+        run = self.run
+        return self.leaves.place(run.names[index], run.infos[index], run.item(index))
 
     def all(self) -> Located | None:
-        found = list(map(self.leaves.place, self.keys, self.infos, self.items))
+        found = list(map(self.one, range(len(self.run))))
         places = [place for place in found if isinstance(place, Extent)]
         return Located.of(places) if len(places) == len(found) else None
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from ckptmap.disk.files import Files, Fingerprint
 from ckptmap.errors import SourceError
 from ckptmap.tensors import Region, StoredTensor, TensorInfo
-from ckptmap.wire.dcp_metadata import Item
+from ckptmap.wire.dcp_entries import Item
 from ckptmap.wire.torch_zip_read import Loaded, load
 
 CONTENT_ID = ".data/serialization_id"

@@ -11,150 +11,109 @@ reads it with a plain `pickle.load`; here nothing that it names is imported or c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import add
+from typing import Any, NoReturn
 
 from ckptmap.errors import SourceError
 from ckptmap.leaves import ListIndex
 from ckptmap.tensors import ITEMSIZE, Opaque, Path, TensorInfo
 from ckptmap.wire import pickle_read
+from ckptmap.wire.dcp_entries import Item, Metadata, Offsets, TensorEntry, Whole
+from ckptmap.wire.dcp_stand_ins import (
+    ALLOW,
+    MARKS,
+    Bytes,
+    ChunkBox,
+    Key,
+    Place,
+    Properties,
+    Root,
+    Tensor,
+)
 from ckptmap.wire.gc_pause import paused_gc
 
+LONG_NBYTES = 1 << 16
+"""Bytes of a pickle from which making it shorter pays."""
 MAX_DIMS = 64
 MAX_NUMEL = 2**63 - 1
-Offsets = tuple[int, ...]
-
-
-class Item(NamedTuple):
-    """Where one entry's bytes lie: `nbytes` from `offset` of a file of the directory."""
-
-    file: str
-    offset: int
-    nbytes: int
-    transforms: tuple[str, ...] = ()
-    """Names of what the bytes went through, outermost last: `stream.zstd/1`."""
-
-
-class TensorEntry(NamedTuple):
-    """A tensor: its info, and (offsets, sizes, item) of each chunk."""
-
-    info: TensorInfo
-    chunks: tuple[tuple[Offsets, Offsets, Item], ...]
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """`tensors` and `values` by flat key; `paths` says where each flat key sits."""
-
-    tensors: Mapping[str, TensorEntry]
-    values: Mapping[str, Item] = field(default_factory=dict)
-    paths: Mapping[str, Path] = field(default_factory=dict)
-
-    def path(self, key: str) -> Path:
-        """Never found by splitting the key: names hold dots. Without a path the key is one."""
-        return self.paths.get(key, (key,))
-
-
-# ------------------------------------------------------------------------ what pickles build
-
-
-class _Sealed(type):
-    """Types of our stand-ins: a pickle can set attributes of a class that it names, if let."""
-
-    def __setattr__(cls, name: str, value: object) -> None:
-        raise AttributeError(f"{cls.__name__}.{name} cannot be set")
-
-
-class _Record(metaclass=_Sealed):
-    """Takes what we want of its state into slots: there are five a tensor, and a dict in each
-    would be 100 MB of 100,000 tensors. Hashed by identity, which makes them quick to use as keys.
-    What was never set is None."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        names: tuple[str, ...] = self.__slots__
-        for name in names:
-            setattr(self, name, state.get(name))
-
-    def __getattr__(self, name: str) -> Any:
-        return None
-
-
-class _Root(_Record):
-    __slots__ = ("planner_data", "state_dict_metadata", "storage_data")
-
-
-class _Tensor(_Record):
-    __slots__ = ("chunks", "properties", "size")
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.chunks, self.size = state.get("chunks"), state.get("size")
-        self.properties = state.get("properties")
-
-
-class _Bytes(_Record):
-    __slots__ = ()
-
-
-class _Chunk(_Record):
-    __slots__ = ("offsets", "sizes")
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.offsets, self.sizes = state.get("offsets"), state.get("sizes")
-
-
-class _Key(_Record):
-    __slots__ = ("fqn", "offset")
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.fqn, self.offset = state.get("fqn"), state.get("offset")
-
-
-class _Place(_Record):
-    __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.relative_path, self.offset = state.get("relative_path"), state.get("offset")
-        self.length = state.get("length")
-        self.transform_descriptors = state.get("transform_descriptors")
-
-
-class _Properties(_Record):
-    __slots__ = ("dtype",)
-
-    def __setstate__(self, state: Any) -> None:
-        self.dtype = state[0] if isinstance(state, tuple) and state else None
-
-
-MODULE = "torch.distributed.checkpoint.metadata"
-_ALLOW: Mapping[tuple[str, str], Any] = {
-    # Five to a tensor, so no Python function: `() + x` gives a tuple back, uncopied, and refuses
-    # anything else.
-    ("torch", "Size"): ().__add__,
-    (MODULE, "Metadata"): _Root,
-    (MODULE, "TensorStorageMetadata"): _Tensor,
-    (MODULE, "BytesStorageMetadata"): _Bytes,
-    (MODULE, "ChunkStorageMetadata"): _Chunk,
-    (MODULE, "MetadataIndex"): _Key,
-    (MODULE, "TensorProperties"): _Properties,
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
-}
 
 
 def read_metadata(data: bytes, where: str) -> Metadata:
     """The records of a `.metadata` file. `where` names it in errors.
 
     Raises SourceError CKM106 for a pickle that is malformed or names what only an attack calls,
-    CKM109 for one that is of another class or does not hold together.
+    CKM109 for one that is empty, of another class, or does not hold together.
     """
+    if not data:
+        raise SourceError(
+            "CKM109",
+            f"{where}: is empty (0 bytes): the save did not finish",
+            "use an earlier checkpoint, or save again",
+        )
     with paused_gc():
-        root = pickle_read.load(data, where, allow=_ALLOW)
-        if type(root) is not _Root:
-            raise _other_root(root, where)
-        return _Reader(where).metadata(root)
+        found = None
+        if len(data) >= LONG_NBYTES:
+            with suppress(SourceError):  # what is wrong is told of the whole
+                found = _read_short(data, where)
+        return found or _Reader(where).metadata(pickle_read.load(data, where, allow=ALLOW))
+
+
+def _read_short(data: bytes, where: str) -> Metadata | None:
+    """None: it is not as torch writes it."""
+    from ckptmap.wire.dcp_metadata_short import shortened  # its expressions take time to compile
+
+    short = shortened(data)
+    if short is None:
+        return None
+    loaded = pickle_read.load(short.pickle, where, allow=ALLOW, of_nbytes=len(data))
+    reader = _Reader(where)
+    if type(loaded) is not tuple or [*map(type, loaded)][1:] != [tuple] * 4:
+        reader._bad("what is alike, found something else")
+    root, *taken = loaded
+    return reader.metadata(root, short.forms, *taken)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Entries of storage_data in columns: place i is of the fqn, offset and length that it has, and
+    otherwise like (offsets of its chunk, item) number `like[i]` of `forms`."""
+
+    forms: Sequence[tuple[Offsets | None, Item]]
+    like: Sequence[int]
+    fqns: Sequence[str]
+    offsets: Sequence[int]
+    lengths: Sequence[int]
+
+    def items(self) -> dict[tuple[str, Offsets | None], Item]:
+        found = {}
+        for fqn, at, offset, nbytes in zip(
+            self.fqns, self.like, self.offsets, self.lengths, strict=True
+        ):
+            offsets, (file, _, _, transforms) = self.forms[at]
+            found[fqn, offsets] = Item(file, offset, nbytes, transforms)
+        return found
+
+    def whole(self, infos: Mapping[str, TensorInfo]) -> Whole | None:
+        """These tensors, where each has one entry here and is one chunk in it."""
+        at = dict(zip(self.fqns, range(len(self.fqns)), strict=True))
+        if at.keys() != infos.keys() or len(at) != len(self.fqns):
+            return None
+        order = list(map(at.__getitem__, infos))
+        like = [self.like[i] for i in order]
+        for shape, form in {
+            (info.shape, at) for info, at in zip(infos.values(), like, strict=True)
+        }:
+            offsets, item = self.forms[form]
+            if offsets != (0,) * len(shape) or item.transforms:
+                return None
+        files = [item.file for _, item in self.forms]
+        return Whole(
+            list(infos), list(infos.values()), [files[i] for i in like],
+            [self.offsets[i] for i in order], [self.lengths[i] for i in order],
+        )  # fmt: skip
 
 
 def _other_root(root: Any, where: str) -> SourceError:
@@ -171,20 +130,34 @@ class _Reader:
     def __init__(self, where: str) -> None:
         self.where = where
         self._infos: dict[tuple[Any, ...], TensorInfo] = {}
+        self._cut: dict[Tensor, tuple[TensorInfo, list[tuple[Offsets, Offsets]]]] = {}
 
-    def metadata(self, root: _Root) -> Metadata:
+    def metadata(self, root: Any, *taken: Sequence[Any]) -> Metadata:
+        """`taken`: what was taken out of the pickle, see `Shortened`: which form each place has,
+        (key, place) of the forms, fqns, offsets, lengths."""
+        if type(root) is not Root:
+            raise _other_root(root, self.where)
         entries = self._dict(root.state_dict_metadata, "state_dict_metadata")
+        paths = self._paths(root.planner_data, entries)
         items = self._items(self._dict(root.storage_data, "storage_data"))
+        if taken:
+            rows = self._rows(items, *taken)
+            whole = self._whole(entries, rows)
+            if whole is not None:
+                return Metadata(whole, {}, paths)
+            items = rows.items()
+            if len(items) != len(rows.fqns):
+                self._bad("storage_data, some entry is there twice")
         tensors: dict[str, TensorEntry] = {}
         values: dict[str, Item] = {}
         for key, entry in entries.items():
-            if type(entry) is _Tensor:
+            if type(entry) is Tensor:
                 tensors[key] = self._tensor(key, entry, items)
-            elif type(entry) is _Bytes:
+            elif type(entry) is Bytes:
                 values[key] = self._item_of(items, key, None)
             else:
                 self._bad(f"entry {key!r}, expected a tensor's or a value's, found {_what(entry)}")
-        return Metadata(tensors, values, self._paths(root.planner_data, entries))
+        return Metadata(tensors, values, paths)
 
     def _dict(self, value: Any, name: str) -> dict[Any, Any]:
         if not isinstance(value, dict):
@@ -194,7 +167,7 @@ class _Reader:
     def _items(self, storage: dict[Any, Any]) -> dict[tuple[str, Offsets | None], Item]:
         items: dict[tuple[str, Offsets | None], Item] = {}
         for key, place in storage.items():
-            if type(key) is not _Key or type(place) is not _Place:
+            if type(key) is not Key or type(place) is not Place:
                 self._bad(f"storage_data, found {_what(key)}: {_what(place)}")
             fqn, offsets = key.fqn, key.offset
             if type(fqn) is not str:
@@ -205,7 +178,56 @@ class _Reader:
             items[index] = self._item(fqn, place)
         return items
 
-    def _item(self, fqn: str, place: _Place) -> Item:
+    def _rows(
+        self,
+        items: Mapping[tuple[str, Offsets | None], Item],
+        like: Sequence[int],
+        forms: Sequence[Any],
+        fqns: Sequence[Any],
+        offsets: Sequence[Any],
+        lengths: Sequence[Any],
+    ) -> _Rows:
+        """What was taken out, checked, and the items that were not."""
+        keys, places = forms[::2], forms[1::2]
+        kinds = [{*map(type, column)} for column in (keys, places, fqns, offsets, lengths)]
+        if kinds != [{Key}, {Place}, {str}, {int}, {int}] or len(keys) != len(places):
+            self._bad("storage_data, entries that are not alike")
+        read = [
+            (self._ints(key.offset, "a chunk"), self._item("a chunk", place))
+            for key, place in zip(keys, places, strict=True)
+        ]
+        marked = all(
+            (key.fqn, *item[1:3]) == MARKS for key, (_, item) in zip(keys, read, strict=True)
+        )
+        if not marked or any(type(key.index) is not int for key in keys):
+            self._bad("storage_data, entries that are not alike")
+        if {len(fqns), len(offsets), len(lengths)} != {len(like)} or max(like) >= len(read):
+            self._bad("storage_data, columns of different lengths")
+        if min(min(offsets), min(lengths)) < 0 or max(map(add, offsets, lengths)) > MAX_NUMEL:
+            self._bad("storage_data, an impossible range")
+        return _Rows(
+            [*read, *((at, item) for (_, at), item in items.items())],
+            [*like, *range(len(read), len(read) + len(items))],
+            [*fqns, *(fqn for fqn, _ in items)],
+            [*offsets, *(item.offset for item in items.values())],
+            [*lengths, *(item.nbytes for item in items.values())],
+        )
+
+    def _whole(self, entries: Mapping[str, Any], rows: _Rows) -> Whole | None:
+        """The entries, where all are tensors of one chunk."""
+        infos: dict[Any, TensorInfo] = {}
+        for entry in set(entries.values()):  # by identity: many share what built them
+            if type(entry) is not Tensor:
+                return None
+            info, boxes = self._boxes("a tensor", entry)
+            if [sizes for _, sizes in boxes] != [info.shape] or 0 in info.shape:
+                return None
+            if any(boxes[0][0]):
+                return None
+            infos[entry] = info
+        return rows.whole(dict(zip(entries, map(infos.__getitem__, entries.values()), strict=True)))
+
+    def _item(self, fqn: str, place: Place) -> Item:
         file, offset, nbytes = place.relative_path, place.offset, place.length
         if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
             self._bad(f"storage of {fqn!r}, malformed _StorageInfo: {_what(file)}")
@@ -226,24 +248,35 @@ class _Reader:
         return item
 
     def _tensor(
-        self, key: str, entry: _Tensor, items: Mapping[tuple[str, Offsets | None], Item]
+        self, key: str, entry: Tensor, items: Mapping[tuple[str, Offsets | None], Item]
     ) -> TensorEntry:
+        known = self._cut.get(entry)  # by identity: many tensors may share what built them
+        if known is None:
+            known = self._cut[entry] = self._boxes(key, entry)
+        info, boxes = known
+        try:
+            chunks = tuple([(at, sizes, items[key, at]) for at, sizes in boxes])
+        except KeyError:
+            chunks = tuple([(at, sizes, self._item_of(items, key, at)) for at, sizes in boxes])
+        return TensorEntry(info, chunks)
+
+    def _boxes(self, key: str, entry: Tensor) -> tuple[TensorInfo, list[tuple[Offsets, Offsets]]]:
         info = self._info(key, entry.properties, entry.size)
         ndim = len(info.shape)
-        chunks = []
+        boxes = []
         found = entry.chunks
         for chunk in found if type(found) is list else self._list(found, f"chunks of {key!r}"):
-            if type(chunk) is not _Chunk:
+            if type(chunk) is not ChunkBox:
                 self._bad(f"chunk of {key!r}, found {_what(chunk)}")
             offsets, sizes = self._ints(chunk.offsets, key), self._ints(chunk.sizes, key)
             if len(offsets) != ndim or len(sizes) != ndim:
                 self._bad(f"chunk of {key!r}: {_what(offsets)}+{_what(sizes)} in {info}")
-            chunks.append((offsets, sizes, self._item_of(items, key, offsets)))
-        return TensorEntry(info, tuple(chunks))
+            boxes.append((offsets, sizes))
+        return info, boxes
 
     def _info(self, key: str, properties: Any, size: Any) -> TensorInfo:
         shape = self._ints(size, key)
-        dtype = properties.dtype if type(properties) is _Properties else None
+        dtype = properties.dtype if type(properties) is Properties else None
         name = dtype.name if type(dtype) is pickle_read.DType else None
         info = self._infos.get((name, *shape))
         if info is not None:
@@ -281,18 +314,20 @@ class _Reader:
     def _paths(self, planner_data: Any, entries: Mapping[str, Any]) -> dict[str, Path]:
         """None (Megatron, HF storage) leaves every key a path of one segment. An integer counts in
         a list: torch makes integer keys of dicts strings."""
-        for key in entries:
-            if not isinstance(key, str) or not _is_text(key):
-                self._bad(f"state_dict_metadata, expected names, found {_what(key)}")
+        if not ({*map(type, entries)} <= {str} and "".join(entries).isascii()):
+            for key in entries:
+                if not isinstance(key, str) or not _is_text(key):
+                    self._bad(f"state_dict_metadata, expected names, found {_what(key)}")
         if planner_data is None:
             return {}
+        if planner_data == dict(zip(entries, zip(entries, strict=True), strict=True)):
+            return {}  # as nearly all are: paths of one segment
         paths: dict[str, Path] = {}
         for key, path in self._dict(planner_data, "planner_data").items():
+            if type(key) is not str:
+                self._bad(f"planner_data, expected names, found {_what(key)}")
             if key not in entries:
                 continue
-            if type(path) is tuple and len(path) == 1 and path[0] == key:
-                paths[key] = path
-                continue  # as nearly all are: one segment, checked above
             if not isinstance(path, tuple | list) or not path:
                 self._bad(f"planner_data[{key!r}], expected a path, found {_what(path)}")
             for segment in path:

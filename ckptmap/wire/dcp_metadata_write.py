@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ckptmap.tensors import Path
-from ckptmap.wire.dcp_metadata import MODULE, Item, Metadata, Offsets, TensorEntry
+from ckptmap.wire.dcp_entries import Item, Metadata, Offsets, TensorEntry
+from ckptmap.wire.dcp_stand_ins import MODULE
 from ckptmap.wire.pickle_write import int_op, int_tuple
 
 # Objects that every chunk needs are put into the memo once, in this order, before the root: a

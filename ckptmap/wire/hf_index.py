@@ -32,7 +32,11 @@ def parse_index(file: str) -> ShardIndex:
         nbytes = path.stat().st_size
         if nbytes > MAX_INDEX_NBYTES:
             raise _bad(file, f"expected at most {MAX_INDEX_NBYTES} bytes, found {nbytes}")
+        if not nbytes:
+            raise _bad(file, "is empty (0 bytes), expected an index")
         tree = json.loads(whole(path).read_bytes().decode("utf-8"), object_pairs_hook=_unique)
+    except SourceError:
+        raise
     except OSError as error:
         raise _bad(file, f"cannot be read: {error.strerror}") from error
     except RecursionError as error:

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor, Told
+from ckptmap.leaves import Told
+from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor
 from ckptmap.wire.tree import holds_tensor, nest
 
 ARGS = "args"

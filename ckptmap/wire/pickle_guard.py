@@ -29,7 +29,7 @@ _PUT, _LONG_BINPUT = b"pr"
 _EXTENSIONS = b"\x82\x83\x84"
 
 
-_UNICODE = ord("X")
+_UNICODE = b"X\x8c"
 _SHORT = 256
 """Characters of a string that is looked for by its length."""
 _MANY = 512
@@ -41,7 +41,7 @@ def _run(width: int, top: int, lengths: frozenset[int] = frozenset()) -> re.Patt
     """Opcodes that need no look, LONG_BINPUT among them where byte `width` of its index, the
     highest that is not 0, is at most `top`, and strings of these lengths."""
     put = rb"r.{%d}[\0-\x%02x]\0{%d}" % (width, top, 3 - width)
-    texts = [rb"|X\x%02x\0\0\0.{%d}" % (n, n) for n in sorted(lengths)]
+    texts = [rb"|(?:X\x%02x\0\0\0|\x8c\x%02x).{%d}" % (n, n, n) for n in sorted(lengths)]
     return re.compile(b"(?:%s|%s%s)*+" % (_PLAIN, put, b"".join(texts)), re.DOTALL)
 
 
@@ -66,7 +66,7 @@ def check_opcodes(data: bytes, of_nbytes: int = 0) -> None:
             after = at + 1 + length_nbytes
             nbytes = int.from_bytes(data[at + 1 : after], "little")
             at = after + nbytes
-            if op == _UNICODE and nbytes < _SHORT:
+            if op in _UNICODE and nbytes < _SHORT:
                 lengths.add(nbytes)
                 met += 1
                 if met == _MANY:

@@ -262,10 +262,19 @@ class RankSet:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """NaN is what NaN is: a loss, say, that all ranks agree on."""
     try:
-        return type(a) is type(b) and bool(a == b)
+        return type(a) is type(b) and (bool(a == b) or _equal_inside(a, b))
     except RecursionError:
         return False
+
+
+def _equal_inside(a: Any, b: Any) -> bool:
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a != a and b != b)
 
 
 class RankValues(Sequence[Leaf]):

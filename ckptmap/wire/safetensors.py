@@ -43,7 +43,7 @@ TORCH_DTYPES: Mapping[str, str] = {
 }  # fmt: skip
 NAMES: Mapping[str, str] = {torch: name for name, torch in TORCH_DTYPES.items()}
 
-HINT = "download or save the file again; `ckptmap inspect` shows what can be read"
+HINT = "download or save the file again; nothing is read from a damaged one"
 
 
 @dataclass(frozen=True)

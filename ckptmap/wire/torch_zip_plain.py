@@ -13,68 +13,83 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from struct import pack
-from typing import Any
+from functools import cache
+from itertools import accumulate
+from typing import Any, TypeVar
 
 from ckptmap.errors import SourceError
 from ckptmap.geometry.columns import Extents, Located, nbytes_of
 from ckptmap.tensors import Extent, Places
+from ckptmap.wire.alike_pieces import Alike, alike
+from ckptmap.wire.alike_pieces import Places as At
 from ckptmap.wire.pickle_alike import opcodes
 from ckptmap.wire.torch_zip_read import ReadTensor
 from ckptmap.wire.zip_read import Records
 
+T = TypeVar("T")
+
 MANY = 64
 """Entries from which looking for them pays."""
+MIN_NBYTES = 40 * MANY
+"""They are longer than this."""
 MAX_FORMS = 64
+BATCH_NBYTES = 1 << 18
+"""Of entries at a time: what is made of them stays in the cache."""
 MAX_BEFORE_NBYTES = 1 << 18
 """What is before the entries: a few of them, whose memo numbers are of one byte."""
 
 _GET = rb"(?:h.|j....)"
 _INT = rb"(?:K.|M..|J....)"
 _INTS = rb"(?:\)|%s{1,3}[\x85-\x87]|\((?:%s){4,8}t)" % (_INT, _INT)
-_START = (
-    ("length", rb"X..\0\0"), ("name", rb"[^\n]{0,255}?"), ("number", rb"r...."),
-    ("form", rb"%s\(\(%s%sX" % (_GET, _GET, _GET)), ("key length", rb"..\0\0"), ("key", rb"\d+"),
-)  # fmt: skip
+_START = rb"(X..\0\0)([^\n]{0,255}?)(r....%s\(\(%s%sX..\0\0)(\d+)" % (_GET, _GET, _GET)
+"""Up to the key: the name with its length and memo number, the key with its length."""
 _TORCH = (
-    *_START, ("number", rb"r...."), ("form", rb"%s%st" % (_GET, _INT)), ("number", rb"r...."),
-    ("form", rb"Q%s%s" % (_INT, _INTS)), ("number", rb"(?:r....)?"),
-    ("form", _INTS), ("number", rb"(?:r....)?"),  # an empty tuple is given none
-    ("form", rb"[\x88\x89]%s\)R" % _GET), ("number", rb"r...."),
-    ("number", rb"tr...."), ("number", rb"Rr...."), ("more", rb"(?:u\()?"),
+    (rb"r....%s%st" % (_GET, _INT)) + (rb"r....Q%s%s(?:r....)?" % (_INT, _INTS))
+    + (rb"%s(?:r....)?[\x88\x89]" % _INTS)  # an empty tuple is given no number
+    + (rb"%s\)Rr....tr....Rr...." % _GET)
 )  # fmt: skip
-"""Entries as torch pickles them: all that it makes gets a memo number, a thousand are put at once."""
-_OURS = (
-    *_START,
-    ("form", rb"%s%stQ%s%s%s[\x88\x89]%s\)RtR" % (_GET, _INT, _INT, _INTS, _INTS, _GET)),
-)
+"""What follows the key as torch pickles it: all that it makes gets a memo number."""
+_OURS = rb"%s%stQ%s%s%s[\x88\x89]%s\)RtR" % (_GET, _INT, _INT, _INTS, _INTS, _GET)
 """As `pickle_write` does."""
 
 
 class _Writing:
-    """How a writer pickles the entry of a tensor, in parts of which each is of a kind."""
+    """How a writer pickles the entry of a tensor; it puts a thousand of them at once."""
 
-    def __init__(self, parts: Sequence[tuple[str, bytes]]) -> None:
-        self._kinds = [kind for kind, _ in parts]
-        self.entry = re.compile(b"".join(b"(%b)" % part for _, part in parts), re.DOTALL)
-        self.name, self.key = self._kinds.index("name"), self._kinds.index("key")
-        self.forms, self.numbers = self._of("form"), self._of("number")
-        (self.length,), (self.key_length,) = self._of("length"), self._of("key length")
-
-    def _of(self, kind: str) -> list[int]:
-        return [group for group, found in enumerate(self._kinds) if found == kind]
+    def __init__(self, tail: bytes) -> None:
+        self.entry = re.compile(rb"((?:u\()?%s(%s))" % (_START, tail), re.DOTALL)
+        numbered = tail.replace(rb"(?:r....)?", rb"r....").replace(rb"r....", rb"(?:r(....))?")
+        self._tail = re.compile(numbered, re.DOTALL)
 
     def start(self, data: bytes) -> int | None:
         """Where the first entry is; None: there is none near the start."""
         for match in self.entry.finditer(data, 0, MAX_BEFORE_NBYTES):
-            stated = int.from_bytes(match[self.length + 1][1:], "little")
-            if stated == len(match[self.name + 1]):
+            if int.from_bytes(match[2][1:], "little") == len(match[3]):
                 return match.start()
         return None
 
+    def numbers(self, tail: bytes) -> At:
+        """Where its memo numbers are."""
+        match = self._tail.fullmatch(tail)
+        assert match is not None, "it is what the same opcodes matched before"
+        return tuple([start for start, _ in match.regs[1:] if start >= 0])
 
-_WRITINGS = (_Writing(_TORCH), _Writing(_OURS))
-Columns = Sequence[Sequence[bytes]]
+
+@cache
+def _writings() -> tuple[_Writing, ...]:
+    return _Writing(_TORCH), _Writing(_OURS)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Entries in columns, each as it is pickled."""
+
+    whole: Sequence[bytes]
+    length: Sequence[bytes]
+    name: Sequence[bytes]
+    middle: Sequence[bytes]
+    key: Sequence[bytes]
+    tail: Sequence[bytes]
 
 
 @dataclass(frozen=True)
@@ -98,60 +113,121 @@ def plain_tensors(
 ) -> Extents | None:
     """The tensors of a pickle, where they are all that it holds and nearly all entries are alike.
     None: it is another. `parse(pickle, nbytes)` reads a part of the pickle, which has so many."""
-    starts = ((writing, writing.start(data)) for writing in _WRITINGS)
-    writing, start = next(((w, at) for w, at in starts if at is not None), (_WRITINGS[0], None))
-    if start is None:
+    if len(data) < MIN_NBYTES:
         return None
-    found = writing.entry.findall(data, start)
-    text = b"".join(map(b"".join, found))
-    if len(found) < MANY or not data.startswith(text, start):
+    for writing in _writings():
+        start = writing.start(data)
+        if start is not None:
+            break
+    else:
         return None
-    columns: Columns = list(zip(*found, strict=True))
-    if not (_stated(writing, columns) and _numbered(writing, columns, data[:start])):
+    run = _Run(writing, data[:start])
+    end = start
+    while end < len(data):
+        found = writing.entry.findall(data, end, end + BATCH_NBYTES)
+        if not found:
+            break
+        entries = _Entries(*zip(*found, strict=True))
+        text = b"".join(entries.whole)
+        if not data.startswith(text, end) or not run.take(entries):
+            return None
+        end += len(text)
+    if len(run.names) < MANY:
         return None
-    kinds = list(zip(*[columns[group] for group in writing.forms], strict=True))
-    samples = dict(zip(reversed(kinds), range(len(kinds) - 1, -1, -1), strict=True))
-    if len(samples) > MAX_FORMS:
-        return None
-    some = [b"".join(found[i]) for i in sorted(samples.values())]
     try:
-        tree = parse(b"".join((data[:start], *some, data[start + len(text) :])), len(data))
-        names = list(map(bytes.decode, columns[writing.name]))
-    except (SourceError, UnicodeDecodeError):
+        tree = parse(b"".join((data[:start], *run.samples.values(), data[end:])), len(data))
+    except SourceError:
         return None
     if type(tree) is not dict and not isinstance(tree, OrderedDict):
         return None
     if not all(map(_is_whole, tree.values())) or not all(type(name) is str for name in tree):
         return None
-    keys = list(map(bytes.decode, columns[writing.key]))
-    return _together(records, tree, names, keys, list(map(samples.__getitem__, kinds)))
+    return _together(records, tree, run)
 
 
-def _stated(writing: _Writing, columns: Columns) -> bool:
-    """Are names and keys as long as is said before them?"""
-    pairs = (writing.length, writing.name), (writing.key_length, writing.key)
-    return all(_numbers_are(columns[at], map(len, columns[of])) for at, of in pairs)
+class _Run:
+    """Entries one behind the other, as they are read; `before` is what the pickle begins with."""
 
+    def __init__(self, writing: _Writing, before: bytes) -> None:
+        self._writing = writing
+        self._given = max(_given(before), default=-1)
+        self._next: int | None = None
+        self._forms: dict[tuple[bytes, bytes], int] = {}
+        self.names: list[str] = []
+        self.keys: list[str] = []
+        self.like: list[int] = []
+        """Of each entry: the first of its form."""
+        self.samples: dict[int, bytes] = {}
+        """These first ones, as they are pickled."""
 
-def _numbers_are(column: Sequence[bytes], wanted: Iterable[int]) -> bool:
-    """Do they end with these, in four bytes each?"""
-    given, numbers, width = b"".join(column), pack(f"<{len(column)}I", *wanted), len(column[0])
-    return all(given[width - 4 + i :: width] == numbers[i::4] for i in range(4))
-
-
-def _numbered(writing: _Writing, columns: Columns, before: bytes) -> bool:
-    """Do memo numbers count on, above all that were given before?"""
-    groups = [columns[group] for group in writing.numbers]
-    start, count, step = int.from_bytes(groups[0][0][-4:], "little"), len(groups[0]), len(groups)
-    if any(number >= start for number in _given(before)):
-        return False
-    if all(map(all, groups)):
-        return all(
-            _numbers_are(group, range(at, at + step * count, step))
-            for at, group in enumerate(groups, start)
+    def take(self, entries: _Entries) -> bool:
+        """False: there are too many forms, names or keys are not as long as is said before them,
+        or memo numbers do not count on, above all that were given before."""
+        heads = alike(entries.length, lambda _: (1,), MAX_FORMS)
+        middles = alike(entries.middle, lambda piece: (1, len(piece) - 4), MAX_FORMS)
+        tails = alike(entries.tail, self._writing.numbers, MAX_FORMS)
+        if not (heads and middles and tails):
+            return False
+        names, keys = list(map(len, entries.name)), list(map(len, entries.key))
+        first = self._counted(tails, int.from_bytes(entries.middle[0][1:5], "little"))
+        holds = (
+            all(part.are(0, part.of(names)) for part in heads)
+            and all(part.are(0, part.of(first)) and part.are(1, part.of(keys)) for part in middles)
+            and all(
+                part.are(at, _shifted(part.of(first), 1 + at))
+                for part in tails
+                for at in range(len(part.numbers))
+            )
         )
-    given = [number[-4:] for entry in zip(*groups, strict=True) for number in entry if number]
-    return b"".join(given) == pack(f"<{len(given)}I", *range(start, start + len(given)))
+        return holds and self._add(entries, list(zip(_forms(middles), _forms(tails), strict=True)))
+
+    def _counted(self, tails: Sequence[Alike], start: int) -> Sequence[int]:
+        """The memo number that the name of each entry must have; `start`: the first one's own."""
+        if self._next is None:
+            self._next = max(start, self._given + 1)
+        start = self._next
+        if len(tails) == 1:
+            step, count = 1 + len(tails[0].numbers), len(tails[0].indices)
+            self._next += step * count
+            return range(start, self._next, step)
+        steps = _in_order((t.indices, [1 + len(t.numbers)] * len(t.indices)) for t in tails)
+        *first, self._next = accumulate(steps, initial=start)
+        return first
+
+    def _add(self, entries: _Entries, forms: list[tuple[bytes, bytes]]) -> bool:
+        for form in dict.fromkeys(forms):
+            if form not in self._forms:
+                index = forms.index(form)
+                self._forms[form] = at = len(self.names) + index
+                self.samples[at] = entries.whole[index]
+        try:  # none of them has a line feed
+            self.names += b"\n".join(entries.name).decode().split("\n")
+        except UnicodeDecodeError:
+            return False
+        self.keys += b"\n".join(entries.key).decode().split("\n")
+        self.like += map(self._forms.__getitem__, forms)
+        return len(self._forms) <= MAX_FORMS
+
+
+def _forms(parts: Sequence[Alike]) -> list[bytes]:
+    return _in_order((part.indices, part.forms) for part in parts)
+
+
+def _shifted(numbers: Sequence[int], by: int) -> Sequence[int]:
+    if isinstance(numbers, range):
+        return range(numbers.start + by, numbers.stop + by, numbers.step)
+    return [number + by for number in numbers]
+
+
+def _in_order(parts: Iterable[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
+    """Values that are said to be at these indices, all together."""
+    parts = list(parts)
+    if len(parts) == 1:
+        return list(parts[0][1])
+    found = {
+        i: value for indices, values in parts for i, value in zip(indices, values, strict=True)
+    }
+    return [found[i] for i in range(len(found))]
 
 
 def _given(data: bytes) -> Iterator[int]:
@@ -163,25 +239,21 @@ def _given(data: bytes) -> Iterator[int]:
             yield 1 << 64  # not as torch writes them
 
 
-def _together(
-    records: Records,
-    tree: Mapping[str, ReadTensor],
-    names: list[str],
-    keys: list[str],
-    forms: Sequence[int],
-) -> Extents | None:
-    """What was read, and what is like the samples in it: entry i is like entry `forms[i]`."""
-    samples = [names[i] for i in sorted(set(forms))]
+def _together(records: Records, tree: Mapping[str, ReadTensor], run: _Run) -> Extents | None:
+    """What was read, and what is like the samples in it."""
+    samples = [run.names[i] for i in run.samples]
     read = list(tree)
     at = read.index(samples[0]) if samples[0] in tree else 0
     end = at + len(samples)
     if read[at:end] != samples:
         return None
-    like = {i: tree[names[i]].info for i in set(forms)}
+    like = {i: tree[run.names[i]].info for i in run.samples}
     before, after = [tree[name] for name in read[:at]], [tree[name] for name in read[end:]]
-    names = [*read[:at], *names, *read[end:]]
-    keys = [*(t.key for t in before), *keys, *(t.key for t in after)]
-    infos = [*(t.info for t in before), *map(like.__getitem__, forms), *(t.info for t in after)]
+    names = [*read[:at], *run.names, *read[end:]]
+    keys = [*(t.key for t in before), *run.keys, *(t.key for t in after)]
+    infos = [t.info for t in before]
+    infos += map(like.__getitem__, run.like)
+    infos += [t.info for t in after]
     if len(set(keys)) != len(keys) or len(set(names)) != len(names):
         return None  # ties, and names that are there twice
     if records.sizes_of([f"data/{key}" for key in keys]) != nbytes_of(infos):

@@ -226,6 +226,10 @@ def _other(file: str, base: int) -> SourceError | None:
     for end, what, hint in _OTHERS:
         if any(name.endswith(end) for name in names):
             return SourceError("CKM105", f"{file}: is {what}, not a torch.save file", hint)
+    if names and not any(name.endswith("/data.pkl") for name in names):
+        held = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        what = f"is a zip without data.pkl, not a torch.save file; it holds {held:.200}"
+        return SourceError("CKM105", f"{file}: {what}", "unpack it first")
     return None
 
 
@@ -364,6 +368,9 @@ _PLAIN_TENSORS = frozenset(
     | {("torch.nn", "Parameter"), ("torch.nn.parameter", "Buffer"), ("torch.nn", "Buffer")}
 )
 
+_ARRIVING = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+"""What `full_tensor` makes of the parts of a subclass: `elem`, which has arrived once it is saved."""
+
 
 def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
     """`torch._tensor._rebuild_from_type_v2`: a subclass, or a tensor with Python attributes."""
@@ -373,10 +380,14 @@ def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
     inner = function(*args)
     if (cls.module, cls.name) in _PLAIN_TENSORS:
         return inner
+    state = _merged(state)
+    elem = state.get("elem") if isinstance(state, dict) else None
+    if (cls.module, cls.name) == _ARRIVING and isinstance(elem, StoredTensor):
+        return elem
     if isinstance(inner, Opaque) and (inner.module, inner.name) == (cls.module, cls.name):
-        return Inert.of(cls, inner.args, _merged(state), inner.info)
+        return Inert.of(cls, inner.args, state, inner.info)
     info = inner.info if isinstance(inner, StoredTensor | Opaque) else None
-    return Inert.of(cls, (inner,), _merged(state), info)
+    return Inert.of(cls, (inner,), state, info)
 
 
 def _merged(state: Any) -> Any:

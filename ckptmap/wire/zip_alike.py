@@ -14,12 +14,12 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import add, le
 from typing import Any, NamedTuple
 
 from ckptmap.disk.files import Files
-from ckptmap.wire.zip_directory import LOCAL, U32, Entry
+from ckptmap.wire.zip_directory import LOCAL, U32, Entries
 from ckptmap.wire.zip_read import Records, Window, parsed_records, read_directory
 
 _FIXED = 46
@@ -71,28 +71,12 @@ class _Shape:
         self.found: dict[str, _Headers] = {}
 
 
-class _Entries(Mapping[str, Entry]):
-    """Of one archive; each is made when it is asked for."""
-
-    def __init__(self, shape: _Shape, crcs: Sequence[int]) -> None:
-        self._shape, self._crcs = shape, crcs
-
-    def __getitem__(self, name: str) -> Entry:
-        shape, i = self._shape, self._shape.numbers[name]
-        return Entry(shape.headers[i], shape.sizes[i], self._crcs[i], shape.limits[i])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shape.numbers)
-
-    def __len__(self) -> int:
-        return len(self._shape.numbers)
-
-
 class _AlikeRecords(Records):
     """An archive of a known shape: what is known of another one is not worked out anew."""
 
     def __init__(self, window: Window, root: str, shape: _Shape, crcs: Sequence[int]) -> None:
-        super().__init__(window, root, _Entries(shape, crcs))
+        entries = Entries(shape.numbers, shape.headers, shape.sizes, crcs, shape.limits)
+        super().__init__(window, root, entries)
         self._shape = shape
 
     def sizes(self, prefix: str) -> dict[str, int]:

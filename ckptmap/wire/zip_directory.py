@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
-from operator import add, gt, itemgetter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import repeat
+from operator import add, gt, itemgetter, or_
 from typing import NamedTuple
 
 from ckptmap.errors import SourceError
@@ -21,8 +23,8 @@ ENCRYPTED = 0x2041
 
 LOCAL = struct.Struct("<4s2x2H16x2H")
 _CENTRAL = struct.Struct("<4s4x2H4x3I3H8xI")
-_REST = struct.Struct("<4x2H4x3I3H8xI")
-"""The same behind the signature."""
+_FIXED = _CENTRAL.size - 4
+"""Bytes of an entry of the directory between its signature and its name."""
 
 
 class Entry(NamedTuple):
@@ -31,6 +33,45 @@ class Entry(NamedTuple):
     crc32: int
     limit: int
     """Where the next member or the directory starts, in the archive."""
+
+
+class Entries(Mapping[str, Entry]):
+    """The members of an archive by name, in columns: an Entry is made when it is asked for."""
+
+    def __init__(
+        self,
+        numbers: Mapping[str, int],
+        headers: Sequence[int],
+        sizes: Sequence[int],
+        crcs: Sequence[int],
+        limits: Sequence[int],
+    ) -> None:
+        self._numbers, self._headers, self._limits = numbers, headers, limits
+        self._sizes, self._crcs = sizes, crcs
+
+    def __getitem__(self, name: str) -> Entry:
+        i = self._numbers[name]
+        return Entry(self._headers[i], self._sizes[i], self._crcs[i], self._limits[i])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._numbers
+
+    def columns(self, names: Sequence[str]) -> Iterator[Sequence[int]]:
+        """Of these members: headers, sizes, CRC-32s, limits. KeyError: one is not there."""
+        numbers = list(map(self._numbers.__getitem__, names))
+        for column in (self._headers, self._sizes, self._crcs, self._limits):
+            yield list(map(column.__getitem__, numbers))
+
+    def sizes_of(self, names: Sequence[str]) -> list[int]:
+        """Bytes of each; -1 where there is none."""
+        numbers = map(self._numbers.get, names, repeat(-1))
+        return list(map([*self._sizes, -1].__getitem__, numbers))
 
 
 def bad(file: str, what: str) -> SourceError:
@@ -45,7 +86,7 @@ def truncated(file: str, what: str) -> SourceError:
     return SourceError("CKM104", f"{file}: truncated: {what}", "copy or download it again")
 
 
-def parse_directory(file: str, raw: bytes, count: int, end: int) -> tuple[str, dict[str, Entry]]:
+def parse_directory(file: str, raw: bytes, count: int, end: int) -> tuple[str, Entries]:
     """The one root folder, and the members by name below it; `count` are announced, and the last
     ends before `end`. Raises SourceError CKM105."""
     members = _alike(raw, count) or _parse(file, raw, count)
@@ -68,25 +109,38 @@ def _alike(raw: bytes, count: int) -> _Members | None:
     """The members of a directory that are all stored, below 4 GiB, and have no extra fields; None:
     there are others, or something is wrong."""
     first, *pieces = raw.split(b"PK\1\2")
-    fixed = b"".join([piece[: _REST.size] for piece in pieces])
-    if first or len(pieces) != count or len(fixed) != count * _REST.size or not count:
+    fixed = b"".join([piece[:_FIXED] for piece in pieces])
+    if first or len(pieces) != count or len(fixed) != count * _FIXED or not count:
         return None
-    flags, methods, crcs, packed, sizes, lengths, extras, comments, headers = zip(
-        *_REST.iter_unpack(fixed), strict=True
+    flags, methods, packed, others = (
+        _column(fixed, *at) for at in ((4, 2), (6, 2), (16, 4), (26, 4))
     )
-    if any(methods) or any(extras) or any(comments) or packed != sizes:
+    if any(methods) or any(others) or ENCRYPTED & reduce(or_, set(flags)):
         return None
-    if any(flag & ENCRYPTED for flag in set(flags)) or max(max(sizes), max(headers)) == U32:
+    crcs, sizes, lengths, headers = (
+        _column(fixed, *at) for at in ((12, 4), (20, 4), (24, 2), (38, 4))
+    )
+    if packed != sizes or max(max(sizes), max(headers)) == U32:
         return None
-    if [_REST.size + n for n in lengths] != list(map(len, pieces)):
+    if list(map(len, pieces)) != [_FIXED + n for n in lengths]:
         return None
     try:
-        names = [piece[_REST.size :].decode() for piece in pieces]
+        text = b"\0".join([piece[_FIXED:] for piece in pieces]).decode()
     except UnicodeDecodeError:
         return None
-    if "" in names or any(name.endswith("/") for name in names):
+    names = text.split("\0")
+    if len(names) != count or "" in names or "/\0" in text or text[-1] == "/":
         return None
     return _Members(names, headers, sizes, crcs)
+
+
+def _column(rows: bytes, at: int, width: int) -> tuple[int, ...]:
+    """The number of `width` bytes at `at` of each entry."""
+    count = len(rows) // _FIXED
+    column = bytearray(width * count)
+    for i in range(width):
+        column[i::width] = rows[at + i :: _FIXED]
+    return struct.unpack(f"<{count}{' HI'[width // 2]}", column)
 
 
 def _parse(file: str, raw: bytes, count: int) -> _Members:
@@ -171,7 +225,7 @@ def _check_names(file: str, names: Sequence[str]) -> str:
     return root
 
 
-def _entries(file: str, members: _Members, prefix: int, directory: int) -> dict[str, Entry]:
+def _entries(file: str, members: _Members, prefix: int, directory: int) -> Entries:
     """Entries by name below the root; checks that no member reaches into the next."""
     names, headers, sizes, crcs = members
     if any(map(gt, headers, headers[1:])):  # in another order than in the file
@@ -184,5 +238,5 @@ def _entries(file: str, members: _Members, prefix: int, directory: int) -> dict[
         for name, header, nbytes, limit in zip(names, headers, sizes, limits, strict=True):
             if header + LOCAL.size + len(name) + nbytes > limit:
                 raise bad(file, f"{name}: overlaps what follows it at byte {limit}")
-    below = [name[prefix:] for name in names]
-    return dict(zip(below, map(Entry, headers, sizes, crcs, limits), strict=True))
+    numbers = dict(zip([name[prefix:] for name in names], range(len(names)), strict=True))
+    return Entries(numbers, headers, sizes, crcs, limits)

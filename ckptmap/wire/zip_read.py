@@ -18,6 +18,7 @@ from ckptmap.wire.zip_directory import (
     LOCAL,
     U16,
     U32,
+    Entries,
     Entry,
     bad,
     parse_directory,
@@ -96,7 +97,7 @@ def _file_nbytes(files: Files, file: str) -> int:
 class Records:
     """The members of an archive by their names below its one root folder."""
 
-    def __init__(self, window: Window, root: str, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, window: Window, root: str, entries: Entries) -> None:
         self.root = root
         self._root = f"{root}/".encode()
         self._many = len(entries) > FEW
@@ -125,8 +126,7 @@ class Records:
 
     def sizes_of(self, names: Sequence[str]) -> list[int]:
         """Sizes of these members; -1 where there is none."""
-        entries, none = self._entries, Entry(0, -1, 0, 0)
-        return [entries.get(name, none)[1] for name in names]
+        return self._entries.sizes_of(names)
 
     def starts(self, prefix: str) -> Mapping[str, int]:
         """Where the members of this prefix begin in the file, by what follows it."""
@@ -165,8 +165,10 @@ class Records:
         """Offset and CRC-32 of each: `locate` of many."""
         if not names:
             return [], []
-        entries = [self._entries.get(name) or self._entry(name) for name in names]
-        headers, sizes, crcs, limits = zip(*entries, strict=True)
+        try:
+            headers, sizes, crcs, limits = self._entries.columns(names)
+        except KeyError:
+            return self._one_by_one(names)
         fulls = [self._root + name.encode() for name in names]
         lengths, fixed = list(map(len, fulls)), LOCAL.size
         near = self._many and max(map(sub, limits, headers)) < NEAR_NBYTES

@@ -1,0 +1,85 @@
+"""Pieces of a pickle that are the same but for numbers of four bytes at known places.
+
+    r\\1\\0\\0\\0 t r\\2\\0\\0\\0 R      width 12, numbers at 1 and 7
+    r\\9\\0\\0\\0 t r\\10\\0\\0\\0 R     of the same form: equal where no number is
+
+Opcodes are read from the left and no number changes how long one is: so a piece that is equal to
+another but in the numbers has its own numbers at the same places, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from struct import pack
+
+Places = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Pieces of one width with numbers at the same places."""
+
+    indices: Sequence[int]
+    """Which pieces, in order."""
+    forms: Sequence[bytes]
+    """Each without its numbers."""
+    numbers: Sequence[tuple[bytes, ...]]
+    """Of each place the four columns of its bytes, the lowest first."""
+
+    def of(self, values: Sequence[int]) -> Sequence[int]:
+        """What these pieces have, of the values of all."""
+        if len(self.indices) == len(values):
+            return values
+        return [values[i] for i in self.indices]
+
+    def are(self, place: int, wanted: Iterable[int]) -> bool:
+        """Are the numbers at this place these?"""
+        given = pack(f"<{len(self.indices)}I", *wanted)
+        return all(column == given[i::4] for i, column in enumerate(self.numbers[place]))
+
+
+def alike(
+    pieces: Sequence[bytes], places_of: Callable[[bytes], Places], most: int
+) -> list[Alike] | None:
+    """All pieces, by width and places; `places_of(piece)` reads one. None: they are of more than
+    `most` kinds or forms."""
+    widths = list(map(len, pieces))
+    found: list[Alike] = []
+    forms = 0
+    left: list[Sequence[int]] = [range(len(pieces))]
+    if len(set(widths)) > 1:
+        by_width: dict[int, list[int]] = {}
+        for index, width in enumerate(widths):
+            by_width.setdefault(width, []).append(index)
+        left = list(by_width.values())
+    while left:
+        indices = left.pop()
+        places = places_of(pieces[indices[0]])
+        mine = [pieces[i] for i in indices]
+        group = _blanked(indices, mine, places)
+        first = dict(zip(reversed(group.forms), reversed(mine), strict=True))
+        forms += len(first)
+        if forms > most or len(found) + len(left) > most:
+            return None
+        others = {form for form, piece in first.items() if places_of(piece) != places}
+        if others:
+            pairs = list(zip(indices, group.forms, strict=True))
+            left += [[i for i, form in pairs if form in others]]
+            left += [[i for i, form in pairs if form not in others]]
+            forms -= len(first)
+        else:
+            found.append(group)
+    return found
+
+
+def _blanked(indices: Sequence[int], pieces: Sequence[bytes], places: Places) -> Alike:
+    rows, width = bytearray(b"".join(pieces)), len(pieces[0])
+    none, numbers = bytes(len(pieces)), []
+    for place in places:
+        spans = [slice(place + i, None, width) for i in range(4)]
+        numbers.append(tuple([bytes(rows[span]) for span in spans]))
+        for span in spans:
+            rows[span] = none
+    text = bytes(rows)
+    return Alike(indices, [text[i : i + width] for i in range(0, len(text), width)], numbers)
