@@ -36,6 +36,8 @@ NF4 = (
 _FP4 = tuple(value / 12.0 for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 ZERO_PAIR = {"nf4": 0x77, "fp4": 0x00}
 """The byte of two zeros."""
+NEAR_ZERO = 1 / 64
+"""As a share of the largest scale: what 8 bits may make of a scale of 0, and more."""
 
 _counters: dict[tuple[str, str], Counter] = {}
 
@@ -171,6 +173,38 @@ class Dequantizer:
         if whole < scale.numel():
             values.narrow(0, whole * block, m - whole * block).mul_(scale.narrow(0, whole, 1))
         return values
+
+
+class ZeroBlocks:
+    """Blocks of zeros among codes that are kept: in 8 bits their scale may come out as anything, of
+    any sign, and must not matter."""
+
+    def __init__(self, kind: str, step: int) -> None:
+        """`step`: bytes of codes a block."""
+        self._zeros, self._step = ZERO_PAIR[kind], step
+        self._found: list[torch.Tensor] = []
+
+    def feed(self, offset: int, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """codes u8 from flat `offset` on, scales of the whole tensor -> codes, those of zero in a
+        block whose scale is 0."""
+        import torch
+
+        first, numel = offset // self._step, codes.numel()
+        part = scales.narrow(0, first, -(-numel // self._step))
+        near = part.abs() <= part.abs().amax() * NEAR_ZERO
+        if not bool(near.any()):
+            return codes
+        padded = torch.nn.functional.pad(codes, (0, -numel % self._step), value=self._zeros)
+        blocks = padded.view(-1, self._step).masked_fill((part == 0).unsqueeze(-1), self._zeros)
+        at = near.nonzero().flatten()
+        self._found.append(first + at[(blocks[at] == self._zeros).all(1)])
+        return blocks.flatten()[:numel]
+
+    def hidden(self, scales: torch.Tensor) -> torch.Tensor:
+        """The scales, 0 in blocks of zeros."""
+        import torch
+
+        return scales.index_fill(0, torch.cat(self._found), 0) if self._found else scales
 
 
 # ------------------------------------------------------------------------------- boxes

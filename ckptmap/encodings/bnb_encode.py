@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from ckptmap import fourbit
@@ -50,20 +50,27 @@ def _check_finite(absmax: torch.Tensor, first: int, block: int) -> None:
         )
 
 
-def _scale_writes(form: Form, info: TensorInfo, absmax: torch.Tensor) -> Iterator[Write]:
-    """absmax [blocks] f32 -> every part but the payload."""
+def _scale_writes(
+    form: Form,
+    info: TensorInfo,
+    absmax: torch.Tensor,
+    needed: torch.Tensor,
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, float]],
+) -> Iterator[Write]:
+    """absmax [blocks] f32 -> every part but the payload. `needed` is 0 where the sign of a scale does
+    not matter; `quantize` is of `bnb_nested`."""
     import torch
 
     offset = 0.0
     if form.nested is None:
         yield Write("absmax", _flat(0, absmax.numel()), absmax)
     else:
-        codes, scale, offset = bnb_nested.quantize(absmax)
+        codes, scale, offset = quantize(absmax)
         values = bnb_nested.dynamic_map()
         found = bnb_nested.dequantize(
             codes, scale, values, offset, bnb_nested.BLOCK, 0, torch.float32
         )
-        CoarseScales.check(absmax, found)
+        CoarseScales.check(needed, found)
         yield Write("absmax", _flat(0, codes.numel()), codes)
         yield Write("nested_absmax", _flat(0, scale.numel()), scale)
         yield Write("nested_quant_map", _flat(0, 256), values)
@@ -115,7 +122,7 @@ class FourBitEncoder:
         assert self._missing == 0, f"{self._missing} elements of {self._info} were not fed"
         absmax = self._absmax.cpu()
         _check_finite(absmax, 0, self.step)
-        return _scale_writes(self._form, self._info, absmax)
+        return _scale_writes(self._form, self._info, absmax, absmax, bnb_nested.quantize)
 
 
 class FourBitRecoder:
@@ -127,15 +134,13 @@ class FourBitRecoder:
         self._form, self._info = form, info
         self.fidelity = fidelity
         self.step = form.block // 2
+        self._zeros = fourbit.ZeroBlocks(form.kind, self.step)
 
     def feed(self, offset: int, codes: torch.Tensor, scales: torch.Tensor) -> Iterable[Write]:
-        """Where double quantization would make a scale of 0 another number, codes of zero."""
         if self._form.nested is not None:
-            zeros = scales.narrow(0, offset // self.step, -(-codes.numel() // self.step)) == 0
-            if bool(zeros.any()):
-                mask = zeros.repeat_interleave(self.step)[: codes.numel()]
-                codes = codes.masked_fill(mask, fourbit.ZERO_PAIR[self._form.kind])
+            codes = self._zeros.feed(offset, codes, scales)
         return (Write("", _flat(offset, codes.numel()), codes),)
 
     def finish(self, scales: torch.Tensor) -> Iterable[Write]:
-        return _scale_writes(self._form, self._info, scales)
+        needed = self._zeros.hidden(scales)
+        return _scale_writes(self._form, self._info, scales, needed, bnb_nested.requantize)

@@ -114,6 +114,7 @@ class BnbInt8Scheme:
 
     name = "bnb-int8"
     suffix = "bnb-int8"
+    live = "int8"
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptmap.geometry.scale_grids import ScaleGrid
+
 if TYPE_CHECKING:
     import torch
 
@@ -34,7 +36,7 @@ def dynamic_map() -> torch.Tensor:
 
 
 def quantize(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """absmax [m] f32 -> q [m] u8, scale [ceil(m/256)] f32, offset."""
+    """absmax [m] f32 -> q [m] u8, scale [ceil(m/256)] f32, offset, as bitsandbytes has them."""
     import torch
 
     offset = float(absmax.mean())
@@ -51,6 +53,21 @@ def quantize(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         found = torch.bucketize(quotient.flatten()[: part.numel()], middles, out_int32=True)
         codes[start : start + CHUNK] = found
     return codes, scale, offset
+
+
+def requantize(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The same of scales that had been stored already: those that were double quantized, or come
+    from here, are given their own numbers again. The offset is no mean, and nothing is clipped."""
+    import torch
+
+    grid = ScaleGrid(dynamic_map(), BLOCK, torch.float32, divides=False)
+    offset, scale = grid.fitted(absmax)
+    codes = torch.empty(absmax.shape, dtype=torch.uint8)
+    for start in range(0, absmax.numel(), grid.step):
+        part = absmax[start : start + grid.step]
+        units = scale[start // BLOCK :][: -(-part.numel() // BLOCK)]
+        codes[start : start + part.numel()] = grid.coded(part, offset, units).at
+    return codes, scale, float(offset)
 
 
 def dequantize(

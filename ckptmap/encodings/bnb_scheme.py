@@ -22,6 +22,7 @@ class FourBitScheme:
     suffix: str
     kind: str
     double: bool
+    live = "bitsandbytes 4-bit"
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]

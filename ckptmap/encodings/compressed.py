@@ -129,6 +129,7 @@ class CompressedFp8(_Target):
 
     name = "ct-fp8"
     suffix = "ct-fp8"
+    live = "float8"
 
     def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> Scaled:
         return PlainFp8(block, scale_dtype)
@@ -154,6 +155,7 @@ class CompressedInt8(_Target):
 
     name = "ct-int8"
     suffix = "ct-int8"
+    live = "int8"
 
     def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> Scaled:
         return Packed(block, scale_dtype)

@@ -30,6 +30,7 @@ class Float8Scheme(TorchaoScheme):
 
     name = "float8"
     suffix = "float8"
+    live = "float8"
     made = Float8
     kinds = ("Float8Tensor",)
     pickled = ("Float8Tensor", "Float8AQTTensorImpl")

@@ -74,6 +74,7 @@ class Fp8Scheme:
 
     name = "fp8"
     suffix = "fp8"
+    live = "float8"
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]

@@ -37,6 +37,7 @@ class Int8Scheme(TorchaoScheme):
 
     name = "int8"
     suffix = "int8"
+    live = "int8"
     made = Int8
     kinds = KINDS
     pickled = (*KINDS, "PlainAQTTensorImpl", "QDQTensorImpl", TRAINED)

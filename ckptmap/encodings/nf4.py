@@ -24,6 +24,7 @@ class NF4Scheme:
 
     name = "nf4"
     suffix = "nf4"
+    live = "nf4"
 
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]

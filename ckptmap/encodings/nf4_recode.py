@@ -1,9 +1,9 @@
 """NF4 by codes that are kept, and NF4 with scales that are stored without loss.
 
-The scales of torchao's NF4 are 8-bit integers of a step that is common to a scaler block. Here each
-gets the integer that decodes nearest to it, with a step that clips nothing, so that conversions to
-and fro do not drift. The exact form (scaler block 1, everything in float32) has a step for each
-scale, chosen so that `scaler / factor` is the scale to the last bit.
+The scales of torchao's NF4 are 8-bit integers of a step that is common to a scaler block:
+`scale_grids` chooses it so that conversions to and fro do not drift. The exact form (scaler block 1,
+everything in float32) has a step for each scale, chosen so that `scaler / factor` is the scale to
+the last bit.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ckptmap import fourbit
 from ckptmap.encodings import nf4_codes
 from ckptmap.errors import RunError
 from ckptmap.geometry.grids import CoarseScales
+from ckptmap.geometry.scale_grids import ScaleGrid
 from ckptmap.protocols import Write
 from ckptmap.tensors import Box, TensorInfo
 
@@ -32,31 +33,6 @@ def _flat(start: int, count: int) -> Box:
 
 
 # ------------------------------------------------------------------------------- scales
-
-
-def nearest_scalers(
-    scales: torch.Tensor, mean: torch.Tensor, unit: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """scales [m] f32, mean [] T -> scalers [m] i8, factor [m/unit] T, what they decode to [m] T."""
-    import torch
-
-    centred = (scales - mean.float()).view(-1, unit)
-    above, below = centred.amax(1).clamp(min=0), (-centred.amin(1)).clamp(min=0)
-    step = torch.minimum(127 / above, 128 / below)
-    factor = torch.where(step.isinf(), 1.0, step).to(mean.dtype)
-    middle = (centred * factor.float().unsqueeze(-1)).round().flatten()
-    best = torch.full_like(scales, torch.inf)
-    scalers = torch.zeros_like(scales, dtype=torch.int8)
-    decoded = mean.expand(scales.shape).clone()
-    for nudge in (0, 1, -1):
-        tried = (middle + nudge).clamp(-128, 127).to(torch.int8)
-        found = nf4_codes.scales(tried, factor, mean, unit, 0)
-        gap = (found.float() - scales).abs()
-        better = gap < best
-        best = torch.where(better, gap, best)
-        scalers = torch.where(better, tried, scalers)
-        decoded = torch.where(better, found, decoded)
-    return scalers, factor, decoded
 
 
 def exact_scalers(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,19 +68,24 @@ def exact_scalers(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scalers.mul_(scales.sign()).to(torch.int8), factor
 
 
-def scale_writes(scales: torch.Tensor, unit: int, dtype: torch.dtype) -> Iterator[Write]:
+def scale_writes(
+    scales: torch.Tensor, needed: torch.Tensor, unit: int, dtype: torch.dtype
+) -> Iterator[Write]:
     """The nearest scalers, their factors, mean and table. Raises CoarseScales CKM311 where a scale
-    would decode to zero or to another sign."""
-    with nf4_codes.one_thread():
-        mean = scales.mean().to(dtype)
-    step = max(CHUNK // unit, 1) * unit
-    for start in range(0, scales.numel(), step):
-        part = scales[start : start + step]
-        scalers, factor, decoded = nearest_scalers(part, mean, unit)
-        if not bool(decoded.isfinite().all()):
+    that is `needed` (not 0 there) would decode to zero or to another sign, or might as well."""
+    import torch
+
+    levels = torch.arange(-128, 128, dtype=torch.float32)
+    grid = ScaleGrid(levels, unit, dtype, divides=True)
+    mean, factors = grid.fitted(scales)
+    for start in range(0, scales.numel(), grid.step):
+        part = scales[start : start + grid.step]
+        factor = factors[start // unit :][: part.numel() // unit]
+        found = grid.coded(part, mean, factor)
+        if not bool(found.decoded.isfinite().all()):
             raise CoarseScales(f"block scales overflow {str(dtype).removeprefix('torch.')}")
-        CoarseScales.check(part, decoded)
-        yield Write(SCALERS, _flat(start, scalers.numel()), scalers)
+        CoarseScales.check(needed[start : start + grid.step], found.told(part))
+        yield Write(SCALERS, _flat(start, part.numel()), (found.at - 128).to(torch.int8))
         yield Write(FACTOR, _flat(start // unit, factor.numel()), factor)
     yield Write(MEAN, _flat(0, 1), mean.view(1))
     yield Write(TABLE, _flat(0, 16), nf4_codes.value_table(dtype))
@@ -132,14 +113,11 @@ class NF4Recoder:
         self.fidelity = fidelity
         self.step = block // 2
         self._unit, self._dtype, self._exact = unit, dtype, exact
+        self._zeros = fourbit.ZeroBlocks("nf4", self.step)
 
     def feed(self, offset: int, codes: torch.Tensor, scales: torch.Tensor) -> Iterable[Write]:
-        """In a block whose scale is 0 codes of zero: torchao's scale of it may be another."""
         if not self._exact:
-            zeros = scales.narrow(0, offset // self.step, codes.numel() // self.step) == 0
-            if bool(zeros.any()):
-                mask = zeros.repeat_interleave(self.step)
-                codes = codes.masked_fill(mask, fourbit.ZERO_PAIR["nf4"])
+            codes = self._zeros.feed(offset, codes, scales)
         return (Write(DATA, _flat(offset, codes.numel()), codes),)
 
     def finish(self, scales: torch.Tensor) -> Iterable[Write]:
@@ -147,7 +125,8 @@ class NF4Recoder:
 
         if self._exact:
             return exact_writes(scales)
-        return scale_writes(scales, self._unit, getattr(torch, self._dtype))
+        needed = self._zeros.hidden(scales)
+        return scale_writes(scales, needed, self._unit, getattr(torch, self._dtype))
 
 
 class ExactEncoder:
