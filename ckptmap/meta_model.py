@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.disk.calm import quiet_torchao
 from ckptmap.disk.files import whole
 from ckptmap.errors import SourceError
 
@@ -20,6 +21,7 @@ MAX_LAYERS = 10_000
 """More than any model has; a config that asks for a billion would keep us building."""
 
 
+@quiet_torchao()
 def on_meta(config: Path, max_layers: int = MAX_LAYERS) -> nn.Module:
     """Raises SourceError CKM101 where the config, or the installed transformers, gives no model."""
     described = _described(config, max_layers)

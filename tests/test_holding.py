@@ -15,18 +15,35 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import ckptmap
 from ckptmap import registry
-from ckptmap.planning.holding import FAMILIES, WRAPPERS, holds, rows
+from ckptmap.encodings.int8 import Int8Scheme
+from ckptmap.planning.holding import HeldLive, holds, rows
 from ckptmap.setups import names
+from ckptmap.testing import registered
 
 INT8 = ("int8", "bnb-int8", "ct-int8")
 FLOAT8 = ("float8", "fp8", "ct-fp8")
 
 
 def test_every_setup_and_every_quantized_target_is_in_the_table() -> None:
-    assert {setup.name for setup in registry.setups()} == set(WRAPPERS)
+    assert all(setup.live for setup in registry.setups())
     casts = {"bf16", "fp32", "fp16"}
-    assert {s.name for s in registry.schemes() if s.suffix} - casts == set(FAMILIES)
-    assert len(list(rows())) == len(WRAPPERS) * len(FAMILIES)
+    held = {s.name for s in registry.schemes() if isinstance(s, HeldLive)}
+    assert {s.name for s in registry.schemes() if s.suffix} - casts == held
+    assert len(list(rows())) == len(registry.setups()) * len(held)
+
+
+def test_another_scheme_says_itself_how_it_is_held() -> None:
+    class Rows(Int8Scheme):
+        name = suffix = "rows"
+
+    class Unknown(Rows):
+        name = suffix = "unknown"
+        live = "of nobody's"
+
+    with registered(Rows(), Unknown()):
+        there, where = holds("fsdp2", "rows"), holds("fsdp1", "rows")
+        assert there is not None and there.ok and where is not None and not where.ok
+        assert holds("fsdp1", "unknown") is None
 
 
 def test_the_nearest_are_targets_that_are_held() -> None:

@@ -97,6 +97,27 @@ def test_a_live_int8_weight_takes_dense_values(folder: Path) -> None:
     assert torch.equal(found.scale, reference[0].weight.scale)
 
 
+@pytest.mark.parametrize("source", ["int8.pt", "dense.pt"])
+def test_a_live_weight_keeps_how_it_quantizes_activations(source: str, folder: Path) -> None:
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    def build(seed: int) -> Any:
+        model = net()
+        torch.manual_seed(seed)
+        model[0].weight = nn.Parameter(torch.randn(64, 32).bfloat16()) if seed else model[0].weight
+        config = Int8DynamicActivationInt8WeightConfig()
+        quantize_(model, config, lambda module, name: name == "0")
+        return model
+
+    live, reference = build(1), build(0)
+    load(folder / source, live)
+    kept, wanted = live[0].weight, reference[0].weight
+    assert kept.act_quant_kwargs == wanted.act_quant_kwargs is not None
+    assert torch.equal(kept.qdata, wanted.qdata)
+    x = torch.randn(5, 32).bfloat16()
+    assert torch.equal(live[0](x), reference[0](x))
+
+
 def test_a_live_int8_model_is_saved_with_its_codes(folder: Path, tmp_path: Path) -> None:
     model = net()
     load(folder / "int8.pt", model)

@@ -16,9 +16,10 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 from ckptmap.checkpoint import open as open_checkpoint
 from ckptmap.conversion import convert
-from ckptmap.errors import LoadError, SourceError
+from ckptmap.errors import CkptmapError, LoadError, RunError, SourceError
 from ckptmap.resume import fixes
 from ckptmap.resume.load import load
+from ckptmap.resume.save import save
 from tests.corpus.ranks import run_ranks
 from tests.live.model import (
     QUANTIZED,
@@ -149,6 +150,28 @@ def test_noncontiguous_and_float64_parameters(folder: Path, tmp_path: Path) -> N
     model.weight = nn.Parameter(torch.zeros(4, 6).t())
     load(tmp_path / "one.pt", model, max_memory=64)
     assert torch.equal(model.weight, values.float()) and model.weight.stride() == (1, 6)
+
+
+@pytest.mark.parametrize("source", ["dense.pt", "nf4.pt"])
+@pytest.mark.parametrize("build", [net, meta_net])
+def test_an_optimizer_built_before_has_what_was_loaded(
+    folder: Path, tmp_path: Path, source: str, build: Callable[[], Net]
+) -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    load(folder / source, model)
+    held = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    assert held == [id(param) for param in model.parameters()]
+    model(tokens()).sum().backward()
+    optimizer.step()
+    assert not same(model.norm.weight, net(0).norm.weight), "the step changed the model"
+    save(tmp_path / "saved", model, optimizer).wait()
+    again = build()
+    fresh = torch.optim.AdamW(again.parameters())
+    report = load(tmp_path / "saved", again, fresh, exact=True)
+    assert report.inexact == () and report.left_on_meta == ()
+    check(again, model)
+    assert fresh.state[again.norm.weight].keys() == optimizer.state[model.norm.weight].keys()
 
 
 # ------------------------------------------------------------------------------- NF4
@@ -306,6 +329,8 @@ def test_shapes_and_kinds_of_dtype(folder: Path, tmp_path: Path) -> None:
     model = net()
     report = load(tmp_path / "other.pt", model, strict=False)
     assert [found.fqn for found in report.mismatched] == ["steps", "norm.weight"]
+    bare = load(tmp_path / "other.pt", meta_net(), strict=False)
+    assert bare.left_on_meta == ("steps", "norm.weight")
     assert same(model.norm.weight, net().norm.weight) and same(model.up.weight, net(0).up.weight)
 
 
@@ -318,6 +343,21 @@ def test_tied_in_the_model_but_different_in_the_checkpoint(tmp_path: Path) -> No
     state["head.weight"][100, 63] += 1
     torch.save(state, tmp_path / "differ.pt")
     refuse(tmp_path / "differ.pt", net(), "CKM208", r"embed\.weight and head\.weight differ")
+
+
+def test_parameters_on_one_memory_are_tied(tmp_path: Path) -> None:
+    def build() -> Any:
+        model: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        model[1].weight = nn.Parameter(model[0].weight.detach())
+        return model
+
+    values = torch.randn(3, 3)
+    torch.save({"0.weight": values, "1.weight": values.clone()}, tmp_path / "same.pt")
+    model = build()
+    load(tmp_path / "same.pt", model)
+    assert same(model[0].weight, values)
+    torch.save({"0.weight": values, "1.weight": values + 1}, tmp_path / "differ.pt")
+    refuse(tmp_path / "differ.pt", build(), "CKM208", r"0\.weight and 1\.weight differ")
 
 
 def test_either_name_of_a_tie_suffices(tmp_path: Path) -> None:
@@ -345,11 +385,45 @@ def test_models_that_cannot_be_loaded_into(folder: Path) -> None:
     model = net()
     model.up.weight = nn.Parameter(torch.randn(256, 64).as_subclass(Marked), requires_grad=False)
     refuse(folder / "dense.pt", model, "CKM505", r"up\.weight is a Marked")
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(LoadError, match=r"0\.weight of LazyLinear has no shape yet; run a forward"):
+        load(folder / "dense.pt", lazy)
     fresh = net()
     with pytest.raises(LoadError, match="no optimizer state can be loaded from it"):
         load(folder / "dense.pt", fresh, torch.optim.SGD(fresh.parameters()))
     with pytest.raises(SourceError, match=r"none\.pt"):
         load(folder / "none.pt", net())
+
+
+def test_a_load_that_fails_midway_says_how_far_it_came(tmp_path: Path) -> None:
+    state = net(0).state_dict()
+    state["down.weight"] = state["down.weight"].clone()
+    state["down.weight"][3, 3] = float("nan")
+    torch.save(state, tmp_path / "nan.pt")
+    model = with_nf4(net())
+    text = r"^down\.weight: expected finite.* half loaded, 5 of 10 tensors: .*norm\.weight.*; down"
+    with pytest.raises(CkptmapError, match=text) as error:
+        load(tmp_path / "nan.pt", model)
+    assert error.value.code == "CKM309"
+    assert same(model.norm.weight, net(0).norm.weight), "said to be loaded"
+    assert same(model.back.weight, with_nf4(net()).back.weight), "comes after it"
+
+
+def test_a_file_written_anew_since_it_was_opened(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(net(0).state_dict(), path)
+    with open_checkpoint(path) as checkpoint:
+        torch.save({**net(1).state_dict(), "more": torch.ones(9)}, tmp_path / "new.pt")
+        (tmp_path / "new.pt").rename(path)
+        with pytest.raises(RunError, match=r"model\.pt: was written anew since its headers"):
+            checkpoint["norm.weight"].read()
+        model = net()
+        with pytest.raises(RunError, match=r"model\.pt: changed while it was read.*as it was"):
+            load(checkpoint, model)
+        check(model, net())
+        with pytest.raises(RunError, match=r"model\.pt: was written anew since"):
+            convert(checkpoint, tmp_path / "out", to="hf")
+        assert not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------- doctor

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import logging
 
 
 @contextmanager
@@ -47,6 +50,8 @@ be loaded, or torch is newer. ckptmap uses none of these kernels."""
 @contextmanager
 def quiet_torchao() -> Iterator[None]:
     """Around an import of torchao: these lines are of level DEBUG; all else is told as ever."""
+    import logging
+
     quieted = {logging.getLogger(name): _quieter(begin) for name, begin in IMPORT_LINES.items()}
     for logger, quieter in quieted.items():
         logger.addFilter(quieter)
@@ -58,6 +63,8 @@ def quiet_torchao() -> Iterator[None]:
 
 
 def _quieter(begin: str) -> Callable[[logging.LogRecord], bool]:
+    import logging
+
     def kept(record: logging.LogRecord) -> bool:
         if record.levelno == logging.WARNING and record.getMessage().startswith(begin):
             record.levelno, record.levelname = logging.DEBUG, "DEBUG"

@@ -10,7 +10,7 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -165,11 +165,15 @@ class Files:
 
     `max_open`: 0: as many as a share of the process's limit.
 
+    `seen`: what files were when their headers were read; one that is not that any more is refused
+    when it is opened.
+
     `by_range`: may bytes of a file that is elsewhere be read alone? Else it is fetched whole first.
     """
 
     def __init__(self, max_open: int = 0) -> None:
         self.by_range = True
+        self.seen: Mapping[str, Fingerprint] = {}
         self._max_open = max_open or _most_open()
         self._lock = threading.Lock()
         self._open: OrderedDict[str, list[int]] = OrderedDict()  # file -> [fd, users]
@@ -202,7 +206,14 @@ class Files:
         return None if backing is None or backing.held(file) is not None else backing
 
     def _open_file(self, file: str) -> int:
+        then = self.seen.get(file)
         try:
+            if then is not None and Fingerprint.of(file) != then:
+                raise RunError(
+                    "CKM308",
+                    f"{file}: was written anew since its headers were read",
+                    "nothing was made of it; open the checkpoint again, or run the command again",
+                )
             return os.open(whole(file) if _BACKINGS else file, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SourceError(
@@ -301,6 +312,11 @@ class Files:
             for fd, _ in self._open.values():
                 os.close(fd)
             self._open.clear()
+
+    def __del__(self) -> None:
+        for fd, users in self._open.values():  # no lock: nobody else is there any more
+            if not users:
+                os.close(fd)
 
 
 @cache

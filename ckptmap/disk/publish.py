@@ -286,9 +286,11 @@ def _allocated(directory: Path) -> int:
 
 
 def _cannot_write(dst: Path, error: OSError) -> DestinationError:
+    at = Path(error.filename or dst)
+    at = at.parent if at.name.startswith(f".{dst.name}.") else at  # what we would put beside it
     return DestinationError(
         "CKM304",
-        f"{dst}: cannot be written: {error.strerror} ({error.filename})",
+        f"{dst}: cannot be written: {error.strerror} ({at})",
         "choose a destination that can be written",
     )
 

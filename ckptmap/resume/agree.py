@@ -34,6 +34,15 @@ def peer_groups(model: torch.nn.Module, targets: Sequence[Target]) -> list[Any]:
     return [group for group in groups.values() if group.size() > 1]
 
 
+def explain(error: Exception, text: str, fqn: str = "") -> None:
+    """Say more of an error while it is on its way, and which tensor it is about."""
+    if isinstance(error, CkptmapError):
+        about = f"{fqn}: " * bool(fqn and fqn not in error.message)
+        error.message = f"{about}{error.message}; {text}"
+    else:
+        error.add_note(text)
+
+
 @contextmanager
 def agreed(peers: Sequence[Any]) -> Iterator[None]:
     """Raise on every rank what any rank raised within: its own error there, a LoadError that names
@@ -58,7 +67,9 @@ def _first_error(error: Exception | None, peers: Sequence[Any]) -> tuple[int, st
     if error is not None and peers:
         rank = torch.distributed.get_rank()
         text = (
-            error.message if isinstance(error, CkptmapError) else f"{type(error).__name__}: {error}"
+            error.message
+            if isinstance(error, CkptmapError)
+            else "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         )
         found = (rank, getattr(error, "code", "CKM505"), text, getattr(error, "hint", ""))
     for group in peers:

@@ -13,7 +13,7 @@ from ckptmap.extra_state import as_live
 from ckptmap.leaves import nest
 from ckptmap.resume import flat_codes, module_state, settings, streams
 from ckptmap.resume.groups import load_scheduler
-from ckptmap.resume.match import LoadPlan
+from ckptmap.resume.load_plan import LoadPlan
 from ckptmap.resume.optimizers import unwrapped
 from ckptmap.resume.peers import rank_and_world
 from ckptmap.resume.report import LoadReport, listed
@@ -65,6 +65,7 @@ class Continuation:
 
     def judge(self, plan: LoadPlan, state: StatePlan | None, precision: str) -> None:
         """Gather why it would not be exact."""
+        self._live["layout"] = settings.layout_digest(self._targets, plan.forms)
         why = self.inexact
         if not self._saved:
             why.append("the checkpoint records no settings: ckptmap.save did not write it")

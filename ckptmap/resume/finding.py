@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
 from ckptmap.mapping.wrappers import strip_wrappers
-from ckptmap.resume import fixes, fsdp1, peft_live
+from ckptmap.resume import fsdp1, fsdp2_params, peft_live
 from ckptmap.resume.target import PLAIN, TRAINED_DENSE, TRAINED_INT8, Target
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def find_targets(model: torch.nn.Module) -> tuple[list[Target], list[str]]:
                 homeless.append(prefix + name)
     keys = [_keys(flat, paths) for flat in flats]
     plain = strip_wrappers([*found, *(key for some in keys for key in some)], "model")
-    targets = _tied_together(found, plain, fixes.fsdp_params(model))
+    targets = _tied_together(found, plain, fsdp2_params.fsdp_params(model))
     targets += [
         fsdp1.FlatTarget(
             tuple(plain[key] for key in some), flat.places, False, None, flat.handle, flat.shape,
@@ -73,6 +73,7 @@ def _tied_together(found: Found, plain: dict[str, str], sharded: Any) -> list[Ta
         ties.setdefault(id(getattr(module, name)), []).append(key)
     targets = []
     for keys in ties.values():
+        _refuse_lazy(found[keys[0]], plain[keys[0]])
         places = {(id(found[k][0]), found[k][1]): (found[k][0], found[k][1]) for k in keys}
         managed = next((sharded[place] for place in places if place in sharded), None)
         target = Target(
@@ -98,6 +99,18 @@ def _reshard(model: torch.nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
     fsdp1.reshard(model)
+
+
+def _refuse_lazy(found: tuple[torch.nn.Module, str, bool], fqn: str) -> None:
+    import torch
+
+    module, name, _ = found
+    if torch.nn.parameter.is_lazy(getattr(module, name)):
+        raise LoadError(
+            "CKM505",
+            f"model: {fqn} of {type(module).__name__} has no shape yet",
+            "run a forward on a batch first, so that lazy modules know their shapes",
+        )
 
 
 def _refuse_subclass(target: Target) -> None:

@@ -55,8 +55,9 @@ class FlatTarget(Target):
         import torch
 
         flat = self.handle.flat_param
+        own = flat if self.param is None else self.param
         meta = torch.empty(self.shape, dtype=flat.dtype, device="meta")
-        return meta.requires_grad_(flat.requires_grad)
+        return meta.requires_grad_(own.requires_grad)
 
     @property
     def local(self) -> torch.Tensor:
@@ -101,11 +102,23 @@ def handles(model: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """After a forward some units keep whole parameters; bring their shards back."""
+    """Bring the shards back, and free what a forward gathered.
+
+    torch keeps that of the root, and of SHARD_GRAD_OP every unit's, for a backward that may follow,
+    even where the shard is in its place again; the next forward would compute with it, not with the
+    values that are loaded.
+    """
+    from torch.distributed.utils import _free_storage
+
     for _, handle in handles(model):
-        if handle.uses_sharded_strategy and not handle.is_sharded(handle.flat_param):
+        flat = handle.flat_param
+        if handle.uses_sharded_strategy and hasattr(flat, "_local_shard"):  # a forward has begun
             handle.reshard(True)
             handle.post_reshard()
+            handle._prefetched = False
+            eager = getattr(flat, "_full_prec_full_param_padded", None)
+            if eager is not None:  # of a forward in full precision, in eval mode
+                _free_storage(eager)
 
 
 @dataclass(frozen=True)

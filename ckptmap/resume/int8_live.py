@@ -116,12 +116,20 @@ def read_rows(reader: Reader, source: LazyTensor, rows: Rows, device: torch.devi
     """The rows as torchao's tensor: their codes, and of the scales, which are read whole, theirs."""
     import torch
 
-    codes = torch.empty(rows.box.sizes, dtype=torch.int8)
-    step = max(1, reader.max_memory // (2 * max(1, rows.box.sizes[1])))
+    codes = torch.empty(rows.box.sizes, dtype=torch.int8, device=device)
+    width = rows.box.sizes[1]
+    step = max(1, reader.max_memory // (2 * max(1, width)))
     for first in range(0, rows.box.sizes[0], step):
         count = min(step, rows.box.sizes[0] - first)
-        box = Box((rows.box.offsets[0] + first, 0), (count, rows.box.sizes[1]))
-        source.read_codes(box, codes.narrow(0, first, count))
+        box = Box((rows.box.offsets[0] + first, 0), (count, width))
+        place = codes.narrow(0, first, count)
+        if device.type == "cpu":
+            source.read_codes(box, place)
+            continue
+        with reader.meter.hold(count * width, torch.device("cpu")):
+            read = torch.empty(box.sizes, dtype=torch.int8)
+            source.read_codes(box, read)
+            place.copy_(read)
     scales = source.read_scales()
     _refuse_infinite(source, scales)
     block = rows.grid.block[0]
@@ -129,7 +137,7 @@ def read_rows(reader: Reader, source: LazyTensor, rows: Rows, device: torch.devi
         scales = scales.narrow(0, rows.box.offsets[0] // block, rows.box.sizes[0] // block)
     blocks = [min(b, n) for b, n in zip(rows.grid.block, rows.box.sizes, strict=True)]
     # A copy, so that no scale of another rank's rows is kept.
-    return _made(codes.to(device), scales.clone().to(device), blocks, rows.dtype, rows.sharded)
+    return _made(codes, scales.clone().to(device), blocks, rows.dtype, rows.sharded)
 
 
 def _refuse_infinite(source: LazyTensor, scales: torch.Tensor) -> None:
@@ -146,6 +154,14 @@ def _made(
 ) -> torch.Tensor:
     cls = _sharded_class() if sharded else _torchao()
     made: torch.Tensor = cls(codes, scales, block, dtype)
+    return made
+
+
+def computing_as(old: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    """`made` with activations quantized as those of `old` are: the live model says how it computes."""
+    for name in ("act_quant_kwargs", "reduce_range"):
+        if hasattr(old, name):
+            setattr(made, name, getattr(old, name))
     return made
 
 
@@ -176,6 +192,11 @@ def _sharded_class() -> Any:
     class ShardedInt8(base):  # type: ignore[misc, valid-type]
         """Views that FSDP2 takes of a shard (`view(-1)`, `as_strided`) are the shard itself: it
         keeps them only to compare and to free memory."""
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """Pickled as torchao's own: no file should need this class."""
+            plain = base(self.qdata, self.scale, self.block_size, self.dtype)
+            return plain.__reduce_ex__(protocol)
 
         def fsdp_pre_all_gather(
             self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None,
@@ -298,8 +319,9 @@ def quantize_rows(
     boxes = target.windows(old)
     ((box, _),) = boxes
     values = torch.empty(box.sizes, dtype=target.tensor.dtype, device=device)
-    reader.decoded(source, box, values)
-    made = by_rows(values, TorchaoInt8())
+    with reader.meter.hold(values.nbytes + box.numel + 4 * box.sizes[0], device):
+        reader.decoded(source, box, values)
+        made = by_rows(values, TorchaoInt8())
     if not bool(made.absmax.isfinite().all()):
         raise LoadError(
             "CKM115", f"{source.fqn}: expected finite values, found NaN or infinity",

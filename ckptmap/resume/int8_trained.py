@@ -65,7 +65,8 @@ def _quantized(
     import torch
 
     values = torch.empty(box.sizes, dtype=live.scale.dtype, device=live.int_data.device)
-    reader.decoded(source, box, values)
+    with reader.meter.hold(values.nbytes, values.device):
+        reader.decoded(source, box, values)
     if not bool(values.isfinite().all()):
         raise LoadError(
             "CKM115", f"{source.fqn}: expected finite values, found NaN or infinity",

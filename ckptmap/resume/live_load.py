@@ -17,7 +17,8 @@ from ckptmap.lazy import LazyTensor
 from ckptmap.resume import bnb_live, int8_live
 from ckptmap.resume.live_reshard import Exchange, Need, Unit
 from ckptmap.resume.live_state import Live
-from ckptmap.resume.match import Matcher, Step
+from ckptmap.resume.load_plan import Step
+from ckptmap.resume.match import Matcher
 from ckptmap.resume.memory import LiveReader, LiveStored
 from ckptmap.resume.moments import StateLoader
 from ckptmap.resume.report import LoadReport

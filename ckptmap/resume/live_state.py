@@ -24,7 +24,7 @@ from ckptmap.resume.memory import LiveStored, Memory
 from ckptmap.resume.peers import Peers
 from ckptmap.resume.target import PLAIN, Target, held, is_dtensor, is_nf4
 from ckptmap.roots import Roles
-from ckptmap.tensors import Box, Index, Path, TensorInfo
+from ckptmap.tensors import Box, Index, Path, TensorInfo, as_saved
 
 if TYPE_CHECKING:
     import torch
@@ -62,10 +62,7 @@ class LiveCheckpoint(Checkpoint):
         if not self._weights:
             return super()._model(plain)
         weights = [Weight(fqn, info) for fqn, info in self._weights.items()]
-        return Model(weights, {fqn: fqn for fqn in self._weights}, self._is_pickled)
-
-    def _is_pickled(self) -> bool:
-        return True
+        return Model(weights, {fqn: fqn for fqn in self._weights}, self._keeps_order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,7 +252,7 @@ def _index(
         for one in assignment.tensors
     }
     leaves |= mine.values
-    return Index("live", leaves, (), assignment.records, world)
+    return Index("live", leaves, (), assignment.records, world, listed=as_saved)
 
 
 def _roles(index: Index, role: str) -> Roles:

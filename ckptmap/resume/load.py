@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptmap import arguments
+from ckptmap.at_rest import require_at_rest
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.disk.files import verified
 from ckptmap.resume import fix_lowbit, module_state, naming, peft_live
@@ -129,11 +130,14 @@ def load(
             run.inexact += other
             run.judge(plan, state, precision)
             run.choose_streams(random, seed, exact)
+            require_at_rest(checkpoint.fingerprints, "open it anew; the model is as it was")
         with agreed(peers), torch.no_grad(), verified(checkpoint.files):
-            for step in plan.steps:
-                step(reader)
-            for fill in state.steps if state is not None else ():
-                fill(reader)
+            plan.run(reader)
+            if state is not None:
+                state.run(reader)
+            require_at_rest(
+                checkpoint.fingerprints, "the model has values of both: load it again, all of it"
+            )
             run.finish()
     return run.report(replace(plan.report(reader, homeless), names=named.names), state)
 

@@ -6,123 +6,29 @@ Every tensor gets one step, decided from headers alone; nothing is touched befor
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.adapters import HEAD
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.lazy import LazyTensor
 from ckptmap.resume import bnb_live, int8_live, int8_trained, nf4_live, peft_live
+from ckptmap.resume.load_plan import LoadPlan
 from ckptmap.resume.reader import Reader
-from ckptmap.resume.report import Cast, Decoded, Encoded, LoadReport, Mismatch, listed
-from ckptmap.resume.target import Target, device_for, fallback_device, is_nf4
+from ckptmap.resume.report import Cast, Decoded, Encoded, Mismatch
+from ckptmap.resume.target import (
+    INT8_CLASSES,
+    NF4_CLASS,
+    Target,
+    device_for,
+    fallback_device,
+    is_nf4,
+)
 from ckptmap.tensors import ITEMSIZE, Box, TensorInfo
 
 if TYPE_CHECKING:
     import torch
-
-Step = Callable[[Reader], None]
-
-
-@dataclass
-class LoadPlan:
-    """What will be done, and what stands against it."""
-
-    steps: list[Step] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)
-    missing: list[Target] = field(default_factory=list)
-    left: list[Target] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: list[Mismatch] = field(default_factory=list)
-    trainable: list[str] = field(default_factory=list)
-    cast: list[Cast] = field(default_factory=list)
-    encoded: list[Encoded] = field(default_factory=list)
-    decoded: list[Decoded] = field(default_factory=list)
-    quantized: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-
-    def refuse(
-        self, path: str, strict: bool, strict_encoding: bool, homeless: Sequence[str]
-    ) -> None:
-        """Raise for what must not be loaded, the most basic first."""
-        if strict:
-            self._refuse_names(path, homeless)
-            peft_live.refuse_begun(self.left, path)
-            self._refuse_shapes(path)
-        if self.trainable:
-            raise LoadError(
-                "CKM503",
-                f"{path}: NF4 weights are trainable in the model, expected requires_grad=False: "
-                + listed(self.trainable),
-                "freeze them, or load a checkpoint converted with --to hf-bf16",
-            )
-        if self.decoded and strict_encoding:
-            raise LoadError(
-                "CKM504",
-                f"{path}: {len(self.decoded)} quantized weights must be decoded to fit the model: "
-                + listed(self.decoded),
-                "change the world size, or pass strict_encoding=False",
-            )
-
-    def _refuse_names(self, path: str, homeless: Sequence[str]) -> None:
-        missing = [target.fqn for target in self.missing]
-        if missing or self.unexpected:
-            seen = [f"{len(missing)} missing: {listed(missing)}"] * bool(missing)
-            seen += [f"{len(self.unexpected)} unexpected: {listed(self.unexpected)}"] * bool(
-                self.unexpected
-            )
-            seen += [f"not readable: {listed(self.refused)}"] * bool(self.refused)
-            raise LoadError(
-                "CKM501",
-                f"{path}: keys do not match the model, {'; '.join(seen)}",
-                _way_out(missing, self.unexpected),
-            )
-        if homeless:
-            raise LoadError(
-                "CKM501",
-                f"model: non-persistent buffers are on meta and in no checkpoint: {listed(homeless)}",
-                "build the model with its buffers on a device (accelerate's init_empty_weights, then "
-                "tie_weights), or compute them and load with strict=False",
-            )
-
-    def _refuse_shapes(self, path: str) -> None:
-        if self.mismatched:
-            raise LoadError(
-                "CKM502",
-                f"{path}: {len(self.mismatched)} tensors do not fit: {listed(self.mismatched)}",
-                "build the model of this checkpoint, or load with strict=False",
-            )
-
-    def report(self, reader: Reader, homeless: Sequence[str]) -> LoadReport:
-        without = [*self.missing, *self.left]
-        empty = [target.fqn for target in without if target.local.is_meta]
-        ties = [(name, t.fqn) for t in self.targets for name in t.names[1:]]
-        return LoadReport(
-            loaded=tuple(target.fqn for target in self.targets),
-            missing=tuple(target.fqn for target in self.missing),
-            left=tuple(target.fqn for target in self.left),
-            unexpected=tuple(self.unexpected),
-            mismatched=tuple(self.mismatched),
-            cast=tuple(self.cast),
-            encoded=tuple(self.encoded),
-            decoded=tuple(self.decoded),
-            quantized=tuple(self.quantized),
-            tied=tuple(ties),
-            left_on_meta=(*empty, *homeless),
-            peak_host_nbytes=reader.meter.peak_host_nbytes,
-            peak_device_nbytes=reader.meter.peak_device_nbytes,
-        )
-
-
-def _way_out(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """peft puts `base_model.model.` before all names; a model that it has not wrapped has no place
-    for an adapter's."""
-    live, saved = (any(n.startswith(HEAD) for n in ns) for ns in (missing, unexpected))
-    if saved and not live:
-        return "wrap the model by get_peft_model first, or load what `ckptmap merge` makes of it"
-    return "load with strict=False to take what matches, or rename with a mapping"
 
 
 @dataclass(frozen=True)
@@ -170,10 +76,12 @@ class Matcher:
             problem = _mismatch(target, source)
             if problem is not None:
                 plan.mismatched.append(problem)
+                plan.unfit.append(target)
                 continue
             for other in names[1:]:
                 self._compare(target, source, checkpoint[other])
             self._decide(target, source)
+        self._compare_views(found)
         plan.unexpected = [name for name in checkpoint if name not in used]
         plan.refused = [f"{one.key} ({one.reason})" for one in checkpoint.refused]
         plan.left = peft_live.left_as_they_are(self._targets, found)
@@ -274,11 +182,13 @@ class Matcher:
             self._decode(target, source, rows)
             return
         self._plan.encoded.append(Encoded(target.fqn, "int8", 0, 0, rows.nbytes))
+        self._plan.forms[target.fqn] = (INT8_CLASSES[rows.sharded], target.dtype)
         device = device_for(target, self._device)
 
         def step(reader: Reader) -> None:
             with reader.meter.hold(rows.nbytes, device):
-                target.put(int8_live.read_rows(reader, source, rows, device))
+                made = int8_live.read_rows(reader, source, rows, device)
+                target.put(int8_live.computing_as(target.local, made))
 
         self._plan.steps.append(step)
 
@@ -295,7 +205,8 @@ class Matcher:
         device = device_for(target, self._device)
 
         def step(reader: Reader) -> None:
-            target.put(int8_live.quantize_rows(reader, source, target, device))
+            made = int8_live.quantize_rows(reader, source, target, device)
+            target.put(int8_live.computing_as(target.local, made))
 
         self._plan.steps.append(step)
 
@@ -321,6 +232,7 @@ class Matcher:
         make: Callable[[Reader, LazyTensor, nf4_live.Rows, torch.device], torch.Tensor],
     ) -> None:
         stored, live = rows.stored.scaler_block_size, rows.live.scaler_block_size
+        self._plan.forms[target.fqn] = (NF4_CLASS, rows.info.dtype)
         self._plan.encoded.append(Encoded(target.fqn, "nf4", stored, live, rows.nbytes))
         device = device_for(target, self._device)
 
@@ -335,6 +247,17 @@ class Matcher:
     def _note_cast(self, target: Target, source: LazyTensor) -> None:
         if source.dtype != target.dtype:
             self._plan.cast.append(Cast(target.fqn, source.dtype, target.dtype))
+
+    def _compare_views(self, found: Mapping[str, str]) -> None:
+        """The same for parameters apart on one memory, as `b.weight.data = a.weight.data` makes
+        them: what is loaded last would be the value of both."""
+        seen: dict[object, Target] = {}
+        for target in self._plan.targets:
+            place = _memory(target)
+            first = target if place is None else seen.setdefault(place, target)
+            if first is not target:
+                one, other = (self._checkpoint[found[t.fqn]] for t in (first, target))
+                self._compare(target, one, other)
 
     def _compare(self, target: Target, first: LazyTensor, other: LazyTensor) -> None:
         """Raise LoadError CKM208 where two tensors that are one in the model differ."""
@@ -366,6 +289,16 @@ def _mismatch(target: Target, source: LazyTensor) -> Mismatch | None:
     if live.shape == source.shape and fits:
         return None
     return Mismatch(target.fqn, str(live), str(source.info))
+
+
+def _memory(target: Target) -> object:
+    """Where a dense tensor of this rank lies; None: nowhere that another could."""
+    import torch
+
+    local = target.local
+    if target.is_flat or type(local) is not torch.Tensor or local.is_meta or not local.numel():
+        return None
+    return local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
 def _overlaps(local: torch.Tensor) -> bool:

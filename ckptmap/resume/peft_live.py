@@ -20,11 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptmap import registry
 from ckptmap.adapters import CONFIG, HEAD, WEIGHTS
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.checkpoint import open as open_checkpoint
 from ckptmap.disk.files import whole
 from ckptmap.errors import LoadError
+from ckptmap.places import look
 from ckptmap.remote.locating import locate
 from ckptmap.resume.report import listed
 from ckptmap.resume.target import Adapted, Target
@@ -187,12 +189,9 @@ def opened(
 def _weights(path: str | os.PathLike[str]) -> Path | None:
     """The file of an adapter that lies without its base."""
     place = locate(path).path
-    if not place.is_dir() or not (place / CONFIG).is_file():
+    if not place.is_dir() or not (place / CONFIG).is_file() or registry.knows(look(place)):
         return None
-    names = {entry.name for entry in place.iterdir()}
-    if ".metadata" in names or any(n.startswith(("model", "pytorch_model")) for n in names):
-        return None
-    return next((place / name for name in WEIGHTS if name in names), None)
+    return next((place / name for name in WEIGHTS if (place / name).is_file()), None)
 
 
 def _differences(file: Path, live: Any) -> list[str]:

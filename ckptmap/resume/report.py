@@ -136,7 +136,7 @@ class LoadReport:
     decoded       quantized in the checkpoint, dense in the model, with what that costs
     quantized     dense in the checkpoint, quantized because the model's weight is
     tied          (name, the name it shares one tensor with)
-    left_on_meta  non-persistent buffers and missing tensors that still have no data
+    left_on_meta  non-persistent buffers, and tensors that were not loaded, that still have no data
     state         what became of the optimizer's state; None: no optimizer was given
     streams       "restored", "left as they are", or how they were made anew
     inexact       why training does not go on bit for bit; empty: it does

@@ -11,6 +11,7 @@ from ckptmap.errors import LoadError
 from ckptmap.lazy import LazyTensor
 from ckptmap.optim.lowbit import LowBit
 from ckptmap.resume import flat_codes
+from ckptmap.resume.agree import explain
 from ckptmap.resume.groups import Groups
 from ckptmap.resume.holdings import Owner, owners
 from ckptmap.resume.moments import Policy, Source, StateLoader, StateNotes, derivation
@@ -59,6 +60,16 @@ class StatePlan:
                 f" {'; '.join(seen)}",
                 "load with strict=False to take what matches, or the model alone",
             )
+
+    def run(self, reader: Reader) -> None:
+        """Load it all, after the weights."""
+        try:
+            for step in self.steps:
+                step(reader)
+        except Exception as error:
+            loaded = f"{len(self.notes.loaded)} entries of the optimizer's state"
+            explain(error, f"the weights are loaded, and {loaded}: load both again")
+            raise
 
     def report(self) -> StateReport:
         notes = self.notes

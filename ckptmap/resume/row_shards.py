@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptmap.resume import fixes
+from ckptmap.resume import fsdp2_params
 from ckptmap.resume.target import Target
 
 
@@ -13,9 +13,9 @@ def row_shard(target: Target, kind: str) -> tuple[int, int] | str:
     tensor: Any = target.tensor
     if target.fsdp_param is None:
         return f"a DTensor outside of fully_shard has no way to compute with {kind}"
-    if fixes.is_model_parallel(target.fsdp_param):
+    if fsdp2_params.is_model_parallel(target.fsdp_param):
         return f"a tensor-parallel weight has no way to compute with {kind}"
-    if fixes.reshards_apart(target.fsdp_param):
+    if fsdp2_params.reshards_apart(target.fsdp_param):
         return f"reshard_after_forward to a smaller mesh does not support {kind}"
     coordinate = tensor.device_mesh.get_coordinate()
     shards = [i for i, p in enumerate(tensor.placements) if not p.is_replicate()]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.resume import bnb_live, gradients
 from ckptmap.resume.fsdp1 import FlatTarget
 from ckptmap.resume.optimizers import family_of, inner_optimizers, is_offloaded, unwrapped
-from ckptmap.resume.target import Target, is_dtensor
+from ckptmap.resume.target import Target, device_for, fallback_device, is_dtensor
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,8 @@ def describe(
     """Of this rank, as plain values."""
     import torch
 
-    devices = sorted({target.local.device.type for target in targets})
+    elsewhere = fallback_device(targets)  # of what is on meta until it is loaded
+    devices = sorted({device_for(target, elsewhere).type for target in targets})
     found: dict[str, Any] = {
         "version": VERSION,
         "world_size": world,
@@ -90,8 +91,12 @@ def meshes(targets: Sequence[Target]) -> list[list[Any]]:
     return list(seen.values())
 
 
-def layout_digest(targets: Sequence[Target]) -> str:
-    """What of which tensor this rank holds, and in which dtype, in one number."""
+def layout_digest(
+    targets: Sequence[Target], forms: Mapping[str, tuple[str, str]] | None = None
+) -> str:
+    """What of which tensor this rank holds, and in which dtype, in one number. `forms`: (class,
+    dtype) of what is not yet what it will be, by FQN."""
+    forms = forms or {}
     digest = hashlib.blake2b(digest_size=8)
     for target in sorted(targets, key=lambda target: target.fqn):
         boxes: Any
@@ -101,8 +106,8 @@ def layout_digest(targets: Sequence[Target]) -> str:
             boxes = whole.shape  # a forward on the CPU gives its codes another
         else:
             boxes = [box for box, _ in target.windows(target.local)]
-        kind = type(target.local).__name__
-        digest.update(repr((target.names, kind, target.dtype, boxes)).encode())
+        kind, dtype = forms.get(target.fqn, (type(target.local).__name__, target.dtype))
+        digest.update(repr((target.names, kind, dtype, boxes)).encode())
     return digest.hexdigest()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.resume import fixes
+from ckptmap.resume import fsdp2_params
 from ckptmap.resume.reader import window
 from ckptmap.tensors import Box
 
@@ -131,7 +131,7 @@ class Target:
         )
 
     def put(self, local: torch.Tensor) -> None:
-        """Replace the tensor everywhere it sits; `local` is this rank's part of the new one."""
+        """Replace the tensor everywhere it sits, a parameter by what it becomes; `local` is this rank's part of the new one."""
         import torch
         from torch import nn
 
@@ -141,11 +141,24 @@ class Target:
             new = nn.Parameter(new, requires_grad=old.requires_grad)
             if type(old) is nn.Parameter:
                 new.__dict__.update(old.__dict__)  # what users have hung on it
-        for module, name in self.places:
-            setattr(module, name, new)
+        if self.is_buffer or not _became(old, new):
+            for module, name in self.places:
+                setattr(module, name, new)
         if self.fsdp_param is not None:
             with torch.no_grad():
-                fixes.adopt_replaced(self.fsdp_param)
+                fsdp2_params.adopt_replaced(self.fsdp_param)
+
+
+def _became(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Make `old` all that `new` is, so that an optimizer which has it trains what the model has;
+    False: torch cannot, because more than Python refers to it."""
+    import torch
+
+    try:
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return True
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -268,7 +281,7 @@ def device_for(target: Target, fallback: torch.device) -> torch.device:
     tensor: Any = target.tensor
     if not target.local.is_meta:
         return target.local.device
-    if fixes.offloads(target.fsdp_param):
+    if fsdp2_params.offloads(target.fsdp_param):
         return torch.device("cpu")
     if is_dtensor(tensor):
         return mesh_device(tensor.device_mesh)

@@ -26,6 +26,7 @@ from ckptmap.resume.reader import is_as_it_lies
 from ckptmap.structure import check_structure
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
+from ckptmap.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +169,7 @@ def _finish(layout: Layout, out_dir: FilePath, written: Sequence[Written]) -> No
     if problems:
         raise RunError(
             "CKM401",
-            f"the save is not as planned: {problems[0]} ({len(problems)} problem(s))",
+            f"the save is not as planned: {problems[0]} ({counted(len(problems), 'problem')})",
             "nothing was published; this is a defect of ckptmap, please report it",
         )
 

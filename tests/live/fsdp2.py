@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -185,8 +186,12 @@ def saved_again(folder: Path) -> None:
     files = folder / f"ranks-{dist.get_world_size()}"
     files.mkdir(exist_ok=True)
     torch.save(first.state_dict(), files / f"model_rank_{dist.get_rank()}.pt")
+    # Gathered, an NF4Tensor has parts that are AsyncCollectiveTensors.
+    whole = get_model_state_dict(first, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        torch.save(whole, folder / "gathered.pt")
     dist.barrier()
-    for source in (target, files):
+    for source in (target, files, folder / "gathered.pt"):
         for build in (wrapped_on_meta, wrapped_nf4):
             third = build()
             load(source, third)
@@ -275,10 +280,13 @@ def flat_parameters(folder: Path) -> None:
 
     for use_orig_params in (True, False):
         inner = net().requires_grad_(False)
+        inner.norm.weight.requires_grad_(use_orig_params)  # in one flat parameter with frozen ones
         model = FullyShardedDataParallel(
             inner, use_orig_params=use_orig_params, device_id=torch.device("cpu")
         )
+        before = model(tokens())  # torch keeps what the root gathered for the next forward
         report = load(folder / "nf4.pt", model)
+        assert not same(model(tokens()).detach(), before.detach()), "gathered anew"
         assert {d.fqn for d in report.decoded} == QUANTIZED.keys()
         truth: Any = net(0)
         quantize(truth)

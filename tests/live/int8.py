@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -121,6 +122,11 @@ def fsdp2(path: Path, mesh: DeviceMesh | None = None) -> None:
     assert type(model[0].weight.to_local()).__name__ == "ShardedInt8"
     load(path, model)
     assert torch.equal(model(x), reference(x)), "again"
+    by_torch = path.parent / f"dcp-{path.stem}-{dist.get_world_size()}"
+    dcp.save(model.state_dict(), checkpoint_id=by_torch)
+    with ckptmap.open(by_torch) as theirs, ckptmap.open(path) as original:
+        assert theirs["0.weight"].encoding == "int8"
+        assert torch.equal(theirs["0.weight"].read(), original["0.weight"].read())
     saved = path.parent / f"saved-{path.stem}-{dist.get_world_size()}"
     save(saved, model).wait()
     with ckptmap.open(saved) as ours, ckptmap.open(path) as original:

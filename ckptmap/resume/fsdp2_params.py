@@ -1,0 +1,123 @@
+"""torch's FSDPParam, by which FSDP2 holds a parameter: what it is asked, and how one is replaced.
+
+It is not public: `fixes` has the versions that this was tested with.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import LoadError
+
+if TYPE_CHECKING:
+    import torch
+
+NEEDS = ("reset_sharded_param", "_init_extensions", "init_unsharded_param")
+"""Methods of torch's FSDPParam without which a sharded parameter cannot be replaced."""
+
+
+def fsdp_params(model: torch.nn.Module) -> dict[tuple[int, str], Any]:
+    """torch's FSDPParam of every parameter under `fully_shard`, by (id of module, attribute)."""
+    found: dict[tuple[int, str], Any] = {}
+    for group in _fsdp_groups(model):
+        for param in group.fsdp_params:
+            info = param._module_info
+            found[id(info.module), info.param_name] = param
+            for shared in zip(info.shared_modules, info.shared_param_names, strict=True):
+                found[id(shared[0]), shared[1]] = param
+    return found
+
+
+def _fsdp_groups(model: torch.nn.Module) -> list[Any]:
+    import torch
+
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    groups: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            # A list since one module may have several groups; a single one before torch 2.12.
+            several = getattr(state, "_fsdp_param_groups", None)
+            single = getattr(state, "_fsdp_param_group", None)
+            groups += several if several is not None else [single] * (single is not None)
+    return groups
+
+
+def offloads(fsdp_param: Any) -> bool:
+    """Are its shards kept on the CPU, by CPUOffloadPolicy?"""
+    return bool(getattr(fsdp_param, "offload_to_cpu", False))
+
+
+def is_model_parallel(fsdp_param: Any) -> bool:
+    """Was it a DTensor before `fully_shard`? It is one again while unsharded, in forward."""
+    return bool(getattr(fsdp_param, "is_dtensor", False))
+
+
+def reshards_apart(fsdp_param: Any) -> bool:
+    """Is it resharded to a smaller mesh after forward? torch refuses all-gather extensions there."""
+    after = getattr(fsdp_param, "post_forward_mesh_info", None)
+    return after is not None and after is not getattr(fsdp_param, "mesh_info", None)
+
+
+def adopt_replaced(fsdp_param: Any) -> None:
+    """Make FSDP2 use the DTensor that has replaced the parameter on its module.
+
+    FSDPParam keeps a flat alias of the local shard, `_sharded_param_data`, whose storage it
+    compares with the new one's; a tensor subclass has no storage to compare, so the alias must go
+    first. What an earlier forward allocated for the old kind of tensor goes too. All tensors are
+    only referenced: nothing is copied, save that torch pads an uneven dense shard.
+    """
+    lacks = _problem_of(type(fsdp_param))
+    if lacks:
+        raise LoadError("CKM505", lacks, "use a torch version that `ckptmap doctor` names")
+    info = fsdp_param._module_info
+    param = getattr(info.module, info.param_name)
+    local = param.to_local()
+    fsdp_param.__dict__.pop("init_unsharded_param", None)
+    if hasattr(local, "fsdp_pre_all_gather"):
+        fsdp_param._sharded_param_data = local.view(-1)
+        if local.shape == param.shape:
+            fsdp_param.init_unsharded_param = partial(_unsharded_is_sharded, fsdp_param)
+    fsdp_param.reset_sharded_param()
+    fsdp_param._init_extensions()
+    fsdp_param.all_gather_outputs = []
+    if hasattr(fsdp_param, "_unsharded_param"):
+        del fsdp_param._unsharded_param
+
+
+def _unsharded_is_sharded(fsdp_param: Any) -> None:
+    """FSDPParam.init_unsharded_param where one rank holds all of a tensor subclass.
+
+    torch 2.13 skips the all-gather there and hands on the first of the subclass's tensors alone;
+    the shard is the whole tensor, so the unsharded parameter may share its data.
+    """
+    from torch import nn
+
+    fsdp_param._extensions_data.clear()
+    if not hasattr(fsdp_param, "_unsharded_param"):
+        local = fsdp_param._sharded_local_tensor
+        fsdp_param._unsharded_param = nn.Parameter(local.detach(), requires_grad=False)
+
+
+def _problem_of(cls: Any) -> str:
+    lost = [name for name in NEEDS if not hasattr(cls, name)]
+    if not lost:
+        return ""
+    import torch
+
+    return f"torch {torch.__version__}: FSDPParam has no {', '.join(lost)}"
+
+
+def problem() -> str:
+    """Why parameters cannot be replaced with the torch that is here; empty: they can."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    except ImportError as error:
+        import torch
+
+        return f"torch {torch.__version__}: {error}"
+    return _problem_of(FSDPParam)
