@@ -17,28 +17,29 @@ from types import MappingProxyType
 from typing import Any
 
 from ckptmap import registry
+from ckptmap.at_rest import fingerprints
 from ckptmap.compare import same_parts
-from ckptmap.disk.files import Files
+from ckptmap.disk.files import Files, Fingerprint
 from ckptmap.errors import MissingKeyError, SourceError
-from ckptmap.extra_state import buffer
 from ckptmap.flat_units import LikeUnits
 from ckptmap.foreign import naked_note
 from ckptmap.geometry.columns import Extents
 from ckptmap.grouping import Refused, grouped, remarks, strings_beside
+from ckptmap.groups import Groups
 from ckptmap.lazy import LazyTensor
-from ckptmap.leaves import holds_tensor, join, nest, opaques
+from ckptmap.leaf_values import LeafReader
+from ckptmap.leaves import join, nest
 from ckptmap.like import CONFIG, MANIFEST, Like, like_config, like_manifest
 from ckptmap.mapping.wrappers import describe_wrappers, strip_wrappers
-from ckptmap.members import left_behind, merged
+from ckptmap.members import index_of, left_behind, merged
 from ckptmap.optim.moments import gathered
 from ckptmap.optim.order import Order, Weight
 from ckptmap.optim.reading import Model, OptimizerReader
-from ckptmap.optim.state import REFUSED
 from ckptmap.places import find, look
 from ckptmap.protocols import Directory, Group, Place
 from ckptmap.remote.locating import locate, named_as_asked
 from ckptmap.roots import Roles, is_tensor, split_roles
-from ckptmap.tensors import Index, Leaf, Opaque, Path, PerRank, StoredTensor, TensorInfo
+from ckptmap.tensors import Index, Leaf, Opaque, PerRank, StoredTensor, TensorInfo
 from ckptmap.traversal import in_order
 from ckptmap.wire.gc_pause import paused_gc
 
@@ -64,6 +65,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     untied: Mapping[str, str] = MappingProxyType({})
     """Heads that what lies beside the weights ties, though they are tensors of their own here, each
     with its embedding."""
+    fingerprints: Mapping[str, Fingerprint] = MappingProxyType({})
+    """Of its files, as they were opened."""
 
     def __init__(self, path: str, index: Index, roles: Roles, files: Files) -> None:
         self.path = path
@@ -86,8 +89,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
             moments = gathered(moments, index.records, roles.optimizer_root, registry.schemes())
         self.notes += remarks(self._groups.encoded())
         self.notes += naked_note(self._groups.infos())
+        read = LeafReader(path, files, self.refused, roles.optimizer_root or ())
         self.optimizer_reader = OptimizerReader(
-            moments, registry.key_forms(), self._optimizer_leaf, self._model(plain), path,
+            moments, registry.key_forms(), read.optimizer, self._model(plain), path,
             index.beside,
         )  # fmt: skip
         if self.optimizer_reader.form is None and self.optimizer_reader.why:
@@ -95,10 +99,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.other = {
             path: lazy
             for path, leaf in roles.rest.items()
-            if is_tensor(leaf)
-            for lazy in self._one(path, leaf)
+            if is_tensor(leaf) and (lazy := read.tensor(path, leaf)) is not None
         }
-        self.plain = dict(self._plain_values(roles.rest))
+        self.plain = dict(read.plain(roles.rest))
 
     # ------------------------------------------------------------------ the mapping
 
@@ -107,7 +110,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             group = self._groups[fqn]
         except KeyError:
             raise MissingKeyError(
-                "CKM501", f"{self.path}: no tensor {fqn!r}", _nearest(fqn, self._groups)
+                "CKM501", f"{self.path}: no tensor {fqn!r}", _nearest(str(fqn), self._groups)
             ) from None
         return LazyTensor(fqn, group, self.files)
 
@@ -244,46 +247,15 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     # ------------------------------------------------------------------ building
 
-    def _one(self, path: Path, leaf: Leaf) -> list[LazyTensor]:
-        """A tensor outside the weights, by itself; none where it is refused."""
-        groups = grouped({path: leaf}, {}, (), self.path, self.refused, {}).values()
-        return [LazyTensor(group.fqn, group, self.files) for group in groups]
-
     def _model(self, plain: Mapping[str, str]) -> Model:
         groups = self._groups if self.roles.optimizer else {}  # nobody else asks for them
         weights = [Weight(fqn, group.info, _share(group)) for fqn, group in groups.items()]
-        return Model(weights, plain, self._is_pickled)
+        return Model(weights, plain, self._keeps_order)
 
-    def _is_pickled(self) -> bool:
-        """Do the weights lie in a zip of torch.save, whose dicts keep their order? By the first
-        bytes of the file that holds the first of them."""
-        parts = (part for group in self._groups.values() for part in group.parts.values())
-        chunk = next((chunk for part in parts for chunk in part.chunks), None)
-        return chunk is not None and self.files.read(chunk.region.file, 0, 4) == b"PK\3\4"
-
-    def _optimizer_leaf(self, path: Path, leaf: Leaf) -> Any:
-        """A leaf of the optimizer's state as LazyTensor or plain value."""
-        if isinstance(leaf, Group):
-            return LazyTensor(leaf.fqn, leaf, self.files)
-        if is_tensor(leaf):
-            return next(iter(self._one(path, leaf)), REFUSED)
-        root = self.roles.optimizer_root or ()
-        return next((value for _, value in self._plain_values({path: leaf}, root)), REFUSED)
-
-    def _plain_values(
-        self, leaves: Mapping[Path, Leaf], root: Path = ()
-    ) -> Iterator[tuple[Path, Any]]:
-        for path, leaf in leaves.items():
-            held = buffer(path, leaf)
-            if held is not None:
-                yield path, held
-                continue
-            found = next(opaques(leaf), None)
-            if found is not None and not (is_tensor(leaf) and isinstance(leaf, StoredTensor)):
-                what = f"an object of unknown class {found.class_name}"
-                self.refused.append(Refused(join((*root, *path)), what, not holds_tensor(found)))
-            elif not is_tensor(leaf):
-                yield path, leaf
+    @property
+    def _keeps_order(self) -> Callable[[], bool]:
+        """Tells whether all weights stand where the dict that was saved had them."""
+        return partial(_all_listed, self._groups, self.index.listed)
 
 
 def open(
@@ -310,7 +282,7 @@ def open(
     with named_as_asked(), paused_gc():
         place, notes = find(look(located.path), registry.knows)
         known = partial(read_like, like) if like is not None else _own(place)
-        index = _index(place)
+        index = index_of(place)
         notes = (*located.notes, *notes, *index.notes)
         units = index.units if like is None else LikeUnits(index.units, str(like))
         ckpt = _opened(place, replace(index, notes=notes, units=units), root, known)
@@ -332,16 +304,6 @@ def _own(place: Place) -> Callable[[], Like] | None:
     return partial(like_manifest, FilePath(place.path) / MANIFEST)
 
 
-def _index(place: Place) -> Index:
-    """By the framework whose directory it is, else by the container that claims it."""
-    directory = registry.directory_for(place)
-    if directory is not None:
-        return merged(directory, place)
-    container = registry.container_for(place)
-    assert container is not None, f"{place.path}: found, but nobody claims it"
-    return container.index(place)
-
-
 def _opened(
     place: Place, index: Index, root: str | None, like: Callable[[], Like] | None
 ) -> Checkpoint:
@@ -354,7 +316,9 @@ def _opened(
             for path, leaf in leaves.items()
         }
         index = replace(index, leaves=leaves)
-    return Checkpoint(place.path, index, split_roles(leaves, root, place.path), Files())
+    ckpt = Checkpoint(place.path, index, split_roles(leaves, root, place.path), Files())
+    ckpt.fingerprints = ckpt.files.seen = fingerprints(index.files)
+    return ckpt
 
 
 def read_like(path: str | os.PathLike[str]) -> Like:
@@ -388,6 +352,11 @@ def read_like(path: str | os.PathLike[str]) -> Like:
             ties[fqn] = first[share]
     shapes = {fqn: info.shape for fqn, info in infos.items()}
     return Like(str(path), shapes, ordered, ties, lambda a, b: same_parts(ckpt[a], ckpt[b]) is None)
+
+
+def _all_listed(groups: Groups, listed: Callable[[StoredTensor], bool] | None) -> bool:
+    parts = (part for group in groups.values() for part in group.parts.values())
+    return listed is not None and all(map(listed, parts))
 
 
 def _share(group: Group) -> object:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ckptmap import arguments
 from ckptmap.disk.files import Files
+from ckptmap.errors import ArgumentError
 from ckptmap.geometry.gather import fill
 from ckptmap.geometry.grids import Coded
 from ckptmap.protocols import Group
@@ -189,7 +190,7 @@ class LazyTensor:
 
     def _whole(self, key: object) -> int:
         try:
-            if not isinstance(key, bool):
+            if not isinstance(key, bool) and not str(getattr(key, "dtype", "")).endswith("bool"):
                 return index(key)  # type: ignore[arg-type]
         except TypeError:
             pass
@@ -198,10 +199,11 @@ class LazyTensor:
         )
 
     def _box(self, offsets: Sequence[int] | None, sizes: Sequence[int] | None) -> Box:
-        if offsets is None:
-            offsets = (0,) * len(self.shape)
+        offsets = (0,) * len(self.shape) if offsets is None else self._integers("offsets", offsets)
         if sizes is None:
             sizes = [n - o for n, o in zip(self.shape, offsets, strict=False)]
+        else:
+            sizes = self._integers("sizes", sizes)
         if len(offsets) != len(self.shape) or len(sizes) != len(self.shape):
             raise ValueError(f"{self.fqn}: box needs {len(self.shape)} offsets and sizes")
         for offset, size, limit in zip(offsets, sizes, self.shape, strict=True):
@@ -210,6 +212,16 @@ class LazyTensor:
                     f"{self.fqn}: box {list(offsets)}+{list(sizes)} leaves shape {list(self.shape)}"
                 )
         return Box(tuple(offsets), tuple(sizes))
+
+    def _integers(self, name: str, values: Sequence[int]) -> list[int]:
+        try:
+            return [index(value) for value in values]
+        except TypeError:
+            raise ArgumentError(
+                "CKM516",
+                f"{self.fqn}: {name}={values!r}, expected integers",
+                f"pass one a dim of {list(self.shape)}",
+            ) from None
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.fqn!r}, {self.info}, {self.encoding})"

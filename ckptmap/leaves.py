@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor
+
+
+@dataclass(frozen=True)
+class Told:
+    """A leaf in place of optimizer state: where the names of its parameters came from (`order`), or
+    why it has none that could be used (`refused`)."""
+
+    order: str = ""
+    refused: str = ""
 
 
 class ListIndex(int):
     """A path segment that counts in a list: equal to the integer, told from an integer dict key."""
 
     __slots__ = ()
+
+
+def by_rank(leaf: Leaf) -> Sequence[Leaf]:
+    """What each rank holds of it; one value where they do not differ."""
+    return leaf.values if isinstance(leaf, PerRank) else (leaf,)
 
 
 def counts(segment: object) -> bool:

@@ -9,7 +9,7 @@ A dict under a module's `_extra_state`, tensors and all, is one of the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptmap.errors import SourceError
@@ -38,17 +38,26 @@ class Roles:
 
 
 _TENSORS = (StoredTensor, Cut)
+_OF_AN_OPTIMIZER = {("state",), ("param_groups",)}
+"""Where everything lies that `optimizer.state_dict()` gives."""
+SHOWN = 8
+"""Dicts that an error names."""
 
 
 def is_tensor(leaf: Leaf) -> bool:
     return isinstance(leaf, _TENSORS) or (isinstance(leaf, Opaque) and bool(leaf.info))
 
 
+def is_spoken_for(name: str) -> bool:
+    """Does a dict of this name hold no weights where we choose the names?"""
+    return name == EXTRA_KEY or name in OPTIMIZER_KEYS
+
+
 def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Roles:
     """Raises SourceError CKM205 where several dicts could be the weights, CKM206 where none is."""
     if isinstance(leaves, Extents) and leaves and root is None:
         return Roles((), leaves, None, {}, {})
-    _require_dict(leaves, where)
+    _require_dict(leaves, root, where)
     tensors = [path for path, leaf in leaves.items() if is_tensor(leaf)]
     if not tensors:
         raise _no_tensors(leaves, where)
@@ -75,12 +84,36 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
             # Beside bare FQNs, a tensor in a dict of its own ({"w": ..., "rng": {"cpu": t}}) is none.
             model[path[depth:] if depth else path] = leaf
         else:
-            rest[path[1:] if len(path) > 1 and path[0] == EXTRA_KEY else path] = leaf
-    return Roles(model_root, model, optimizer_root, optimizer, rest)
+            rest[path] = leaf
+    return Roles(model_root, model, optimizer_root, optimizer, _without_extra(rest))
 
 
-def _require_dict(leaves: Mapping[Path, Leaf], where: str) -> None:
-    """A file that holds one object, and no dict of names, has no checkpoint in it."""
+def _without_extra(rest: dict[Path, Leaf]) -> dict[Path, Leaf]:
+    """What lies in our `extra` as if it lay beside it; all of it stays where one value would take
+    the place of another, as in {"step": 2, "extra": {"step": 1}}, which none of us wrote."""
+    cut = {path: path[1:] for path in rest if path[0] == EXTRA_KEY and len(path) > 1}
+    if not cut:
+        return rest
+    beside, inside = {*rest} - {*cut}, {*cut.values()}
+    if beside & _all_above(inside) or inside & _all_above(beside):
+        return rest
+    return {cut.get(path, path): leaf for path, leaf in rest.items()}
+
+
+def _all_above(paths: Iterable[Path]) -> set[Path]:
+    """The paths, and those of all dicts on the way to them."""
+    return {path[:depth] for path in paths for depth in range(1, len(path) + 1)}
+
+
+def _require_dict(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> None:
+    """A file that holds one object and no dict of names, or what an optimizer saves, has no
+    checkpoint in it."""
+    if root is None and _is_an_optimizer(leaves):
+        raise SourceError(
+            "CKM206",
+            f"{where}: holds the state of an optimizer and no model weights",
+            "name the checkpoint that it was saved with",
+        )
     if () not in leaves:
         return
     leaf = leaves[()]
@@ -98,6 +131,12 @@ def _require_dict(leaves: Mapping[Path, Leaf], where: str) -> None:
     )
 
 
+def _is_an_optimizer(leaves: Mapping[Path, Leaf]) -> bool:
+    """Is it what `optimizer.state_dict()` gives? The first leaf tells it of nearly all others."""
+    first = next(iter(leaves), ())
+    return first[:1] in _OF_AN_OPTIMIZER and {path[:1] for path in leaves} == _OF_AN_OPTIMIZER
+
+
 def _no_tensors(leaves: Mapping[Path, Leaf], where: str) -> SourceError:
     classes = sorted({leaf.class_name for leaf in leaves.values() if isinstance(leaf, Opaque)})
     what = (
@@ -112,13 +151,15 @@ def _under(path: Path, root: Path) -> bool:
     return path[: len(root)] == root
 
 
-def _given(tensors: Iterable[Path], root: str, where: str) -> Path:
+def _given(tensors: Sequence[Path], root: str, where: str) -> Path:
     prefix: Path = tuple(root.split("/")) if root else ()
     if not any(_under(path, prefix) for path in tensors):
+        there = list(dict.fromkeys(str(path[0]) for path in tensors if len(path) > 1))
+        listed = ", ".join(there[:SHOWN]) + (", ..." if len(there) > SHOWN else "")
         raise SourceError(
             "CKM205",
             f"{where}: no tensors under root {root!r}",
-            "see `ckptmap inspect` for the keys",
+            f"the dicts that hold tensors: {listed}" if there else "it is one dict: leave it out",
         )
     return prefix
 
@@ -133,6 +174,7 @@ def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
     if any(len(path) == depth + 1 for path in inside):
         return prefix
     dicts = [name for name in dicts if name not in OPTIMIZER_KEYS]
+    dicts = [name for name in dicts if name != EXTRA_KEY] or dicts
     if len(dicts) == 1:
         return _find_root(tensors, (*prefix, dicts[0]), where)
     if not dicts:
@@ -141,7 +183,8 @@ def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
             f"{where}: holds no model weights, only what is named as optimizer state",
             "name the dict of the weights: --source-root NAME",
         )
-    names = ", ".join("/".join(map(str, (*prefix, name))) for name in dicts)
+    names = ", ".join("/".join(map(str, (*prefix, name))) for name in dicts[:SHOWN])
+    names += f" and {len(dicts) - SHOWN} more" if len(dicts) > SHOWN else ""
     raise SourceError(
         "CKM205",
         f"{where}: several dicts could be the weights: {names}",

@@ -73,6 +73,21 @@ def test_a_shape_that_cannot_be_encoded_is_said_and_refused_if_strict(tmp_path: 
     assert main([*command, "--to", "full-nf4"]) == 2 and not (tmp_path / "out.pt").exists()
     assert main([*command, "--to", "full-nf4", "--no-encode", "*.odd.*"]) == 0
     assert not ckptmap.plan(tmp_path / "a.safetensors", "full-bf16", strict=True).unresolved
+    tiles = ckptmap.plan(tmp_path / "a.safetensors", "full-fp8", strict=True)
+    said = "layers.0.even.weight: is not made fp8 by default in shape [8, 8]"
+    assert f"stays as it is: {said}" in tiles.notes and len(tiles.unresolved) == 2
+
+
+@pytest.mark.parametrize("what", ["include", "encode", "no_encode", "exclude"])
+def test_a_glob_that_matches_nothing_is_said_and_refused_if_strict(
+    what: str, linears: Path
+) -> None:
+    asked = {what: ("*.wieght", "*")} if what == "include" else {what: ("*.wieght",)}
+    pattern = f"--{what.replace('_', '-')} '*.wieght'"
+    plan = ckptmap.plan(linears, "full-nf4", **asked)
+    assert f"{pattern}: nothing is named so" in plan.notes and not plan.unresolved
+    strict = ckptmap.plan(linears, "full-nf4", strict=True, **asked)
+    assert pattern in [item.key for item in strict.unresolved]
 
 
 def test_a_form_that_transformers_does_not_load_points_to_one_that_it_does(linears: Path) -> None:
@@ -86,6 +101,9 @@ def test_a_form_that_transformers_does_not_load_points_to_one_that_it_does(linea
     (said,) = notes.pop("hf-nf4")
     assert "does not load nf4" in said and "--to hf-bnb-nf4" in said
     assert not any(notes.values())
+    wrapped = ckptmap.plan(linears, "hf", config_from=str(config), wrap=("ddp",)).notes
+    assert any("transformers would not find module." in note for note in wrapped)
+    assert not any("would not find" in note for note in ckptmap.plan(linears, "ddp").notes)
 
 
 @pytest.mark.parametrize("limit", [5_000_000_000, 20_000])
@@ -142,9 +160,11 @@ def test_saved_plan_runs_exactly_and_only_on_the_same_source(linears: Path, tmp_
     os.utime(source / "model.safetensors", ns=(1, 1))
     with pytest.raises(PlanError, match="is not what was planned on"):
         replan(tmp_path / "plan.json")
-    (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(PlanError, match="is no saved plan"):
-        replan(tmp_path / "plan.json")
+    saved = plan.to_json()
+    for damaged in ({}, [], saved | {"options": None}, saved | {"source": {"path": None}}):
+        (tmp_path / "plan.json").write_text(json.dumps(damaged))
+        with pytest.raises(PlanError, match="is no saved plan"):
+            replan(tmp_path / "plan.json")
 
 
 def test_source_that_changes_after_planning_publishes_nothing(
@@ -154,7 +174,7 @@ def test_source_that_changes_after_planning_publishes_nothing(
     shutil.copytree(linears, source)
     plan = ckptmap.plan(source, "full")
     os.utime(source / "model.safetensors", ns=(1, 1))
-    with pytest.raises(RunError, match="changed while it was read"):
+    with pytest.raises(RunError, match="was written anew since its headers were read"):
         plan.execute(tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -10,6 +11,7 @@ from ckptmap.errors import PlanError
 from ckptmap.mapping.wrappers import wrap_prefix
 from ckptmap.planning.plans import Options
 from ckptmap.protocols import Setup
+from ckptmap.roots import is_spoken_for
 from ckptmap.tensors import Path
 
 
@@ -41,15 +43,25 @@ class Asked:
 
         Raises PlanError CKM205.
         """
-        if self.options.root is not None and self.setup.rooted:
+        given, setup = self.options.root, self.setup
+        if given is None:
+            return ("model",) if rooted or setup.rooted else ()
+        if setup.rooted:
+            raise PlanError("CKM205", f"--root {given}: {setup.name} has its own", "leave it out")
+        if given and not setup.holds_extra:
             raise PlanError(
                 "CKM205",
-                f"--root {self.options.root}: {self.setup.name} has its own",
-                "leave it out",
+                f"--root {given}: {setup.name} holds bare names only, and no dicts",
+                "leave it out, or choose a setup that nests, for example --to full",
             )
-        if self.options.root is not None:
-            return tuple(self.options.root.split("/")) if self.options.root else ()
-        return ("model",) if rooted or self.setup.rooted else ()
+        root = tuple(given.split("/")) if given else ()
+        if found := next((name for name in root if is_spoken_for(name)), None):
+            raise PlanError(
+                "CKM205",
+                f"--root {given}: what lies in {found!r} is read as no weights",
+                "choose another name, for example --root model",
+            )
+        return root
 
     def dropped(self, key: str) -> str | None:
         """Why it is left behind; None: it is not."""
@@ -74,3 +86,16 @@ class Asked:
             return "not in --include"
         found = next((pattern for pattern in exclude if fnmatchcase(fqn, pattern)), None)
         return f"--exclude {found}" if found else self.dropped(fqn)
+
+
+def not_found(names: Mapping[str, str]) -> list[str]:
+    """A note for a directory of transformers: it looks for plain names, and gives random values to
+    what it does not find. `names`: plain FQN -> as written."""
+    renamed = [name for fqn, name in names.items() if name != fqn]
+    if not renamed:
+        return []
+    more = f" and {len(renamed) - 1} more" if len(renamed) > 1 else ""
+    return [
+        f"transformers would not find {renamed[0]}{more}, and begin at random: it goes by plain"
+        " names, those without --wrap and --names-like"
+    ]

@@ -110,39 +110,55 @@ def left_by_shape(
         if step.role != "model" or step.source != step.target or step.fqn not in ckpt:
             continue
         lazy = ckpt[step.fqn]
-        refused = scheme.encoding(lazy.info)
         if (
-            isinstance(refused, Refusal)
+            scheme.target(step.fqn, lazy.info) is None
             and lazy.encoding_.name == "dense"
             and not _matches(step.fqn, options.no_encode)
             and scheme.target(step.fqn, _rounded(lazy.info)) is not None
         ):
-            found[step.fqn] = f"cannot be {scheme.name}: {refused.reason}"
+            found[step.fqn] = _why_left(lazy.info, scheme)
     return found
+
+
+def _why_left(info: TensorInfo, scheme: Scheme) -> str:
+    """What a shape has that keeps a weight out, or has not: a scheme may hold it all the same, and
+    leave it for the sake of those that load it."""
+    refused = scheme.encoding(info)
+    if isinstance(refused, Refusal):
+        return f"cannot be {scheme.name}: {refused.reason}"
+    return f"is not made {scheme.name} by default in shape {list(info.shape)}"
 
 
 def _rounded(info: TensorInfo) -> TensorInfo:
     return TensorInfo(tuple(-(-extent // ROUND) * ROUND for extent in info.shape), info.dtype)
 
 
-def refused_if_strict(left: Mapping[str, str], options: Options) -> list[Unresolved]:
-    """With `--strict`, weights that would stay as they are."""
-    hint = "leave it as it is with --no-encode '{}', or convert without --strict"
-    return [Unresolved(fqn, why, hint.format(fqn)) for fqn, why in left.items() if options.strict]
+def refused_if_strict(
+    left: Mapping[str, str], loose: Mapping[str, str], options: Options
+) -> list[Unresolved]:
+    """With `--strict`, weights that would stay as they are, and patterns that match nothing."""
+    if not options.strict:
+        return []
+    leave, correct = "leave it as it is with --no-encode '{}'", "correct it"
+    return [
+        Unresolved(key, why, f"{way.format(key)}, or convert without --strict")
+        for found, way in ((left, leave), (loose, correct))
+        for key, why in found.items()
+    ]
 
 
-def unmatched(options: Options, fqns: Collection[str], dropped: Collection[str]) -> list[str]:
-    """Notes on patterns of the user's that nothing is named like: a name misspelt."""
+def unmatched(options: Options, fqns: Collection[str], dropped: Collection[str]) -> dict[str, str]:
+    """Patterns of the user's that nothing is named like: a name misspelt."""
     asked = {
         "include": fqns, "encode": fqns, "no-encode": fqns, "exclude": dropped, "drop": dropped
     }  # fmt: skip
-    return [
-        f"--{name} {pattern!r}: nothing is named so"
+    return {
+        f"--{name} {pattern!r}": "nothing is named so"
         for name, keys in asked.items()
         for pattern in getattr(options, name.replace("-", "_"))
         if not any(key == pattern or fnmatchcase(key, pattern) for key in keys)
         and not any(fnmatchcase(key, f"{pattern}.*") for key in keys if keys is dropped)
-    ]
+    }
 
 
 def _matches(fqn: str, patterns: tuple[str, ...]) -> bool:

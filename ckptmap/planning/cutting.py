@@ -135,8 +135,7 @@ class Cutter:
                 f"--mesh: setup {self._setup.name} is not cut over ranks",
                 "leave it out, or choose fsdp2 or fsdp2-ranks",
             )
-        mesh = layout if isinstance(layout, MeshLayout) else registry.layout("mesh")
-        assert isinstance(mesh, MeshLayout), "the registry's mesh layout is one"
+        mesh = next(one for one in (layout, *registry.layouts()) if isinstance(one, MeshLayout))
         ranks = options.world_size if options.mesh is not None else self._ranks
         return mesh.over(options.mesh, options.tp_plan, ranks, list(self._ckpt))
 

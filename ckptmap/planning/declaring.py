@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from ckptmap.disk.siblings import Sibling
 from ckptmap.errors import PlanError
 from ckptmap.loaded_names import UNKNOWN, loaded_as
 from ckptmap.protocols import Encoding
@@ -15,7 +13,6 @@ from ckptmap.tensors import TensorInfo
 from ckptmap.tied_heads import unstored
 from ckptmap.wire import torchao_metadata
 
-CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
 OWN_LAYERS = frozenset({"falcon", "RefinedWeb", "RefinedWebModel"})
 """Model types whose linear layers are of a subclass of `nn.Linear` that no library quantizes."""
@@ -110,7 +107,7 @@ class Quantized:
             for name in sorted(names)
         ]
 
-    def check_names(self, config: Sibling | None) -> None:
+    def check(self, document: Mapping[str, Any]) -> None:
         """Raises PlanError CKM203 where weights were encoded for a library that looks them up by
         names which are not known for this model, that has no place for them in it, or beside what
         another library wrote."""
@@ -119,12 +116,11 @@ class Quantized:
             for f, (encoding, _) in self.encodings.items()
             if encoding.name != "dense"
         ]
-        if not (self.fresh and coded and config is not None):
+        if not (self.fresh and coded):
             return
         _check_foreign(self.foreign, *coded[0])
-        document = json.loads(config.read())
         kinds = set(_model_types(document))
-        if isinstance(document, dict) and QUANTIZATION in document:
+        if QUANTIZATION in document:
             _check_layers(*coded[0], sorted(OWN_LAYERS & kinds))
         named = [c for c in coded if isinstance(self.schemes.get(c[1]), FindsByLoadedName)]
         strange = sorted(UNKNOWN & kinds)

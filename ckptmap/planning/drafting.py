@@ -106,14 +106,14 @@ class Draft:
 
     def _check_dense(self, lazy: LazyTensor, encoding: Encoding | None) -> None:
         name = (encoding or lazy.encoding_).name
-        refuse_unheld(lazy.fqn, self.setup.name, name)
+        refuse_unheld(lazy.fqn, self.setup, name)
         if self.setup.dense and name != "dense":
-            setup = self.setup.name
+            setup, way = self.setup.name, "fsdp2" if encoding is None else f"fsdp2-{name}"
             raise PlanError(
                 "CKM203",
                 f"{lazy.fqn}: would be {name}, {setup} holds dense tensors only: what loads it knows"
                 " no payloads with scales",
-                f"decode it, for example --to {setup}-bf16, or choose fsdp2-{name}",
+                f"decode it, for example --to {setup}-bf16, or choose {way}",
             )
 
     def _prove(self, fqn: str, stored: StoredTensor) -> None:

@@ -1,5 +1,6 @@
 """Which encodings a live model can hold, by what wraps it: a table of facts, and what they rest on.
 
+A setup says what wraps the model that it is for (`Setup.live`), a scheme which row it is (`HeldLive`).
 Found with torch 2.13, torchao 0.18 and bitsandbytes 0.50 on the CPU under gloo. A pair that nothing
 can hold is refused when a conversion is planned, with the nearest that is held.
 """
@@ -8,8 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
+from ckptmap import registry
 from ckptmap.errors import PlanError
+from ckptmap.protocols import Setup
+
+
+@runtime_checkable
+class HeldLive(Protocol):
+    """A scheme whose tensors live models may hold; `live` is one word for those held alike."""
+
+    name: str
+    live: str
 
 
 @dataclass(frozen=True)
@@ -32,22 +44,6 @@ class Holds:
 
 TORCHAO = (("torchao", "0.15"),)
 BITSANDBYTES = (("bitsandbytes", "0.45"),)
-WRAPPERS = {
-    "hf": "plain", "full": "plain", "trainer": "plain", "accelerate-full": "plain",
-    "ddp": "DDP", "compiled": "compiled",
-    "fsdp1": "FSDP1", "fsdp1-local": "FSDP1",
-    "fsdp2": "FSDP2", "fsdp2-ranks": "FSDP2", "dcp-hf": "FSDP2", "accelerate": "FSDP2",
-}  # fmt: skip
-"""Setup -> what wraps the live model that it is for."""
-
-FAMILIES = {
-    "nf4": "nf4",
-    "bnb-nf4": "bitsandbytes 4-bit", "bnb-fp4": "bitsandbytes 4-bit",
-    "bnb-nf4-dq": "bitsandbytes 4-bit", "bnb-fp4-dq": "bitsandbytes 4-bit",
-    "int8": "int8", "bnb-int8": "int8", "ct-int8": "int8",
-    "float8": "float8", "fp8": "float8", "ct-fp8": "float8",
-}  # fmt: skip
-"""Encoding -> those that a live model holds alike."""
 
 _NF4 = "torchao's NF4Tensor, frozen, in linear layers"
 _INT8 = "torchao's Int8Tensor, frozen, in linear layers"
@@ -102,24 +98,32 @@ TABLE: dict[tuple[str, str], Holds] = {
 
 def holds(setup: str, encoding: str) -> Holds | None:
     """None: nothing is known of such a pair, or the encoding is dense."""
-    wrapper, family = WRAPPERS.get(setup), FAMILIES.get(encoding)
-    return None if wrapper is None or family is None else TABLE[wrapper, family]
+    return next((_held(one, encoding) for one in registry.setups() if one.name == setup), None)
 
 
-def refuse_unheld(fqn: str, setup: str, encoding: str) -> None:
+def _held(setup: Setup, encoding: str) -> Holds | None:
+    if encoding == "dense":  # a look at a protocol's members costs as much as all else of a tensor
+        return None
+    scheme = next((one for one in registry.schemes() if one.name == encoding), None)
+    return TABLE.get((setup.live, scheme.live)) if isinstance(scheme, HeldLive) else None
+
+
+def refuse_unheld(fqn: str, setup: Setup, encoding: str) -> None:
     """Raises PlanError CKM317 where no live model of that setup can hold the tensor."""
-    found = holds(setup, encoding)
+    found = _held(setup, encoding)
     if found is not None and not found.ok:
         nearest = " or ".join(f"--to {name}" for name in found.nearest)
         raise PlanError(
-            "CKM317", f"{fqn}: {encoding} in a model of {setup}: {found.how}", f"nearest: {nearest}"
+            "CKM317",
+            f"{fqn}: {encoding} in a model of {setup.name}: {found.how}",
+            f"nearest: {nearest}",
         )
 
 
 def rows() -> Iterator[tuple[str, str, Holds]]:
-    """(setup, encoding, what is known), in the order of the tables."""
-    for setup in WRAPPERS:
-        for encoding in FAMILIES:
-            found = holds(setup, encoding)
-            assert found is not None
-            yield setup, encoding, found
+    """(setup, encoding, what is known), in the order of the registry."""
+    for setup in registry.setups():
+        for scheme in registry.schemes():
+            found = _held(setup, scheme.name)
+            if found is not None:
+                yield setup.name, scheme.name, found

@@ -1,8 +1,7 @@
 """The order of a model's modules, which decides what lies where in a flat parameter.
 
 A wrong order makes files of the right sizes with the wrong values, so only what is known to keep it
-counts: a config.json's model, or a dict that torch.save wrote. Safetensors sorts names, DCP lists
-what a rank was given to write, and our own outputs have the order of what they were made of.
+counts: a config.json's model, or a saved dict (`traversal`).
 """
 
 from __future__ import annotations

@@ -20,15 +20,16 @@ def is_carried(draft: Draft, asked: Asked) -> bool:
     reader = asked.ckpt.optimizer_reader
     if not reader.present:
         return False
-    found = reader.named()
     why = asked.dropped("optimizer")
     if asked.options.optimizer == "drop":
         why = "--optimizer drop"
     elif not asked.setup.holds_extra:
         why = f"{asked.setup.name} has no place for optimizer state"
-    if why is not None:
+    if why is not None:  # before anybody builds a model to name what is left behind
         draft.dropped["optimizer"] = why
-    elif reader.by_index or reader.form is None:
+        return False
+    found = reader.named()
+    if reader.by_index or reader.form is None:
         draft.unresolved.append(_unnamed(reader))
     else:
         if reader.order:

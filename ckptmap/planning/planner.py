@@ -26,7 +26,8 @@ from ckptmap.geometry.columns import Located
 from ckptmap.groups import DENSE
 from ckptmap.leaves import join
 from ckptmap.planning import optimizer_part
-from ckptmap.planning.asked import Asked
+from ckptmap.planning.apart import prove_apart, require_told_apart
+from ckptmap.planning.asked import Asked, not_found
 from ckptmap.planning.choosing import (
     beside_ties,
     encoding_for,
@@ -36,13 +37,12 @@ from ckptmap.planning.choosing import (
     written_apart,
 )
 from ckptmap.planning.cutting import Cutter
-from ckptmap.planning.declaring import CONFIG, Quantized, passed_on
+from ckptmap.planning.declaring import Quantized, passed_on
 from ckptmap.planning.drafting import Draft
 from ckptmap.planning.keeping import kept_whole
 from ckptmap.planning.model_order import model_order, with_units
 from ckptmap.planning.plans import Options, Plan, Unresolved
 from ckptmap.planning.sourcing import Sourced, sourced
-from ckptmap.planning.untying import without_ties
 from ckptmap.protocols import Encoding
 from ckptmap.remote.locating import named_as_asked
 from ckptmap.setups import Aim
@@ -94,7 +94,8 @@ class _Planner:
         writer = registry.writer(aim.setup.writer)
         cutter = Cutter(ckpt, aim.setup, options)
         self.world_size = cutter.world_size
-        self.fingerprints = {file: Fingerprint.of(file) for file in ckpt.index.files}
+        seen = ckpt.fingerprints
+        self.fingerprints = {f: seen.get(f) or Fingerprint.of(f) for f in ckpt.index.files}
         self.draft = Draft(ckpt, aim.setup, writer, cutter, self.fingerprints)
         self.draft.compares += given.compares
         self.draft.notes += given.notes
@@ -125,12 +126,14 @@ class _Planner:
         self.draft.extra.update({self.states.place(path, root): v for path, v in extra.items()})
         self.draft.records.update(passed_on(self.ckpt.index.records, self.ckpt, self.written))
         carried, draft = self._carried(), self.draft
-        draft.notes += unmatched(self.options, self.ckpt, draft.dropped)
+        loose = unmatched(self.options, self.ckpt, draft.dropped)
+        draft.notes += [f"{pattern}: {why}" for pattern, why in loose.items()]
         apart = written_apart(self.ckpt, {**draft.dropped, **draft.tied})
         draft.notes += listed("tied, written under each name", apart)
         left = left_by_shape(self.ckpt, draft.steps, self.aim.scheme, self.options)
         draft.notes += listed("stays as it is", {**left, **self.beside_ties})
-        draft.unresolved += refused_if_strict(left, self.options)
+        draft.unresolved += refused_if_strict(left, loose, self.options)
+        prove_apart(draft.out.paths)
         files, encodes = draft.placed(self.options.max_shard_nbytes)
         return Plan(
             self.ckpt, self.aim, self.options, self.world_size, draft.steps, files, encodes,
@@ -207,6 +210,7 @@ class _Planner:
                 "check --include and --exclude"
                 + ("; --include goes by the names in DST" if self.options.names else ""),
             )
+        require_told_apart(self.draft.steps)
 
     def _all_plain(self, root: Path, ties: Mapping[str, str]) -> bool:
         """The weights side by side, where all of them go along as they are. False: they do not."""
@@ -331,11 +335,9 @@ class _Planner:
         dtypes = {info.dtype for info in infos if info.dtype in FLOATING and len(info.shape) > 1}
         quantized = self._quantized()
         carried, notes = carrier.files(
-            self.siblings, self.options.config_from, sorted(dtypes), quantized.config
+            self.siblings, self.options.config_from, sorted(dtypes), quantized, self.ckpt.untied
         )
-        carried = without_ties(carried, self.ckpt.untied)
-        quantized.check_names(carried.get(CONFIG))
-        self.draft.notes += [*notes, *quantized.unread()]
+        self.draft.notes += [*notes, *quantized.unread(), *not_found(self.names)]
         return carried | self.kept.files
 
     def _quantized(self) -> Quantized:

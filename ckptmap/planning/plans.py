@@ -10,18 +10,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
+from ckptmap import arguments
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.collapse import Look, listed, renamed, table
 from ckptmap.disk.files import Fingerprint
 from ckptmap.disk.siblings import Sibling
-from ckptmap.errors import PlanError
+from ckptmap.errors import DestinationError, PlanError
 from ckptmap.geometry.alike import distinct, each
 from ckptmap.planning.steps import Compare, Encode, FilePlan
 from ckptmap.remote.locating import local
 from ckptmap.remote.names import is_hub
 from ckptmap.setups import Aim
 from ckptmap.version import __version__
-from ckptmap.wording import human
+from ckptmap.wording import counted, human
 
 if TYPE_CHECKING:
     import os
@@ -78,6 +79,25 @@ class Options:
     max_shard_nbytes: int = MAX_SHARD_NBYTES
     config_from: str | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ArgumentError CKM516. A text where several patterns may stand is one of them, and
+        not its letters, of which `*` would be one."""
+        for name in PATTERNS:
+            object.__setattr__(self, name, arguments.patterns(name, getattr(self, name)))
+        if self.wrap is not None:  # as --wrap is written: "ddp,compile"
+            names = [
+                name for text in arguments.patterns("wrap", self.wrap) for name in text.split(",")
+            ]
+            object.__setattr__(self, "wrap", tuple(names))
+        if self.world_size is not None:  # what it must be is the setup's to say
+            arguments.whole("world_size", self.world_size, -(1 << 63))
+        arguments.whole("max_shard_nbytes", self.max_shard_nbytes, 1)
+        arguments.choice("optimizer", self.optimizer, ("keep", "drop"))
+        for name in (*PATHS, "tp_plan"):
+            arguments.place(name, getattr(self, name) or "")
+        for name in TEXTS:
+            arguments.text(name, getattr(self, name) or "")
+
     def located(self) -> Options:
         """With paths where they can be looked at: what is on the Hub in its mirror; itself where
         nothing is there."""
@@ -93,8 +113,12 @@ class Options:
         return replace(self, **written)
 
 
+TEXTS = ("mesh", "optimizer_keys", "root", "source_root", "names", "names_from")
+"""Options that are one text."""
 PATHS = ("like", "names_like", "config_from", "base")
 """Options that name a checkpoint, or something beside one."""
+PATTERNS = ("fsdp_units", "include", "exclude", "drop", "encode", "no_encode", "exact_scales")
+"""Options that are patterns of names."""
 
 
 class Way(NamedTuple):
@@ -329,12 +353,21 @@ class Plan:
         return {name: counts[name] for name in order if counts[name]}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        FilePath(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        """As JSON, for `convert --plan`. Raises DestinationError CKM304 where it cannot."""
+        text = json.dumps(self.to_json(), indent=1) + "\n"
+        try:
+            FilePath(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise DestinationError(
+                "CKM304",
+                f"{path}: cannot be written: {(error.strerror or str(error)).lower()}",
+                "name a file in a directory that can be written",
+            ) from error
 
     def __str__(self) -> str:
         lines = [
-            f"{self.ckpt.shown}  ({self.ckpt.setup}, {self.ckpt.world_size} rank(s))"
-            f" -> {self.aim.text}, {self.world_size} rank(s)",
+            f"{self.ckpt.shown}  ({self.ckpt.setup}, {counted(self.ckpt.world_size, 'rank')})"
+            f" -> {self.aim.text}, {counted(self.world_size, 'rank')}",
             *table(self.steps.fqns, each(self.steps.ways, _look)),
         ]
         lines += renamed(self._origins(), stripped=self.ckpt.translated is None)
@@ -345,8 +378,9 @@ class Plan:
         lines += [f"unresolved: {u.key}: {u.reason}; {u.hint}" for u in self.unresolved]
         kinds = ", ".join(f"{name} {count}" for name, count in self.fidelities().items())
         lines.append(
-            f"total: {len(self.steps)} tensors, {human(self.nbytes_in)} -> {human(self.nbytes_out)}"
-            f" in {len(self.files)} file(s); {kinds or 'nothing'}; buffers at most --max-memory,"
+            f"total: {counted(len(self.steps), 'tensor')}, {human(self.nbytes_in)} ->"
+            f" {human(self.nbytes_out)} in {counted(len(self.files), 'file')};"
+            f" {kinds or 'nothing'}; buffers at most --max-memory,"
             f" {human(DEFAULT_MAX_MEMORY)} unless given"
         )
         return "\n".join(lines)

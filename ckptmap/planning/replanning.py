@@ -39,11 +39,14 @@ def replan(path: str | os.PathLike[str]) -> Plan:
         given: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in saved["options"].items()
         }
-        options, source, digest = Options(**given), saved["source"]["path"], saved["digest"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        options, digest = Options(**given), str(saved["digest"])
+        source = os.fspath(saved["source"]["path"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        why = f"it has no {error}" if isinstance(error, KeyError) else why
         raise PlanError(
             "CKM209",
-            f"{path}: is no saved plan: {error}",
+            f"{path}: is no saved plan: {why}",
             "write one with ckptmap plan -o plan.json",
         ) from error
     if options.param_order is not None:  # JSON has lists

@@ -10,14 +10,13 @@ made of the base's embedding, which it was until then.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.disk.files import whole
-from ckptmap.disk.siblings import Sibling
 
 EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in", "shared"})
 HEADS = frozenset({"lm_head", "embed_out", "output", "proj_out", "decoder"})
@@ -87,15 +86,3 @@ def noted(untied: Mapping[str, str]) -> list[str]:
         " config.json that is written, and must be in the model that this is loaded into"
         for head, embedding in untied.items()
     ]
-
-
-def without_ties(carried: dict[str, Sibling], untied: Collection[str]) -> dict[str, Sibling]:
-    """Files beside the weights, the config saying that the head is not tied."""
-    name = "config.json"
-    if not untied or name not in carried:
-        return carried
-    config = json.loads(carried[name].read())
-    config[TIED] = False
-    if isinstance(config.get("text_config"), dict):
-        config["text_config"][TIED] = False
-    return {**carried, name: Sibling.made((json.dumps(config, indent=2) + "\n").encode())}
