@@ -19,10 +19,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ckptmap import registry
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.disk.files import whole
 from ckptmap.errors import SourceError
 from ckptmap.lazy import LazyTensor
+from ckptmap.places import look
 from ckptmap.remote.locating import locate
 
 CONFIG = "adapter_config.json"
@@ -126,17 +128,19 @@ class Adapter:
 def open_adapter(
     path: str | os.PathLike[str], config: str | os.PathLike[str] | None = None
 ) -> Adapter:
-    """The adapter at `path`: a peft directory, a file, or a DCP directory with the config beside it.
+    """The adapter at `path`: a peft directory, or a checkpoint with the config beside it.
 
-    `config` is its adapter_config.json, where that lies elsewhere. Raises SourceError CKM320 where
-    there is no config, or it asks for what cannot be merged; CKM322 where a half is missing.
+    `config` is its adapter_config.json, where that lies elsewhere. Raises SourceError CKM101 where
+    nothing is at the path; CKM320 where there is no config, or it asks for what cannot be merged;
+    CKM322 where a half is missing.
     """
     place = locate(path).path
+    seen = look(place)
     weights = next((place / name for name in WEIGHTS if (place / name).is_file()), place)
-    if place.is_dir() and weights is place and not (place / ".metadata").is_file():
+    if seen.is_dir and weights is place and not registry.knows(seen):
         raise SourceError(
             "CKM320",
-            f"{path}: holds none of {', '.join(WEIGHTS)}, nor a DCP checkpoint",
+            f"{path}: holds none of {', '.join(WEIGHTS)}, nor a checkpoint",
             "give the directory that peft's save_pretrained wrote",
         )
     file = _config_file(place, config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from operator import index
@@ -38,9 +38,28 @@ def whole(name: str, value: Any, low: int, high: int = (1 << 63) - 1) -> int:
     return found
 
 
+def patterns(name: str, value: object) -> tuple[str, ...]:
+    """One text or several, as a tuple."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Iterable) or not all(isinstance(item, str) for item in value):
+        raise _wrong(name, value, "a pattern of names, or a list of them")
+    return tuple(value)
+
+
 def place(name: str, value: object) -> None:
     if not isinstance(value, str | os.PathLike):
         raise _wrong(name, value, "a path")
+
+
+def text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise _wrong(name, value, "a text")
+
+
+def callback(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, bool) and not callable(value):
+        raise _wrong(name, value, "True, False or a function")
 
 
 def module(name: str, value: object) -> None:
@@ -105,6 +124,22 @@ def device(given: Any, label: str) -> None:
             f"{label}: cannot be used here: {str(error).partition(chr(10))[0]}",
             "see the devices that there are with: ckptmap doctor",
         ) from error
+
+
+def installed(*libraries: str) -> None:
+    """Raises PlanError CKM211 where the work needs a library that is not there: before it begins,
+    for what was begun would hold the room that it reserved."""
+    from importlib.util import find_spec
+
+    for name in libraries:
+        if find_spec(name) is None:
+            raise not_installed(name)
+
+
+def not_installed(name: str) -> PlanError:
+    return PlanError(
+        "CKM211", f"this needs {name}, which is not installed here", f"pip install {name}"
+    )
 
 
 @contextmanager

@@ -44,10 +44,11 @@ CODES: Mapping[str, Code] = {
         "Copy or download it again, or use an earlier checkpoint.",
     ),
     "CKM105": Code(
-        "a damaged zip archive",
+        "a zip that is damaged, or not of torch.save",
         "A torch.save file is a zip archive of uncompressed records. This one has no central "
-        "directory, or records that are compressed, encrypted, repeated or out of place.",
-        "Copy it again. If torch.load reads it, save it once more with torch.save.",
+        "directory, or records that are compressed, encrypted, repeated or out of place; or it is "
+        "a zip of other files.",
+        "Unpack what was packed; else copy it again. If torch.load reads it, torch.save it once more.",
     ),
     "CKM106": Code(
         "an unsafe or malformed pickle",
@@ -70,8 +71,8 @@ CODES: Mapping[str, Code] = {
     ),
     "CKM109": Code(
         "bad metadata of a distributed checkpoint",
-        "The .metadata file of the directory is no metadata of torch.distributed.checkpoint, or "
-        "one of a version that this release does not read.",
+        "The .metadata file of the directory is empty, no metadata of torch.distributed.checkpoint, "
+        "of a version that this release does not read, or names data files that are not there.",
         "Copy the whole directory again, .metadata included; rank 0 writes it last.",
     ),
     "CKM110": Code(
@@ -88,8 +89,9 @@ CODES: Mapping[str, Code] = {
     "CKM112": Code(
         "parts that do not fill a tensor",
         "The stored parts of a tensor leave a hole or overlap, so some values would be missing or "
-        "ambiguous.",
-        "A rank's file may be missing, or be from another run; save the checkpoint again.",
+        "ambiguous; or they are flat shards of FSDP1, which do not say what shapes they fill.",
+        "For flat shards give --like PATH, a checkpoint or config.json of the same model. Else a "
+        "rank's file may be missing, or be from another run: save the checkpoint again.",
     ),
     "CKM113": Code(
         "replicas that disagree",
@@ -99,7 +101,7 @@ CODES: Mapping[str, Code] = {
     "CKM114": Code(
         "two keys for one name",
         "Two stored keys become the same name once wrapper segments are taken off, or would be "
-        "written to the same place.",
+        "written to the same place, or a name would not be told from a wrapper's.",
         "Leave one of them behind with --exclude, or name the dict to use with --source-root.",
     ),
     "CKM115": Code(
@@ -149,13 +151,16 @@ CODES: Mapping[str, Code] = {
     ),
     "CKM205": Code(
         "several dicts could hold the weights",
-        "The checkpoint nests several dicts of tensors, and it does not say which is the model.",
-        "Name it with --source-root (for inspect: --root); the message lists the candidates.",
+        "The checkpoint nests several dicts of tensors, and it does not say which is the model; or "
+        "--root names a place that would not be read as the weights'.",
+        "Name it with --source-root; the message lists the candidates.",
     ),
     "CKM206": Code(
-        "nothing selected",
-        "--include, --exclude and --drop leave no tensor to convert.",
-        "Check the globs against `ckptmap inspect --keys GLOB`.",
+        "no weights, or none selected",
+        "The checkpoint holds no model weights (an optimizer's state, one bare tensor, a pickled "
+        "object), or --include, --exclude and --drop leave none of them to convert.",
+        "Name the checkpoint that holds the weights; or check the globs against "
+        "`ckptmap inspect PATH --keys GLOB`.",
     ),
     "CKM207": Code(
         "optimizer state that cannot be named",
@@ -182,6 +187,12 @@ CODES: Mapping[str, Code] = {
         "have, or that holds no values.",
         "See what there is with: ckptmap doctor; the bytes are the same with --device cpu.",
     ),
+    "CKM211": Code(
+        "a library that is not installed",
+        "The command line reads headers and moves bytes without PyTorch; arithmetic needs it, digests "
+        "need xxhash, and the Hub needs huggingface_hub. Nothing was written.",
+        "Install the library that the message names; `ckptmap doctor` lists what is here.",
+    ),
     # ------------------------------------------------------------------ the run
     "CKM301": Code(
         "the destination exists",
@@ -203,7 +214,8 @@ CODES: Mapping[str, Code] = {
     ),
     "CKM304": Code(
         "no permission to write",
-        "The destination's directory cannot be written.",
+        "The destination or its directory cannot be written, or is what is never replaced: a link, a "
+        "device, a mount point.",
         "Choose a destination that can be, or mend its permissions.",
     ),
     "CKM305": Code(
@@ -229,7 +241,8 @@ CODES: Mapping[str, Code] = {
     ),
     "CKM309": Code(
         "values that cannot be encoded",
-        "The tensor holds NaN or infinity, which a quantization has no code for.",
+        "The tensor holds NaN or infinity, which a quantization has no code for, or values or scales "
+        "beyond the largest of the dtype that was asked for.",
         "Find out where they come from; leave the tensor as it is with --no-encode.",
     ),
     "CKM310": Code(

@@ -176,7 +176,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Write:
-    """Bytes for a part: `values` go to `box` of the part, in row-major order of successive writes."""
+    """Bytes for a part, of its dtype: flat `values` go to the run `box` of its flat elements."""
 
     part: str
     box: Box
@@ -380,7 +380,17 @@ class Writer(Protocol):
         destination's own name, for a one-file format. Deterministic."""
 
 
-Declared = Callable[[Mapping[str, Any] | None, Collection[str]], Mapping[str, Any] | None]
+class Declared(Protocol):
+    """The weights that are written, as what lies beside them must declare them."""
+
+    def config(
+        self, present: Mapping[str, Any] | None, heads: Collection[str]
+    ) -> Mapping[str, Any] | None:
+        """Their `quantization_config`, for the one that the source had, and for the modules whose
+        weight is tied to another; None: there must be none."""
+
+    def check(self, document: Mapping[str, Any]) -> None:
+        """Raises PlanError CKM203 where a model of this config could not load them."""
 
 
 class Carrier(Protocol):
@@ -401,10 +411,10 @@ class Carrier(Protocol):
         beside: str | None,
         dtypes: Collection[str],
         quantized: Declared,
+        untied: Collection[str],
     ) -> tuple[dict[str, Sibling], list[str]]:
-        """Files by name, and notes; `dtypes` are those of the matrices that are written, and
-        `quantized` gives their `quantization_config` for the one that the source had, and for
-        the modules whose weight is tied to another."""
+        """Files by name, and notes; `dtypes` are those of the matrices that are written, `untied`
+        heads that are no longer tied to an embedding."""
 
 
 class Filing(Protocol):
@@ -460,6 +470,9 @@ class Setup:
     """The one key form of optimizer state that it takes; empty: any."""
     grouping: Grouping | None = None
     """Who knows the groups that its loader makes; None: the source's are kept."""
+    live: str = ""
+    """What wraps the live model that it is for: "plain", "compiled", "DDP", "FSDP1" or "FSDP2"; empty:
+    nothing is known of what such a model holds."""
     summary: str = ""
 
     @property

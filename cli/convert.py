@@ -205,7 +205,7 @@ def _saved(src: str, plan_file: str) -> Plan:
         raise PlanError(
             "CKM209",
             f"{plan_file}: plans a conversion of {plan.ckpt.shown}, not of {src}",
-            f"ckptmap plan {src} --to {plan.options.to} -o {plan_file}",
+            f"name {plan.ckpt.shown}, or plan {src} with the same options: ckptmap plan --help",
         )
     return plan
 

@@ -136,7 +136,7 @@ def _numbers(version: str) -> list[int]:
 
 def _table(asked: Sequence[dict[str, Any]]) -> list[str]:
     if not asked:
-        return ["dense weights: every setup holds them"]
+        return ["dense weights, or codes that no live model holds: every setup holds them, decoded"]
     installed = ", ".join(
         f"{name} {_version(name) or '-'}" for name in ("torch", "torchao", "bitsandbytes")
     )

@@ -14,9 +14,11 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from ckptmap import arguments
 from ckptmap.disk.files import as_named, let_go
 from ckptmap.errors import CkptmapError, Interrupted
 
@@ -33,27 +35,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own); its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     gc.set_threshold(*GC_THRESHOLD)
-    Output.printed = False
+    Output.printed, Output.typed = False, _typed(args)
     out = Output(json="--json" in args)
     before = _on_terminate(_interrupt)
     try:
         if not at_once(args):
             from .app import build
 
-            build(args)(args, prog_name="ckptmap")
+            code = build(args)(args, prog_name="ckptmap", standalone_mode=False)
+            return code if isinstance(code, int) else 0
     except SystemExit as stop:
-        return _exit_code(stop, out)
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         return INTERRUPTED
     except CkptmapError as error:
         return _expected(error, args, out)
     except ModuleNotFoundError as error:
-        if error.name != "typer":
+        library = (error.name or "ckptmap").partition(".")[0]
+        if library.startswith("ckptmap"):
             return _unexpected(error, args, out)
-        out.error("", "the command line needs typer", "pip install typer")
-        return USAGE
+        return _expected(arguments.not_installed(library), args, out)
     except Exception as error:
-        return _unexpected(error, args, out)
+        refuse = _usage if hasattr(error, "format_message") else _unexpected
+        return refuse(error, args, out)
     finally:
         _on_terminate(before)
     return 0
@@ -63,6 +67,7 @@ def leave() -> NoReturn:
     """The command line of a process of its own, which is gone at once when it is done: taking
     apart what 100,000 tensors are made of takes longer than to open them. Not one of several
     ranks: the others may still be reading what it has said."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which spin and have no work here
     code = main()
     if os.environ.get("WORLD_SIZE", "") not in ("", "1"):
         sys.exit(code)
@@ -85,11 +90,26 @@ def _on_terminate(handler: object) -> object:
         return None
 
 
-def _exit_code(stop: SystemExit, out: Output) -> int:
-    code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    if code == 2 and out.json and not Output.printed:
-        out.document({"error": {"code": "usage", "message": "see stderr", "hint": "--help"}})
-    return code
+def _typed(args: Sequence[str]) -> dict[str, str]:
+    """Whole path -> what was written for it, of arguments that may be relative paths."""
+    names = [arg for arg in args[1:] if arg and not os.path.isabs(arg) and arg[0] != "-"]
+    try:
+        found = {str(Path(name).absolute()): name.rstrip("/") for name in names}
+    except OSError:  # the working directory is gone
+        return {}
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+
+
+def _usage(error: Any, args: Sequence[str], out: Output) -> int:
+    """What the parser refuses, told as every other error is: click's own exceptions, which are
+    typer's in one release and click's in another."""
+    if len(args) == 0:
+        error.show()
+        return USAGE
+    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "ckptmap"
+    message = " ".join(error.format_message().split()).removeprefix("Invalid value: ")
+    out.error("usage", message, f"{command} --help")
+    return USAGE
 
 
 def _expected(error: CkptmapError, args: Sequence[str], out: Output) -> int:

@@ -173,7 +173,9 @@ NoEncode = Annotated[
 ]
 Strict = Annotated[
     bool,
-    _option("--strict", help="Refuse where the shape of a weight keeps it from being encoded."),
+    _option(
+        "--strict", help="Refuse where a weight's shape keeps it dense, or a glob matches nothing."
+    ),
 ]
 NoSync = Annotated[
     bool,

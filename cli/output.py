@@ -29,6 +29,8 @@ class Output:
 
     printed: ClassVar[bool] = False
     """Whether this process printed a result: two documents would be none."""
+    typed: ClassVar[Mapping[str, str]] = {}
+    """Whole path -> as the user wrote it: what people read names files as they do."""
 
     def __init__(self, json: bool = False, quiet: bool = False) -> None:
         self.json = json
@@ -41,7 +43,7 @@ class Output:
             self.text(str(result))
 
     def text(self, text: str) -> None:
-        _write(sys.stdout, printable(text))
+        _write(sys.stdout, printable(self._as_typed(text)))
 
     def document(self, document: Mapping[str, Any]) -> None:
         Output.printed = True
@@ -49,15 +51,23 @@ class Output:
 
     def note(self, text: str) -> None:
         if not self.quiet:
-            _write(sys.stderr, printable(text))
+            _write(sys.stderr, printable(self._as_typed(text)))
 
     def error(self, code: str, message: str, hint: str) -> None:
         """`error[CKM104]: message`, the hint below; with `json` also as the document."""
-        label = f"error[{code}]" if code else "error"
+        message, hint = self._as_typed(message), self._as_typed(hint)
+        label = f"error[{code}]" if code.startswith("CKM") else "error"
         text = f"{label}: {message}" + (f"\n  hint: {hint}" if hint else "")
         _write(sys.stderr, printable(text))
         if self.json and not Output.printed:
             self.document({"error": {"code": code or "internal", "message": message, "hint": hint}})
+
+    def _as_typed(self, text: str) -> str:
+        for path, typed in self.typed.items():
+            if path in text:
+                whole = rf"(?<![\w/.-]){re.escape(path)}(?![\w.-])"
+                text = typed.join(re.split(whole, text))
+        return text
 
 
 def dumps(document: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from ckptmap.mapping.config import config_beside
 from ckptmap.mapping.detect import recognise
 from ckptmap.mapping.schemes import Entry
 from ckptmap.tensors import TensorInfo
-from ckptmap.wording import human
+from ckptmap.wording import counted, human
 
 SHOWN = 8
 """Entries of `extra`, wrappers and ties that the text spells out; JSON has all."""
@@ -167,18 +167,19 @@ class Portrait:
     def _facts(self) -> Iterator[tuple[str, str]]:
         ckpt = self.ckpt
         world = f", written by {ckpt.world_size} ranks" if ckpt.world_size > 1 else ""
-        yield "container", f"{ckpt.index.container}, {_count(len(ckpt.index.files), 'file')}{world}"
+        files = counted(len(ckpt.index.files), "file")
+        yield "container", f"{ckpt.index.container}, {files}{world}"
         yield "setup", ckpt.setup
         yield "wrappers", _some(list(ckpt.wrappers))
         yield "names", " or ".join(entry.shown for entry in self._schemes())
         numel = self._numel()
         size = human(self._nbytes())
-        yield "weights", f"{_count(len(self.looks), 'tensor')}, {numel:,} parameters, {size}"
+        yield "weights", f"{counted(len(self.looks), 'tensor')}, {numel:,} parameters, {size}"
         yield "dtypes", _histogram(self._counted("dtype"))
         yield "encodings", _histogram(self._counted("encoding"))
         yield "tied", _some([" = ".join(names) for names in self.ckpt.sharing()])
         yield "optimizer", self._optimizer_line()
-        yield "other", _count(len(self.other), "tensor") if self.other else ""
+        yield "other", counted(len(self.other), "tensor") if self.other else ""
         extra = [f"{join(path)} = {_short(value)}" for path, value in ckpt.plain.items()]
         yield "extra", _some(extra)
         for item in ckpt.refused:
@@ -190,7 +191,7 @@ class Portrait:
         found = self._optimizer()
         if found["keyed_by"] is None:
             return ""
-        count = _count(found["parameters"], "parameter")
+        count = counted(found["parameters"], "parameter")
         if found["keyed_by"] == "index":
             return f"state of {count}, keyed by index: the file does not say which is which"
         return f"state of {count} by name: {', '.join(found['states'])}, {human(found['nbytes'])}"
@@ -226,10 +227,6 @@ def _kind(lazy: LazyTensor) -> str:
 
 def _histogram(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.most_common())
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _some(items: list[str]) -> str:

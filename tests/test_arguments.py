@@ -134,9 +134,42 @@ FILES: dict[str, tuple[Call, str]] = {
     "open": (lambda p, m, o: ckptmap.open(None), "path=None, expected a path"),
     "dst": (lambda p, m, o: ckptmap.convert(p, None, "hf"), "dst=None, expected a path"),
     "to": (lambda p, m, o: ckptmap.convert(p, p / "x", None), "--to None is no setup"),
+    "scales": (
+        lambda p, m, o: ckptmap.plan(p, "hf-nf4", exact_scales=True),
+        "exact_scales=True, expected a pattern of names, or a list of them",
+    ),
+    "world size": (
+        lambda p, m, o: ckptmap.plan(p, "fsdp2", world_size="2"),
+        "world_size='2', expected an integer",
+    ),
+    "optimizer": (
+        lambda p, m, o: ckptmap.plan(p, "full", optimizer="dorp"),
+        "optimizer='dorp', expected one of 'keep', 'drop'",
+    ),
+    "shard size": (
+        lambda p, m, o: ckptmap.plan(p, "hf", max_shard_nbytes="5GB"),
+        "max_shard_nbytes='5GB', expected an integer",
+    ),
+    "mesh": (
+        lambda p, m, o: ckptmap.plan(p, "fsdp2", mesh={"shard": 2}),
+        r"mesh=\{'shard': 2\}, expected a text",
+    ),
+    "like": (lambda p, m, o: ckptmap.plan(p, "full", like=m), "like=.*, expected a path"),
     "digest": (
         lambda p, m, o: ckptmap.convert(p, p.parent / "x", "hf", digest="md5"),
         "digest='md5', expected one of",
+    ),
+    "threads": (
+        lambda p, m, o: ckptmap.convert(p, p.parent / "x", "hf", threads="all"),
+        "threads='all', expected an integer",
+    ),
+    "progress": (
+        lambda p, m, o: ckptmap.convert(p, p.parent / "x", "hf", progress=3),
+        "progress=3, expected True, False or a function",
+    ),
+    "offsets": (
+        lambda p, m, o: ckptmap.open(p)["0.weight"].read((0.5, 0), (1, 1)),
+        r"0\.weight: offsets=\(0\.5, 0\), expected integers",
     ),
     "device": (
         lambda p, m, o: ckptmap.open(p)["0.weight"].read(device="abacus"),
@@ -171,6 +204,16 @@ def test_refused(name: str, saved: Path) -> None:
     assert refused.value.code and refused.value.hint and "\n" not in str(refused.value)
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
     assert sorted(path.name for path in saved.parent.iterdir()) == ["file", "out"]
+
+
+def test_one_pattern_is_not_its_letters(saved: Path) -> None:
+    """One of which would be `*`: everything."""
+    with ckptmap.open(saved) as ckpt:
+        one = ckptmap.plan(ckpt, "hf", include="1.*", wrap="ddp,compile")
+        assert one.options.include == ("1.*",) and one.options.wrap == ("ddp", "compile")
+        assert {step.fqn for step in one.steps} == {"1.weight", "1.bias"}
+        listed = ckptmap.plan(ckpt, "hf", include=["1.*"], wrap=["ddp", "compile"])
+        assert one.digest == listed.digest
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="cuda is here")

@@ -12,6 +12,7 @@ import pickle
 import re
 import shutil
 import struct
+import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -188,7 +189,7 @@ def duplicate_member(folder: Path) -> Path:
     return source
 
 
-@bad("outside its root folder")
+@bad("zip without data.pkl, not a torch.save file; it holds hello.txt")
 def plain_zip(folder: Path) -> Path:
     with zipfile.ZipFile(folder / "x.zip", "w") as file:
         file.writestr("hello.txt", "hello")
@@ -471,6 +472,71 @@ def empty_key(folder: Path) -> Path:
 def empty_directory(folder: Path) -> Path:
     (folder / "d").mkdir()
     return folder / "d"
+
+
+@bad("is a tar archive, which ckptmap does not read")
+def tar_archive(folder: Path) -> Path:
+    with tarfile.open(folder / "x.pt", "w") as archive:
+        archive.add(saved(folder), "model.pt")
+    return folder / "x.pt"
+
+
+@bad(r"zip without data\.pkl, not a torch\.save file; it holds config\.json, model\.saf")
+def packed_directory(folder: Path) -> Path:
+    (folder / "config.json").write_text("{}")
+    with zipfile.ZipFile(folder / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in (folder / "config.json", tensors(folder)):
+            archive.write(file, file.name)
+    return folder / "x.zip"
+
+
+@bad("is a bare pickle, which ckptmap does not read")
+def bare_pickle(folder: Path) -> Path:
+    (folder / "x.pkl").write_bytes(pickle.dumps({"a.weight": [1.0]}))
+    return folder / "x.pkl"
+
+
+@bad("by its name a file of another framework")
+def flax_file(folder: Path) -> Path:
+    (folder / "flax_model.msgpack").write_bytes(b"\x81\xa6params\x81\xa1a\xc4\x04" + bytes(32))
+    return folder / "flax_model.msgpack"
+
+
+@bad("a model's config and tokenizer without its weights; it holds config.json")
+def tokenizer_alone(folder: Path) -> Path:
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@bad("holds the state of an optimizer and no model weights")
+def optimizer_alone(folder: Path) -> Path:
+    """As the Trainer leaves it beside the weights: index -> moments, which look like weights."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return saved(folder, optimizer.state_dict(), "optimizer.pt")
+
+
+@bad("is a directory without a checkpoint; it holds optimizer_0, random_states_0.pkl")
+def accelerate_without_weights(folder: Path) -> Path:
+    distributed(folder).rename(folder / "optimizer_0")
+    saved(folder, {"step": 3}, "random_states_0.pkl")
+    return folder
+
+
+@bad(r"\.metadata: is empty \(0 bytes\): the save did not finish")
+def empty_metadata(folder: Path) -> Path:
+    place = distributed(folder)
+    (place / ".metadata").write_bytes(b"")
+    return place
+
+
+@bad(r"index\.json: is empty \(0 bytes\), expected an index")
+def empty_index(folder: Path) -> Path:
+    (sharded(folder) / "model.safetensors.index.json").write_bytes(b"")
+    return folder
 
 
 @bad("a peft adapter without its base")

@@ -306,7 +306,8 @@ def test_usage_errors(run: Any, source: Path, tmp_path: Path, args: list[str], s
     assert done.code == 2 and not done.out
     assert said in " ".join(done.err.split())
     document = run("convert", source, tmp_path / "out", *args, "--json").document
-    assert document["error"]["code"] == "usage"
+    assert document["error"]["code"] == "usage" and said in document["error"]["message"]
+    assert re.fullmatch(r"error: [^\n]+\n  hint: ckptmap convert --help\n", done.err)
 
 
 def test_a_parent_key_drops_what_lies_below_it(run: Any, tmp_path: Path) -> None:
@@ -320,6 +321,62 @@ def test_a_parent_key_drops_what_lies_below_it(run: Any, tmp_path: Path) -> None
     assert "dropped: loop.a.step and 5 more of loop: --drop loop\n" in done.out
     assert "note: --drop 'misspelt': nothing is named so" in done.out
     assert list(torch.load(tmp_path / "out.pt", weights_only=True)) == list(weights())
+
+
+def test_files_are_named_as_they_were_typed(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by where the working directory happens to be."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.safetensors").write_bytes(b"")
+    for args in (["inspect", "run/"], ["inspect", "run/../run"], ["verify", "run"]):
+        done = run(*args)
+        said = done.out + done.err
+        assert f" {args[1].rstrip('/')}/model.safetensors: " in said and str(tmp_path) not in said
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("modle.safetensors", "did you mean {}/model.safetensors?"),
+        ("org/name", "for a model on the Hub write hf://org/name"),
+    ],
+)
+def test_a_path_that_is_not_there_is_guessed(
+    run: Any, source: Path, monkeypatch: pytest.MonkeyPatch, path: str, hint: str
+) -> None:
+    monkeypatch.chdir(source.parent)
+    given = path if "/" in path else source.parent / path
+    for args in (["inspect", given], ["merge", source, given, "out"]):
+        done = run(*args)
+        assert f"hint: {hint.format(source.parent)}\n" in done.err and "[CKM101]" in done.err
+
+
+def test_a_plan_that_cannot_be_saved_is_refused(run: Any, source: Path) -> None:
+    done = run("plan", source, "--to", "hf", "-o", source / "plan.json")
+    assert done.code == 2 and "error[CKM304]: " in done.err and "report" not in done.err
+
+
+def test_a_library_that_is_missing_is_named_before_anything_is_written(
+    run: Any, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torch" else 1)
+    assert run("convert", source, source.parent / "moved.pt", "--to", "full").code == 0
+    before = sorted(source.parent.iterdir())
+    done = run("convert", source, source.parent / "out.pt", "--to", "full-bf16")
+    assert done.code == 2 and sorted(source.parent.iterdir()) == before
+    assert "error[CKM211]: this needs torch, which is not" in done.err
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    away = run("push", source, "org/name", "--json")
+    assert away.code == 2 and away.document["error"]["hint"] == "pip install huggingface_hub"
+
+
+def test_diff_shows_what_is_alike_once(run: Any, source: Path, tmp_path: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(64)}, tmp_path / "norm.safetensors")
+    done = run("diff", source, tmp_path / "norm.safetensors")
+    assert f"only in {source}: model.layers.{{0..2}}.mlp.up_proj.weight  3x\n" in done.out
+    assert done.out.endswith("different: 1 tensor agrees in shape, dtype and encoding\n")
 
 
 @pytest.mark.parametrize("option", ["include", "exclude", "encode", "no-encode"])

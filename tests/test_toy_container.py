@@ -17,6 +17,8 @@ import torch
 import ckptmap
 from ckptmap import registry
 from ckptmap.errors import SourceError
+from ckptmap.places import look
+from ckptmap.protocols import Place
 from ckptmap.testing import ContainerKit, check_container, registered
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -97,7 +99,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "1 tensors" in done.stdout
+    assert ": 1 tensor, " in done.stdout
     assert sorted(p.name for p in (tmp_path / "toy").iterdir()) == [
         "00000.bin", "ckptmap.manifest.json", "index.json",
     ]  # fmt: skip
@@ -122,6 +124,21 @@ def test_entry_points(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     assert "fc.weight" in done.stdout and "toy" in done.stdout
+
+
+def test_what_is_installed_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `registered` puts it: a format that is a zip of its own could not be read else."""
+
+    class OwnZip:
+        name = "own-zip"
+
+        def claims(self, place: Place) -> bool:
+            return place.head.startswith(b"PK")
+
+    torch.save({"a": torch.ones(4)}, tmp_path / "a.pt")
+    monkeypatch.setattr(registry, "_third_party", lambda group: (OwnZip(),))
+    found = registry.container_for(look(tmp_path / "a.pt"))
+    assert found is not None and found.name == "own-zip"
 
 
 def test_it_is_registered_for_a_while_only(toy: Any) -> None:
