@@ -64,7 +64,7 @@ def difference(a: LazyTensor, b: LazyTensor) -> Difference | None:
     count, worst, first = 0, 0.0, None
     squares_diff = squares = 0.0
     for box in row_major_boxes(Box.whole(a.shape), BLOCK_NUMEL):
-        one, two = a.read(box.offsets, box.sizes), b.read(box.offsets, box.sizes)
+        one, two = (_countable(lazy.read(box.offsets, box.sizes)) for lazy in (a, b))
         if one.dtype != two.dtype:
             one = one.to(two.dtype)
         unequal = _unequal(one, two)
@@ -80,8 +80,21 @@ def difference(a: LazyTensor, b: LazyTensor) -> Difference | None:
         squares_diff += float((gap * gap).sum())
     if first is None:
         return None
-    relative = (squares_diff / squares) ** 0.5 if squares else float("inf")
-    return Difference(count, worst, relative, first)
+    return Difference(count, worst, _relative(squares_diff, squares), first)
+
+
+def _relative(squares_diff: float, squares: float) -> float:
+    """Of zeros, no more than the sign may differ: that is no error, anything else endless."""
+    if squares_diff == 0:
+        return 0.0
+    return (squares_diff / squares) ** 0.5 if squares else float("inf")
+
+
+def _countable(values: torch.Tensor) -> torch.Tensor:
+    """torch has no arithmetic, and no cast, for pairs of 4-bit floats: the bytes that hold them."""
+    import torch
+
+    return values.view(torch.uint8) if values.dtype == torch.float4_e2m1fn_x2 else values
 
 
 def sampled_error(a: LazyTensor, b: LazyTensor, numel: int) -> float:
@@ -92,7 +105,7 @@ def sampled_error(a: LazyTensor, b: LazyTensor, numel: int) -> float:
         one, two = a.read(box.offsets, box.sizes), b.read(box.offsets, box.sizes)
         squares += _squares(one)
         squares_diff += _squares(one.double() - two.double())
-    return float((squares_diff / squares) ** 0.5) if squares else 0.0
+    return _relative(squares_diff, squares)
 
 
 def _sample(shape: tuple[int, ...], numel: int, runs: int) -> Iterator[Box]:

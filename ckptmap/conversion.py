@@ -19,10 +19,10 @@ from typing import Any
 
 from ckptmap import arguments
 from ckptmap import manifest as manifests
+from ckptmap.at_rest import require_at_rest
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.collapse import listed
 from ckptmap.compare import sampled_error
-from ckptmap.disk.files import Fingerprint
 from ckptmap.disk.journal import Journal
 from ckptmap.disk.publish import Workspace, check_overlap, named_place, sync_tree
 from ckptmap.errors import CkptmapError, DestinationError, RunError
@@ -37,7 +37,7 @@ from ckptmap.running.results import Executed
 from ckptmap.structure import check_structure
 from ckptmap.verification import NO_DIGESTS, sha256_of, verify
 from ckptmap.wire.gc_pause import paused_gc
-from ckptmap.wording import human
+from ckptmap.wording import counted, human
 
 DIGESTS = ("xxh3", "sha256", "none")
 SAMPLE_NUMEL = 1 << 14
@@ -74,7 +74,7 @@ class Report:
     def __str__(self) -> str:
         kinds = ", ".join(f"{name} {count}" for name, count in self.fidelity.items())
         line = (
-            f"wrote {self.dst}: {self.tensors} tensors, {human(self.nbytes_in)} ->"
+            f"wrote {self.dst}: {counted(self.tensors, 'tensor')}, {human(self.nbytes_in)} ->"
             f" {human(self.nbytes_out)} in {self.seconds:.1f} s; {kinds}"
         )
         lines = [line]
@@ -83,7 +83,8 @@ class Report:
         if self.errors:
             worst = max(self.errors, key=lambda fqn: self.errors[fqn])
             lines.append(
-                f"lossy: {len(self.errors)} tensors, worst {worst}: {self.errors[worst]:.3e}"
+                f"lossy: {counted(len(self.errors), 'tensor')}, worst {worst}:"
+                f" {self.errors[worst]:.3e} relative rms on a sample"
             )
         lines += listed("dropped", self.dropped)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -150,6 +151,8 @@ def run(
     arguments.place("dst", dst)
     arguments.choice("digest", digest, DIGESTS)
     arguments.whole("max_memory", max_memory, 1)
+    arguments.whole("threads", threads or 0, 0)
+    arguments.callback("progress", progress)
     again = partial(
         _run, dst=dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
         digest=digest, progress=progress, ranks=ranks, low_disk=low_disk, sync=sync,
@@ -183,6 +186,7 @@ def _run(
     target = named_place(dst)
     check_overlap([plan.ckpt.path, *plan.fingerprints], target)
     device = ranks.device(device)
+    arguments.installed("xxhash", *["torch"] * bool(plan.encodes))
     if plan.encodes:
         arguments.device(device, f"--device {device}")
     if ranks.of_lead(b"complete" if ranks.rank == 0 and _is_complete(plan, target, sync) else b""):
@@ -204,7 +208,9 @@ def _run(
                 ranks=ranks, staging=out_dir.parent / f"source-{ranks.rank}" if low_disk else None,
                 digests=digest != "none", sync=sync,
             )  # fmt: skip
-        _check_unchanged(plan)
+        require_at_rest(
+            plan.fingerprints, "nothing was published; convert again from a source at rest"
+        )
         ranks.barrier()
         if work is not None:
             written = out_dir / plan.files[0].out.name if plan.one_file else out_dir
@@ -306,20 +312,6 @@ def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) ->
     return document
 
 
-def _check_unchanged(plan: Plan) -> None:
-    for file, planned in plan.fingerprints.items():
-        try:
-            now = Fingerprint.of(file)
-        except OSError:
-            now = None
-        if now != planned:
-            raise RunError(
-                "CKM308",
-                f"{file}: changed while it was read: {planned} when planned, now {now}",
-                "nothing was published; convert again from a source at rest",
-            )
-
-
 def _prove(plan: Plan, written: Path, document: Mapping[str, Any]) -> dict[str, float]:
     """Open what was written with our own readers: every tensor where the plan put it. Gives the
     measured error of what was quantized."""
@@ -332,7 +324,7 @@ def _prove(plan: Plan, written: Path, document: Mapping[str, Any]) -> dict[str, 
     if problems:
         raise RunError(
             "CKM401",
-            f"the output is not as planned: {problems[0]} ({len(problems)} problem(s))",
+            f"the output is not as planned: {problems[0]} ({counted(len(problems), 'problem')})",
             "nothing was published; this is a defect of ckptmap, please report it",
         )
     return errors

@@ -4,15 +4,17 @@ tensors."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from ckptmap.beside import unequal_values
 from ckptmap.checkpoint import Checkpoint, open
+from ckptmap.collapse import Look, fold
 from ckptmap.compare import difference, same_parts
 from ckptmap.lazy import LazyTensor
+from ckptmap.wording import counted
 
 SHOWN = 20
 """Plain values that differ and that the text lists."""
@@ -47,13 +49,15 @@ class DiffReport:
 
     def __str__(self) -> str:
         what = "shape, dtype, encoding and values" if self.values else "shape, dtype and encoding"
-        lines = [f"only in {self.a}: {fqn}" for fqn in self.only_a]
-        lines += [f"only in {self.b}: {fqn}" for fqn in self.only_b]
-        lines += [f"{fqn}: {why}" for fqn, why in self.changed.items()]
+        lines = [f"only in {self.a}: {name}{times}" for name, times, _ in _alike(self.only_a)]
+        lines += [f"only in {self.b}: {name}{times}" for name, times, _ in _alike(self.only_b)]
+        changed = _alike(list(self.changed), list(self.changed.values()))
+        lines += [f"{name}: {why}{times}" for name, times, why in changed]
         lines += self._settings()
         verdict = "the same" if self.equal else "different"
         beside = f", {self.same_settings} plain values agree" if self.same_settings else ""
-        return "\n".join([*lines, f"{verdict}: {self.same} tensors agree in {what}{beside}"])
+        agree = f"{counted(self.same, 'tensor')} agree{'s' * (self.same == 1)} in {what}{beside}"
+        return "\n".join([*lines, f"{verdict}: {agree}"])
 
     def _settings(self) -> list[str]:
         if not self.settings:
@@ -64,6 +68,14 @@ class DiffReport:
         return ["what is no tensor:", *lines]
 
 
+def _alike(names: Sequence[str], whys: Sequence[str] = ()) -> Iterator[tuple[str, str, str]]:
+    """Pattern, how many times, and reason, of names that differ by numbers alone and have one
+    reason: a model's optimizer, missing, is a screen and not a thousand lines."""
+    looks = {why: Look(why, (), (), "", 0) for why in {"", *whys}}
+    for found in fold(names, [looks[why] for why in whys or [""] * len(names)]):
+        yield found.pattern, f"  {found.count}x" if found.count > 1 else "", found.look.role
+
+
 def diff(
     a: str | os.PathLike[str] | Checkpoint,
     b: str | os.PathLike[str] | Checkpoint,
@@ -71,9 +83,13 @@ def diff(
     values: bool = False,
 ) -> DiffReport:
     """Weights and optimizer state by FQN; with `values` their decoded values too, bit for bit,
-    streamed in bounded memory. What is no tensor is compared where both hold it."""
+    streamed in bounded memory. What is neither, tensors too, is compared where both hold it."""
     one, two = (x if isinstance(x, Checkpoint) else open(x) for x in (a, b))
     mine, theirs = _tensors(one), _tensors(two)
+    beside, others = _beside(one), _beside(two)
+    both_hold = beside.keys() & others.keys()
+    mine.update({name: lazy for name, lazy in beside.items() if name in both_hold})
+    theirs.update({name: lazy for name, lazy in others.items() if name in both_hold})
     changed: dict[str, str] = {}
     for name in mine:
         if name in theirs:
@@ -96,6 +112,11 @@ def _tensors(ckpt: Checkpoint) -> dict[str, LazyTensor]:
     for states in ckpt.optimizer.values():
         found.update({f"optimizer:{lazy.fqn}": lazy for lazy in states.values()})
     return found
+
+
+def _beside(ckpt: Checkpoint) -> dict[str, LazyTensor]:
+    """Tensors that are neither weights nor optimizer state."""
+    return {f"other:{lazy.fqn}": lazy for lazy in ckpt.other.values()}
 
 
 def _changed(a: LazyTensor, b: LazyTensor, values: bool) -> str | None:

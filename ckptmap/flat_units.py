@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmap import registry
+from ckptmap.leaves import by_rank
 from ckptmap.mapping.wrappers import ANYWHERE
-from ckptmap.members import merged
+from ckptmap.members import index_of
 from ckptmap.places import find, look
-from ckptmap.tensors import Index, Leaf, PerRank, Region, StoredTensor
+from ckptmap.tensors import Index, Leaf, Region, StoredTensor
 from ckptmap.tensors import Path as Key
 from ckptmap.wire.sharded import is_sharded, read_sharded
 
@@ -36,13 +37,7 @@ def units_of(path: str) -> Units | None:
     if not file.is_dir():
         return None
     place, _ = find(look(file), registry.knows)
-    directory = registry.directory_for(place)
-    container = registry.container_for(place)
-    if directory is not None:
-        index = merged(directory, place)
-    else:
-        assert container is not None, f"{place.path}: found, but nobody claims it"
-        index = container.index(place)
+    index = index_of(place)
     flat = {key: leaf for key, leaf in index.leaves.items() if _is_flat(key, leaf)}
     if flat:
         modules = [str(key[-1]).removesuffix(FLAT).rstrip(".") for key in flat]
@@ -74,11 +69,7 @@ class LikeUnits(Mapping[Key, Sequence[str]]):
 
 
 def _is_flat(key: Key, leaf: Leaf) -> bool:
-    return bool(key) and str(key[-1]).split(".")[-1] == FLAT and any(map(is_sharded, _values(leaf)))
-
-
-def _values(leaf: Leaf) -> Sequence[Leaf]:
-    return leaf.values if isinstance(leaf, PerRank) else (leaf,)
+    return bool(key) and str(key[-1]).split(".")[-1] == FLAT and any(map(is_sharded, by_rank(leaf)))
 
 
 def _plain(module: str) -> str:
@@ -89,7 +80,7 @@ def _has_views(index: Index, flat: dict[Key, Leaf]) -> bool:
     """Are there other tensors in the bytes of the flat parameters?"""
     spans: dict[str, list[tuple[int, int]]] = {}
     for key, leaf in flat.items():
-        for value in filter(is_sharded, _values(leaf)):
+        for value in filter(is_sharded, by_rank(leaf)):
             for _, tensor in read_sharded(value, str(key[-1])).shards:
                 for region in _regions(tensor):
                     span = (region.offset, region.offset + region.nbytes)
@@ -98,7 +89,7 @@ def _has_views(index: Index, flat: dict[Key, Leaf]) -> bool:
         start <= region.offset < end
         for key, leaf in index.leaves.items()
         if key not in flat
-        for value in _values(leaf)
+        for value in by_rank(leaf)
         if isinstance(value, StoredTensor) and value.info.numel
         for region in _regions(value)
         for start, end in spans.get(region.file, ())

@@ -10,7 +10,7 @@ A member is a checkpoint of its own, read by the container that claims it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from ckptmap import registry
 from ckptmap.disk.files import whole
 from ckptmap.errors import SourceError
-from ckptmap.places import look
+from ckptmap.places import look, refuse_place
 from ckptmap.protocols import Directory, Member, Place
 from ckptmap.tensors import Index, Leaf, Opaque, Path, PerRank, StoredTensor
 from ckptmap.wire.tree import holds_tensor, nest
@@ -39,8 +39,20 @@ class _Merge:
     wholes: dict[str, str] = field(default_factory=dict)
     units: dict[Path, Sequence[str]] = field(default_factory=dict)
     world: int = 1
+    listed: Callable[[StoredTensor], bool] | None = None
+    """Of the weights."""
     seen: dict[str, str] = field(default_factory=dict)
     """Role -> the name of the member that has it."""
+
+
+def index_of(place: Place) -> Index:
+    """By the framework whose directory it is, else by the container that claims it: one does."""
+    directory = registry.directory_for(place)
+    if directory is not None:
+        return merged(directory, place)
+    container = registry.container_for(place)
+    assert container is not None, f"{place.path}: found, but nobody claims it"
+    return container.index(place)
 
 
 def merged(directory: Directory, place: Place) -> Index:
@@ -74,6 +86,7 @@ def merged(directory: Directory, place: Place) -> Index:
         units=merge.units,
         left=tuple(merge.left),
         wholes=merge.wholes,
+        listed=merge.listed,
     )
 
 
@@ -83,8 +96,15 @@ def left_behind(left: Sequence[str]) -> list[str]:
 
 
 def _opened(member: Member) -> Index | None:
-    """The member's own index; None: no container knows it."""
+    """The member's own index; None: no container knows it. Raises SourceError CKM104 for an empty
+    file: no framework writes one."""
     place = look(FilePath(member.path).absolute())
+    if not place.is_dir and not place.head:
+        raise SourceError(
+            "CKM104",
+            f"{member.path}: is empty (0 bytes): the save did not finish",
+            "use an earlier checkpoint; or move that file away, to go on without what it held",
+        )
     if member.names:
         place = replace(place, names=member.names)
     container = registry.container_for(place)
@@ -94,11 +114,12 @@ def _opened(member: Member) -> Index | None:
 def _required(merge: _Merge, member: Member) -> Index:
     index = _opened(member)
     if index is None:
+        why = refuse_place(look(FilePath(member.path)), registry.knows)
+        found = why.message.removeprefix(f"{member.path}: ").removeprefix("is ")
         raise SourceError(
             "CKM111",
-            f"{member.path}: expected the {member.role}'s part of a checkpoint, found nothing"
-            " that ckptmap knows",
-            "copy the checkpoint again",
+            f"{member.path}: expected the {member.role}'s part of a checkpoint, found {found}",
+            why.hint,
         )
     merge.files |= dict.fromkeys(index.files)
     merge.notes += [f"{_name(member)}: {note}" for note in index.notes]
@@ -110,6 +131,8 @@ def _add(merge: _Merge, member: Member) -> None:
     index = _required(merge, member)
     merge.seen[member.role] = _name(member)
     merge.world = max(merge.world, index.world)
+    if member.role == "model":
+        merge.listed = index.listed
     for path, leaf in index.leaves.items():
         merge.leaves[_place(member, path)] = leaf
     depth = len(member.root)

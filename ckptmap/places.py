@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,14 +31,31 @@ def look(path: Path) -> Place:
         return Place(str(path), False, head=head(path, HEAD_NBYTES))
     except OSError as error:
         raise SourceError(
-            "CKM101", f"{path}: {(error.strerror or str(error)).lower()}", "check the path"
+            "CKM101", f"{path}: {(error.strerror or str(error)).lower()}", _way_to(path, error)
         ) from error
+
+
+def _way_to(path: Path, error: OSError) -> str:
+    """What to do about a path that cannot be looked at: a name that is nearly there, most often."""
+    if isinstance(error, PermissionError):
+        return "check its permissions, and who you are"
+    if not isinstance(error, FileNotFoundError):
+        return "check the path"
+    import difflib  # which a path that is there does without
+
+    try:
+        near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
+    except OSError:
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith(".")
+        return f"for a model on the Hub write hf://{path}" if hub else "check the path"
+    return f"did you mean {path.parent / near[0]}?" if near else "check the path"
 
 
 SIDE_FILES = re.compile(
     r"(data|dataloader.*|training_args|optim.*|scheduler|scaler|rng_state.*)\.(pt|pth|bin)"
+    r"|random_states_\d+\.pkl|optimizer_\d+"
 )
-"""torch.save files that training frameworks leave beside checkpoints, and that are none."""
+"""What training frameworks leave beside weights, and what is no checkpoint by itself."""
 
 
 ZERO_PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")
@@ -96,20 +114,43 @@ def refuse_place(place: Place, is_checkpoint: Callable[[Place], bool]) -> Source
     return _of_directory(place, is_checkpoint) if place.is_dir else _of_file(place)
 
 
+_PYTORCH = "convert a PyTorch checkpoint"
 _ORIGINAL = "convert from the original safetensors instead"
 _UNPACK = "unpack it first"
+_BARE = "where you trust it: load it with its own program, and torch.save a dict of tensors"
 FOREIGN: tuple[tuple[bytes, str, str], ...] = (
     (b"GGUF", "a GGUF file of llama.cpp", _ORIGINAL),
     (b"ggjt", "a GGML file of llama.cpp", _ORIGINAL),
     (b"tjgg", "a GGML file of llama.cpp", _ORIGINAL),
-    (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it", "convert a PyTorch checkpoint"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it", _PYTORCH),
     (b"\x93NUMPY", "a numpy array", "save a state dict with safetensors or torch.save"),
     (b"\x1f\x8b", "packed with gzip", _UNPACK),
     (b"\x28\xb5\x2f\xfd", "packed with zstd", _UNPACK),
     (b"\xfd7zXZ", "packed with xz", _UNPACK),
     (b"BZh", "packed with bzip2", _UNPACK),
+    *((b"\x80" + bytes([n]), "a bare pickle", _BARE) for n in range(2, 6)),
 )
 """First bytes of a file -> what it is, and what to do."""
+
+
+TAR_MAGIC = 257
+"""Where a tar archive has its magic bytes."""
+OTHER_FRAMEWORKS = (
+    r".*\.(h5|keras|msgpack|ckpt\.index|onnx|tflite)|saved_model\.pb"
+    r"|manifest\.ocdbt|_CHECKPOINT_METADATA"
+)
+
+
+def _foreign(place: Place) -> tuple[str, str] | None:
+    """What a file of another program is, and what to do; None: nothing that is known."""
+    for magic, what, hint in FOREIGN:
+        if place.head.startswith(magic):
+            return what, hint
+    if place.head[TAR_MAGIC:].startswith(b"ustar"):
+        return "a tar archive", _UNPACK
+    if re.fullmatch(OTHER_FRAMEWORKS, Path(place.path).name):
+        return "by its name a file of another framework", _PYTORCH
+    return None
 
 
 def _of_file(place: Place) -> SourceError:
@@ -141,9 +182,10 @@ def _of_file(place: Place) -> SourceError:
             f"{path}: is in the torch.save format of before torch 1.6",
             "load it once and torch.save it with a current torch",
         )
-    for magic, what, hint in FOREIGN:
-        if head.startswith(magic):
-            return SourceError("CKM101", f"{path}: is {what}, which ckptmap does not read", hint)
+    foreign = _foreign(place)
+    if foreign is not None:
+        what, hint = foreign
+        return SourceError("CKM101", f"{path}: is {what}, which ckptmap does not read", hint)
     if nbytes < 16:
         return SourceError(
             "CKM104", f"{path}: is {nbytes} bytes long, no checkpoint is", "copy it again"
@@ -159,12 +201,16 @@ MARKS: tuple[tuple[str, str, str], ...] = (
     (r"\.metadata\.tmp", "an unfinished DCP save (only .metadata.tmp)", "use an earlier checkpoint"),
     (r"__\d+\.metadata", "a DCP save with metadata a rank (use_collectives=False)", "save it with use_collectives=True"),
     (r"zero_to_fp32\.py|latest_universal|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "run its zero_to_fp32.py first"),
-    (r"adapter_config\.json", "a peft adapter without its base weights", "ckptmap merge BASE ADAPTER DST"),
-    (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too: rank 0 writes it"),
+    (r"adapter_config\.json", "a peft adapter without its base weights", "ckptmap merge BASE {} DST"),
+    (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too; where there is none, the save did not finish: use an earlier checkpoint"),
     (r".*\.(gguf|ggml)", "GGUF weights", "convert them from the original safetensors"),
-    (r".*\.(h5|keras|msgpack|ckpt\.index|onnx|tflite)|saved_model\.pb|manifest\.ocdbt|_CHECKPOINT_METADATA", "a directory of weights of another framework", "convert a PyTorch checkpoint"),
+    (OTHER_FRAMEWORKS, "a directory of weights of another framework", _PYTORCH),
 )  # fmt: skip
-"""Entry name (whole, as a regex) -> what such a directory is, and what to do."""
+"""Entry name (whole, as a regex) -> what such a directory is, and what to do; {} is its path."""
+
+
+BESIDE_WEIGHTS = re.compile(r"config\.json|tokenizer(_config)?\.(json|model)|vocab\.(json|txt)")
+"""What lies beside a model's weights, and says nothing by itself."""
 
 
 def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> SourceError:
@@ -172,20 +218,21 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
         return SourceError("CKM101", f"{place.path}: is an empty directory", "check the path")
     mark = _mark(place)
     if mark is not None:
-        return SourceError("CKM111", f"{place.path}: is {mark[0]}", mark[1])
+        hint = mark[1].format(shlex.quote(place.path))
+        return SourceError("CKM111", f"{place.path}: is {mark[0]}", hint)
     inside = _candidates(place, is_checkpoint)
     if inside:
         return SourceError(
             "CKM111",
             f"{place.path}: holds checkpoints but is none itself: {', '.join(inside[:6])}",
-            f"point at one: {Path(place.path) / inside[0]}",
+            f"point at one: {Path(place.path) / inside[-1]}",
         )
     shown = ", ".join(place.names[:6]) + (", ..." if len(place.names) > 6 else "")
-    return SourceError(
-        "CKM111",
-        f"{place.path}: is a directory without a checkpoint; it holds {shown}",
-        "check the path",
-    )
+    what, hint = "a directory without a checkpoint", "check the path"
+    if any(map(BESIDE_WEIGHTS.fullmatch, place.names)):
+        what = "a directory of a model's config and tokenizer without its weights"
+        hint = "name the directory that holds the weights too, or fetch them: hf download REPO"
+    return SourceError("CKM111", f"{place.path}: is {what}; it holds {shown}", hint)
 
 
 def _mark(place: Place) -> tuple[str, str] | None:

@@ -29,12 +29,8 @@ FLOATING = frozenset(
 )
 
 BUFFERS = (
-    "inv_freq",
-    "original_inv_freq",
-    "running_mean",
-    "running_var",
-    "e_score_correction_bias",
-)
+    "inv_freq", "original_inv_freq", "running_mean", "running_var", "e_score_correction_bias",
+)  # fmt: skip
 """Last segments of names that are buffers in every model known: floating, yet never sharded."""
 
 PARAMETERS = ("weight", "bias")
@@ -357,15 +353,6 @@ class PerRank:
     """The values that the ranks of one save hold under one key, in rank order; None: no value."""
 
     values: Sequence[Any]
-
-
-@dataclass(frozen=True)
-class Told:
-    """A leaf in place of optimizer state: where the names of its parameters came from (`order`), or
-    why it has none that could be used (`refused`)."""
-
-    order: str = ""
-    refused: str = ""
 
 
 Leaf: TypeAlias = Any

@@ -27,6 +27,7 @@ from ckptmap.protocols import Write
 from ckptmap.structure import check_structure, chunks_of, nbytes_of
 from ckptmap.tensors import Box
 from ckptmap.translation import named_alike, tied_away
+from ckptmap.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -62,14 +63,14 @@ class VerifyReport:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        head = (
-            f"{self.path}: {self.tensors} tensors, {self.nbytes:,} bytes; {', '.join(self.checks)}"
-        )
+        held = f"{counted(self.tensors, 'stored tensor')}, {counted(self.nbytes, 'byte')}"
+        head = f"{self.path}: {held}; {', '.join(self.checks)}"
         lines = [f"{'ok' if self.ok else 'NOT ok'}: {head}"]
         if self.errors:
             worst = max(self.errors, key=lambda fqn: self.errors[fqn])
             lines.append(
-                f"  lossy: {len(self.errors)} tensors, worst {worst}: {self.errors[worst]:.3e} relative rms"
+                f"  lossy: {counted(len(self.errors), 'tensor')}, worst {worst}:"
+                f" {self.errors[worst]:.3e} relative rms"
             )
         lines += [f"  {problem}" for problem in self.problems[:SHOWN]]
         if len(self.problems) > SHOWN:

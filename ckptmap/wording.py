@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things: "1 file", "1,024 files"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def human(nbytes: int) -> str:
     """Bytes for people: 1536 -> "1.5 KiB"."""
     value = float(nbytes)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 
 import ckptmap
 from ckptmap.errors import CkptmapError, PlanError, RunError, SourceError
@@ -426,6 +427,29 @@ def test_a_root_of_ones_own_is_refused(folder: Path) -> None:
 # ------------------------------------------------------------------------------- parents
 
 
+def test_moments_beside_shards_of_torch_save(tmp_path: Path) -> None:
+    """A tensor larger than a shard stands before its place: the order of shards is no model's."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
+    model[1].double()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    optimizer.step()
+    save_torch_state_dict(
+        model.state_dict(), tmp_path, safe_serialization=False, max_shard_size=500
+    )
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    (tmp_path / "trainer_state.json").write_text("{}")
+    with ckptmap.open(tmp_path) as ckpt:
+        assert list(ckpt) == ["1.weight", "0.weight", "2.weight"] and ckpt.optimizer_by_index
+        assert ckptmap.plan(ckpt, to="fsdp2").unresolved[0].key == "optimizer"
+    order = [[name for name, _ in model.named_parameters()]]
+    with ckptmap.open(tmp_path, param_order=order) as ckpt:
+        for name, parameter in model.named_parameters():
+            found = ckpt.optimizer[name]["exp_avg"].read()
+            assert torch.equal(found, optimizer.state[parameter]["exp_avg"])
+
+
 def test_the_only_checkpoint_below_is_opened_and_named(folder: Path, tmp_path: Path) -> None:
     with ckptmap.open(folder / "trainer_w1") as ckpt:
         assert ckpt.path.endswith("checkpoint-2")
@@ -503,6 +527,10 @@ def truncated_scheduler(path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-40])
 
 
+def empty_scheduler(path: Path) -> None:
+    (path / "scheduler.pt").write_bytes(b"")
+
+
 def two_optimizers(path: Path) -> None:
     shutil.copy(path / "optimizer.bin", path / "optimizer.pt")
 
@@ -518,8 +546,9 @@ def lone_metadata(path: Path) -> None:
     [
         (damaged_state, r"trainer_state\.json: is no JSON", "CKM103"),
         (truncated_scheduler, r"scheduler\.pt", "CKM104"),
+        (empty_scheduler, r"scheduler\.pt: is empty \(0 bytes\): the save did not", "CKM104"),
         (two_optimizers, r"optimizer is stored twice, also as optimizer\.bin", "CKM111"),
-        (lone_metadata, r"optimizer_0: expected the optimizer's part", "CKM111"),
+        (lone_metadata, r"optimizer_0: expected the optimizer's part .* it holds notes", "CKM111"),
     ],
 )
 def test_broken_members_are_refused(copied: Any, damage: Any, says: str, code: str) -> None:

@@ -209,7 +209,7 @@ def test_what_lies_beside_the_weights_is_there_again(tmp_path: Path) -> None:
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "T{{ messages }}"}
     hears = transformers.Wav2Vec2FeatureExtractor(sampling_rate=8000)
     processor = transformers.Wav2Vec2Processor(feature_extractor=hears, tokenizer=tokenizer)
-    config = transformers.LlamaConfig(**TEXT)
+    config = transformers.LlamaConfig(**TEXT, auto_map={"AutoModel": "modeling_cut.Cut"})
     model = transformers.LlamaForCausalLM(config)
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=7, do_sample=True, temperature=0.3, eos_token_id=[1, 2], pad_token_id=0
@@ -233,3 +233,11 @@ def test_what_lies_beside_the_weights_is_there_again(tmp_path: Path) -> None:
     assert again.tokenizer.get_vocab() == tokenizer.get_vocab()
     assert again.feature_extractor.to_dict() == hears.to_dict()
     assert ckptmap.verify(tmp_path / "out").ok
+
+
+def test_scripts_that_no_config_names_stay_behind(tmp_path: Path) -> None:
+    """They are the user's own: what is converted may be pushed."""
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)).save_pretrained(tmp_path / "in")
+    (tmp_path / "in/train.py").write_text("TOKEN = 'secret'\n")
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-bf16")
+    assert not list((tmp_path / "out").glob("*.py"))

@@ -194,6 +194,31 @@ def test_diff_names_what_differs(source: Path, tmp_path: Path) -> None:
     assert not report.equal
 
 
+def test_diff_sees_tensors_that_are_neither_weights_nor_optimizer_state(tmp_path: Path) -> None:
+    """An average of the weights, a random state: where both hold them."""
+    for name, value, more in (("a", 1.0, {}), ("b", 2.0, {}), ("c", 1.0, {"rng": torch.ones(3)})):
+        beside = {"ema": {"w": torch.full((2,), value)}, **more}
+        torch.save({"model": {"w": torch.ones(2)}, **beside}, tmp_path / f"{name}.pt")
+    found = ckptmap.diff(tmp_path / "a.pt", tmp_path / "b.pt", values=True)
+    assert list(found.changed) == ["other:ema.w"] and not found.equal
+    assert ckptmap.diff(tmp_path / "a.pt", tmp_path / "c.pt", values=True).equal
+
+
+@pytest.mark.parametrize(
+    "name", ["float4_e2m1fn_x2", "float8_e8m0fnu", "uint64", "complex32", "bool"]
+)
+def test_diff_counts_in_every_dtype(name: str, tmp_path: Path) -> None:
+    raw = torch.zeros(32, dtype=torch.uint8)
+    for value in (0, 1):
+        raw[24] = value
+        torch.save({"w": raw.clone().view(getattr(torch, name))}, tmp_path / f"{value}.pt")
+    found = ckptmap.diff(tmp_path / "0.pt", tmp_path / "1.pt", values=True)
+    assert re.match(r"1 of \d+ values differ", found.changed["w"])
+    torch.save({"w": torch.zeros(raw.view(getattr(torch, name)).numel())}, tmp_path / "f32.pt")
+    assert "float32 and " in ckptmap.diff(tmp_path / "f32.pt", tmp_path / "1.pt").changed["w"]
+    assert not ckptmap.diff(tmp_path / "f32.pt", tmp_path / "1.pt", values=True).equal
+
+
 def test_diff_across_encodings_measures(source: Path, tmp_path: Path) -> None:
     report = ckptmap.diff(source, made(source, tmp_path, "hf-nf4"), values=True)
     assert set(report.changed) == {"l.0.weight", "l.1.weight"}

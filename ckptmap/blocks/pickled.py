@@ -62,7 +62,7 @@ def kind_of(leaf: Opaque) -> str:
     if inner is None or not inner.module.startswith("torchao."):
         return ""
     if inner.name == "AffineQuantizedTensor":
-        impl = _state(inner).get("tensor_impl")
+        impl = state_of(inner).get("tensor_impl")
         return impl.name if isinstance(impl, Opaque) else ""
     return inner.name if inner.name in (*_ATTRIBUTES, TRAINED) else ""
 
@@ -71,11 +71,11 @@ def _within(leaf: Opaque) -> Opaque | None:
     """Without the one wrapper that quantizes activations."""
     if leaf.name != _WRAPPER:
         return leaf
-    inner = _state(leaf).get("original_weight_tensor")
+    inner = state_of(leaf).get("original_weight_tensor")
     return inner if isinstance(inner, Opaque) and inner.name != _WRAPPER else None
 
 
-def _state(leaf: Opaque) -> Mapping[str, Any]:
+def state_of(leaf: Opaque) -> Mapping[str, Any]:
     return leaf.state if isinstance(leaf.state, Mapping) else {}
 
 

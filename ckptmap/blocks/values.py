@@ -38,14 +38,14 @@ def decode(
     if not box.numel:
         return
     for inner in row_major_boxes(Box.whole(box.sizes), CHUNK_NUMEL):
-        part = _window(out, inner)
+        part = window(out, inner)
         spread = _spread(scale, box, inner, block)
         shift = None if zero is None else _spread(zero, box, inner, block)
-        values = _shifted(_window(codes, inner), shift, out.dtype).mul_(spread)
+        values = _shifted(window(codes, inner), shift, out.dtype).mul_(spread)
         part.copy_(values if factor == 1.0 else values.mul_(factor))
 
 
-def _window(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def window(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor

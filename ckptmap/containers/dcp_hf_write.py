@@ -27,6 +27,7 @@ DCP_HF = Setup(
     writer="dcp-hf",
     sharded=True,
     holds_extra=False,
+    live="FSDP2",
     summary="DCP in safetensors form: one file of shards a rank, as HuggingFaceStorageWriter saves",
 )
 

@@ -11,7 +11,7 @@ from ckptmap.errors import PlanError
 from ckptmap.leaves import ListIndex, counts
 from ckptmap.protocols import OutFile, OutState, Setup, Slot
 from ckptmap.tensors import Box, Path, TensorInfo
-from ckptmap.wire.dcp_metadata import Item, Metadata, TensorEntry
+from ckptmap.wire.dcp_entries import Item, Metadata, TensorEntry
 from ckptmap.wire.dcp_metadata_write import emit_metadata
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.pickle_write import StorageTensor, dump, way_out
@@ -30,6 +30,7 @@ FSDP1 = Setup(
     layout="shard0",
     writer="dcp",
     sharded=True,
+    live="FSDP1",
     summary="DCP directory, Shard(0) over N ranks, as FSDP1's SHARDED_STATE_DICT saves",
 )
 FSDP2 = Setup(
@@ -37,6 +38,7 @@ FSDP2 = Setup(
     layout="shard0",
     writer="dcp",
     sharded=True,
+    live="FSDP2",
     summary="DCP directory, Shard(0) over N ranks, as FSDP2's DTensors save",
 )
 
@@ -55,8 +57,8 @@ class DcpWriter:
     shares_storage = False
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """Raises PlanError CKM114 for two entries of one flat key, CKM203 for a value that is
-        not plain."""
+        """Raises PlanError CKM114 for two entries of one flat key or one inside another, CKM203
+        for a value that is not plain."""
         with paused_gc():
             return _Draft().files(state)
 
@@ -111,6 +113,7 @@ class _Draft:
                 self._value(leaf, plain)
         for fqn, record in state.records.items():
             self._value((fqn + RECORD_SUFFIX,), _plain(record))
+        _require_leaves({*self._paths.values()})
         metadata = emit_metadata(Metadata(self._tensors, self._values, self._paths))
         data = [_out_file(self._ranks[rank]) for rank in sorted(self._ranks)]
         seal = partial(_sealed, metadata)
@@ -153,6 +156,19 @@ class _Draft:
         file = self._rank(0)
         item = self._values[key] = file.place(len(raw))
         file.values.append((item.offset, raw))
+
+
+def _require_leaves(paths: set[Path]) -> None:
+    """Nothing lies inside a tensor or a value: flat keys would hold that, torch's nested dicts not."""
+    above = {path[:-1] for path in paths if len(path) > 1}
+    while above:
+        for path in above & paths:
+            raise PlanError(
+                "CKM114",
+                f"{'.'.join(map(str, path))!r} would be both a dict and a value",
+                "drop or rename one of them",
+            )
+        above = {path[:-1] for path in above if len(path) > 1}
 
 
 def _flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:

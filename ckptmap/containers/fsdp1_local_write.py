@@ -37,6 +37,7 @@ FSDP1_LOCAL = Setup(
     places=(),
     dense=True,
     optimizer_keys="fqn",
+    live="FSDP1",
     summary="torch.save files a rank, flat parameters as FSDP1's LOCAL_STATE_DICT has them",
 )
 MODEL, OPTIMIZER = "model", "optimizer"

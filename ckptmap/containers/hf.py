@@ -35,6 +35,7 @@ HF = Setup(
     writer="hf",
     holds_extra=False,
     carrier=HfCarrier(),
+    live="plain",
     summary="Hugging Face directory: safetensors shards, index, config and tokenizer",
 )
 

@@ -12,7 +12,7 @@ from pathlib import Path as FilePath
 from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
-from ckptmap.tensors import Index, Leaf, Path
+from ckptmap.tensors import Index, Leaf, Path, as_saved
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.hf_index import parse_index
 from ckptmap.wire.inside import blobs_of, inside
@@ -42,7 +42,9 @@ class HfBin:
         shards = [inside(root, name, where, blobs_of(root)) for name in names]
         with paused_gc():
             leaves = _leaves(shards, listed, where)
-        return Index(self.name, leaves, (*shards, where) if listed is not None else (*shards,))
+        files = (*shards, where) if listed is not None else (*shards,)
+        # Of several, no: save_pretrained gives a large tensor a shard of its own, before its place.
+        return Index(self.name, leaves, files, listed=as_saved if len(shards) == 1 else None)
 
 
 def _complete_set(place: Place) -> list[str]:

@@ -31,7 +31,10 @@ SIBLINGS = (
     "video_preprocessor_config.json", "modules.json",
 )  # fmt: skip
 PREFIXES = ("tokenizer", "chat_template", "spiece", "sentencepiece")
-SUFFIXES = (".py", ".model", ".jinja")
+CODE = ".py"
+SUFFIXES = (CODE, ".model", ".jinja")
+AUTO_MAP = b'"auto_map"'
+"""transformers/dynamic_module_utils.py: what `trust_remote_code=True` is for."""
 TEMPLATES = "additional_chat_templates"
 """A folder in which transformers keeps the chat templates but the first."""
 MAX_SIBLING_NBYTES = 256 << 20
@@ -74,19 +77,21 @@ class HfCarrier:
         beside: str | None,
         dtypes: Collection[str],
         quantized: Declared,
+        untied: Collection[str],
     ) -> tuple[dict[str, Sibling], list[str]]:
-        """Files by name, and what should be said. `dtypes`: of the matrices that are written;
-        `quantized`: their `quantization_config`, by that of the source and the tied heads."""
+        """Files by name, the config declaring what is written, and what should be said."""
         found = _files(siblings, beside)
         carried = {name: Sibling.at(file) for name, file in found.items()}
         if CONFIG not in carried:
             return carried, [
                 "no config.json is beside the weights; give one with --config-from PATH"
             ]
-        config = carried[CONFIG].read()
-        if len(dtypes) == 1:
-            config = _with_dtype(config, next(iter(dtypes)))
-        carried[CONFIG] = Sibling.made(_with_quantization(config, quantized))
+        content, before = carried[CONFIG].read(), _config(found)
+        after = _declaring(before, dtypes, quantized, bool(untied))
+        if after != before:
+            content = (json.dumps(after, indent=2) + "\n").encode()
+        carried[CONFIG] = Sibling.made(content)
+        quantized.check(after)
         return carried, []
 
 
@@ -106,7 +111,16 @@ def _files(siblings: Sequence[str], beside: str | None) -> dict[str, str]:
     }
     if beside is not None and Path(beside).is_file():
         found[CONFIG] = beside
+    code = {name for name in found if name.endswith(CODE)}
+    if code and not any(map(_names_code, found.values())):
+        found = {name: file for name, file in found.items() if name not in code}
     return found
+
+
+def _names_code(file: str) -> bool:
+    """Does a config say which class of a file beside it is the model's, or the tokenizer's? Other
+    scripts that lie there are the user's own: a push must not upload them."""
+    return file.endswith(CONFIG) and AUTO_MAP in whole(file).read_bytes()
 
 
 def _config(files: Mapping[str, str]) -> dict[str, Any]:
@@ -119,26 +133,23 @@ def _config(files: Mapping[str, str]) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _with_dtype(content: bytes, dtype: str) -> bytes:
-    """The config with the dtype of the weights as they now are, under the names it already uses."""
-    config = json.loads(content)
-    keys = [key for key in ("dtype", "torch_dtype") if key in config]
-    if all(config[key] == dtype for key in keys):
-        return content
-    config.update({key: dtype for key in keys})
-    return (json.dumps(config, indent=2) + "\n").encode()
-
-
-def _with_quantization(content: bytes, quantized: Declared) -> bytes:
-    """The config with the quantization of the weights as they now are, or none."""
-    config = json.loads(content)
-    if not isinstance(config, dict):
-        return content
-    present = config.get(QUANTIZATION)
-    wanted = quantized(present if isinstance(present, dict) else None, tied_heads.of_config(config))
-    if wanted == present:
-        return content
-    config.pop(QUANTIZATION, None)
-    if wanted is not None:
-        config[QUANTIZATION] = dict(wanted)
-    return (json.dumps(config, indent=2) + "\n").encode()
+def _declaring(
+    config: Mapping[str, Any], dtypes: Collection[str], quantized: Declared, untied: bool
+) -> dict[str, Any]:
+    """The config with the dtype of the weights as they now are, under the names that it already
+    uses, with their quantization, or none, and without a tie that is no longer one."""
+    found = dict(config)
+    if len(dtypes) == 1:
+        found |= dict.fromkeys({"dtype", "torch_dtype"} & found.keys(), next(iter(dtypes)))
+    present = found.get(QUANTIZATION)
+    wanted = quantized.config(
+        present if isinstance(present, dict) else None, tied_heads.of_config(found)
+    )
+    if wanted != present:
+        found.pop(QUANTIZATION, None)
+        found |= {} if wanted is None else {QUANTIZATION: dict(wanted)}
+    if untied:
+        found[TIED] = False
+        if isinstance(found.get("text_config"), dict):
+            found["text_config"] = {**found["text_config"], TIED: False}
+    return found

@@ -20,6 +20,7 @@ from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.placement import is_dtensor, mesh_ranks
 from ckptmap.wire.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.wire.sharded import check_writer, is_sharded
+from ckptmap.wording import counted
 
 _NAME = re.compile(r"(?P<stem>.*?)rank[_-]?(?P<rank>\d+)(?P<rest>\D.*|)", re.IGNORECASE)
 _WORLD = re.compile(r"world[_-]?size[_-]?(\d+)|_of_(\d+)", re.IGNORECASE)
@@ -162,7 +163,7 @@ def _check_ranks(group: _Group, trees: Mapping[int, RankTree]) -> None:
             "CKM110",
             f"{FilePath(next(iter(group.files.values()))).parent}: rank {missing[0]} of {world} is "
             f"missing ({names}{', ...' if count > 4 else ''})",
-            f"copy the {count} missing rank files here",
+            f"copy {counted(count, 'missing rank file')} here",
         )
     extra = [rank for rank in trees if rank >= world]
     if extra:

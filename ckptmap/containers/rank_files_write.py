@@ -30,6 +30,7 @@ FSDP2_RANKS = Setup(
     writer="rank-files",
     sharded=True,
     dense=True,
+    live="FSDP2",
     summary="one torch.save file a rank, DTensors on a mesh, as FSDP2 and verl save",
 )
 RANK_MAP = "ranks"

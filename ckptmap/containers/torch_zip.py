@@ -30,13 +30,18 @@ RECORDS = "ckptmap.records.json"
 MANIFEST = "ckptmap.manifest.json"
 
 FULL = Setup(
-    "full", layout="full", writer="torch-zip", summary="one torch.save file of plain tensors"
+    "full",
+    layout="full",
+    writer="torch-zip",
+    live="plain",
+    summary="one torch.save file of plain tensors",
 )
 DDP = Setup(
     "ddp",
     layout="full",
     writer="torch-zip",
     wrap=("module",),
+    live="DDP",
     summary="one torch.save file, names as DistributedDataParallel has them",
 )
 COMPILED = Setup(
@@ -44,6 +49,7 @@ COMPILED = Setup(
     layout="full",
     writer="torch-zip",
     wrap=("_orig_mod",),
+    live="compiled",
     summary="one torch.save file, names as torch.compile has them",
 )
 

@@ -21,6 +21,7 @@ SECOND_MODEL = re.compile(
 _RANK_MODEL = re.compile(r"pytorch_model_fsdp(_0)?_rank\d+\.bin")
 _RANK_OPTIMIZER = re.compile(r"optimizer_0_rank\d+\.bin")
 _HF = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_HF_BIN = re.compile(r"pytorch_model-\d{5}-of-\d{5}\.bin|pytorch_model\.bin\.index\.json")
 
 
 def matching(pattern: re.Pattern[str], place: Place) -> tuple[str, ...]:
@@ -36,6 +37,7 @@ def weights(place: Place) -> list[Member]:
         _file(place, "pytorch_model_fsdp.bin", "model"),
         _ranks(place, _HF, "model"),
         _file(place, "pytorch_model.bin", "model"),
+        _ranks(place, _HF_BIN, "model"),
     ]
     return [member for member in found if member is not None]
 

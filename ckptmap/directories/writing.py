@@ -13,7 +13,7 @@ size; `Trainer.train(resume_from_checkpoint=...)` the second, in one process or 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -23,7 +23,7 @@ from ckptmap.directories.filing import STATE, AccelerateFiling, TrainerFiling
 from ckptmap.disk.siblings import Sibling
 from ckptmap.errors import PlanError
 from ckptmap.optim.classes import decay_groups
-from ckptmap.protocols import Carrier, Declared, Filing, OutFile, OutState, OutTensor, Setup
+from ckptmap.protocols import Carrier, Filing, OutFile, OutState, OutTensor, Setup
 from ckptmap.tensors import Box, Path, TensorInfo
 from ckptmap.wire.tree import nest
 
@@ -46,19 +46,11 @@ class _Part:
 class HfCarrier:
     """The carrier of the `hf` setup, found when it is first asked."""
 
-    def ties(
-        self, infos: Mapping[str, TensorInfo], siblings: Sequence[str], beside: str | None
-    ) -> Mapping[str, str]:
-        return _hf_carrier().ties(infos, siblings, beside)
+    def ties(self, *args: Any) -> Mapping[str, str]:
+        return _hf_carrier().ties(*args)
 
-    def files(
-        self,
-        siblings: Sequence[str],
-        beside: str | None,
-        dtypes: Collection[str],
-        quantized: Declared,
-    ) -> tuple[dict[str, Sibling], list[str]]:
-        return _hf_carrier().files(siblings, beside, dtypes, quantized)
+    def files(self, *args: Any) -> tuple[dict[str, Sibling], list[str]]:
+        return _hf_carrier().files(*args)
 
 
 def _hf_carrier() -> Carrier:
@@ -75,6 +67,7 @@ ACCELERATE = Setup(
     rooted=True,
     dense=True,
     filing=AccelerateFiling(),
+    live="FSDP2",
     summary="directory for accelerator.load_state under FSDP, SHARDED_STATE_DICT",
 )
 ACCELERATE_FULL = Setup(
@@ -85,6 +78,7 @@ ACCELERATE_FULL = Setup(
     dense=True,
     filing=AccelerateFiling(),
     optimizer_keys="fqn",
+    live="plain",
     summary="directory for accelerator.load_state under FSDP, FULL_STATE_DICT",
 )
 
@@ -106,6 +100,7 @@ TRAINER = Setup(
     filing=TrainerFiling(),
     optimizer_keys="index",
     grouping=DecayGroups(),
+    live="plain",
     summary="directory for Trainer.train(resume_from_checkpoint=...), one process or DDP",
 )
 

@@ -95,7 +95,7 @@ def pull(
             nbytes=nbytes,
         ) as work:  # fmt: skip
             _fetch(mirror, wanted, work)
-            _prove(work.out_dir / target.name if one_file else work.out_dir, ckpt, one_file, wanted)
+            _prove(work.out_dir / target.name if one_file else work.out_dir, ckpt)
             work.publish(sync)
             notes += work.notes
     seconds = time.monotonic() - started
@@ -144,7 +144,7 @@ def _fetch(mirror: Mirror, wanted: Mapping[str, Entry], work: Workspace) -> None
     shutil.rmtree(coming, ignore_errors=True)
 
 
-def _prove(written: Path, ckpt: Checkpoint, one_file: bool, wanted: Mapping[str, Entry]) -> None:
+def _prove(written: Path, ckpt: Checkpoint) -> None:
     """What came opens, and holds the tensors that the headers on the Hub announced."""
     try:
         with named_as_asked(), open(written) as mine:

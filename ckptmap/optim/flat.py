@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
+from ckptmap.leaves import Told, by_rank
 from ckptmap.like import Like, Plain, Units
 from ckptmap.optim.alignment import align
 from ckptmap.optim.flat_places import (
@@ -38,7 +39,6 @@ from ckptmap.tensors import (
     Region,
     StoredTensor,
     TensorInfo,
-    Told,
 )
 from ckptmap.wire.flat_rectangles import InUnit, Slices, rectangles
 from ckptmap.wire.sharded import is_sharded
@@ -133,7 +133,7 @@ def _cut(leaf: Leaf) -> bool:
 
 def _is_flat(leaves: Mapping[Path, Leaf], keys: Keys, weights: Mapping[str, Leaf]) -> bool:
     """Plain tensors of one dim, and no DTensor, beside weights that are cut."""
-    values = [value for path in keys.state for value in _values(leaves[path])]
+    values = [value for path in keys.state for value in by_rank(leaves[path])]
     stored = [value for value in values if isinstance(value, StoredTensor)]
     if len(stored) != sum(isinstance(value, StoredTensor | Opaque) for value in values):
         return False
@@ -256,7 +256,7 @@ class _State:
     def _held(self) -> Mapping[str, Held]:
         found = {key: Held() for params in self.keys.params for key in params}
         for path, (key, _) in self.keys.state.items():
-            values = _values(self.leaves[path])
+            values = by_rank(self.leaves[path])
             shapes = [v.info.shape for v in values if isinstance(v, StoredTensor)]
             if any(shapes) and key in found and not found[key].counts:
                 counts = tuple(v.info.numel if isinstance(v, StoredTensor) else 0 for v in values)
@@ -267,7 +267,7 @@ class _State:
 
     def _leaf(self, title: str, leaf: Leaf, place: Place, info: TensorInfo) -> Leaf:
         """A state entry that is no tensor, or the same on all ranks; else `_FLAT`."""
-        values = [value for value in _values(leaf) if value is not None]
+        values = [value for value in by_rank(leaf) if value is not None]
         stored = _stored(leaf)
         if not stored:
             if any(value != values[0] for value in values):
@@ -307,11 +307,7 @@ def _unflattened(
 
 
 def _stored(leaf: Leaf) -> list[StoredTensor]:
-    return [value for value in _values(leaf) if isinstance(value, StoredTensor)]
-
-
-def _values(leaf: Leaf) -> Sequence[Leaf]:
-    return leaf.values if isinstance(leaf, PerRank) else (leaf,)
+    return [value for value in by_rank(leaf) if isinstance(value, StoredTensor)]
 
 
 def _same_on_all(stored: Sequence[StoredTensor]) -> StoredTensor:

@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.blocks.values import window
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.optim import lowbit_codes
 from ckptmap.protocols import Encoder, Group, Refusal
@@ -170,8 +171,8 @@ class LowBit:
                 held[QMAP] = parts[QMAP]
             values = (self.values(held) if cell.quantized else held[PLAIN]).view(cell.box.sizes)
             inside = common.relative_to(cell.box.offsets)
-            view = _window(values, inside)
-            _window(out, common.relative_to(box.offsets)).copy_(view)
+            view = window(values, inside)
+            window(out, common.relative_to(box.offsets)).copy_(view)
 
     def _bases(self, number: int) -> Mapping[str, Box]:
         coded, blocks, plain = self._starts[number]
@@ -215,12 +216,6 @@ def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int]:
         return start, start
     reach = sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
     return start, start + reach + 1
-
-
-def _window(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 def joined(cells: Sequence[Cell], shape: Sequence[int], block: int) -> tuple[Cell, ...]:

@@ -31,10 +31,12 @@ class Bnb8bit(LowBitScheme):
 
     name = "bnb8bit"
 
+    def moments(self, leaves: Mapping[Path, Any]) -> Mapping[Path, Any]:
+        """bitsandbytes' three tensors put together. Raises SourceError CKM115."""
+        return _gathered(leaves)
 
-def moments(leaves: Mapping[Path, Any]) -> Mapping[Path, Any]:
-    """Leaves of optimizer state with bitsandbytes' tensors put together as moments, where some
-    are: a Group in place of three. Raises SourceError CKM115."""
+
+def _gathered(leaves: Mapping[Path, Any]) -> Mapping[Path, Any]:
     if not any(path[-1] in ("state1", "state2") for path in leaves if path):
         return leaves
     one = _one_state(leaves)

@@ -12,8 +12,8 @@ releases (`torchao.prototype.low_bit_optim.subclass_*` up to 0.9, `torchao.optim
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
+from ckptmap.blocks.pickled import state_of
 from ckptmap.optim.lowbit import (
     CODES,
     LOGICAL,
@@ -57,10 +57,10 @@ class _TorchaoState(LowBitScheme):
         is small hold it plain."""
         pieces = sorted(pieces, key=lambda piece: piece[0].offsets)
         coded = [(box, leaf) for box, leaf in pieces if not _is_plain(leaf)]
-        plain = [_state(leaf)[""] for _, leaf in pieces if _is_plain(leaf)]
+        plain = [state_of(leaf)[""] for _, leaf in pieces if _is_plain(leaf)]
         held = [self._parts(fqn, leaf) for _, leaf in coded]
         blocks = {_block(fqn, b.numel, parts) for (b, _), parts in zip(coded, held, strict=True)}
-        signed = {bool(_state(leaf).get("signed", True)) for _, leaf in coded}
+        signed = {bool(state_of(leaf).get("signed", True)) for _, leaf in coded}
         if len(blocks) != 1 or len(signed) != 1:
             raise malformed(fqn, f"its ranks were quantized differently, blocks {sorted(blocks)}")
         block = blocks.pop()
@@ -86,7 +86,7 @@ class _TorchaoState(LowBitScheme):
     def _parts(self, fqn: str, leaf: Opaque) -> Mapping[str, StoredTensor]:
         found = {}
         for name in (CODES, SCALE, QMAP):
-            part = _state(leaf).get(name)
+            part = state_of(leaf).get(name)
             if isinstance(part, StoredTensor):
                 found[name] = part
             elif name != QMAP or self.name != "adamfp8":
@@ -109,13 +109,9 @@ class AdamFp8(_TorchaoState):
     pickled = "OptimStateFp8"
 
 
-def _state(leaf: Opaque) -> Mapping[str, Any]:
-    return leaf.state if isinstance(leaf.state, Mapping) else {}
-
-
 def _is_plain(leaf: Opaque) -> bool:
     """A plain tensor among subclass objects, as `as_inert` makes it."""
-    return leaf.class_name == "torch.Tensor" and isinstance(_state(leaf).get(""), StoredTensor)
+    return leaf.class_name == "torch.Tensor" and isinstance(state_of(leaf).get(""), StoredTensor)
 
 
 def _block(fqn: str, numel: int, parts: Mapping[str, StoredTensor]) -> int:

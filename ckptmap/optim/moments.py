@@ -6,11 +6,19 @@ state.W.exp_avg.codes, .scale, .qmap and their record  ->  state.W.exp_avg, a Gr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from ckptmap.optim import lowbit_bnb
 from ckptmap.protocols import Scheme
 from ckptmap.tensors import Path, StoredTensor
+
+
+@runtime_checkable
+class FindsMoments(Protocol):
+    """A scheme of which some library stores moments as tensors without a record."""
+
+    def moments(self, leaves: Mapping[Path, Any]) -> Mapping[Path, Any]:
+        """Leaves of optimizer state, a Group in place of the tensors of a moment; the same where
+        there is none. Raises SourceError CKM115."""
 
 
 def gathered(
@@ -23,7 +31,9 @@ def gathered(
 
     Raises SourceError CKM115 where a record's parts do not add up.
     """
-    leaves = lowbit_bnb.moments(leaves)
+    for scheme in schemes:
+        if isinstance(scheme, FindsMoments):
+            leaves = scheme.moments(leaves)
     if root is None:  # no optimizer: every record is a weight's
         return leaves
     prefix = ".".join(map(str, (*root, ""))) if root else ""

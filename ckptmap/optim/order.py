@@ -1,7 +1,7 @@
 """Which parameter an index means, where a file keys optimizer state by index.
 
 The first of these that can tell: an order given by the user; `param_names` in the groups; the
-order of the weights in the same pickle; a transformers class built from config.json. Shapes only
+order of the weights where it is that of the saved dict; a transformers class built from config.json. Shapes only
 refute: two parameters of one shape are never told apart by anything but their order.
 """
 
@@ -17,7 +17,8 @@ from ckptmap.errors import SourceError
 from ckptmap.like import is_alphabetical
 from ckptmap.optim.alignment import align
 from ckptmap.optim.state import NAMES, PARAMS, Optimizer
-from ckptmap.tensors import FLOATING, TensorInfo
+from ckptmap.tensors import BUFFERS, FLOATING, TensorInfo
+from ckptmap.wording import counted
 
 Order = Sequence[Sequence[str]]
 """Names of the parameters of each group, in the groups' order."""
@@ -55,7 +56,8 @@ def read_order(path: str | os.PathLike[str]) -> tuple[tuple[str, ...], ...]:
         text = FilePath(path).read_text(encoding="utf-8")
         found = json.loads(text) if text.lstrip().startswith("[") else _lines(text)
     except (OSError, ValueError) as error:
-        raise _unreadable(path, str(error)) from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise _unreadable(path, str(why)) from error
     if found and all(isinstance(name, str) for name in found):
         found = [found]
     lists = isinstance(found, list) and all(isinstance(group, list) for group in found)
@@ -140,10 +142,6 @@ def from_model(optimizer: Optimizer, weights: Sequence[Weight]) -> list[list[str
     return [[names[place] for place in places] for places in ways]
 
 
-BUFFERS = ("running_mean", "running_var", "inv_freq", "original_inv_freq")
-"""Floating tensors that torch and transformers register as buffers under these names."""
-
-
 def _candidates(weights: Sequence[Weight]) -> list[Weight]:
     """Weights that can be parameters: floating, the first of a tied pair, no well-known buffer."""
     seen: set[object] = set()
@@ -190,4 +188,5 @@ def _all_fit(shapes: Shapes, weight: tuple[int, ...]) -> bool:
 
 
 def _counted(counts: Sequence[int]) -> str:
-    return f"{len(counts)} group(s) of {', '.join(map(str, counts)) or 'no'} parameter(s)"
+    listed = ", ".join(map(str, counts)) or "no"
+    return f"{counted(len(counts), 'group')} of {listed} parameter{'' if listed == '1' else 's'}"

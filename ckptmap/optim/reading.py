@@ -14,6 +14,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap.errors import SourceError
+from ckptmap.leaves import Told
 from ckptmap.mapping.wrappers import ANYWHERE, HEAD
 from ckptmap.optim import order as orders
 from ckptmap.optim.classes import find_config, from_config
@@ -28,7 +29,7 @@ from ckptmap.optim.state import (
     expanded,
     plain_names,
 )
-from ckptmap.tensors import Leaf, Path, TensorInfo, Told
+from ckptmap.tensors import Leaf, Path, TensorInfo
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Model:
 
     weights  in stored order
     stored   key as stored -> plain FQN
-    ordered  is the stored order that of a dict? True for a pickled one
+    ordered  is the stored order that of the dict that was saved?
     """
 
     weights: Sequence[Weight]

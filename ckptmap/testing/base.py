@@ -12,13 +12,16 @@ from ckptmap import registry
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.checkpoint import open as open_checkpoint
 from ckptmap.disk.files import Files
+from ckptmap.like import Unflattener
 from ckptmap.members import merged
 from ckptmap.optim.state import KeyForm
 from ckptmap.places import look
 from ckptmap.protocols import Container, Directory, Layout, Scheme, Setup, Writer
 from ckptmap.tensors import Index, StoredTensor
 
-Adapter: TypeAlias = Container | Directory | KeyForm | Layout | Scheme | Setup | Writer
+Adapter: TypeAlias = (
+    Container | Directory | KeyForm | Layout | Scheme | Setup | Unflattener | Writer
+)
 
 _MARKS = (
     ("containers", "index"),
@@ -27,6 +30,7 @@ _MARKS = (
     ("schemes", "adopt"),
     ("writers", "one_file"),
     ("key_forms", "whole"),
+    ("unflatteners", "unflatten"),
 )
 """Registry group -> an attribute that only adapters of that group have."""
 
