@@ -17,6 +17,7 @@ HEAVY = {"torch", "torchao", "numpy", "safetensors", "xxhash", "transformers", "
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "codes",
+        "crc",
         "errors",
         "loaded_names",
         "manifest_form",

@@ -10,10 +10,10 @@ by N, with elements of 42 between.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ckptmap.crc import crc32
 from ckptmap.errors import PlanError
 from ckptmap.protocols import OutFile, OutTensor, Slot
 from ckptmap.tensors import ITEMSIZE, Box, Path, contiguous_strides
@@ -226,7 +226,7 @@ class _Seal:
         for each in self.storages:
             total = 0
             for piece in each.pieces:
-                crc = zlib.crc32(piece.content) if piece.box is None else next(given)
+                crc = crc32(piece.content) if piece.box is None else next(given)
                 total = join_crc(total, crc, piece.nbytes)
             sums.append(total)
         padding = [

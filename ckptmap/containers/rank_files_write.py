@@ -9,11 +9,11 @@ weights_only=True)` takes them after `import torch.distributed.tensor`.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptmap.crc import crc32
 from ckptmap.errors import PlanError
 from ckptmap.protocols import OutFile, OutState, OutTensor, Placement, Setup, Slot
 from ckptmap.tensors import Box, Path, TensorInfo, contiguous_strides
@@ -142,5 +142,5 @@ class _Seal:
         for number, crc in zip(self.order, crcs, strict=True):
             sums[number] = crc
         if self.rank_map:
-            sums[-1] = zlib.crc32(self.rank_map)
+            sums[-1] = crc32(self.rank_map)
         return self.layout.seal(sums, {})

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap import manifest, registry
 from ckptmap.checkpoint import open as open_checkpoint
+from ckptmap.crc import crc32
 from ckptmap.disk.publish import Workspace
 from ckptmap.errors import RunError
 from ckptmap.lazy import tensor_bytes
@@ -142,7 +142,7 @@ def _write_file(path: FilePath, file: OutFile, values: Mapping[Any, Any]) -> Wri
                 assert data.nbytes == slot.nbytes, slot
                 _write_all(fd, data, slot.offset)
                 digests.append(xxhash.xxh3_64_hexdigest(data))
-                crcs.append(zlib.crc32(data) if file.needs_crc else 0)
+                crcs.append(crc32(data) if file.needs_crc else 0)
             for offset, piece in file.pieces(crcs if file.needs_crc else (), None):
                 _write_all(fd, memoryview(piece), offset)
         finally:

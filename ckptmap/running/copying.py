@@ -6,12 +6,12 @@ stores one) is taken on the way, in row-major order.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, repeat
 
+from ckptmap.crc import crc32
 from ckptmap.disk.files import Files
 from ckptmap.disk.journal import Written
 from ckptmap.disk.sink import ALIGN, Buffer, OutputFile, Outputs, Stream, Sums
@@ -167,7 +167,7 @@ def copy_span(
         source = item.origins[index]
         assert source is not None, "it is copied"
         check_bools(source, item.slots[index], 0, places[index - first])
-    crcs = list(map(zlib.crc32, places)) if item.out.needs_crc else [0] * len(places)
+    crcs = list(map(crc32, places)) if item.out.needs_crc else [0] * len(places)
     gaps = _fill_gaps(item.out, first, slots, crcs, span)
     with context.outputs.file(file) as output:
         output.write_at(base, span, direct=item.out.between is not None or not gaps)

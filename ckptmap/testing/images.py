@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from ckptmap.crc import crc32
 from ckptmap.protocols import OutFile, OutState, Writer
 from ckptmap.tensors import Path
 from ckptmap.testing.base import expect
@@ -26,7 +26,7 @@ def image(
 ) -> bytes:
     """The file, made of its slots and what `seal` yields, on a background of one byte."""
     datas = [raw(cut(tensors[slot.path], slot.box)) for slot in out.slots]
-    crcs = [zlib.crc32(data) for data in datas] if out.needs_crc else []
+    crcs = [crc32(data) for data in datas] if out.needs_crc else []
     pieces = [(offset, bytes(piece)) for offset, piece in out.pieces(crcs, manifest)]
     end = max([out.nbytes, *(offset + len(piece) for offset, piece in pieces)])
     content = bytearray([background]) * end

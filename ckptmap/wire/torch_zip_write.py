@@ -8,11 +8,11 @@ for byte, so that readers that compute offsets instead of looking them up
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ckptmap.crc import crc32
 from ckptmap.wire.zip_directory import U16, U32
 
 _LOCAL_NBYTES = 30
@@ -141,15 +141,15 @@ class ZipLayout:
         contents[self._full(".data/serialization_id")] = self._serialization_id(crcs)
         members.add(map(self._full, extra), map(len, extra.values()), self.align)
         contents.update((self._full(name), data) for name, data in extra.items())
-        known = {name: zlib.crc32(data) for name, data in contents.items()}
+        known = {name: crc32(data) for name, data in contents.items()}
         sums = [known.get(name, 0) for name in members.names]
         sums[self._first : self._first + len(crcs)] = crcs
         return members, sums, contents
 
     def _serialization_id(self, crcs: Sequence[int]) -> bytes:
         """40 digits that change with names and contents, as torch's do; they protect nothing."""
-        names = zlib.crc32(b"\0".join(self._members.names))
-        values = zlib.crc32(struct.pack(f"<{len(crcs)}I", *crcs), zlib.crc32(_all(self._contents)))
+        names = crc32(b"\0".join(self._members.names))
+        values = crc32(struct.pack(f"<{len(crcs)}I", *crcs), crc32(_all(self._contents)))
         return f"{names:020d}{values:020d}".encode()
 
 

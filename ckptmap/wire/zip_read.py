@@ -5,12 +5,12 @@ data starts from the local headers, and only when asked for.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from operator import add, gt, sub
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptmap.crc import crc32
 from ckptmap.disk.files import Files, Fingerprint
 from ckptmap.errors import SourceError
 from ckptmap.wire.zip_directory import (
@@ -199,7 +199,7 @@ class Records:
             raise bad(self.file, f"{name}: {record.nbytes} bytes, expected at most {limit}")
         data = self._window.read(record.offset - self.base, record.nbytes)
         if check:
-            self._compare(record, zlib.crc32(data))
+            self._compare(record, crc32(data))
         return data
 
     def check(self, name: str) -> None:
@@ -207,7 +207,7 @@ class Records:
         record, crc = self[name], 0
         start, end = record.offset - self.base, record.offset - self.base + record.nbytes
         for at in range(start, end, BLOCK_NBYTES):
-            crc = zlib.crc32(self._window.read(at, min(BLOCK_NBYTES, end - at)), crc)
+            crc = crc32(self._window.read(at, min(BLOCK_NBYTES, end - at)), crc)
         self._compare(record, crc)
 
     def _compare(self, record: Record, crc: int) -> None:
