@@ -14,13 +14,14 @@ import errno
 import mmap
 import os
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptmap.crc import crc32
+from ckptmap.disk.ways import Ways
 from ckptmap.errors import DestinationError, RunError
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Sums:
         if self._digest is not None:
             self._digest.update(data)
         if self._wants_crc:
-            self.crc32 = zlib.crc32(data, self.crc32)
+            self.crc32 = crc32(data, self.crc32)
 
     @property
     def digest(self) -> str:
@@ -92,13 +93,19 @@ class Sums:
 class OutputFile:
     """One file being written at any offsets, by any threads; mode 0666 less the umask.
 
+    ways  which of the two is taken now; by default past the page cache, where it can be
+
     Raises DestinationError CKM303 or CKM304 where it cannot be created or its `nbytes` reserved,
     RunError CKM306 where a write fails. What the file already holds is kept.
     """
 
-    def __init__(self, path: Path, nbytes: int, direct: bool = True) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, nbytes: int, direct: bool = True, ways: Ways | None = None
+    ) -> None:
+        self.path, self._ways = path, ways or Ways()
         self._declined = False
+        # The kernel lets one thread at a time write to the page cache of a file; others spin.
+        self._turn = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._fd = os.open(path, flags, 0o666)
@@ -118,13 +125,13 @@ class OutputFile:
     @property
     def is_direct(self) -> bool:
         """Do large writes go past the page cache?"""
-        return self._direct is not None and not self._declined
+        return self._direct is not None and not self._declined and self._ways.past_cache
 
     def write_at(self, offset: int, data: memoryview, direct: bool = True) -> None:
         """Write all of `data` at `offset`; `direct` False where gaps of it are filled in later."""
         head = -offset % ALIGN
         middle = (data.nbytes - head) // ALIGN * ALIGN
-        direct = direct and self._direct is not None and middle >= DIRECT_MIN
+        direct = direct and self.is_direct and middle >= DIRECT_MIN
         if not direct or _address(data) % ALIGN != offset % ALIGN:
             self._write(offset, data)
             return
@@ -137,7 +144,8 @@ class OutputFile:
         done = 0
         while done < data.nbytes and self._direct is not None and not self._declined:
             try:
-                count = os.pwrite(self._direct, data[done:], offset + done)
+                with self._ways.disk.of(data.nbytes - done):
+                    count = os.pwrite(self._direct, data[done:], offset + done)
             except OSError as error:
                 if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                     self._declined = True
@@ -151,7 +159,8 @@ class OutputFile:
     def _write(self, offset: int, data: memoryview) -> None:
         while data.nbytes:
             try:
-                count = os.pwrite(self._fd, data, offset)
+                with self._turn, self._ways.cache.of(data.nbytes):
+                    count = os.pwrite(self._fd, data, offset)
             except OSError as error:
                 raise self._failed(error) from error
             data, offset = data[count:], offset + count
@@ -192,8 +201,14 @@ class OutputFile:
 class Outputs:
     """The files of one output directory: all reserved first, a bounded number open at once."""
 
-    def __init__(self, paths: Sequence[Path], nbytes: Sequence[int], direct: bool = True) -> None:
-        self._paths, self._nbytes, self._direct = paths, nbytes, direct
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        nbytes: Sequence[int],
+        direct: bool = True,
+        ways: Ways | None = None,
+    ) -> None:
+        self._paths, self._nbytes, self._direct, self._ways = paths, nbytes, direct, ways
         self._lock = threading.Lock()
         self._open: OrderedDict[int, tuple[OutputFile, list[int]]] = OrderedDict()
         for index, path in enumerate(paths):
@@ -205,7 +220,7 @@ class Outputs:
         """File `index`, open for as long as it is used, by any number of threads."""
         with self._lock:
             if index not in self._open:
-                made = OutputFile(self._paths[index], self._nbytes[index], self._direct)
+                made = OutputFile(self._paths[index], self._nbytes[index], self._direct, self._ways)
                 self._open[index] = (made, [0])
             file, users = self._open[index]
             users[0] += 1

@@ -28,6 +28,7 @@ from ckptmap.disk.files import Files, has_backings
 from ckptmap.disk.heartbeat import Stopped
 from ckptmap.disk.journal import Journal, Written
 from ckptmap.disk.sink import ALIGN, Buffer, Outputs, Sums
+from ckptmap.disk.ways import Fastest, Ways
 from ckptmap.errors import Interrupted, RunError, SourceError
 from ckptmap.geometry.grids import CoarseScales
 from ckptmap.planning.steps import Compare, Encode, FilePlan
@@ -81,13 +82,13 @@ def execute(
 
     max_memory  bytes of buffers of this rank; threads are reduced where they would not fit
     threads     0: one a core that is this rank's share, at most 4
-    direct      write large slots past the page cache, where the filesystem can and `sync` is wanted
+    direct      write large slots past the page cache, where the filesystem can
     manifest    gives the manifest's bytes, called once, on rank 0, when all slots are written
     ranks       each writes its share; every rank gets the whole result, rank 0 seals
     staging     where sources that are elsewhere are kept, one at a time; None: all, where they may
     digests     False: none are taken, bytes may move inside the kernel, and a run that was killed
                 begins anew, since nothing could tell whether what it wrote is whole
-    sync        False: nobody waits for the disk, so the page cache is the faster way
+    sync        False: nobody waits for the disk, which is then the way only where memory is slower
 
     Raises RunError (CKM306 write failed, 308 source changed, 309 overflow, 310 replica differs),
     SourceError CKM112 or CKM113, DestinationError CKM303, Interrupted CKM307. After any of them
@@ -97,7 +98,7 @@ def execute(
     threads = max(1, min(threads, max_memory // (2 << 20)))
     share = split(plan, encodes, compares, ranks.world_size)[ranks.rank]
     paths = [out_dir / item.out.name for item in plan]
-    outputs = _reserved(plan, paths, direct and sync, ranks)
+    outputs = _reserved(plan, paths, direct, Ways() if sync else Fastest(), ranks)
     run = _Run(plan, outputs, paths, journal, on_progress, ranks, digests)
     context = Context(plan, files, outputs, max_memory // threads, device, run.advance, digests)
     try:
@@ -326,12 +327,16 @@ def _compared(context: Context, step: Compare, buffer: Buffer) -> Sequence[Writt
 
 
 def _reserved(
-    plan: Sequence[FilePlan], paths: Sequence[Path], direct: bool, ranks: Ranks
+    plan: Sequence[FilePlan],
+    paths: Sequence[Path],
+    direct: bool,
+    ways: Ways,
+    ranks: Ranks,
 ) -> Outputs:
     """The files, made and reserved by rank 0 before any other opens them."""
     if ranks.rank:
         ranks.barrier()
-    outputs = Outputs(paths, [item.out.nbytes for item in plan], direct)
+    outputs = Outputs(paths, [item.out.nbytes for item in plan], direct, ways)
     if ranks.rank == 0:
         ranks.barrier()
     return outputs
