@@ -41,6 +41,7 @@ from ckptmap.running.sealing import seal
 from ckptmap.running.spans import SMALL, spans, streams
 from ckptmap.running.split import Share, split
 from ckptmap.running.supply import batches, read_by_compare, read_by_copies, read_by_encode
+from ckptmap.wire.gc_pause import paused_gc
 
 MAX_MEMORY = 64 << 20
 """Bytes of buffers in all, threads included."""
@@ -183,7 +184,8 @@ class _Run:
     def _bring_torch(self) -> None:
         try:
             if self.bring_torch is not None and not self.has_torch.is_set():
-                self.bring_torch()
+                with paused_gc():  # a tenth of the time
+                    self.bring_torch()
         except BaseException:
             self.stop.set()  # before the threads are let go: half of torch is there, and would crash
             raise
