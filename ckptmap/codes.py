@@ -576,7 +576,7 @@ CODES: Mapping[str, Code] = {
         "a tensor that cannot be rearranged in memory",
         "A distributed or quantized tensor of a live model can be renamed; its elements are "
         "rearranged only in a checkpoint.",
-        "Gather it with full_tensor() first, or convert the saved checkpoint with --names.",
+        "Convert the saved checkpoint with --names, or gather it first where its elements are plain.",
     ),
     "CKM611": Code(
         "optimizer state that cannot follow its weights",

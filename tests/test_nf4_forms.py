@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from ckptmap.checkpoint import open as open_checkpoint
 from ckptmap.disk.files import Files
 from ckptmap.encodings import nf4_codes
 from ckptmap.encodings.nf4 import NF4, NF4Scheme
@@ -140,6 +142,22 @@ def test_a_pickled_nf4tensor_is_adopted(tmp_path: Path, dtype: torch.dtype) -> N
     assert group is not None and group.encoding == NF4(64, 256)
     assert group.info == TensorInfo((512, 128), str(dtype).removeprefix("torch."))
     assert torch.equal(read(group), tensor.get_original_weight())
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_a_gathered_one_that_nobody_waited_for_is_said(tmp_path: Path, waited: bool) -> None:
+    """Its parts are what torch's collectives return: saved at once, they may not be there yet."""
+    tensor = MODULE.to_nf4(weights((512, 128), torch.bfloat16), 64, 256)
+    wanted = tensor.get_original_weight()
+    for name in ("quantized_scalers", "quantization_factor", "quantized_data"):
+        part = AsyncCollectiveTensor(getattr(tensor, name))
+        part.completed = waited
+        setattr(tensor, name, part)
+    torch.save({"w": tensor}, tmp_path / "gathered.pt")
+    ckpt = open_checkpoint(tmp_path / "gathered.pt")
+    said = [note for note in ckpt.notes if "before torch had waited" in note]
+    assert len(said) == (not waited) and all(note.startswith("3 parts of") for note in said)
+    assert torch.equal(ckpt["w"].read(), wanted)
 
 
 def at_old_path(monkeypatch: pytest.MonkeyPatch) -> None:

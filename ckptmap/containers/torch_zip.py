@@ -25,6 +25,7 @@ from ckptmap.wire.torch_zip_write import ZipLayout, layout_zip
 from ckptmap.wire.tree import flatten, nest
 from ckptmap.wire.zip_directory import bad
 from ckptmap.wire.zip_read import stem
+from ckptmap.wording import counted
 
 RECORDS = "ckptmap.records.json"
 MANIFEST = "ckptmap.manifest.json"
@@ -76,8 +77,18 @@ class TorchZip:
             found.check(MANIFEST)
             manifest = partial(found.read, MANIFEST, check=True)
         return Index(
-            self.name, leaves, (file,), _read_records(found), manifest=manifest, listed=as_saved
-        )
+            self.name, leaves, (file,), _read_records(found), manifest=manifest, listed=as_saved,
+            notes=_notes(found),
+        )  # fmt: skip
+
+
+def _notes(records: Records) -> tuple[str, ...]:
+    if not records.unwaited:
+        return ()
+    return (
+        f"{counted(records.unwaited, 'part')} of gathered tensors saved before torch had waited for "
+        "all bytes: the last may be torn; compare with another save, or save with ckptmap.save",
+    )
 
 
 def _part(records: Records, data: bytes, of_nbytes: int) -> Any:

@@ -119,7 +119,7 @@ def _cannot(made: Made, what: str) -> PlanError:
     return PlanError(
         "CKM610",
         f"{made.name} ({made.rule}): {what}: it cannot be rearranged here",
-        "gather it first with full_tensor(), or convert the saved checkpoint with --names",
+        "convert the saved checkpoint with --names, or gather it first where its elements are plain",
     )
 
 

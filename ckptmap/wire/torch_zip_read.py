@@ -369,7 +369,7 @@ _PLAIN_TENSORS = frozenset(
 )
 
 _ARRIVING = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-"""What `full_tensor` makes of the parts of a subclass: `elem`, which has arrived once it is saved."""
+"""What `full_tensor` makes of the parts of a subclass: `elem`, and whether anybody waited for it."""
 
 
 def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
@@ -382,7 +382,8 @@ def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
         return inner
     state = _merged(state)
     elem = state.get("elem") if isinstance(state, dict) else None
-    if (cls.module, cls.name) == _ARRIVING and isinstance(elem, StoredTensor):
+    if (cls.module, cls.name) == _ARRIVING and isinstance(elem, ReadTensor):
+        elem.records.unwaited += state.get("completed") is not True
         return elem
     if isinstance(inner, Opaque) and (inner.module, inner.name) == (cls.module, cls.name):
         return Inert.of(cls, inner.args, state, inner.info)

@@ -105,6 +105,8 @@ class Records:
         self.base = window.base
         self._window = window
         self._entries = entries
+        self.unwaited = 0
+        """Tensors that were saved while their bytes may still have been on their way."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
