@@ -121,8 +121,11 @@ def _is_mapping_file(value: Any) -> bool:
 def _is_merged(value: Any) -> bool:
     if value is None:
         return True
-    leave = value.get("leave", []) if _is_dict(value) else None
-    return isinstance(leave, list) and all(map(_is_text, leave))
+    if not _is_dict(value):
+        return False
+    leave, untied = value.get("leave", []), value.get("untied", {})
+    listed = isinstance(leave, list) and _is_dict(untied)
+    return listed and all(map(_is_text, (*leave, *untied.values())))
 
 
 MEMBERS: Mapping[str, Callable[[Any], bool]] = {

@@ -134,7 +134,9 @@ def plan_merge(
         )
     ckpt = base if isinstance(base, Checkpoint) else open(base)
     to = to or own_setup(ckpt)
-    whole = overlaid(ckpt, adapter, to, adapter_config, leave)
+    whole = overlaid(
+        ckpt, adapter, to, adapter_config, leave, config_from=options.get("config_from")
+    )
     made = plan(whole, to, optimizer="drop", **options)
     again = [step for step in _gridded(made) if step.tensor.quantized]
     if again and not force:

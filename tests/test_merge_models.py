@@ -9,11 +9,12 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckptmap
 from ckptmap.errors import LoadError, RunError, SourceError
 from ckptmap.merging import merge, plan_merge
+from ckptmap.verification import verify
 from tests.bnb_cases import refused
 from tests.merge_cases import LINEARS, llama
 from tests.test_hf_families import llava, t5
@@ -76,6 +77,30 @@ def tied_t5() -> Any:
     return t5()
 
 
+SMALL = {"vocab_size": 128, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64}
+
+
+def tied_gpt2() -> Any:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL))
+
+
+def tied_openai() -> Any:
+    return transformers.OpenAIGPTLMHeadModel(transformers.OpenAIGPTConfig(**SMALL))
+
+
+def tied_mamba() -> Any:
+    sizes = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 1, "state_size": 4}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+
+
+def tied_modernbert() -> Any:
+    config = transformers.ModernBertConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.ModernBertForMaskedLM(config)
+
+
 HEAD, EMBEDDING = {"modules_to_save": ["lm_head"]}, {"modules_to_save": ["embed_tokens"]}
 
 
@@ -87,6 +112,15 @@ HEAD, EMBEDDING = {"modules_to_save": ["lm_head"]}, {"modules_to_save": ["embed_
         (tied_llama, {"target_modules": ["q_proj"], **EMBEDDING}, "hf"),
         (tied_llama, {"target_modules": ["lm_head"], **EMBEDDING}, "hf"),
         (tied_llava, {"target_modules": ["q_proj", "lm_head"]}, "hf"),
+        (tied_gpt2, {"target_modules": ["c_attn"], "modules_to_save": ["wte"]}, "hf"),
+        (tied_gpt2, {"target_modules": ["c_attn"], **HEAD}, "hf"),
+        (tied_openai, {"target_modules": ["c_attn"], "modules_to_save": ["tokens_embed"]}, "hf"),
+        (tied_mamba, {"target_modules": ["in_proj"], "modules_to_save": ["embeddings"]}, "hf"),
+        (
+            tied_modernbert,
+            {"target_modules": ["Wqkv"], "modules_to_save": ["tok_embeddings"]},
+            "hf",
+        ),
     ],
 )
 def test_a_head_that_peft_unties_is_a_tensor_of_its_own(
@@ -108,6 +142,44 @@ def test_a_head_that_peft_unties_is_a_tensor_of_its_own(
     assert torch.allclose(theirs, found.float(), atol=tolerance, rtol=tolerance)
     head = loaded.get_output_embeddings().weight
     assert not torch.equal(head, loaded.get_input_embeddings().weight)
+
+
+def test_a_base_without_a_config_takes_that_which_is_given(tmp_path: Path) -> None:
+    """A DCP directory has none; without it nobody can tell, which is said."""
+    wrapped = trained(tied_llama(), tmp_path, target_modules=["q_proj"], **EMBEDDING).eval()
+    (tmp_path / "base").rename(tmp_path / "hf")
+    ckptmap.convert(tmp_path / "hf", tmp_path / "base", to="fsdp2", world_size=2)
+    (tmp_path / "base" / "config.json").unlink(missing_ok=True)
+    args = (tmp_path / "base", tmp_path / "adapter")
+    assert "which only a config.json can tell" in str(plan_merge(*args, "full"))
+    merge(*args, tmp_path / "out", "hf", config_from=str(tmp_path / "hf"))
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    given = {"input_ids": torch.arange(8)[None]}
+    with torch.no_grad():
+        assert torch.allclose(wrapped(**given).logits, loaded(**given).logits, atol=1e-4)
+    report = verify(tmp_path / "out", tmp_path / "base", adapter=tmp_path / "adapter")
+    assert report.ok, report
+
+
+def test_an_embedding_of_an_unknown_name_is_not_left_tied(tmp_path: Path) -> None:
+    """Which matrix is of words says the size of the vocabulary; what its head is called nobody."""
+    trained(tied_llama(), tmp_path, target_modules=["q_proj"], **EMBEDDING)
+    for folder, name in (("base", "model.safetensors"), ("adapter", "adapter_model.safetensors")):
+        file = tmp_path / folder / name
+        tensors = {k.replace("embed_tokens", "words"): v for k, v in load_file(file).items()}
+        save_file(tensors, file, {"format": "pt"})
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(config.read_text().replace("embed_tokens", "words"))
+    with refused(SourceError, "CKM322", "model.words.weight, which the base ties to its head"):
+        merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+
+
+def test_a_classifier_has_no_head_of_words(tmp_path: Path) -> None:
+    config = {**llama().config.to_dict(), "tie_word_embeddings": True, "pad_token_id": 0}
+    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**config))
+    trained(model, tmp_path, target_modules=["q_proj"], task_type="SEQ_CLS", **EMBEDDING)
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", "hf")
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
 def test_what_a_head_is_no_longer_tied_to_is_said(tmp_path: Path) -> None:

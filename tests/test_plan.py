@@ -374,3 +374,19 @@ def test_the_quick_way_through_a_plan_is_the_general_one(
     assert max(taken) > 1, "no tensors went the quick way together"
     assert quick.digest == general.digest
     assert list(quick.steps) == list(general.steps)
+
+
+def test_a_scheme_that_takes_nothing_is_said(tmp_path: Path) -> None:
+    """GPT-2's Conv1D is none of bitsandbytes' linear layers."""
+    tensors = {"h.0.attn.c_attn.weight": torch.randn(64, 192), "wte.weight": torch.randn(128, 64)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    said = "no weight becomes bnb-nf4 by default, all stay as they are"
+    made = ckptmap.plan(tmp_path / "model.safetensors", "full-bnb-nf4")
+    assert any(said in note for note in made.notes)
+    strict = ckptmap.plan(tmp_path / "model.safetensors", "full-bnb-nf4", strict=True)
+    assert [said in item.reason for item in strict.unresolved] == [True]
+    taken = {"layers.0.q_proj.weight": torch.randn(64, 64), **tensors}
+    save_file(taken, tmp_path / "taken.safetensors")
+    for strictly in (False, True):
+        made = ckptmap.plan(tmp_path / "taken.safetensors", "full-bnb-nf4", strict=strictly)
+        assert not any(said in note for note in made.notes) and not made.unresolved

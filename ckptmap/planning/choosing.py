@@ -9,7 +9,7 @@ from ckptmap.checkpoint import Checkpoint
 from ckptmap.errors import PlanError
 from ckptmap.geometry.grids import KeepsCodes, Repairs, ScalesExactly, TakesModules
 from ckptmap.lazy import LazyTensor
-from ckptmap.planning.plans import Options, Step, Unresolved
+from ckptmap.planning.plans import Options, Step, Steps, Unresolved
 from ckptmap.planning.recoding import grid_of
 from ckptmap.protocols import Encoding, Refusal, Scheme
 from ckptmap.tensors import TensorInfo
@@ -133,16 +133,38 @@ def _rounded(info: TensorInfo) -> TensorInfo:
     return TensorInfo(tuple(-(-extent // ROUND) * ROUND for extent in info.shape), info.dtype)
 
 
+def none_taken(steps: Steps, scheme: Scheme | None) -> dict[str, str]:
+    """The scheme that was asked for, where it takes nothing: Conv1D, or what is quantized already."""
+    probe = None if scheme is None else scheme.encoding(TensorInfo((ROUND, ROUND), "float32"))
+    if scheme is None or isinstance(probe, Refusal | None) or probe.name == "dense":  # a cast
+        return {}
+    ways = [way for way in steps.counted() if way.role == "model"]
+    if not ways or any(way.target.partition("(")[0] == scheme.name for way in ways):
+        return {}
+    found = ", ".join(sorted({way.target for way in ways}))
+    return {
+        scheme.name: f"no weight becomes {scheme.name} by default, all stay as they are ({found})"
+    }
+
+
 def refused_if_strict(
-    left: Mapping[str, str], loose: Mapping[str, str], options: Options
+    left: Mapping[str, str],
+    loose: Mapping[str, str],
+    empty: Mapping[str, str],
+    options: Options,
 ) -> list[Unresolved]:
-    """With `--strict`, weights that would stay as they are, and patterns that match nothing."""
+    """With `--strict`, weights that would stay as they are, patterns that match nothing, and a
+    scheme that takes nothing."""
     if not options.strict:
         return []
-    leave, correct = "leave it as it is with --no-encode '{}'", "correct it"
+    ways = (
+        "leave it as it is with --no-encode '{}'",
+        "correct it",
+        "name weights with --encode GLOB",
+    )
     return [
         Unresolved(key, why, f"{way.format(key)}, or convert without --strict")
-        for found, way in ((left, leave), (loose, correct))
+        for found, way in zip((left, loose, empty), ways, strict=True)
         for key, why in found.items()
     ]
 

@@ -23,7 +23,7 @@ from ckptmap.foreign import foreign_tensors
 from ckptmap.groups import DENSE, Groups
 from ckptmap.lazy import LazyTensor
 from ckptmap.lora import BIAS, A, B, Biased, Merged, Replaced, codes_part, dora, proven
-from ckptmap.planning.untying import Tied, is_head, noted, stem, tied_in
+from ckptmap.planning.untying import Tied, is_head, may_be_tied, noted, stem, tied_in
 from ckptmap.protocols import Group, Scheme
 from ckptmap.remote.locating import named_as_asked
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -57,7 +57,7 @@ class Overlaid(Checkpoint):
         self.merged = {
             "config": adapter.config.text, "modules": len(adapter.lows), "trained": trained,
             "files": {Path(file).name: os.stat(file).st_size for file in adapter.files},
-            "leave": list(leave),
+            "leave": list(leave), "untied": dict(untied),
         }  # fmt: skip
         self.notes = [
             *base.notes,
@@ -74,12 +74,15 @@ def overlaid(
     to: str | None = None,
     adapter_config: str | os.PathLike[str] | None = None,
     leave: Sequence[str] = (),
+    config_from: str | os.PathLike[str] | None = None,
+    untied: Mapping[str, str] | None = None,
 ) -> Overlaid:
     """The checkpoint at `base` with the adapter merged in, as it is to be written for `to`.
 
     Merged tensors have the base's dtype; where `to` casts them, they are fp32, so that they are
     rounded once. `leave`: patterns of modules and tensors of the adapter that are not merged.
-    Raises SourceError CKM320 to CKM322 where the two do not fit together.
+    Whether the base ties its head says its config.json, or that in `config_from`, or, of an earlier
+    merge, `untied`: the head that it had made, and its embedding. Raises SourceError CKM320 to CKM322 where the two do not fit together.
     """
     ckpt = base if isinstance(base, Checkpoint) else open(base)
     scheme = setups.parse(to).scheme if to is not None else None
@@ -87,10 +90,20 @@ def overlaid(
         if not isinstance(adapter, Adapter):
             adapter = open_adapter(adapter, adapter_config)
         adapter = adapter.without(leave)
-        tied = tied_in(ckpt)
+        if untied is None:
+            tied = tied_in(ckpt, config_from)
+        else:
+            tied = next((Tied(embedding, head) for head, embedding in untied.items()), None)
         merger = _Merger(ckpt, adapter, scheme, _renamed(adapter, ckpt, tied), tied)
         merged = Overlaid(ckpt, adapter, merger.groups(), leave, merger.untied)
     merged.notes += _left(merger.copies)
+    if untied is None:
+        merged.notes += [
+            f"{fqn}: is the adapter's; where the model ties its head to it, the head should stay as it"
+            " was, which only a config.json can tell: give it with --config-from"
+            for fqn in merger.embeddings
+            if may_be_tied(ckpt, fqn, config_from)
+        ]
     return merged
 
 
@@ -170,6 +183,8 @@ class _Merger:
         self.where = adapter.path
         self.foreign = foreign_tensors(ckpt.infos())
         self.copies: list[LazyTensor] = []
+        self.embeddings: list[str] = []
+        """Those that were trained as a whole, each on its own."""
 
     def groups(self) -> dict[str, Group]:
         if not self.adapter.lows and not self.adapter.trained:
@@ -200,6 +215,11 @@ class _Merger:
             "CKM321",
             f"{self.where}: {lazy.fqn}: the base has no {fqn}",
             (f"the nearest is {near[0]}; " if near else "")
+            + (
+                "if the base ties it to its embedding, --config-from with its config.json; else "
+                if is_head(fqn) and self.tied is None
+                else ""
+            )
             + f"give the base that it was trained on (keys: ckptmap inspect {self.ckpt.shown}), or"
             f" leave it out with --leave '{name if lazy.fqn.endswith(name) else low}'",
         )
@@ -319,9 +339,12 @@ class _Merger:
         """peft unties an embedding that it trains as a whole: the head stays as it was. Where the
         base stores none, it is written as a tensor of its own."""
         tied, text = self.tied, self.adapter.config.text
-        if tied is None or fqn != tied.embedding or text.get("ensure_weight_tying"):
+        if text.get("ensure_weight_tying") or self._has_head():
             return
-        if stem(fqn) not in (text.get("modules_to_save") or ()) or self._has_head():
+        if stem(fqn) not in (text.get("modules_to_save") or ()):
+            return
+        self.embeddings.append(fqn)
+        if tied is None or fqn != tied.embedding:
             return
         if not tied.head:
             raise SourceError(

@@ -32,6 +32,7 @@ from ckptmap.planning.choosing import (
     beside_ties,
     encoding_for,
     left_by_shape,
+    none_taken,
     refused_if_strict,
     unmatched,
     written_apart,
@@ -132,7 +133,9 @@ class _Planner:
         draft.notes += listed("tied, written under each name", apart)
         left = left_by_shape(self.ckpt, draft.steps, self.aim.scheme, self.options)
         draft.notes += listed("stays as it is", {**left, **self.beside_ties})
-        draft.unresolved += refused_if_strict(left, loose, self.options)
+        empty = {} if left else none_taken(draft.steps, self.aim.scheme)
+        draft.notes += [f"{why}: name weights with --encode GLOB" for why in empty.values()]
+        draft.unresolved += refused_if_strict(left, loose, empty, self.options)
         prove_apart(draft.out.paths)
         files, encodes = draft.placed(self.options.max_shard_nbytes)
         return Plan(

@@ -10,6 +10,7 @@ made of the base's embedding, which it was until then.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,23 @@ from typing import Any
 
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.disk.files import whole
+from ckptmap.lazy import LazyTensor
 
-EMBEDDINGS = frozenset({"embed_tokens", "wte", "word_embeddings", "embed_in", "shared"})
+EMBEDDINGS = frozenset(
+    {"embed_tokens", "wte", "word_embeddings", "embed_in", "shared", "tokens_embed"}
+    | {"tok_embeddings", "embeddings"}
+)
 HEADS = frozenset({"lm_head", "embed_out", "output", "proj_out", "decoder"})
 TIED = "tie_word_embeddings"
 _TOWER = "language_model."
-_HEAD_OF = {"embed_tokens": "lm_head", "wte": "lm_head", "embed_in": "embed_out"}
+_HEAD_OF = {
+    "embed_tokens": "lm_head", "wte": "lm_head", "embed_in": "embed_out", "tokens_embed": "lm_head",
+    "tok_embeddings": "decoder", "backbone.embeddings": "lm_head",
+}  # fmt: skip
+"""By the last name of the embedding's module, or by all of it. What is not here has no head that is
+known: what would untie it is refused."""
+_HEADLESS = ("Classification", "QuestionAnswering", "MultipleChoice")
+"""In the names of transformers' classes whose output layer is none of words."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +46,34 @@ class Tied:
     head: str
 
 
-def tied_in(ckpt: Checkpoint) -> Tied | None:
-    """None: the model has a head, or none at all, or no config.json says which."""
+def tied_in(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None = None) -> Tied | None:
+    """None: the model has a head, or none at all, or no config.json says which: that in
+    `config_from`, a file or its directory, or the one beside the checkpoint."""
+    config = _config(ckpt, config_from)
+    if config is None or not _has_head(config) or not _is_headless(ckpt):
+        return None
     stems = {fqn: stem(fqn) for fqn in ckpt if fqn.endswith(".weight")}
     embeddings = [fqn for fqn, name in stems.items() if name in EMBEDDINGS]
-    config = _config(ckpt)
-    if config is None or not _has_head(config) or not HEADS.isdisjoint(stems.values()):
-        return None
+    embeddings = embeddings or [fqn for fqn in stems if _is_of_words(ckpt[fqn], config)]
     if len(embeddings) != 1:
         return None
     return Tied(embeddings[0], _head(embeddings[0], config))
+
+
+def may_be_tied(
+    ckpt: Checkpoint, fqn: str, config_from: str | os.PathLike[str] | None = None
+) -> bool:
+    """An embedding of a base without a head and without a config.json that tells of one."""
+    return stem(fqn) in EMBEDDINGS and _is_headless(ckpt) and _config(ckpt, config_from) is None
+
+
+def _is_headless(ckpt: Checkpoint) -> bool:
+    return not any(map(is_head, ckpt))
+
+
+def _is_of_words(lazy: LazyTensor, config: Mapping[str, Any]) -> bool:
+    """A matrix of a row a word?"""
+    return len(lazy.shape) == 2 and lazy.shape[0] == _inner(config).get("vocab_size")
 
 
 def stem(fqn: str) -> str:
@@ -56,15 +86,21 @@ def is_head(fqn: str) -> bool:
 
 
 def _head(embedding: str, config: Mapping[str, Any]) -> str:
-    name = _HEAD_OF.get(stem(embedding))
+    name = _HEAD_OF.get(embedding.removesuffix(".weight")) or _HEAD_OF.get(stem(embedding))
     if name is None or config.get("is_encoder_decoder"):
         return ""
     return f"{_TOWER if embedding.startswith(_TOWER) else ''}{name}.weight"
 
 
-def _config(ckpt: Checkpoint) -> dict[str, Any] | None:
+def _config(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None) -> dict[str, Any] | None:
+    """That which was asked for, or lies beside the weights; None: there is none that can be read."""
     try:
-        config = json.loads(whole(Path(ckpt.index.files[0]).parent / "config.json").read_text())
+        if config_from is not None:
+            asked = Path(config_from)
+            place = asked / "config.json" if asked.is_dir() else asked
+        else:
+            place = whole(Path(ckpt.index.files[0]).parent / "config.json")
+        config = json.loads(place.read_text())
     except (OSError, ValueError, IndexError):
         return None
     return config if isinstance(config, dict) else None
@@ -74,10 +110,20 @@ def _has_head(config: Mapping[str, Any]) -> bool:
     """Does it give the model a head, tied to its embedding?"""
     said = config.get("architectures")
     names = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
+    tied = config.get(TIED, _inner(config).get(TIED, True))
+    return tied is not False and any(map(_names_head, names))
+
+
+def _names_head(name: str) -> bool:
+    """`GPT2LMHeadModel` has one, `GPT2Model` and `GPT2ForTokenClassification` have none."""
+    bare = name.endswith("Model") and not name.endswith(("LMHeadModel", "DoubleHeadsModel"))
+    return not bare and not any(word in name for word in _HEADLESS)
+
+
+def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """That of the model of words, where there are several."""
     inner = config.get("text_config")
-    inner = inner if isinstance(inner, dict) else config
-    tied = config.get(TIED, inner.get(TIED, True))
-    return tied is not False and any(not name.endswith("Model") for name in names)
+    return inner if isinstance(inner, dict) else config
 
 
 def noted(untied: Mapping[str, str]) -> list[str]:
