@@ -47,6 +47,13 @@ def patterns(name: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+def all_or(name: str, value: object) -> tuple[str, ...]:
+    """Patterns, or True for every name; False and None for none."""
+    if value is None or isinstance(value, bool):
+        return ("*",) if value else ()
+    return patterns(name, value)
+
+
 def place(name: str, value: object) -> None:
     if not isinstance(value, str | os.PathLike):
         raise _wrong(name, value, "a path")

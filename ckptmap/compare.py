@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ class Difference:
     relative: float
     """rms of the difference over rms of the first."""
     index: tuple[int, ...]
+    lost: int = 0
+    """Elements that are finite in the first, and NaN or infinite in the second."""
 
 
 def same_bytes(a: StoredTensor, b: StoredTensor, files_a: Files, files_b: Files) -> Box | None:
@@ -61,12 +63,11 @@ def difference(a: LazyTensor, b: LazyTensor) -> Difference | None:
     """
     import torch
 
-    count, worst, first = 0, 0.0, None
+    count, lost, worst, first = 0, 0, 0.0, None
     squares_diff = squares = 0.0
     for box in row_major_boxes(Box.whole(a.shape), BLOCK_NUMEL):
-        one, two = (_countable(lazy.read(box.offsets, box.sizes)) for lazy in (a, b))
-        if one.dtype != two.dtype:
-            one = one.to(two.dtype)
+        source, two = (_countable(lazy.read(box.offsets, box.sizes)) for lazy in (a, b))
+        one = source.to(two.dtype) if source.dtype != two.dtype else source
         unequal = _unequal(one, two)
         squares += _squares(one)
         if not bool(unequal.any()):
@@ -77,10 +78,12 @@ def difference(a: LazyTensor, b: LazyTensor) -> Difference | None:
             first = tuple(o + i for o, i in zip(box.offsets, at, strict=True))
         gap = one.double() - two.double() if not one.is_complex() else (one - two).abs().double()
         worst = max(worst, float(gap.nan_to_num(nan=float("inf")).abs().max()))
-        squares_diff += float((gap * gap).sum())
+        square = float((gap * gap).sum())
+        squares_diff += square
+        lost += 0 if math.isfinite(square) else _lost(source, two)
     if first is None:
         return None
-    return Difference(count, worst, _relative(squares_diff, squares), first)
+    return Difference(count, worst, _relative(squares_diff, squares), first, lost)
 
 
 def _relative(squares_diff: float, squares: float) -> float:
@@ -97,15 +100,24 @@ def _countable(values: torch.Tensor) -> torch.Tensor:
     return values.view(torch.uint8) if values.dtype == torch.float4_e2m1fn_x2 else values
 
 
-def sampled_error(a: LazyTensor, b: LazyTensor, numel: int) -> float:
-    """rms of b - a over rms of a, on up to 4 evenly spaced runs of rows, `numel` values in all."""
+def worst(errors: Mapping[str, float]) -> str:
+    """The name of the largest; NaN, which compares as nothing, is larger than any."""
+    return max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+
+
+def sampled_error(a: LazyTensor, b: LazyTensor, numel: int) -> tuple[float, int]:
+    """rms of b - a over rms of a, on up to 4 evenly spaced runs of rows, `numel` values in all; and
+    how many of these are finite in a, and NaN or infinite in b."""
     squares_diff = squares = 0.0
+    lost = 0
     boxes = list(_sample(a.shape, numel, runs=4))
     for box in boxes:
         one, two = a.read(box.offsets, box.sizes), b.read(box.offsets, box.sizes)
         squares += _squares(one)
-        squares_diff += _squares(one.double() - two.double())
-    return _relative(squares_diff, squares)
+        square = _squares(one.double() - two.double())
+        squares_diff += square
+        lost += 0 if math.isfinite(square) else _lost(one, two)
+    return _relative(squares_diff, squares), lost
 
 
 def _sample(shape: tuple[int, ...], numel: int, runs: int) -> Iterator[Box]:
@@ -129,9 +141,18 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.view(ints) != b.view(ints)
 
 
+def _lost(one: torch.Tensor, two: torch.Tensor) -> int:
+    before, after = _wide(one).isfinite(), _wide(two).isfinite()
+    return int((before & ~after).sum())
+
+
 def _squares(values: torch.Tensor) -> float:
-    wide = values.abs().double() if values.is_complex() else values.double()
+    wide = _wide(values)
     return float((wide * wide).sum())
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    return values.abs().double() if values.is_complex() else values.double()
 
 
 def holds(lazy: LazyTensor, write: Write) -> bool:

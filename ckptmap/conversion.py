@@ -22,9 +22,15 @@ from ckptmap import manifest as manifests
 from ckptmap.at_rest import require_at_rest
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.collapse import listed
-from ckptmap.compare import sampled_error
+from ckptmap.compare import sampled_error, worst
 from ckptmap.disk.journal import Journal
-from ckptmap.disk.publish import Workspace, check_overlap, named_place, sync_tree
+from ckptmap.disk.publish import (
+    Workspace,
+    check_overlap,
+    clear_published,
+    named_place,
+    sync_tree,
+)
 from ckptmap.errors import CkptmapError, DestinationError, RunError
 from ckptmap.geometry.grids import CoarseScales
 from ckptmap.planning.planner import plan as make_plan
@@ -81,10 +87,10 @@ class Report:
         if self.continued_nbytes:
             lines.append(f"continued: {human(self.continued_nbytes)} of an earlier run were kept")
         if self.errors:
-            worst = max(self.errors, key=lambda fqn: self.errors[fqn])
+            fqn = worst(self.errors)
             lines.append(
-                f"lossy: {counted(len(self.errors), 'tensor')}, worst {worst}:"
-                f" {self.errors[worst]:.3e} relative rms on a sample"
+                f"lossy: {counted(len(self.errors), 'tensor')}, worst {fqn}:"
+                f" {self.errors[fqn]:.3e} relative rms on a sample"
             )
         lines += listed("dropped", self.dropped)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -190,9 +196,10 @@ def _run(
     if plan.encodes:
         arguments.device(device, f"--device {device}")
     if ranks.of_lead(b"complete" if ranks.rank == 0 and _is_complete(plan, target, sync) else b""):
-        return _report(
-            plan, target, started, plan.nbytes_out, [*plan.notes, "was complete already"]
-        )
+        notes = [*plan.notes, "was complete already"]
+        if ranks.rank == 0:
+            notes += clear_published(target, plan.digest, sync)
+        return _report(plan, target, started, plan.nbytes_out, notes)
     if overwrite and ranks.rank == 0:
         refuse_stranger(target, {*(file.out.name for file in plan.files), *plan.carried})
     on_progress = _printer(plan.nbytes_out) if progress is True else progress or None
@@ -314,11 +321,15 @@ def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) ->
 
 def _prove(plan: Plan, written: Path, document: Mapping[str, Any]) -> dict[str, float]:
     """Open what was written with our own readers: every tensor where the plan put it. Gives the
-    measured error of what was quantized."""
+    measured error of what was quantized. Raises RunError CKM401, and CKM309 where that made finite
+    values NaN or infinite."""
+    errors: dict[str, float] = {}
+    lost = ""
     try:
         with open(written) as ckpt:
             problems = check_structure(ckpt, document)
-            errors = {} if problems else _measure(plan, ckpt)
+            if not problems:
+                errors, lost = _measure(plan, ckpt)
     except CkptmapError as error:
         problems = [str(error)]
     if problems:
@@ -327,22 +338,35 @@ def _prove(plan: Plan, written: Path, document: Mapping[str, Any]) -> dict[str, 
             f"the output is not as planned: {problems[0]} ({counted(len(problems), 'problem')})",
             "nothing was published; this is a defect of ckptmap, please report it",
         )
+    if lost:
+        raise RunError(
+            "CKM309",
+            lost,
+            "nothing was published; leave it as it is with --no-encode, or choose another encoding",
+        )
     return errors
 
 
-def _measure(plan: Plan, ckpt: Checkpoint) -> dict[str, float]:
-    """Relative rms error of each quantized tensor, on a sample of rows spread over it.
+def _measure(plan: Plan, ckpt: Checkpoint) -> tuple[dict[str, float], str]:
+    """Relative rms error of each quantized tensor, on a sample of rows spread over it; and which one
+    decodes finite values to something else, "" where none does.
 
     `verify --against` measures every value; this costs a few milliseconds a tensor.
     """
-    errors = {}
+    errors, losses = {}, []
     for step in plan.encodes:
         if step.fidelity not in ("codes", "quantize", "requantize"):
             continue
         mine = ckpt[step.tensor.fqn]
-        found = sampled_error(step.tensor, mine, SAMPLE_NUMEL)
+        found, lost = sampled_error(step.tensor, mine, SAMPLE_NUMEL)
         errors[step.tensor.fqn] = found
-    return errors
+        if lost:
+            losses.append(
+                f"{step.tensor.fqn}: {mine.encoding} would decode {counted(lost, 'finite value')} of a"
+                " sample to NaN or infinity"
+            )
+    more = f" (and {len(losses) - 1} more tensors)" if len(losses) > 1 else ""
+    return errors, f"{losses[0]}{more}" if losses else ""
 
 
 def _printer(total: int) -> Callable[[int, str], None]:

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmap import manifest as manifests
-from ckptmap.beside import optimizer_pairs
+from ckptmap.beside import beside_pair, named_beside, optimizer_pairs
 from ckptmap.checkpoint import Checkpoint, open
-from ckptmap.compare import difference, holds, same_bytes, same_parts
+from ckptmap.compare import difference, holds, same_bytes, same_parts, worst
 from ckptmap.disk.calm import one_torch_thread
 from ckptmap.disk.files import Files, whole
 from ckptmap.errors import AnswerNo, CkptmapError, SourceError
 from ckptmap.geometry.gather import row_major_boxes
 from ckptmap.lazy import LazyTensor
-from ckptmap.leaves import differing, join, role_and_fqn
+from ckptmap.leaves import differing, role_and_fqn
 from ckptmap.planning.base import restore
 from ckptmap.planning.overlay import overlaid
 from ckptmap.planning.recoding import grid_of, kept_at, recoded
@@ -67,10 +67,10 @@ class VerifyReport:
         head = f"{self.path}: {held}; {', '.join(self.checks)}"
         lines = [f"{'ok' if self.ok else 'NOT ok'}: {head}"]
         if self.errors:
-            worst = max(self.errors, key=lambda fqn: self.errors[fqn])
+            fqn = worst(self.errors)
             lines.append(
-                f"  lossy: {counted(len(self.errors), 'tensor')}, worst {worst}:"
-                f" {self.errors[worst]:.3e} relative rms"
+                f"  lossy: {counted(len(self.errors), 'tensor')}, worst {fqn}:"
+                f" {self.errors[fqn]:.3e} relative rms"
             )
         lines += [f"  {problem}" for problem in self.problems[:SHOWN]]
         if len(self.problems) > SHOWN:
@@ -111,8 +111,11 @@ def verify(
             if base is not None:
                 restore(source, base)
             if adapter is not None:
-                left = document.get("merged", {}).get("leave", ())
-                source = overlaid(source, adapter, document["setup"], leave=left)
+                merged = document.get("merged", {})
+                source = overlaid(
+                    source, adapter, document["setup"], leave=merged.get("leave", ()),
+                    untied=merged.get("untied"),
+                )  # fmt: skip
             source = _named_as(ckpt, source, document)
             with one_torch_thread(source.merged is not None):  # as it was merged, to the bit
                 values, errors = _against(ckpt, source, document)
@@ -193,10 +196,12 @@ def _against(
     errors: dict[str, float] = {}
     if document.get("merged") is not None and source.merged is None:
         return ["an adapter was merged into it: give that, too, with --adapter"], {}
+    beside = named_beside(source, ckpt)
     weights = [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
     for name, entry in document["logical"].items():
         role, fqn = role_and_fqn(name)
-        mine, theirs = ckpt.find(role, fqn), source.find(role, fqn)
+        name_here = beside.get(fqn, fqn) if role == "other" else fqn
+        mine, theirs = ckpt.find(role, name_here), source.find(role, fqn)
         if mine is None or theirs is None:
             problems.append(f"{name}: is not in {ckpt.path if mine is None else source.path}")
         elif mine.info.shape != theirs.info.shape:
@@ -215,10 +220,10 @@ def _against(
 
 def _plain_problems(ckpt: Checkpoint, source: Checkpoint, dropped: Container[str]) -> Iterator[str]:
     """What is no tensor: what lies beside the weights, and the settings of the optimizer."""
-    kept = {path: value for path, value in source.plain.items() if join(path) not in dropped}
-    yield from differing(ckpt.plain, kept)
-    for theirs, mine in optimizer_pairs(source, ckpt) if ckpt.optimizer_groups else ():
-        yield from differing(mine, theirs)
+    theirs, mine, depth = beside_pair(source, ckpt, dropped)
+    yield from differing(mine, theirs, depth)
+    for theirs, mine, depth in optimizer_pairs(source, ckpt) if ckpt.optimizer_groups else ():
+        yield from differing(mine, theirs, depth)
 
 
 def _named_as(ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any]) -> Checkpoint:
@@ -266,14 +271,13 @@ def _cast(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str
 
 
 def _quantized(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
-    """Encode the source once more: every part must come out bit for bit. Its error is not judged."""
+    """Encode the source once more: every part must come out bit for bit. How large its error is is not judged."""
     encoder = mine.encoding_.encoder(source.info, "cpu")
     feeds = (encoder.feed(*values) for values in _steps(source, encoder.step))
     for write in chain.from_iterable(chain(feeds, _after(encoder.finish))):
         if not holds(mine, write):
             return f"{write.part} differ from an encoding of the source"
-    _measure(source, mine, errors)
-    return None
+    return _measure(source, mine, errors)
 
 
 def _after(finish: Callable[[], Iterable[Write]]) -> Iterator[Iterable[Write]]:
@@ -289,12 +293,16 @@ def _recoded(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> 
     for write in recoded(source, mine.encoding_, grid, FEED_NUMEL):
         if not holds(mine, write):
             return f"{write.part} differ from the source's codes and scales"
-    _measure(source, mine, errors)
-    return None
+    return _measure(source, mine, errors)
 
 
-def _measure(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> None:
-    errors[source.fqn] = found.relative if (found := difference(source, mine)) else 0.0
+def _measure(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
+    """Its size is not judged, but what was finite must be so still."""
+    found = difference(source, mine)
+    errors[source.fqn] = found.relative if found else 0.0
+    if found is None or not found.lost:
+        return None
+    return f"decodes {counted(found.lost, 'finite value')} of the source to NaN or infinity"
 
 
 CHECKS: Mapping[str, Callable[[LazyTensor, LazyTensor, dict[str, float]], str | None]] = {

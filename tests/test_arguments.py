@@ -135,8 +135,8 @@ FILES: dict[str, tuple[Call, str]] = {
     "dst": (lambda p, m, o: ckptmap.convert(p, None, "hf"), "dst=None, expected a path"),
     "to": (lambda p, m, o: ckptmap.convert(p, p / "x", None), "--to None is no setup"),
     "scales": (
-        lambda p, m, o: ckptmap.plan(p, "hf-nf4", exact_scales=True),
-        "exact_scales=True, expected a pattern of names, or a list of them",
+        lambda p, m, o: ckptmap.plan(p, "hf-nf4", exact_scales=7),
+        "exact_scales=7, expected a pattern of names, or a list of them",
     ),
     "world size": (
         lambda p, m, o: ckptmap.plan(p, "fsdp2", world_size="2"),
@@ -214,6 +214,15 @@ def test_one_pattern_is_not_its_letters(saved: Path) -> None:
         assert {step.fqn for step in one.steps} == {"1.weight", "1.bias"}
         listed = ckptmap.plan(ckpt, "hf", include=["1.*"], wrap=["ddp", "compile"])
         assert one.digest == listed.digest
+
+
+def test_all_scales_are_kept_exactly_by_a_flag(saved: Path) -> None:
+    """As on the command line."""
+    with ckptmap.open(saved) as ckpt:
+        plans = [ckptmap.plan(ckpt, "hf-nf4", exact_scales=given) for given in (True, "*")]
+        assert plans[0].options == plans[1].options and plans[0].digest == plans[1].digest
+        for none in (False, None):
+            assert ckptmap.plan(ckpt, "hf-nf4", exact_scales=none).options.exact_scales == ()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="cuda is here")

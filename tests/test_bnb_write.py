@@ -89,6 +89,29 @@ def test_non_finite_values_are_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("to", ["full-bnb-nf4-dq", "full-bnb-fp4-dq"])
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [("fp32", 1e36), ("fp16", 65504.0)], ids=["mean", "scales"]
+)
+def test_scales_that_overflow_once_they_are_in_8_bits_are_refused_by_name(
+    to: str, dtype: str, largest: float, tmp_path: Path
+) -> None:
+    """The sum of 4096 absmax that their mean is made of; or absmax that 8 bits round upwards."""
+    maker = torch.Generator().manual_seed(2)
+    w = torch.rand(512, 512, generator=maker)
+    blocks = w.view(-1, 64)
+    blocks /= blocks.amax(1, keepdim=True)
+    blocks *= torch.rand(len(blocks), 1, generator=maker) * 0.3 + 0.7
+    blocks[::7] /= blocks[::7].amax(1, keepdim=True)
+    save_file({"layers.0.fc.weight": (w * largest).to(DTYPES[dtype])}, tmp_path / "m.safetensors")
+    with refused(RunError, "CKM309", match="layers.0.fc.weight: [0-9]* block scales overflow"):
+        ckptmap.convert(tmp_path / "m.safetensors", tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
+    ckptmap.convert(tmp_path / "m.safetensors", tmp_path / "out", to, exact_scales=("*",))
+    with ckptmap.open(tmp_path / "out") as ckpt:
+        assert bool(ckpt["layers.0.fc.weight"][:].isfinite().all())
+
+
 @pytest.mark.parametrize(
     "encoding",
     [FourBit("nf4"), FourBit("fp4", 128), FourBit("nf4", nested=Nested()), NF4(64, 1, True)],

@@ -17,8 +17,10 @@ from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig, PerRow, quant
 
 import ckptmap
 from ckptmap.blocks import values as decoding
+from ckptmap.blocks.encoder import ScaledEncoder
 from ckptmap.blocks.scaled import Scaled
 from ckptmap.encodings.bnb_int8 import BnbInt8
+from ckptmap.encodings.compressed import PlainFp8
 from ckptmap.encodings.compressed_packed import Packed
 from ckptmap.encodings.float8 import Float8
 from ckptmap.encodings.fp8 import Fp8
@@ -192,6 +194,53 @@ def test_what_is_not_finite_is_refused_by_name(bad: float, tmp_path: Path) -> No
     with pytest.raises(RunError, match=r"a\.weight: expected finite values"):
         ckptmap.convert(tmp_path / "in.pt", tmp_path / "out", to="full-int8")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("split", [0, 2])
+@pytest.mark.parametrize(
+    "encoding",
+    [Int8((1, 64)), Int8((1, 32)), Float8((1, 64)), Packed((1, 64), "float16"),
+     PlainFp8((1, 64), "float16")],
+    ids=str,
+)  # fmt: skip
+def test_what_would_decode_to_infinity_is_refused(encoding: Scaled, split: int) -> None:
+    """torchao's own scales are rounded up there, and it makes infinities of finite values."""
+    w = weights((64, 64), torch.float16)
+    w[9, 40] = -65280 if encoding.codes_dtype == "int8" else -65504
+    place = "row 9" if encoding.block == (1, 64) else "block 19"
+    with pytest.raises(RunError, match=f"1 block scales overflow float16.* {place};") as caught:
+        encoded(encoding, w, split)
+    assert caught.value.code == "CKM309"
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("encoding", [Int8((1, 64)), Float8((1, 64))], ids=lambda e: e.name)
+def test_no_other_is_refused(encoding: Scaled, sign: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the largest values of float16, a row each: those that do come out as infinity."""
+    top = torch.arange(0x7BFF - 511, 0x7C00).to(torch.int16).view(torch.float16)
+    w = weights((512, 64), torch.float16)
+    w[:, 3] = top * sign
+    refused = []
+    for row in range(len(w)):
+        try:
+            encoded(encoding, w[row : row + 1])
+        except RunError:
+            refused.append(row)
+    monkeypatch.setattr(ScaledEncoder, "finish", lambda self: ())
+    values = decoded(encoding, info_of(w), encoded(encoding, w))
+    assert refused == values.isfinite().all(1).logical_not_().nonzero().flatten().tolist()
+    assert bool(refused) == (sign < 0 or encoding.name == "float8")
+
+
+def test_codes_that_another_product_makes_infinite_are_refused(tmp_path: Path) -> None:
+    """bitsandbytes multiplies a code by 127 scales before it divides."""
+    w = weights((64, 64), torch.bfloat16)
+    w[9] *= 1e38
+    torch.save({"a.weight": w}, tmp_path / "in.pt")
+    ckptmap.convert(tmp_path / "in.pt", tmp_path / "int8.pt", to="full-int8")
+    with pytest.raises(RunError, match=r"a\.weight: its scales overflow float32") as caught:
+        ckptmap.convert(tmp_path / "int8.pt", tmp_path / "out.pt", to="full-bnb-int8")
+    assert caught.value.code == "CKM309"
 
 
 ENCODINGS = (Int8((1, 96)), BnbInt8(), Float8((1, 96)), Fp8((32, 32)), Packed((1, 96)))

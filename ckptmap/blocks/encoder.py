@@ -56,11 +56,13 @@ class ScaledEncoder:
         tall = block[0] if len(block) == 2 else info.numel
         self.step = self._rows or tall * self._width
         self._bad: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._lost: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
         """values [m] T, m and `offset` multiples of the step (the last m of tiles may not be)."""
         found = self._quantized(values)
-        self._note(offset, values, found)
+        self._note(self._bad, offset, self._not_taken(values, found))
+        self._note(self._lost, offset, self._overflows(found))
         first = self._scale_at(offset)
         return (
             Write(self._codes, flat(offset, values.numel()), found.codes.view(-1)),
@@ -80,30 +82,57 @@ class ScaledEncoder:
         per_band = -(-self._width // self._block[1])
         return offset // self.step * per_band
 
-    def _note(self, offset: int, values: torch.Tensor, found: Quantized) -> None:
-        """What is not finite, or lost to the dtype that the rule casts to, is told by `finish`."""
+    def _not_taken(self, values: torch.Tensor, found: Quantized) -> torch.Tensor:
+        """Which blocks are not finite, or lost to the dtype that the rule casts to."""
         bad = found.absmax.isfinite().logical_not_()
         zero = found.absmax == 0
-        if self._rule.takes == "float16" and not (zero.is_cpu and not bool(zero.any())):
+        if self._rule.takes == "float16" and not _is_none(zero):
             bad |= zero & (absmax_of(values.view(-1, self._rows), (1,)) != 0)
-        if bad.is_cpu and not bool(bad.any()):  # asking is free there
-            return
-        self._bad.append(
-            (self._scale_at(offset), bad.flatten().sum(), bad.flatten().int().argmax())
-        )
+        return bad
+
+    def _overflows(self, found: Quantized) -> torch.Tensor:
+        """Which blocks decode to infinity: a scale is rounded, and may be so upwards. A float8 block
+        has its outermost code; of integers only -128 goes beyond the largest value, and a row that
+        is near the limit may have none."""
+        import torch
+
+        most = found.scales.to(torch.float32) * self._rule.reach
+        lost = most.to(getattr(torch, self._info.dtype)).isinf()
+        if self._rule.codes_dtype != "int8" or not self._rows or _is_none(lost):
+            return lost
+        return lost.logical_and_(found.codes.amin(1) == -128)
+
+    def _note(
+        self, found: list[tuple[int, torch.Tensor, torch.Tensor]], offset: int, bad: torch.Tensor
+    ) -> None:
+        """For `finish` to tell: nothing here waits for the device."""
+        if not _is_none(bad):
+            found.append(
+                (self._scale_at(offset), bad.flatten().sum(), bad.flatten().int().argmax())
+            )
 
     def finish(self) -> Iterable[Write]:
-        """The constant parts. Raises RunError CKM309 where an input was not finite, or does not
-        fit the dtype that the library casts to first."""
-        found = [(at, int(count), int(first)) for at, count, first in self._bad if int(count)]
-        if found:
-            at, _, first = min(found)
-            count = sum(count for _, count, _ in found)
-            raise self._refused(count, at + first)
+        """The constant parts. Raises RunError CKM309 where an input was not finite, does not fit
+        the dtype that the library casts to first, or would decode to infinity."""
+        for noted, refused in ((self._bad, self._refused), (self._lost, self._overflowed)):
+            found = [(at, int(count), int(first)) for at, count, first in noted if int(count)]
+            if found:
+                at, _, first = min(found)
+                raise refused(sum(count for _, count, _ in found), self._place(at + first))
         return constant_writes(self._constants, self._device)
 
-    def _refused(self, count: int, first: int) -> RunError:
-        place = f"row {first}" if self._rows == self._width else f"block {first}"
+    def _place(self, at: int) -> str:
+        return f"row {at}" if self._rows == self._width else f"block {at}"
+
+    def _overflowed(self, count: int, place: str) -> RunError:
+        return RunError(
+            "CKM309",
+            f"{count} block scales overflow {self._info.dtype}: values so near its largest would"
+            f" decode to infinity, first in {place}",
+            "convert to a wider dtype first (--to hf-fp32), or leave it out with --no-encode",
+        )
+
+    def _refused(self, count: int, place: str) -> RunError:
         if self._rule.takes == "float16":
             return RunError(
                 "CKM309",
@@ -116,6 +145,11 @@ class ScaledEncoder:
             f"expected finite values, found NaN or infinity in {count} blocks, first in {place}",
             "leave this tensor unquantized with --no-encode, or repair it",
         )
+
+
+def _is_none(bad: torch.Tensor) -> bool:
+    """Is it known that nothing is? Asking is free on the CPU alone."""
+    return bad.is_cpu and not bool(bad.any())
 
 
 class ScaledRecoder:

@@ -24,6 +24,8 @@ class Rule(Protocol):
     codes_dtype: ClassVar[str]
     takes: ClassVar[str]
     """The dtype that values are cast to first; empty: their own."""
+    reach: ClassVar[float]
+    """The largest multiple of its stored scale that a code stands for, of either sign."""
 
     def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """absmax [...] T -> (scale as it is stored, fp32 operand of `apply`), both [...]."""
@@ -40,6 +42,7 @@ class TorchaoInt8:
 
     codes_dtype: ClassVar[str] = "int8"
     takes: ClassVar[str] = ""
+    reach: ClassVar[float] = 128.0
     scale_dtype: str = "float32"
 
     def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,6 +63,7 @@ class BitsandbytesInt8:
 
     codes_dtype: ClassVar[str] = "int8"
     takes: ClassVar[str] = "float16"
+    reach: ClassVar[float] = 1.0
 
     def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
@@ -79,6 +83,7 @@ class TorchaoFloat8:
 
     codes_dtype: ClassVar[str] = "float8_e4m3fn"
     takes: ClassVar[str] = ""
+    reach: ClassVar[float] = 448.0
     scale_dtype: str = "float32"
 
     def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,6 +105,7 @@ class FinegrainedFloat8:
 
     codes_dtype: ClassVar[str] = "float8_e4m3fn"
     takes: ClassVar[str] = "float32"
+    reach: ClassVar[float] = 448.0
 
     def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         import torch

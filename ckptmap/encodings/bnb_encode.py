@@ -50,6 +50,23 @@ def _check_finite(absmax: torch.Tensor, first: int, block: int) -> None:
         )
 
 
+def _check_held(absmax: torch.Tensor, decoded: torch.Tensor, dtype: str) -> None:
+    """Raises RunError CKM309 where a scale that `dtype` holds is none any more in 8 bits: its block
+    has a code of 1 or -1, which decodes to the scale itself."""
+    import torch
+
+    wanted: torch.dtype = getattr(torch, dtype)
+    bad = decoded.to(wanted).isfinite().logical_not_().logical_and_(absmax.to(wanted).isfinite())
+    count = int(bad.sum())
+    if count:
+        raise RunError(
+            "CKM309",
+            f"{count} block scales overflow {dtype} in 8 bits, the largest absolute value is"
+            f" {float(absmax.amax()):.6g}",
+            "keep its scales exactly with --exact-scales, or leave it unquantized with --no-encode",
+        )
+
+
 def _scale_writes(
     form: Form,
     info: TensorInfo,
@@ -70,6 +87,7 @@ def _scale_writes(
         found = bnb_nested.dequantize(
             codes, scale, values, offset, bnb_nested.BLOCK, 0, torch.float32
         )
+        _check_held(absmax, found, info.dtype)
         CoarseScales.check(needed, found)
         yield Write("absmax", _flat(0, codes.numel()), codes)
         yield Write("nested_absmax", _flat(0, scale.numel()), scale)
@@ -117,8 +135,8 @@ class FourBitEncoder:
         return (Write("", _flat(offset // 2, packed.numel()), packed),)
 
     def finish(self) -> Iterable[Write]:
-        """Raises RunError CKM309 where an input was not finite, CKM311 where double quantization
-        would change the sign of a block."""
+        """Raises RunError CKM309 where an input was not finite or double quantization makes it so,
+        CKM311 where that would change the sign of a block."""
         assert self._missing == 0, f"{self._missing} elements of {self._info} were not fed"
         absmax = self._absmax.cpu()
         _check_finite(absmax, 0, self.step)

@@ -106,7 +106,11 @@ class BnbInt8(Scaled):
         return super().scales(info, parts) / 127.0
 
     def unscaled(self, scales: torch.Tensor) -> torch.Tensor:
-        return scales * 127.0
+        """Infinity, which is refused, where a code times the scale is, before it is divided by 127."""
+        import torch
+
+        stored = scales * 127.0
+        return stored.masked_fill((stored * 128.0).isinf(), torch.inf)
 
 
 class BnbInt8Scheme:

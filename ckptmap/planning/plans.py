@@ -73,7 +73,7 @@ class Options:
     """Is it refused that a weight which is encoded by its name stays as it is, for its shape?"""
     exact_scales: tuple[str, ...] = ()
     """Patterns of weights whose quantization scales are stored without loss, where the encoding
-    has a form for that."""
+    has a form for that. True is every weight, as the flag is on the command line."""
     base: str | None = None
     """The checkpoint that has the scales of payloads which the source holds alone."""
     max_shard_nbytes: int = MAX_SHARD_NBYTES
@@ -82,6 +82,9 @@ class Options:
     def __post_init__(self) -> None:
         """Raises ArgumentError CKM516. A text where several patterns may stand is one of them, and
         not its letters, of which `*` would be one."""
+        object.__setattr__(
+            self, "exact_scales", arguments.all_or("exact_scales", self.exact_scales)
+        )
         for name in PATTERNS:
             object.__setattr__(self, name, arguments.patterns(name, getattr(self, name)))
         if self.wrap is not None:  # as --wrap is written: "ddp,compile"
