@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from ckptmap.beside import unequal_values
+from ckptmap.beside import matched, unequal_values
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.collapse import Look, fold
 from ckptmap.compare import difference, same_parts
 from ckptmap.lazy import LazyTensor
+from ckptmap.leaves import join
+from ckptmap.tensors import Path
 from ckptmap.wording import counted
 
 SHOWN = 20
@@ -83,10 +85,11 @@ def diff(
     values: bool = False,
 ) -> DiffReport:
     """Weights and optimizer state by FQN; with `values` their decoded values too, bit for bit,
-    streamed in bounded memory. What is neither, tensors too, is compared where both hold it."""
+    streamed in bounded memory. What is neither, tensors too, is compared where both hold it; what
+    one has more inside of such an entry, and is no tensor, is a difference."""
     one, two = (x if isinstance(x, Checkpoint) else open(x) for x in (a, b))
     mine, theirs = _tensors(one), _tensors(two)
-    beside, others = _beside(one), _beside(two)
+    beside, others = map(_beside, (one, two), matched(one, two))
     both_hold = beside.keys() & others.keys()
     mine.update({name: lazy for name, lazy in beside.items() if name in both_hold})
     theirs.update({name: lazy for name, lazy in others.items() if name in both_hold})
@@ -97,13 +100,13 @@ def diff(
             if why is not None:
                 changed[name] = why
     common = sum(name in theirs for name in mine)
-    both, unequal = unequal_values(one, two)
+    agree, unequal = unequal_values(one, two)
     settings = {name: f"{a!r:.60} and {b!r:.60}" for name, (a, b) in unequal.items()}
     return DiffReport(
         one.shown, two.shown, common - len(changed),
         tuple(name for name in mine if name not in theirs),
         tuple(name for name in theirs if name not in mine),
-        changed, values, settings, both - len(settings),
+        changed, values, settings, agree,
     )  # fmt: skip
 
 
@@ -114,9 +117,12 @@ def _tensors(ckpt: Checkpoint) -> dict[str, LazyTensor]:
     return found
 
 
-def _beside(ckpt: Checkpoint) -> dict[str, LazyTensor]:
+def _beside(ckpt: Checkpoint, names: Mapping[Path, Path]) -> dict[str, LazyTensor]:
     """Tensors that are neither weights nor optimizer state."""
-    return {f"other:{lazy.fqn}": lazy for lazy in ckpt.other.values()}
+    return {
+        f"other:{join(names[path]) if path in names else lazy.fqn}": lazy
+        for path, lazy in ckpt.other.items()
+    }
 
 
 def _changed(a: LazyTensor, b: LazyTensor, values: bool) -> str | None:

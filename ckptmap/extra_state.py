@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptmap.errors import CkptmapError
+from ckptmap.leaves import ListIndex
 from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.tensors import Leaf, Opaque, Path
 from ckptmap.wire.pickle_write import Global, Instance
@@ -81,11 +83,12 @@ class States:
         return path in self.at
 
     def place(self, path: Path, root: Path) -> Path:
-        """In the output: in the model's dict at `root`, all else in `extra`."""
+        """In the output: in the model's dict at `root`, all else in `extra`, a dict even of what
+        lay in a list beside the model."""
         at = self.at.get(path)
-        return (
-            ("extra", *path) if at is None else (*root, self.keys[str(path[at])], *path[at + 1 :])
-        )
+        if at is not None:
+            return (*root, self.keys[str(path[at])], *path[at + 1 :])
+        return ("extra", int(path[0]) if isinstance(path[0], ListIndex) else path[0], *path[1:])
 
 
 NONE = States({}, {})
@@ -104,6 +107,16 @@ def found_in(paths: Collection[Path], root: Path) -> tuple[dict[Path, int], dict
             if taken.setdefault(str(path[at]), home) == home:
                 found[path] = at
     return found, strip_wrappers(taken, "state dict") if taken else {}
+
+
+def plainly(paths: Collection[Path], root: Path) -> dict[Path, Path]:
+    """Those of the model's modules, by plain key: however the model was wrapped, and wherever in the
+    file it lies. None where wrappers hide two of one name."""
+    try:
+        found, plain = found_in(paths, root)
+    except CkptmapError:
+        return {}
+    return {path: (plain[str(path[at])], *path[at + 1 :]) for path, at in found.items()}
 
 
 def states_of(paths: Collection[Path], root: Path, names: Mapping[str, str], prefix: str) -> States:

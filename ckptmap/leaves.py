@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -112,42 +112,105 @@ def class_of(leaf: Leaf) -> str:
 # ------------------------------------------------------------------ compared
 
 
-def differing(mine: Mapping[Path, Any], source: Mapping[Path, Any]) -> list[str]:
+class _Said:
+    """What stands in a comparison for what is no value."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+TENSOR, NOTHING = _Said("a tensor"), _Said("nothing")
+
+
+def differing(mine: Mapping[Path, Any], source: Mapping[Path, Any], depth: int = 1) -> list[str]:
     """What values without tensors have become in an output: every one of the source must be there,
-    and be equal. Tuples and lists are alike, and so are keys 1 and "1": JSON and DCP know one."""
+    and be equal, with nothing added to an entry, which is what has the same `depth` segments.
+    Tuples and lists are alike, and so are keys 1 and "1": JSON and DCP know one."""
     ours, theirs = dict(_atoms(mine)), dict(_atoms(source))
-    problems = []
-    for path, value in theirs.items():
-        name = ".".join(text for _, text in path)
-        if path not in ours:
-            problems.append(f"{name}: is no tensor, and is not in the output")
-        elif not _alike(ours[path], value):
-            problems.append(f"{name}: {ours[path]!r:.60}, the source has {value!r:.60}")
+    lasts = _lasts(ours)
+    problems = [
+        f"{_name(path)}: is no tensor, and is not in the output"
+        for path, value in theirs.items()
+        if path not in ours and value is not TENSOR and not _is_hole(path, value, lasts)
+    ]
+    for path, (here, there) in _unlike(ours, theirs, depth).items():
+        if there is NOTHING:
+            problems.append(f"{_name(path)}: {here!r:.60} is in the output only")
+        elif here is not NOTHING:
+            problems.append(f"{_name(path)}: {here!r:.60}, the source has {there!r:.60}")
     return problems
 
 
-def unequal(a: Mapping[Path, Any], b: Mapping[Path, Any]) -> tuple[int, dict[str, tuple[Any, Any]]]:
-    """How many values both hold, and those that differ, by name; alike as in `differing`."""
+def unequal(
+    a: Mapping[Path, Any], b: Mapping[Path, Any], depth: int = 1
+) -> tuple[int, dict[str, tuple[Any, Any]]]:
+    """How many values agree, and those that differ, by name; alike as in `differing`. Of an entry
+    that both hold, what only one has is a difference."""
     ours, theirs = dict(_atoms(a)), dict(_atoms(b))
-    both = [path for path in ours if path in theirs]
-    found = {
-        ".".join(text for _, text in path): (ours[path], theirs[path])
-        for path in both
-        if not _alike(ours[path], theirs[path])
-    }
-    return len(both), found
+    found = _unlike(ours, theirs, depth)
+    both = [path for path in ours if path in theirs and ours[path] is not TENSOR]
+    agree = sum(path not in found for path in both)
+    named: dict[str, tuple[Any, Any]] = {}
+    for path, values in found.items():
+        named.setdefault(_name(path), values)
+    return agree, named
 
 
-_Atom: TypeAlias = tuple[tuple[tuple[bool, str], ...], Any]
-"""Where it is, each segment with whether it counts in a list; and the value."""
+def _unlike(
+    ours: Mapping[_Where, Any], theirs: Mapping[_Where, Any], depth: int
+) -> dict[_Where, tuple[Any, Any]]:
+    """What differs, or is on one side only, of entries that both hold. A tensor is held against
+    plain values alone: what compares tensors knows their encodings."""
+    entries = {path[:depth] for path in ours} & {path[:depth] for path in theirs}
+    ends = _lasts(ours), _lasts(theirs)
+    found = {}
+    for path in {**ours, **theirs}:
+        one, two = ours.get(path, NOTHING), theirs.get(path, NOTHING)
+        said = isinstance(one, _Said) and isinstance(two, _Said)
+        if path[:depth] not in entries or said or _alike(one, two):
+            continue
+        if isinstance(two, _Said) and _is_hole(path, one, ends[1]):
+            continue
+        if isinstance(one, _Said) and _is_hole(path, two, ends[0]):
+            continue
+        found[path] = (one, two)
+    return found
 
 
-def _atoms(values: Mapping[Path, Any]) -> Iterator[_Atom]:
+def _is_hole(path: _Where, value: Any, lasts: Mapping[_Where, int]) -> bool:
+    """Is it the None that keeps the place of what was left out of a list, which goes on?"""
+    return value is None and path[-1][0] and int(path[-1][1]) <= lasts.get(path[:-1], -1)
+
+
+def _lasts(atoms: Iterable[_Where]) -> dict[_Where, int]:
+    """The last index of each list."""
+    found: dict[_Where, int] = {}
+    for path in atoms:
+        for depth, (is_index, text) in enumerate(path):
+            if is_index:
+                found[path[:depth]] = max(int(text), found.get(path[:depth], -1))
+    return found
+
+
+def _name(path: _Where) -> str:
+    return ".".join(text for _, text in path)
+
+
+_Where: TypeAlias = tuple[tuple[bool, str], ...]
+"""Each segment with whether it counts in a list; the first never does: what a checkpoint holds has
+names, even where it is a list."""
+
+
+def _atoms(values: Mapping[Path, Any]) -> Iterator[tuple[_Where, Any]]:
     for path, value in values.items():
-        yield from _atoms_below(tuple((type(s) is ListIndex, str(s)) for s in path), value)
+        where = tuple((at > 0 and type(s) is ListIndex, str(s)) for at, s in enumerate(path))
+        yield from _atoms_below(where, value)
 
 
-def _atoms_below(path: tuple[tuple[bool, str], ...], value: Any) -> Iterator[_Atom]:
+def _atoms_below(path: _Where, value: Any) -> Iterator[tuple[_Where, Any]]:
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _atoms_below((*path, (False, str(key))), item)
@@ -160,5 +223,6 @@ def _atoms_below(path: tuple[tuple[bool, str], ...], value: Any) -> Iterator[_At
 
 def _alike(a: Any, b: Any) -> bool:
     if isinstance(a, Mapping | list | tuple):  # empty ones: what is in others is compared itself
-        return isinstance(b, Mapping) == isinstance(a, Mapping) and len(a) == len(b) == 0
+        kind = Mapping if isinstance(a, Mapping) else (list, tuple)
+        return isinstance(b, kind) and len(a) == len(b) == 0
     return (type(a) is type(b) and bool(a == b)) or (a != a and b != b)

@@ -82,6 +82,22 @@ def test_torch_loads_it_back_strictly(
         around.load_state_dict(found["model"] if writer is rooted else found)
     values = [module.value for module in fresh.children()]
     assert all(map(same, VALUES, values)), values
+    assert ckptmap.verify(tmp_path / "out", against=tmp_path / "in").ok
+    assert ckptmap.diff(tmp_path / "in", tmp_path / "out", values=True).equal
+
+
+def test_it_is_compared_by_plain_key(tmp_path: Path) -> None:
+    """However the model was wrapped, and whatever dict it lies in."""
+    plain(tmp_path / "in")
+    others = ({"a": 1, "b": [1, 2.5, 3], "c": 0}, {"n": 2, "deep": {"t": torch.ones(3)}})
+    wrapped = nn.ModuleDict({"module": model((*others, *VALUES[2:]))}).state_dict()
+    torch.save({"model": wrapped}, tmp_path / "other")
+    report = ckptmap.diff(tmp_path / "in", tmp_path / "other", values=True)
+    assert {*report.settings} == {"0._extra_state.b.2", "0._extra_state.c"}
+    assert any("1._extra_state.deep.t" in name for name in report.changed)
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="ddp")
+    problems = ckptmap.verify(tmp_path / "out", against=tmp_path / "other").problems
+    assert "0._extra_state.c: None, the source has 0" in problems
 
 
 def _blank(value: Any) -> Any:

@@ -20,7 +20,7 @@ from ckptmap.layouts.full import Full
 from ckptmap.places import look
 from ckptmap.protocols import OutState, OutTensor
 from ckptmap.tensors import ITEMSIZE, Box, Index, Opaque, StoredTensor, TensorInfo
-from ckptmap.wire.tree import ListIndex
+from ckptmap.wire.tree import ListIndex, nest
 from tests.writing import info_of, materialise, out_tensors, read_leaf, same
 
 
@@ -374,6 +374,12 @@ def test_lists_and_int_keys_come_back(tmp_path: Path) -> None:
     found = torch.load(written(tmp_path, state, tensors), weights_only=True)
     assert isinstance(found["ema"], list) and torch.equal(found["ema"][1], torch.zeros(1))
     assert list(found["state"]) == [0] and found["s"] == 1
+
+
+def test_a_list_with_a_hole_keeps_its_places() -> None:
+    assert nest([(("x", ListIndex(2)), 5), (("x", ListIndex(0)), 3)]) == {"x": [3, None, 5]}
+    for far in (1 << 40, -1):  # a file of others may count anywhere
+        assert nest([(("x", ListIndex(far)), 5), (("x", ListIndex(0)), 3)]) == {"x": {far: 5, 0: 3}}
 
 
 def test_values_that_cannot_be_written_are_named(tmp_path: Path) -> None:

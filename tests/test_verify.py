@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shutil
@@ -13,7 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckptmap
-from ckptmap.errors import AnswerNo, SourceError
+from ckptmap.conversion import Report
+from ckptmap.errors import AnswerNo, RunError, SourceError
+from ckptmap.verification import VerifyReport
 
 SETUPS = ("hf", "full", "fsdp2", "hf-nf4", "full-nf4", "fsdp2-nf4", "fsdp2-bf16")
 
@@ -99,6 +102,46 @@ def test_lossy_error_is_measured(source: Path, tmp_path: Path) -> None:
     for fqn, error in report.errors.items():
         assert 0.05 < error < 0.15
         assert error == pytest.approx(full[fqn], rel=0.2)
+
+
+@pytest.mark.parametrize("report", ["convert", "verify"])
+def test_nan_is_the_worst_error(report: str) -> None:
+    errors = {"a": 0.1, "b": math.nan, "c": math.inf, "d": 0.2}
+    if report == "convert":
+        text = str(Report("out", 4, 1, 1, 0.1, {"quantize": 4}, 0, {}, {}, errors=errors))
+    else:
+        text = str(VerifyReport("out", 4, 1, ("structure",), (), errors))
+    assert "lossy: 4 tensors, worst b: nan relative rms" in text
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_an_encoding_that_loses_finite_values_is_not_ok(
+    sampled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever an encoder lets through: `convert` sees it in its sample, `verify` everywhere."""
+    lets = "ckptmap.blocks.encoder.ScaledEncoder._overflows"
+    monkeypatch.setattr(lets, lambda self, found: torch.zeros(1, dtype=torch.bool))
+    values = torch.randn(512, 256, generator=torch.Generator().manual_seed(3)).half()
+    values[0 if sampled else 100, 7] = -65280
+    save_file({"a.weight": values, "b.weight": torch.randn(8, 8)}, tmp_path / "in.safetensors")
+    into = (tmp_path / "in.safetensors", tmp_path / "out", "full-int8")
+    if sampled:
+        with pytest.raises(RunError, match=r"^a\.weight: int8 would decode 1 finite") as caught:
+            ckptmap.convert(*into)
+        assert caught.value.code == "CKM309" and not (tmp_path / "out").exists()
+        return
+    ckptmap.convert(*into)
+    report = ckptmap.verify(tmp_path / "out", against=tmp_path / "in.safetensors")
+    assert report.problems == ("a.weight: decodes 1 finite value of the source to NaN or infinity",)
+
+
+@pytest.mark.parametrize("to", ["hf", "fsdp2", "full-fp32"])
+def test_what_was_not_finite_before_is_no_loss(to: str, tmp_path: Path) -> None:
+    values = torch.randn(8, 8)
+    values[0, 0], values[1, 1] = math.nan, math.inf
+    save_file({"a.weight": values.bfloat16()}, tmp_path / "in.safetensors")
+    ckptmap.convert(tmp_path / "in.safetensors", tmp_path / "out", to)
+    assert ckptmap.verify(tmp_path / "out", against=tmp_path / "in.safetensors").ok
 
 
 def test_no_manifest_is_said(source: Path) -> None:
@@ -261,7 +304,87 @@ def test_plain_values_and_settings_are_compared(
     assert not says or re.search(says, "\n".join(report.problems))
     found = ckptmap.diff(tmp_path / "other.pt", tmp_path / "out")
     expected = {
-        "lr": {"optimizer.param_groups.0.lr": "0.5 and 0.1"}, "step": {"step": "8 and 7"}
+        "lr": {"optimizer.param_groups.0.lr": "0.5 and 0.1"}, "step": {"step": "8 and 7"},
+        "kind": {"names.0": "'cat' and nothing", "names.1": "'dog' and nothing"},
     }.get(what, {})  # fmt: skip
     assert found.settings == expected and found.equal == (not expected)
     assert ("what is no tensor:" in str(found)) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "settings"),
+    [
+        ([1, 2], [1, 2, 3], {"x.2": "nothing and 3"}),
+        ([1, 2], [1, 2, None], {"x.2": "nothing and None"}),
+        ({}, {"a": 1}, {"x": "{} and nothing", "x.a": "nothing and 1"}),
+        (3, [3], {"x": "3 and nothing", "x.0": "nothing and 3"}),
+        ([], 3, {"x": "[] and 3"}),
+        ({"a": []}, {"a": [1]}, {"x.a": "[] and nothing", "x.a.0": "nothing and 1"}),
+        ([{"a": 1}, 2], [None, 2], {"x.0.a": "1 and nothing"}),
+        (3, torch.tensor(4.0), {"x": "3 and a tensor"}),
+        ({"n": 1}, {"n": 1, "t": torch.ones(1)}, {}),
+        ((1, (2,)), [1, [2]], {}),
+        ({1: 2}, {"1": 2}, {}),
+    ],
+)
+def test_entries_of_other_lengths_and_kinds_differ(
+    mine: object, theirs: object, settings: dict[str, str], tmp_path: Path
+) -> None:
+    for name, value in (("a", mine), ("b", theirs)):
+        torch.save({"model": {"w": torch.ones(2)}, "x": value, name: 1}, tmp_path / name)
+    found = ckptmap.diff(tmp_path / "a", tmp_path / "b", values=True)
+    assert found.settings == settings
+    back = ckptmap.diff(tmp_path / "b", tmp_path / "a", values=True)
+    assert back.equal == (not settings) and {*back.settings} == {*settings}
+
+
+def test_what_an_output_holds_beyond_its_source_is_reported(tmp_path: Path) -> None:
+    weights = {"w": torch.ones(2)}
+    torch.save({"model": weights, "x": [1, 2, 3], "y": 1}, tmp_path / "src")
+    torch.save({"model": weights, "x": [1, 2]}, tmp_path / "other")
+    ckptmap.convert(tmp_path / "src", tmp_path / "out", to="full")
+    problems = ckptmap.verify(tmp_path / "out", against=tmp_path / "other").problems
+    assert problems == ("x.2: 3 is in the output only",)
+
+
+def test_a_list_keeps_its_places(tmp_path: Path) -> None:
+    """What is left out of one is None, as torch fills it: all others keep their index."""
+    w = torch.ones(2)
+    ema = [{"w": w + 1}, {"w": w + 2}, {"w": w + 3}]
+    torch.save({"model": {"w": w}, "ema": ema, "x": [w, 5, {"n": 1}]}, tmp_path / "src")
+    last = tmp_path / "src"
+    for number, to in enumerate(("full", "fsdp2", "full")):
+        out = tmp_path / str(number)
+        ckptmap.convert(last, out, to=to, drop=["ema.0.*", "x.0"] if number == 0 else [])
+        assert (
+            ckptmap.verify(out, against=last).ok
+            and ckptmap.verify(out, against=tmp_path / "src").ok
+        )
+        assert ckptmap.diff(tmp_path / "src", out, values=True).equal
+        last = out
+    held = torch.load(last)["extra"]
+    assert held["ema"][0] is None and held["x"] == [None, 5, {"n": 1}]
+    assert [float(item["w"][0]) for item in held["ema"][1:]] == [3, 4]
+
+
+@pytest.mark.parametrize("to", ["full", "fsdp2"])
+def test_what_lies_beside_a_model_in_a_list_keeps_its_number(to: str, tmp_path: Path) -> None:
+    torch.save([{"w": torch.ones(2)}, 3, "x"], tmp_path / "src")
+    ckptmap.convert(tmp_path / "src", tmp_path / "out", to=to)
+    held = ckptmap.open(tmp_path / "out").extra
+    assert {int(key): value for key, value in held.items()} == {1: 3, 2: "x"}
+    assert ckptmap.verify(tmp_path / "out", against=tmp_path / "src").ok
+    assert ckptmap.diff(tmp_path / "src", tmp_path / "out").same_settings == 2
+
+
+def test_a_number_beside_the_weights_buries_nothing_in_dcp(tmp_path: Path) -> None:
+    weights = {"w": torch.ones(2)}
+    for step in (1, 2):
+        torch.save({"model": weights, 5: 6, "step": step, "d": {7: 8}}, tmp_path / f"{step}.pt")
+    ckptmap.convert(tmp_path / "1.pt", tmp_path / "out", to="fsdp2")
+    assert ckptmap.open(tmp_path / "out").extra == {"5": 6, "step": 1, "d": {7: 8}}
+    assert ckptmap.verify(tmp_path / "out", against=tmp_path / "1.pt").ok
+    assert ckptmap.diff(tmp_path / "2.pt", tmp_path / "out").settings == {"step": "2 and 1"}
+    torch.save({"model": weights, 5: 6, "5": 7}, tmp_path / "both.pt")
+    with pytest.raises(ckptmap.CkptmapError, match="would be written twice"):
+        ckptmap.plan(tmp_path / "both.pt", "fsdp2")

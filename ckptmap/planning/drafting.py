@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import add
 from typing import Any
 
@@ -38,6 +39,7 @@ from ckptmap.protocols import (
     Writer,
     part_key,
 )
+from ckptmap.roots import EXTRA_KEY
 from ckptmap.tensors import Extent, Path, StoredTensor, TensorInfo
 
 
@@ -380,10 +382,12 @@ def _in_order(targets: Iterable[Target], files: Sequence[FilePlan]) -> tuple[Tar
 
 def _writable(extra: Mapping[Path, Any], tensors: Iterable[OutTensor]) -> dict[Path, Any]:
     """Plain values by path; a dict of integer keys is one value, for a DCP path cannot say that an
-    integer is one. Where it holds tensors as well, its leaves stay as they are."""
+    integer is one. Where it holds tensors as well, its leaves stay as they are, and so does what
+    lies in `extra` itself: there a DCP directory knows the integer by its text."""
     roots = set[Path]()
     for path in extra:
-        roots.update(path[:at] for at in [at for at, s in enumerate(path) if counts(s)][:1])
+        counting = (at for at, s in enumerate(path) if counts(s) and path[:at] != (EXTRA_KEY,))
+        roots.update(path[:at] for at in islice(counting, 1))
     if not roots:
         return dict(extra)
     for tensor in tensors:

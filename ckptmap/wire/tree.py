@@ -17,6 +17,8 @@ MAX_DEPTH = 64
 MIN_LIMIT = 100_000
 """Leaves that any pickle may hold; above it as many as it has bytes. One that nests references to
 the same list 64 deep looks like 2**64 leaves."""
+MAX_LISTED = 1 << 16
+"""Holes in a list: a file may count to any number."""
 
 
 def flatten(tree: Any, where: str, pickle_nbytes: int) -> dict[Path, Leaf]:
@@ -97,8 +99,11 @@ def _collision(inner: Path, outer: Path) -> PlanError:
 
 
 def _listed(node: Mapping[Any, Any]) -> Any:
-    """Branches as plain dicts, as lists where every segment says so."""
+    """Branches as plain dicts, as lists where every segment says so; None where one has a hole,
+    as torch fills them, so that all others keep their place."""
     items = {k: _listed(v) if type(v) is _Branch else v for k, v in node.items()}
-    if items and all(type(key) is ListIndex for key in items):
-        return [items[key] for key in sorted(items)]
-    return items
+    if not items or any(type(key) is not ListIndex for key in items):
+        return items
+    if min(items) < 0 or max(items) >= MAX_LISTED + len(items):
+        return {int(key): value for key, value in items.items()}
+    return [items.get(index) for index in range(max(items) + 1)]
