@@ -34,6 +34,7 @@ INTERRUPTED = Interrupted.exit_code
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's own); its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     gc.set_threshold(*GC_THRESHOLD)
     Output.printed, Output.typed = False, _typed(args)
     out = Output(json="--json" in args)
@@ -76,6 +77,13 @@ def leave() -> NoReturn:
             stream.flush()
     let_go()
     os._exit(code)
+
+
+def _open_streams() -> None:
+    """Whoever started this may have closed them (`>&-`): then nobody reads what is said."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (until the end)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

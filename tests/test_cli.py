@@ -523,3 +523,12 @@ def test_a_reader_that_went_away_is_no_error(source: Path) -> None:
             stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, cwd=ROOT,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_stream_is_no_failure(closed: str, source: Path, tmp_path: Path) -> None:
+    for args in (f"convert {source} {tmp_path / 'out'} --to full", f"inspect {source}"):
+        command = f"{sys.executable} -m ckptmap {args} {closed}"
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), command
+    assert (tmp_path / "out").exists()

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from ckptmap.disk import publish
+from ckptmap.disk.journal import Journal
 from ckptmap.disk.locks import Owner, read_owner
 from ckptmap.disk.publish import Workspace, check_overlap, check_space
 from ckptmap.errors import DestinationError, RunError
@@ -460,3 +461,34 @@ def test_race_of_processes(tmp_path: Path) -> None:
     assert said.count("won") == 1
     assert set(said) <= {"won", "CKM305", "CKM301"}
     assert left(tmp_path) == ["out"]
+
+
+def test_what_cannot_be_removed_afterwards_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no", "somewhere")
+
+    dst = tmp_path / "out"
+    with Workspace.open(dst, A, one_file=False, overwrite=False) as work:
+        fill_dir(work)
+        monkeypatch.setattr(publish, "_discard", refuse)
+        monkeypatch.setattr("ckptmap.disk.locks.Lock.release", refuse)
+        work.publish()
+    assert (dst / "index").read_text() == "new" and "could not be removed" in work.notes[-1]
+
+
+@pytest.mark.parametrize(
+    "call", ["os.replace", "os.open", "pathlib.Path.write_text", "pathlib.Path.iterdir"]
+)
+def test_a_journal_that_cannot_be_begun_is_an_expected_error(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(call, refuse)
+        with pytest.raises(RunError, match=r"journal\.jsonl: write failed: Input") as caught:
+            Journal(tmp_path / "journal.jsonl", A)
+    assert caught.value.code == "CKM306"

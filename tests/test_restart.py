@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptmap
+from ckptmap.errors import DestinationError
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +191,41 @@ def test_overwrite_keeps_other_checkpoints_and_files_of_others(
     with pytest.raises(ckptmap.CkptmapError, match="is a file that holds no checkpoint"):
         ckptmap.convert(source, tmp_path / "notes.txt", to="full", overwrite=True)
     assert (tmp_path / "notes.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("to", ["full", "fsdp2"])
+def test_what_a_run_left_that_was_killed_after_its_rename_is_removed(
+    to: str, tmp_path: Path
+) -> None:
+    """With --overwrite that is the whole of what was there before."""
+    for name in ("old", "new"):
+        save_file({"w": torch.ones(64)}, tmp_path / name, {"is": name})
+    dst = tmp_path / "out"
+    ckptmap.convert(tmp_path / "old", dst, to=to)
+    killed = (
+        "import os, ckptmap; from ckptmap.disk import publish\n"
+        "publish._discard = lambda work: os._exit(9)\n"
+        f"ckptmap.convert({str(tmp_path / 'new')!r}, {str(dst)!r}, to={to!r}, overwrite=True)"
+    )
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == 9
+    assert leftovers(tmp_path) != []
+    report = ckptmap.convert(tmp_path / "new", dst, to=to, overwrite=True)
+    assert "was complete already" in report.notes and "removed" in report.notes[-1]
+    assert leftovers(tmp_path) == []
+    assert ckptmap.verify(dst, against=tmp_path / "new").ok
+
+
+def test_a_destination_that_no_filesystem_holds_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": torch.ones(4)}, tmp_path / "src")
+    for name in ("x" * 256, "x" * 250, "x/" * 2500 + "y"):
+        with pytest.raises(DestinationError, match="cannot be written") as caught:
+            ckptmap.convert(tmp_path / "src", tmp_path / name, to="full")
+        assert caught.value.code == "CKM304"
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(DestinationError, match="the working directory, and that is gone"):
+        ckptmap.convert(tmp_path / "src", "out", to="full")
+    ckptmap.convert(tmp_path / "src", tmp_path / "out", to="full")

@@ -38,17 +38,27 @@ class Journal:
     """Append-only, safe to share between threads. A file of another plan is begun anew.
 
     `path` is rank 0's; other ranks open theirs, `journal-R.jsonl` beside it, once rank 0 has.
-    Raises DestinationError CKM305 where a process of an earlier run still writes.
+    Raises DestinationError CKM305 where a process of an earlier run still writes, RunError CKM306
+    where it cannot be written.
     """
 
     def __init__(self, path: Path, plan_digest: str, rank: int = 0) -> None:
-        theirs = [] if rank else _of_other_ranks(path)
+        self.path = path.with_name(f"{path.stem}-{rank}{path.suffix}") if rank else path
         self.entries: dict[str, Sequence[Written]] = {}
         """Units found at the start, by unit id; not verified."""
+        self._lock = threading.Lock()
+        try:
+            self._fd = self._begin(path, plan_digest, rank)
+        except DestinationError:
+            raise
+        except OSError as error:
+            raise _failed(self.path, error) from error
+        _flock(self._fd)
+
+    def _begin(self, path: Path, plan_digest: str, rank: int) -> int:
+        theirs = [] if rank else _of_other_ranks(path)
         for file in (path, *theirs):
             self.entries |= _entries(file, plan_digest)
-        self.path = path.with_name(f"{path.stem}-{rank}{path.suffix}") if rank else path
-        self._lock = threading.Lock()
         temporary = self.path.with_name(self.path.name + ".new")
         # Rewritten whole, so that no torn line stays in the middle.
         lines = [json.dumps({"plan": plan_digest})]
@@ -59,8 +69,7 @@ class Journal:
         for file in theirs:
             _refuse_if_locked(file)
             file.unlink()
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        _flock(self._fd)
+        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def add(self, unit: str, slots: Sequence[Written]) -> None:
         """Record a unit whose writes have returned; the line is with the OS on return."""
@@ -70,11 +79,7 @@ class Journal:
                 try:
                     data = data[os.write(self._fd, data) :]
                 except OSError as error:
-                    raise RunError(
-                        "CKM306",
-                        f"{self.path}: write failed: {error.strerror}",
-                        "free some space, then run the same command again to continue",
-                    ) from error
+                    raise _failed(self.path, error) from error
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -91,6 +96,14 @@ class Journal:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _failed(path: Path, error: OSError) -> RunError:
+    return RunError(
+        "CKM306",
+        f"{path}: write failed: {error.strerror}",
+        "free some space, then run the same command again to continue",
+    )
 
 
 def _of_other_ranks(path: Path) -> list[Path]:

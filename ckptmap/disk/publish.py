@@ -14,6 +14,7 @@ same plan. Whatever state a killed run left is set right under the lock by the n
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -71,12 +72,12 @@ class Workspace:
         check_destination(dst, one_file, overwrite)
         try:
             dst.parent.mkdir(parents=True, exist_ok=True)
-            lock = Lock(dst.parent / f".{dst.name}.ckptmap-lock", dst)
+            lock = Lock(_lock_path(dst), dst)
         except DestinationError:
             raise
         except OSError as error:
             raise _cannot_write(dst, error) from error
-        path = dst.parent / f".{dst.name}.ckptmap-{plan_digest[:12]}"
+        path = _work_path(dst, plan_digest)
         try:
             work = cls(dst, path, one_file, overwrite, lock)
             work.notes = tuple(_recover(dst, path))
@@ -99,10 +100,13 @@ class Workspace:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A refusal before any work was journaled must not keep reserved space.
-        if self.path.exists() and (isinstance(error, DestinationError) or error is None):
-            self._drop_if_nothing_done()
-        self._lock.release()
+        # A refusal before any work was journaled must not keep reserved space. What cannot be
+        # removed is no failure: the output is published, or what went wrong is told already.
+        with contextlib.suppress(OSError):
+            if self.path.exists() and (isinstance(error, DestinationError) or error is None):
+                self._drop_if_nothing_done()
+        with contextlib.suppress(OSError):
+            self._lock.release()
 
     def _drop_if_nothing_done(self) -> None:
         journals = self.path.glob("journal*.jsonl")  # one a rank
@@ -122,9 +126,9 @@ class Workspace:
         it was.
         """
         content = self.out_dir
-        if self.one_file:
-            (content,) = self.out_dir.iterdir()
         try:
+            if self.one_file:
+                (content,) = self.out_dir.iterdir()
             if sync:
                 sync_tree(self.out_dir)
             marker = self.path / "publishing"
@@ -174,9 +178,22 @@ class Workspace:
 
 def named_place(dst: str | os.PathLike[str]) -> Path:
     """Raises DestinationError CKM304 for an empty path, which pathlib takes for the working
-    directory."""
+    directory, and for one that the filesystem cannot hold."""
     if not os.fspath(dst):
         raise DestinationError("CKM304", "the destination is an empty path", "name a new path")
+    try:
+        os.lstat(os.path.abspath(dst))  # noqa: PTH100 (it raises where the working directory is gone)
+    except NotADirectoryError:
+        pass
+    except FileNotFoundError as error:
+        if error.filename is None:
+            raise DestinationError(
+                "CKM304",
+                f"{os.fspath(dst)}: lies in the working directory, and that is gone",
+                "change to a directory that exists, or name a whole path",
+            ) from error
+    except OSError as error:
+        raise _cannot_write(Path(dst), error) from error
     return Path(dst)
 
 
@@ -314,7 +331,7 @@ def _recover(dst: Path, mine: Path) -> Iterator[str]:
             yield f"{dst}: restored; a run was killed while it replaced it"
         elif _was_published(work, dst):
             _discard(work)
-            yield f"{work}: removed; a run was killed just after it published"
+            yield _removed(work)
         elif old.exists():
             raise DestinationError(
                 "CKM304",
@@ -325,6 +342,45 @@ def _recover(dst: Path, mine: Path) -> Iterator[str]:
             _discard(work)
             yield f"{work}: removed; left by another conversion that did not finish"
     (mine / "publishing").unlink(missing_ok=True)
+
+
+def clear_published(dst: Path, plan_digest: str, sync: bool) -> Iterator[str]:
+    """Remove what a run of this plan left that was killed just after it published; notes of what
+    was done. Whoever writes there now, or keeps us from it, will see to it."""
+    dst = Path(os.path.abspath(dst))  # noqa: PTH100 (as `Workspace.open` names it)
+    work = _work_path(dst, plan_digest)
+    done = work.with_name(work.name + _DONE)
+    if not (work.is_dir() or done.is_dir()):
+        return
+    try:
+        lock = Lock(_lock_path(dst), dst)
+    except (DestinationError, OSError):
+        return
+    try:
+        if sync:
+            _sync(dst.parent)
+        if done.is_dir() and not done.is_symlink():
+            shutil.rmtree(done)
+        if not work.is_symlink() and _was_published(work, dst):
+            _discard(work)
+            yield _removed(work)
+    except OSError as error:
+        yield f"{error.filename}: could not be removed; delete it"
+    finally:
+        with contextlib.suppress(OSError):
+            lock.release()
+
+
+def _work_path(dst: Path, plan_digest: str) -> Path:
+    return dst.parent / f".{dst.name}.ckptmap-{plan_digest[:12]}"
+
+
+def _lock_path(dst: Path) -> Path:
+    return dst.parent / f".{dst.name}.ckptmap-lock"
+
+
+def _removed(work: Path) -> str:
+    return f"{work}: removed; a run was killed just after it published"
 
 
 def _discard(work: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.checkpoint import Checkpoint, open
-from ckptmap.disk.publish import Workspace, named_place, sync_tree
+from ckptmap.disk.publish import Workspace, clear_published, named_place, sync_tree
 from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.remote.locating import named_as_asked
 from ckptmap.remote.mirror import Mirror, mirrored
@@ -87,6 +87,7 @@ def pull(
         notes.append("was complete already")
         if sync:
             sync_tree(target)
+        notes += clear_published(target, _digest(ckpt.origin, wanted), sync)
     else:
         if overwrite:
             refuse_stranger(target, wanted)
