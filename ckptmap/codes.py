@@ -381,7 +381,9 @@ CODES: Mapping[str, Code] = {
     "CKM509": Code(
         "replicas that differ",
         "Ranks that should hold the same values do not, so that there is no one value to save. "
-        "Stochastic rounding with other random streams on each replica does this.",
+        "Stochastic rounding with other random streams on each replica does this, and groups of ranks "
+        "that each have weights of their own under one name. Of a load: ranks were given different "
+        "checkpoints.",
         "Find out since when; save(..., replicas='first') keeps those of the lowest rank.",
     ),
     "CKM510": Code(

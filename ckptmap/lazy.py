@@ -154,7 +154,7 @@ class LazyTensor:
         import torch
 
         stored = self.parts[part]
-        out = torch.empty(box.sizes, dtype=getattr(torch, stored.info.dtype))
+        out = torch.empty(box.sizes, dtype=getattr(torch, stored.info.dtype), device="cpu")
         fill(self.files, stored, box, tensor_bytes(out))
         return out.to(device)
 

@@ -291,6 +291,101 @@ def test_the_dense_model_is_never_materialised(tmp_path: Path) -> None:
     assert all(same(model.get_parameter(name), state[name]) for name in state)
 
 
+# ------------------------------------------------------------------------------- held elsewhere
+
+
+def test_what_holds_a_parameter_on_meta_keeps_it(folder: Path) -> None:
+    """An optimizer, hooks and weak references."""
+    model = meta_net()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1.0)
+    refs = [weakref.ref(param) for param in model.parameters()]
+    seen: list[str] = []
+    param: Any
+    for param in trained:
+        param.register_hook(lambda grad: seen.append("grad"))
+        param.register_post_accumulate_grad_hook(lambda param: seen.append("stepped"))
+    removed = param.register_hook(lambda grad: seen.append("removed"))
+    load(folder / "dense.pt", model)
+    assert [ref() for ref in refs] == list(model.parameters())
+    removed.remove()
+    before = [param.detach().clone() for param in trained]
+    model(tokens()).float().sum().backward()
+    optimizer.step()
+    assert sorted(seen) == ["grad"] * len(trained) + ["stepped"] * len(trained)
+    assert not any(same(p.detach(), old) for p, old in zip(trained, before, strict=True))
+
+
+def test_a_weak_reference_to_a_weight_that_becomes_nf4(folder: Path) -> None:
+    model = net()
+    ref = weakref.ref(model.up.weight)
+    load(folder / "nf4.pt", model)
+    assert ref() is model.up.weight
+    check(model, nf4_truth())
+
+
+def test_an_expanded_parameter_keeps_its_hooks(tmp_path: Path) -> None:
+    model: Any = nn.Linear(4, 4, bias=False)
+    values = model.weight.detach().clone()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    model.weight.data = torch.zeros(1, 4).expand(4, 4)
+    weight, seen = model.weight, list[Tensor]()
+    weight.register_hook(seen.append)
+    load(tmp_path / "model.pt", model)
+    assert model.weight is weight and same(weight.detach(), values)
+    model(torch.ones(1, 4)).sum().backward()
+    assert len(seen) == 1
+
+
+def test_a_gradient_accumulator_that_is_kept(folder: Path) -> None:
+    """As torch's optimizers in the backward keep it, with their hooks."""
+    model = meta_net()
+    node = torch.autograd.graph.get_gradient_edge(model.norm.weight).node
+    refuse(folder / "dense.pt", model, "CKM505", r"norm\.weight is on meta.*accumulator")
+    del node
+    load(folder / "dense.pt", model)
+    check(model, net(0))
+
+
+def test_parameters_that_others_hold(tmp_path: Path) -> None:
+    torch.save(nn.Linear(6, 4).state_dict(), tmp_path / "model.pt")
+    run_ranks("tests.live.load_replaced", 2, [str(tmp_path)])
+
+
+@pytest.mark.parametrize("build", [net, meta_net])
+def test_in_inference_mode_and_beside_a_default_device(
+    build: Callable[[], Net], tmp_path: Path
+) -> None:
+    """What is loaded can be trained, and lies where it did."""
+
+    def optimized(model: Net) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+
+    def train(model: Net, optimizer: torch.optim.Optimizer) -> None:
+        model(tokens()).float().square().sum().backward()
+        optimizer.step()
+
+    truth = net(0)
+    first = optimized(truth)
+    train(truth, first)
+    with torch.device("meta"):
+        save(tmp_path / "run", truth, first).wait()
+    for surrounding in (torch.inference_mode(), torch.device("meta")):
+        model = build()
+        optimizer = optimized(model)
+        with surrounding:
+            load(tmp_path / "run", model, optimizer)
+        check(model, truth)
+        train(model, optimizer)
+
+
+def test_a_model_made_in_inference_mode(folder: Path) -> None:
+    with torch.inference_mode():
+        model = net()
+        load(folder / "dense.pt", model)
+        check(model, net(0))
+
+
 # ------------------------------------------------------------------------------- refusals
 
 
@@ -358,6 +453,47 @@ def test_parameters_on_one_memory_are_tied(tmp_path: Path) -> None:
     assert same(model[0].weight, values)
     torch.save({"0.weight": values, "1.weight": values + 1}, tmp_path / "differ.pt")
     refuse(tmp_path / "differ.pt", build(), "CKM208", r"0\.weight and 1\.weight differ")
+
+
+def transposed(model: Any) -> None:
+    model.b.weight.data = model.a.weight.data.t()
+
+
+def sliced(model: Any) -> None:
+    model.b.weight.data = model.a.weight.data[1:2]
+
+
+def sliced_bytes(model: Any) -> None:
+    model.b.weight.data = model.a.weight.data.view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("tie", [transposed, sliced, sliced_bytes])
+def test_parameters_that_share_some_memory(tie: Callable[[Any], None], tmp_path: Path) -> None:
+    def build() -> Any:
+        model: Any = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "ab"})
+        tie(model)
+        return model
+
+    state = {name: tensor.clone() for name, tensor in build().state_dict().items()}
+    torch.save(state, tmp_path / "same.pt")
+    model = build()
+    load(tmp_path / "same.pt", model)
+    assert all(same(tensor, state[name]) for name, tensor in model.state_dict().items())
+    state["b.weight"][0, 0] += 1
+    torch.save(state, tmp_path / "differ.pt")
+    refuse(tmp_path / "differ.pt", build(), "CKM208", "differ where they share memory")
+
+
+def test_parameters_apart_in_one_memory(tmp_path: Path) -> None:
+    """Columns of a matrix, and pieces of a buffer, are no ties."""
+    memory = torch.zeros(6, 4)
+    places = memory[:4, :2], memory[:4, 2:], memory[4:]
+    model: Any = nn.ParameterList([nn.Parameter(place) for place in places])
+    state = {name: torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+    torch.save(state, tmp_path / "apart.pt")
+    load(tmp_path / "apart.pt", model)
+    assert all(same(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert model[0].data_ptr() == memory.data_ptr()
 
 
 def test_either_name_of_a_tie_suffices(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import ckptmap
 from ckptmap.errors import LoadError
 from ckptmap.resume.families import TorchAdam
 from ckptmap.resume.family import Part
+from ckptmap.resume.moments import counted
 from tests.conftest import Device
 from tests.corpus.ranks import run_ranks
 from tests.live.resume_optimizers import torchao
@@ -179,12 +180,20 @@ def test_state_that_does_not_match(saved: Path) -> None:
         ckptmap.load(saved, model, adamw)
     report = ckptmap.load(saved, model, adamw, strict=False)
     assert report.missing == ("lora.weight",) and len(adamw.state) == 3
+    assert report.state is not None
+    assert report.state.initialised == ("lora.weight: the checkpoint has none",)
     small = Small()
     half = torch.optim.AdamW([small.fc.weight])
     with pytest.raises(LoadError, match=r"2 unexpected: fc\.bias, out\.weight") as refused:
         ckptmap.load(saved, small, half)
     assert refused.value.code == "CKM506"
-    assert set(ckptmap.load(saved, small, half, strict=False).unexpected) == set()
+    report = ckptmap.load(saved, small, half, strict=False)
+    assert report.unexpected == () and report.state is not None
+    assert {"fc.bias: not in the optimizer", "out.weight: not in the optimizer"} <= {
+        *report.state.left
+    }
+    with pytest.raises(LoadError, match=r"state of fc\.bias is not loaded"):
+        ckptmap.load(saved, small, ao8([small.fc.weight]), strict=False, exact=True)
 
 
 def test_a_checkpoint_without_state(tmp_path: Path) -> None:
@@ -274,6 +283,84 @@ def test_an_optimizer_that_nobody_knows(tmp_path: Path) -> None:
         mine, other = optimizer.state[a], theirs.state[b]
         assert mine.keys() == other.keys() and mine["seen"] == other["seen"] == 3
         assert torch.equal(mine["mean"], other["mean"]) and torch.equal(mine["rows"], other["rows"])
+
+
+def test_its_state_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """What a probe of one step shows to be like the parameter must have its shape."""
+    model, optimizer = stepped(build=Odd)
+    optimizer.state[model.fc.weight]["mean"] = torch.zeros(3, 3)
+    ckptmap.save(tmp_path / "out", model, optimizer).wait()
+    with pytest.raises(LoadError, match=r"fc\.weight\.mean: model \[64, 64\], checkpoint \[3, 3\]"):
+        ckptmap.load(tmp_path / "out", *stepped(build=Odd))
+
+
+@pytest.mark.parametrize("build", [torch.optim.Adafactor, torchao("AdamW8bit")])
+def test_a_step_count_is_not_narrowed(build: Callable[[Any], Any], tmp_path: Path) -> None:
+    """Under a default dtype of bfloat16 the count of 1001 would be 1000, and stay it."""
+    model, optimizer = stepped(build=build)
+    for state in optimizer.state.values():
+        state["step"].fill_(1001)
+    ckptmap.save(tmp_path / "out", model, optimizer).wait()
+    again = Small()
+    theirs = build(again.parameters())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        ckptmap.load(tmp_path / "out", again, theirs, exact=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    steps = [state["step"] for state in theirs.state.values()]
+    assert len(steps) == 3 and all(step.dtype == torch.float32 for step in steps)
+    assert [step.item() for step in steps] == [1001] * 3
+
+
+def test_a_count_too_large_for_its_form_is_kept_wider() -> None:
+    for number, dtype in ((256, torch.bfloat16), (1001, torch.float32), (2**24 + 1, torch.float64)):
+        made = counted(torch.zeros((), dtype=torch.bfloat16), number)
+        assert made.dtype == dtype and made.item() == number
+
+
+def test_the_order_that_named_numbered_state_is_said(tmp_path: Path) -> None:
+    """Of equal shapes nothing but the order tells which is which; it may be another than built."""
+    model, optimizer = stepped(build=torch.optim.AdamW)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "a.pt")
+    report = ckptmap.load(tmp_path / "a.pt", *stepped(build=torch.optim.AdamW))
+    text = "parameters are named by the order of the saved model dict: the file has no names"
+    assert report.state is not None and text in report.state.settings and text in str(report)
+    with ckptmap.open(tmp_path / "a.pt", param_order=[["fc.weight", "fc.bias", "out.weight"]]) as c:
+        report = ckptmap.load(c, *stepped(build=torch.optim.AdamW))
+    assert report.state is not None and not report.state.settings
+
+
+def rmsprop(params: Any) -> Any:
+    return torch.optim.RMSprop(params, lr=0.25, momentum=0.5)
+
+
+def sgd(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=0.5, momentum=0.5)
+
+
+def muon(params: Any) -> Any:
+    return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.125)
+
+
+@pytest.mark.parametrize(("before", "after"), [(sgd, muon), (muon, sgd), (rmsprop, sgd)])
+def test_a_momentum_buffer_of_another_algorithm_is_not_taken(
+    before: Callable[[Any], Any], after: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    """SGD's is a sum, Muon's an average, RMSprop's a sum of scaled steps; none is another's."""
+    model = nn.Linear(4, 4, bias=False)
+    model, optimizer = stepped(model, before)
+    ckptmap.save(tmp_path / "out", model, optimizer).wait()
+    again = nn.Linear(4, 4, bias=False)
+    theirs = after(again.parameters())
+    rate = theirs.param_groups[0]["lr"]
+    state = ckptmap.load(tmp_path / "out", again, theirs).state
+    assert state is not None and not state.loaded and not theirs.state
+    assert "has another momentum_buffer than the checkpoint's" in state.initialised[0]
+    assert theirs.param_groups[0]["lr"] == rate
+    same = before(again.parameters())
+    ckptmap.load(tmp_path / "out", again, same, exact=True)
 
 
 def test_groups_that_share_a_tensor_get_their_own_values(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckptmap
-from ckptmap.errors import DestinationError, LoadError, PlanError
+from ckptmap.errors import ArgumentError, DestinationError, LoadError, PlanError
 from ckptmap.resume import streams
 from tests.corpus.ranks import run_ranks
 from tests.live.resume_model import net, train
@@ -201,6 +201,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ckptmap.save(tmp_path / "out", model, extra={"rng": 1})
     with pytest.raises(PlanError, match=r"extra\.what.*cannot be written"):
         ckptmap.save(tmp_path / "out", model, extra={"what": object()})
+    with pytest.raises(ArgumentError, match=r"extra\.deep\.0: is a Tensor, torch\.sparse_coo"):
+        ckptmap.save(tmp_path / "out", model, extra={"deep": [torch.eye(2).to_sparse()]})
+    with pytest.raises(ArgumentError, match=r"extra\.none: is a Tensor, .* on meta"):
+        ckptmap.save(tmp_path / "out", model, extra={"none": torch.empty(2, device="meta")})
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    lbfgs.state[model.embed.weight]["old_dirs"] = [torch.ones(2)]
+    with pytest.raises(LoadError, match=r"LBFGS keeps old_dirs of embed\.weight as a list") as no:
+        ckptmap.save(tmp_path / "out", model, lbfgs)
+    assert no.value.code == "CKM508" and "torch.save" in no.value.hint
     with pytest.raises(ValueError, match="replicas='all'"):
         ckptmap.save(tmp_path / "out", model, replicas="all")
     with torch.device("meta"):
@@ -213,6 +222,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_ranks(tmp_path: Path) -> None:
     """Replicas that drifted, a rank that fails, one save after another: tests/live/resume_save.py."""
     run_ranks("tests.live.resume_save", 2, [str(tmp_path)], timeout=400)
+
+
+def test_ranks_that_do_not_agree(tmp_path: Path) -> None:
+    """Other weights under one name, errors of one rank, buffers: tests/live/resume_agree.py."""
+    run_ranks("tests.live.resume_agree", 4, [str(tmp_path)], timeout=240)
 
 
 def test_fresh_streams_follow_the_rule() -> None:

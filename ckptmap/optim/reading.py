@@ -31,6 +31,10 @@ from ckptmap.optim.state import (
 )
 from ckptmap.tensors import Leaf, Path, TensorInfo
 
+AS_GIVEN = "as given"
+BY_GROUPS = "param_names in the groups"
+"""Sources of an order that say the names; from all others they are inferred."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -156,11 +160,11 @@ class OptimizerReader:
         if self.given is not None:
             orders.check_given(self.raw, self.given, self._where)
             self._check(self.given, known=True)
-            return "as given", self.given
+            return AS_GIVEN, self.given
         named = orders.from_groups(self.raw)
         if named is not None:
             self._check(named, known=False)
-            return "param_names in the groups", named
+            return BY_GROUPS, named
         if not (self._pickled and self._model.ordered()):
             return "nothing in the checkpoint says which is which"
         found = orders.from_model(self.raw, self._model.weights)

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptmap.errors import CkptmapError, LoadError
-from ckptmap.resume.fsdp1 import is_fsdp1
-from ckptmap.resume.target import Target, is_dtensor
+from ckptmap.resume.finding import reshard
+from ckptmap.resume.target import is_dtensor
+from ckptmap.resume.wrapped_groups import wrapped_groups
 
-if TYPE_CHECKING:
-    import torch
+Seen = dict[str, dict[str, int]]
+"""What -> fact -> a rank that has it."""
 
 
-def peer_groups(model: torch.nn.Module, targets: Sequence[Target]) -> list[Any]:
-    """The process groups over which the model is spread: those of its meshes, and DDP's."""
+def peer_groups(model: Any) -> list[Any]:
+    """The process groups over which the model is spread: those of its meshes, and of wrappers.
+
+    Looks at no more than wrappers and meshes, so that it fails for no kind of model: what fails
+    afterwards is told to these ranks.
+    """
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
+    if not isinstance(model, torch.nn.Module):
+        return []
+    reshard(model)
     groups: dict[int, Any] = {}
-    for target in targets:
-        tensor: Any = target.tensor
-        if is_dtensor(tensor) and tensor.device_mesh.get_coordinate() is not None:
-            for group in tensor.device_mesh.get_all_groups():
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        mesh: Any = getattr(tensor, "device_mesh", None) if is_dtensor(tensor) else None
+        if mesh is not None and mesh.get_coordinate() is not None:
+            for group in mesh.get_all_groups():
                 groups.setdefault(id(group), group)
-    for module in model.modules():
-        wrapped = isinstance(module, torch.nn.parallel.DistributedDataParallel) or is_fsdp1(module)
-        if wrapped:
-            group = module.process_group
+    for group in wrapped_groups(model):
+        if group is not None:
             groups.setdefault(id(group), group)
     return [group for group in groups.values() if group.size() > 1]
 
@@ -44,28 +51,46 @@ def explain(error: Exception, text: str, fqn: str = "") -> None:
 
 
 @contextmanager
-def agreed(peers: Sequence[Any]) -> Iterator[None]:
+def agreed(peers: Sequence[Any]) -> Iterator[dict[str, str]]:
     """Raise on every rank what any rank raised within: its own error there, a LoadError that names
-    that rank elsewhere."""
+    that rank elsewhere.
+
+    Gives a dict for facts that must be the same on every rank which has them, by what they are of:
+    LoadError CKM509, on all ranks, where they are not.
+    """
     error: Exception | None = None
+    facts: dict[str, str] = {}
     try:
-        yield
+        yield facts
     except Exception as caught:
         error = caught
-    found = _first_error(error, peers)
+    found, seen = _exchanged(error, facts, peers)
     if error is not None:
         raise error
     if found is not None:
         rank, code, message, hint = found
         raise LoadError(code, f"[rank {rank}] {message}", hint)
+    for what, ranks in seen.items():
+        if len(ranks) > 1:
+            raise LoadError(
+                "CKM509",
+                f"{what}: is not the same file for ranks {' and '.join(map(str, ranks.values()))}",
+                "give every rank the same checkpoint, or a copy of it",
+            )
 
 
-def _first_error(error: Exception | None, peers: Sequence[Any]) -> tuple[int, str, str, str] | None:
+def _exchanged(
+    error: Exception | None, facts: Mapping[str, str], peers: Sequence[Any]
+) -> tuple[tuple[int, str, str, str] | None, Seen]:
+    """The first error of any rank, and the facts of all."""
     import torch
 
     found = None
-    if error is not None and peers:
-        rank = torch.distributed.get_rank()
+    if not peers:
+        return None, {}
+    rank = torch.distributed.get_rank()
+    seen: Seen = {what: {fact: rank} for what, fact in facts.items()}
+    if error is not None:
         text = (
             error.message
             if isinstance(error, CkptmapError)
@@ -74,6 +99,9 @@ def _first_error(error: Exception | None, peers: Sequence[Any]) -> tuple[int, st
         found = (rank, getattr(error, "code", "CKM505"), text, getattr(error, "hint", ""))
     for group in peers:
         answers: list[Any] = [None] * group.size()
-        torch.distributed.all_gather_object(answers, found, group=group)
-        found = next((answer for answer in answers if answer is not None), None)
-    return found
+        torch.distributed.all_gather_object(answers, (found, seen), group=group)
+        found = next((answer for answer, _ in answers if answer is not None), None)
+        for _, theirs in answers:
+            for what, ranks in theirs.items():
+                seen[what] = {**ranks, **seen.get(what, {})}
+    return found, seen

@@ -28,6 +28,8 @@ MARKS = {
     "lr_decay": "Adagrad",
     "momentum": "SGD",
 }
+MUON = {"ns_steps", "ns_coefficients"}
+"""Told by any of these before all state: torch keeps it under SGD's name."""
 """Told by a hyper-parameter, where there is no state."""
 OTHERS = "another optimizer"
 
@@ -46,6 +48,8 @@ WITHOUT = ("nesterov", "dampening", "centered", "lr_decay", "maximize")
 def algorithm(group: Mapping[str, Any], state: Collection[str] = ()) -> str:
     """What kind of optimizer such hyper-parameters are for; those of another mean other things.
     `state`: canonical names of what a parameter of the group has."""
+    if MUON & group.keys():
+        return "Muon"
     kept = set(state) - {"step"}
     if kept == LION:
         return "Lion"

@@ -5,7 +5,8 @@ offers of all ranks  ->  stored tensors, each box with the one rank that writes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from ckptmap.errors import RunError
 from ckptmap.geometry.coverage import prove_tiling
 from ckptmap.optim.lowbit import CODES, QMAP, SCALE, Cell, LowBit, flat_span, joined
 from ckptmap.protocols import OutState, OutTensor, Refusal
-from ckptmap.resume.holdings import CodedPiece, Held, Holding
+from ckptmap.resume.holdings import CodedPiece, Held, Holding, Piece
 from ckptmap.tensors import Box, Path, TensorInfo
 
 if TYPE_CHECKING:
@@ -36,6 +37,12 @@ class Offer:
     checked: bool
     digest: str = ""
     coded: tuple[str, int, bool] | None = None
+    is_buffer: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Does no mesh say what each rank holds?"""
+        return self.primary is None
 
 
 def offer(holding: Holding) -> Offer:
@@ -45,25 +52,52 @@ def offer(holding: Holding) -> Offer:
         codes = first.codes
         coded = (codes.scheme, codes.block_size, codes.signed)
     boxes = tuple(piece.box for piece in holding.pieces)
-    digest = _digest(holding) if holding.primary is None and holding.checked else ""
-    return Offer(holding.path, holding.info, boxes, holding.primary, holding.checked, digest, coded)
+    told_apart = holding.primary is None and (holding.checked or holding.is_buffer)
+    return Offer(
+        holding.path, holding.info, boxes, holding.primary, holding.checked,
+        _digest(holding) if told_apart else "", coded, holding.is_buffer,
+    )  # fmt: skip
 
 
 def _digest(holding: Holding) -> str:
     """Of the bytes, to compare replicas; empty where that would cost a copy from the device."""
+    for values in itertools.chain.from_iterable(map(tensors_of, holding.pieces)):
+        if values.device.type != "cpu" and values.nbytes > SMALL_NBYTES:
+            return ""
+    return digest_of(holding.pieces)
+
+
+def tensors_of(piece: Piece | CodedPiece) -> list[torch.Tensor]:
+    return list(piece.codes.parts.values()) if isinstance(piece, CodedPiece) else [piece.values]
+
+
+def digest_of(pieces: Iterable[Piece | CodedPiece]) -> str:
+    """Of their bytes, wherever they are."""
     import xxhash
 
     from ckptmap.resume.writing import as_bytes
 
     digest = xxhash.xxh3_64()
-    for piece in holding.pieces:
-        tensors = piece.codes.parts.values() if isinstance(piece, CodedPiece) else [piece.values]
-        for values in tensors:
-            if values.device.type != "cpu" and values.nbytes > SMALL_NBYTES:
-                return ""
-            digest.update(as_bytes(values))
+    for values in itertools.chain.from_iterable(map(tensors_of, pieces)):
+        digest.update(as_bytes(values))
     found: str = digest.hexdigest()
     return found
+
+
+def drifted_buffers(offers: Sequence[Sequence[Offer]]) -> list[str]:
+    """Names of those that are not the same on every rank."""
+    first: dict[Path, Offer] = {}
+    found: dict[str, None] = {}
+    for some in offers:
+        for one in some:
+            if one.is_buffer and _differ(one, first.setdefault(one.path, one)):
+                found[str(one.path[-1])] = None
+    return list(found)
+
+
+def _differ(one: Offer, other: Offer) -> bool:
+    """As far as it is known."""
+    return bool(one.digest and other.digest) and one.digest != other.digest
 
 
 @dataclass
@@ -107,12 +141,19 @@ class Assigner:
         name = ".".join(map(str, path))
         rank, first = found[0]
         for other, one in found[1:]:
-            if one.checked and one.digest and first.digest and one.digest != first.digest:
+            if one.checked and _differ(one, first):
                 raise RunError(
                     "CKM509",
                     f"{name}: ranks {rank} and {other} hold replicas that differ",
                     "the replicas have drifted apart (stochastic rounding needs equal random"
                     " streams); save with replicas='first' to keep the lowest rank's",
+                )
+            if one.checked and path[0] == "model" and one.is_whole != first.is_whole:
+                ranks = (rank, other) if first.is_whole else (other, rank)
+                raise RunError(
+                    "CKM510",
+                    f"{name}: rank {ranks[0]} holds all of it, rank {ranks[1]} a part by a mesh",
+                    "the ranks do not hold the same model",
                 )
             if one.info.shape != first.info.shape or (
                 one.info.dtype != first.info.dtype and not (one.coded or first.coded)
@@ -163,7 +204,10 @@ class Assigner:
         info = TensorInfo(found[0][1].info.shape, "float32")
         owned = self._owned(found, info.numel)
         scheme, block, signed = next(one.coded for _, one in found if one.coded)
-        cells = {Cell(box, one.coded is not None): rank for rank, one in owned for box in one.boxes}
+        cells: dict[Cell, int] = {}
+        for rank, one in owned:
+            for box in one.boxes:
+                cells.setdefault(Cell(box, one.coded is not None), rank)
         plain = next((one.info.dtype for _, one in owned if not one.coded), "float32")
         together = joined(list(cells), info.shape, block)
         encoding = LowBit(scheme, block, signed, together, plain)

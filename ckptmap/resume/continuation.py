@@ -19,6 +19,7 @@ from ckptmap.resume.peers import rank_and_world
 from ckptmap.resume.report import LoadReport, listed
 from ckptmap.resume.restore import StatePlan
 from ckptmap.resume.target import Target
+from ckptmap.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +72,8 @@ class Continuation:
             why.append("the checkpoint records no settings: ckptmap.save did not write it")
         else:
             why += settings.differences(self._own(self._saved), self._live)
+        if isinstance(own := self._saved.get("buffers"), list) and own:
+            why.append(f"each rank had its own of {counted(len(own), 'buffer')}, one was saved")
         if self._saved.get("rounded_scales"):
             why.append("a forward on the CPU rounded bitsandbytes' scales before it was saved")
         for what, items in (
@@ -87,6 +90,7 @@ class Continuation:
         else:
             why += [*state.lossy, *state.choices]
             why += [f"no state of {name}" for name in state.missing]
+            why += [f"state of {name} is not loaded" for name in state.unexpected]
             if precision != "keep":
                 why.append(f"precision={precision!r} may change moments")
         if bool(self._scheduler_state) != (self._scheduler is not None):

@@ -73,7 +73,7 @@ class TorchAdafactor(Family):
     def needs(self, part: Part) -> tuple[str, ...]:
         return ("variance",) if part.param.dim() < 2 else ("row_var", "col_var")
 
-    def like_param(self, name: str) -> bool:
+    def like_param(self, part: Part, name: str) -> bool:
         return name == "variance"
 
     def claims(self, optimizer: Any) -> bool:
@@ -83,7 +83,7 @@ class TorchAdafactor(Family):
         import torch
 
         param = part.param
-        found: dict[str, Any] = {STEP: torch.tensor(0.0)}
+        found: dict[str, Any] = {STEP: torch.zeros((), dtype=_step_dtype(part.group))}
         if param.dim() < 2:
             return {**found, "variance": self.plain(part, param.dtype)}
         row, column = list(param.shape), list(param.shape)
@@ -117,7 +117,7 @@ class Torchao(Family):
         import torch
 
         with torch.no_grad():
-            found: dict[str, Any] = {STEP: torch.tensor(0.0)}
+            found: dict[str, Any] = {STEP: torch.zeros((), dtype=_stored_step(part, source))}
             found["exp_avg"] = part.optimizer._new_buffer(part.param, True)
             found["exp_avg_sq"] = part.optimizer._new_buffer(part.param, False)
             if part.group.get("amsgrad"):
@@ -145,8 +145,8 @@ class Other(Family):
         kept = self._kept(part).items()
         return tuple(k for k, value in kept if k != STEP and isinstance(value, torch.Tensor))
 
-    def like_param(self, name: str) -> bool:
-        return False
+    def like_param(self, part: Part, name: str) -> bool:
+        return bool(self._kept(part)[name].shape == _probed(part))
 
     def dtype_of(self, part: Part, name: str) -> torch.dtype:
         found: torch.dtype = self._kept(part)[name].dtype
@@ -160,9 +160,8 @@ class Other(Family):
             lazy = source.get(name)
             if not isinstance(seen, torch.Tensor):
                 found[name] = seen if lazy is None else lazy
-            elif isinstance(lazy, LazyTensor) and lazy.shape == tuple(part.model.shape):
-                same = seen.dtype == part.param.dtype
-                found[name] = self.plain(part, part.param.dtype if same else seen.dtype)
+            elif name != STEP and seen.shape == _probed(part):
+                found[name] = self.plain(part, seen.dtype)
             elif isinstance(lazy, LazyTensor):
                 found[name] = torch.zeros(lazy.shape, dtype=seen.dtype, device=seen.device)
             else:
@@ -170,12 +169,13 @@ class Other(Family):
         return found
 
     def _kept(self, part: Part) -> Mapping[str, Any]:
-        """State of a small parameter of the same dtype and group after one step without gradient.
+        """State of a small parameter of the same dtype and group after one step without gradient:
+        what has its shape then has the parameter's here, cut as it is.
 
         Raises LoadError CKM508 where the optimizer cannot step so."""
         import torch
 
-        probe = torch.nn.Parameter(torch.zeros(2, 3, dtype=part.param.dtype))
+        probe = torch.nn.Parameter(torch.zeros(_probed(part), dtype=part.param.dtype))
         probe.grad = torch.zeros_like(probe)
         twin = copy.copy(part.optimizer)
         twin.state = defaultdict(dict)
@@ -199,6 +199,19 @@ class Other(Family):
 FAMILIES: tuple[Family, ...] = (
     Torchao(), *BNB, TorchAdam(), TorchSgd(), TorchAdafactor(), Other(),
 )  # fmt: skip
+
+
+def _probed(part: Part) -> tuple[int, ...]:
+    """A small shape of as many dims, which tell some optimizers what to keep; no two sizes alike."""
+    return tuple(range(3, 3 + part.param.dim()))
+
+
+def _stored_step(part: Part, source: Mapping[str, Any]) -> torch.dtype:
+    """torchao counts in torch's default dtype, of then and not of now: bfloat16 ends at 256."""
+    lazy = source.get(STEP)
+    if isinstance(lazy, LazyTensor) and lazy.torch_dtype.is_floating_point:
+        return lazy.torch_dtype
+    return _step_dtype(part.group)
 
 
 def _step_dtype(group: Mapping[str, Any]) -> torch.dtype:

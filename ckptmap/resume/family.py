@@ -131,7 +131,7 @@ class Family:
         found: torch.dtype = part.param.dtype
         return found
 
-    def like_param(self, name: str) -> bool:
+    def like_param(self, part: Part, name: str) -> bool:
         """Has this moment the parameter's shape?"""
         return True
 

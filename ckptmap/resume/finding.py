@@ -21,7 +21,7 @@ def find_targets(model: torch.nn.Module) -> tuple[list[Target], list[str]]:
 
     Raises LoadError CKM505 for tensor subclasses of unknown kinds.
     """
-    _reshard(model)
+    reshard(model)
     flats = fsdp1.flats(model)
     taken = {(id(module), name) for flat in flats for module, name in flat.places}
     found: Found = {}
@@ -87,7 +87,7 @@ def _tied_together(found: Found, plain: dict[str, str], sharded: Any) -> list[Ta
     return targets
 
 
-def _reshard(model: torch.nn.Module) -> None:
+def reshard(model: torch.nn.Module) -> None:
     """After a forward the root unit of FSDP keeps whole parameters; bring its shards back."""
     import torch
 

@@ -8,9 +8,11 @@ keeps state of that part, else of the whole shard, padding included.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.errors import LoadError
 from ckptmap.resume.target import Target
 from ckptmap.tensors import Box
 from ckptmap.wire.flat_rectangles import rectangles
@@ -110,7 +112,9 @@ def reshard(model: torch.nn.Module) -> None:
     """
     from torch.distributed.utils import _free_storage
 
-    for _, handle in handles(model):
+    found = handles(model)
+    _refuse_summoned(found)
+    for _, handle in found:
         flat = handle.flat_param
         if handle.uses_sharded_strategy and hasattr(flat, "_local_shard"):  # a forward has begun
             handle.reshard(True)
@@ -119,6 +123,19 @@ def reshard(model: torch.nn.Module) -> None:
             eager = getattr(flat, "_full_prec_full_param_padded", None)
             if eager is not None:  # of a forward in full precision, in eval mode
                 _free_storage(eager)
+
+
+def _refuse_summoned(found: Sequence[tuple[Any, Any]]) -> None:
+    """Raise LoadError CKM505 inside of summon_full_params: its end writes what it has gathered over
+    the shards, or what is then in that memory."""
+    for _, handle in found:
+        state = getattr(handle, "_training_state", None)
+        if handle.uses_sharded_strategy and getattr(state, "name", "") == "SUMMON_FULL_PARAMS":
+            raise LoadError(
+                "CKM505",
+                "model: its FSDP units are inside of summon_full_params, expected sharded ones",
+                "call it outside: each rank needs its own shards alone",
+            )
 
 
 @dataclass(frozen=True)

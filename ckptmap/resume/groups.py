@@ -6,7 +6,7 @@ a number. What an implementation chooses (foreach, fused, ...) stays the live on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptmap.errors import LoadError
@@ -52,6 +52,16 @@ class Groups:
         found = None if group is None else plain(group.get("betas"))
         return found if isinstance(found, list | tuple) else ()
 
+    def meant_else(self, owner: Owner) -> str:
+        """Why state of the name that this optimizer has, too, cannot be its own; empty: it can.
+        SGD's momentum_buffer is a sum, Muon's an average, RMSprop's one of scaled steps."""
+        name, stored = "momentum_buffer", self._group(owner)
+        if stored is None or name not in owner.part.family.needs(owner.part):
+            return ""
+        theirs, ours = self._kind(stored), self._live_kind(owner.part, (stored,))
+        own = theirs == ours or name not in self._kept_of(stored)
+        return "" if own else f"{ours} has another {name} than the checkpoint's {theirs}"
+
     def apply(self) -> None:
         for setter in self._set:
             setter()
@@ -88,8 +98,11 @@ class Groups:
                 self.inexact.append(self.settings[-1])
 
     def _kind(self, group: Mapping[str, Any]) -> str:
+        return algorithm(group, self._kept_of(group))
+
+    def _kept_of(self, group: Mapping[str, Any]) -> Collection[str]:
         states = (self._state.get(fqn, ()) for fqn in group["params"])
-        return algorithm(group, next(filter(None, states), ()))
+        return next(filter(None, states), ())
 
     def _live_kind(self, part: Part, stored: Iterable[Mapping[str, Any]]) -> str:
         """What an optimizer that is not known keeps is tried only where there is state to compare."""

@@ -53,6 +53,7 @@ class Holding:
     primary  of ranks that hold the same part, the one that saves it; None: all hold all of it, and
              who saves it is agreed on
     checked  must all ranks that hold it hold the same?
+    is_buffer  of the model: each rank may have its own, of which one is saved, and that is said
     """
 
     path: Path
@@ -60,6 +61,7 @@ class Holding:
     pieces: Sequence[Piece | CodedPiece]
     primary: bool | None
     checked: bool = False
+    is_buffer: bool = False
 
 
 @dataclass
@@ -106,7 +108,8 @@ def _dense(target: Target, path: Path, local: torch.Tensor) -> Holding:
     pieces = [Piece(box, view) for box, view in target.windows(local)]
     if not target.is_cut and not pieces:
         pieces = [Piece(Box.whole(info.shape), local)]  # an empty tensor is a tensor
-    return Holding(path, info, pieces, _primary(target), not target.is_buffer)
+    buffer = target.is_buffer
+    return Holding(path, info, pieces, _primary(target), not buffer, buffer)
 
 
 def _primary(target: Target) -> bool | None:
@@ -203,6 +206,8 @@ def owners(optimizer: Any, targets: Sequence[Target]) -> list[Owner]:
 
 def hold_optimizer(held: Held, mine: Sequence[Owner]) -> None:
     for owner in mine:
+        if owner.is_flat and not owner.part.param.numel():
+            continue  # all of it is on other ranks: here no step is counted
         for name, value in owner.part.family.entries(owner.part.state).items():
             _hold_entry(held, owner, name, value)
 
@@ -219,6 +224,7 @@ def _hold_entry(held: Held, owner: Owner, name: str, value: Any) -> None:
     if codes is not None:
         _hold_codes(held, owner, name, codes)
     elif not isinstance(value, torch.Tensor):
+        _refuse_nested(owner, name, value)
         held.values |= {path: value for path in _paths(owner, name)}
     elif _is_like_param(owner, value):
         for target, views in owner.windows(local_of(value)):
@@ -229,6 +235,28 @@ def _hold_entry(held: Held, owner: Owner, name: str, value: Any) -> None:
                 held.holdings.append(Holding(path, info, pieces, _primary(target), True))
     else:
         held.holdings += [_apart(value, path) for path in _paths(owner, name)]
+
+
+def _refuse_nested(owner: Owner, name: str, value: Any) -> None:
+    """LBFGS keeps lists of directions over all parameters, under the name of the first."""
+    if holds_tensor(value):
+        kind = type(owner.part.optimizer).__name__
+        raise LoadError(
+            "CKM508",
+            f"optimizer: {kind} keeps {name} of {owner.fqn} as a {type(value).__name__} of"
+            " tensors, expected a tensor or a plain value",
+            "save without the optimizer, and its own state_dict() by torch.save",
+        )
+
+
+def holds_tensor(value: Any) -> bool:
+    import torch
+
+    if isinstance(value, Mapping):
+        return any(map(holds_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(holds_tensor, value))
+    return isinstance(value, torch.Tensor)
 
 
 def is_decoded(owner: Owner, value: Any) -> bool:
@@ -264,7 +292,7 @@ def _apart(value: Any, path: Path) -> Holding:
     place = mesh.get_coordinate()
     boxes = cut(value.shape, mesh.shape, place, value.placements, str(path[-1]))
     primary = not any(at for at, p in zip(place, value.placements, strict=True) if p.is_replicate())
-    return Holding(path, info, [Piece(box, window(local, at)) for box, at in boxes], primary)
+    return Holding(path, info, [Piece(box, window(local, at)) for box, at in boxes], primary, True)
 
 
 def _hold_codes(held: Held, owner: Owner, name: str, codes: Codes) -> None:

@@ -111,7 +111,7 @@ class _ModuleHooks:
         own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         weights = {k: v for k, v in own.items() if not k.endswith(EXTRA_STATE)}
         targets, homeless = find_targets(module)
-        peers = joined(weights, module, targets)
+        peers = joined(weights, module)
         if all(peers.all(_fits(weights, module))):
             return
         with peers.together():
@@ -202,7 +202,7 @@ class _OptimizerHooks:
         """False: there is no state in it, only groups, or it is FSDP1's own local state."""
         targets, _ = find_targets(self._model)
         tensors = list(_tensors(state_dict))
-        spread = bool(peer_groups(self._model, targets)) or is_spread(tensors)
+        spread = bool(peer_groups(self._model)) or is_spread(tensors)
         peers = Peers.join(PURPOSE) if spread else Peers()
         if not any(peers.all(bool(tensors))):
             return False

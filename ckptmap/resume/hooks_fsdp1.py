@@ -50,7 +50,7 @@ class Fsdp1Hooks:
         model = self._model
         weights = {k: v for k, v in state_dict.items() if not k.endswith(EXTRA_STATE)}
         targets, homeless = find_targets(model)
-        peers = joined(weights, model, targets)
+        peers = joined(weights, model)
         if any(peers.all(any(key.rpartition(".")[2] in FLAT for key in weights))):
             return type(model).load_state_dict(model, state_dict, strict=strict, assign=assign)
         with peers.together():

@@ -20,12 +20,14 @@ from ckptmap.checkpoint import Checkpoint
 from ckptmap.disk.files import verified
 from ckptmap.resume import fix_lowbit, module_state, naming, peft_live
 from ckptmap.resume.agree import agreed, peer_groups
+from ckptmap.resume.ambient import ordinary
 from ckptmap.resume.continuation import RANDOM, Continuation
 from ckptmap.resume.finding import find_targets
 from ckptmap.resume.match import Choices, Matcher
 from ckptmap.resume.reader import Reader
 from ckptmap.resume.report import LoadReport
 from ckptmap.resume.restore import PRECISIONS, StateMatcher
+from ckptmap.resume.same_source import content_facts
 
 if TYPE_CHECKING:
     import torch
@@ -74,9 +76,12 @@ def load(
     else decoded and encoded anew, with the error in the report. Hyper-parameters become the
     checkpoint's; those that were different are in the report.
 
-    strict       names must match; False: what does not is reported, and keeps its values
+    strict       names must match; False: what does not is reported, and keeps its values (a
+                 parameter whose state is missing begins without)
     exact        training goes on bit for bit as it would have, or LoadError CKM507 says why not;
-                 for checkpoints of `ckptmap.save`
+                 for checkpoints of `ckptmap.save`. A DDP over three ranks or more builds its
+                 buckets anew after its first step, and sums that one's gradients in another order
+                 than a DDP that has run
     precision    of moments, where the optimizer leaves a choice: "keep" the checkpoint's, so that
                  another world size changes nothing; "target": what the optimizer would have made
                  of this rank's shard; "fp32"
@@ -99,21 +104,23 @@ def load(
     """
     import torch
 
-    _check(path, model, scheduler, max_memory, seed)
-    for name, value, known in (
-        ("precision", precision, PRECISIONS), ("rounding", rounding, ROUNDINGS),
-        ("nf4", nf4, NF4_CLASSES), ("random", random, RANDOM),
-    ):  # fmt: skip
-        arguments.choice(name, value, known)
-    if fix and optimizer is not None:
-        fix_lowbit.apply()
-    targets, homeless = find_targets(model)
-    peers = peer_groups(model, targets)
     with ExitStack() as closing:
-        with agreed(peers):
+        closing.enter_context(ordinary(model))
+        peers = peer_groups(model)
+        with agreed(peers) as facts:
+            _check(path, model, scheduler, max_memory, seed)
+            for name, value, known in (
+                ("precision", precision, PRECISIONS), ("rounding", rounding, ROUNDINGS),
+                ("nf4", nf4, NF4_CLASSES), ("random", random, RANDOM),
+            ):  # fmt: skip
+                arguments.choice(name, value, known)
+            if fix and optimizer is not None:
+                fix_lowbit.apply()
+            targets, homeless = find_targets(model)
             checkpoint, other = peft_live.opened(path, model, strict)
             if checkpoint is not path:
                 closing.callback(checkpoint.close)
+            facts |= content_facts(checkpoint)
             named = naming.by_the_models(checkpoint, model, targets)
             checkpoint = named.checkpoint
             reader = Reader(checkpoint.files, max_memory)

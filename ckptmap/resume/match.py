@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.lazy import LazyTensor
-from ckptmap.resume import bnb_live, int8_live, int8_trained, nf4_live, peft_live
+from ckptmap.resume import bnb_live, int8_live, int8_trained, nf4_live, peft_live, shared_memory
 from ckptmap.resume.load_plan import LoadPlan
 from ckptmap.resume.reader import Reader
 from ckptmap.resume.report import Cast, Decoded, Encoded, Mismatch
@@ -80,6 +80,7 @@ class Matcher:
                 continue
             for other in names[1:]:
                 self._compare(target, source, checkpoint[other])
+            target.refuse_lost_hooks()
             self._decide(target, source)
         self._compare_views(found)
         plan.unexpected = [name for name in checkpoint if name not in used]
@@ -250,7 +251,7 @@ class Matcher:
 
     def _compare_views(self, found: Mapping[str, str]) -> None:
         """The same for parameters apart on one memory, as `b.weight.data = a.weight.data` makes
-        them: what is loaded last would be the value of both."""
+        them, or `.t()` or a slice of it: what is loaded last would be the value of both."""
         seen: dict[object, Target] = {}
         for target in self._plan.targets:
             place = _memory(target)
@@ -258,6 +259,21 @@ class Matcher:
             if first is not target:
                 one, other = (self._checkpoint[found[t.fqn]] for t in (first, target))
                 self._compare(target, one, other)
+        self._compare_parts([t for t in seen.values() if t.fqn not in self._plan.forms], found)
+
+    def _compare_parts(self, targets: Sequence[Target], found: Mapping[str, str]) -> None:
+        """Raise LoadError CKM208 where two that share some bytes differ in them."""
+        filled = [target for target in targets if _is_filled(target.local)]
+        for cluster in shared_memory.clusters(filled):
+            sources = [(target, self._checkpoint[found[target.fqn]]) for target in cluster]
+            pair = shared_memory.conflict(self._reader, sources)
+            if pair is not None:
+                raise LoadError(
+                    "CKM208",
+                    f"{self._checkpoint.path}: {pair[0].fqn} and {pair[1].fqn} differ where they"
+                    " share memory in the model",
+                    "untie them in the model, or drop one from the checkpoint",
+                )
 
     def _compare(self, target: Target, first: LazyTensor, other: LazyTensor) -> None:
         """Raise LoadError CKM208 where two tensors that are one in the model differ."""
@@ -299,6 +315,11 @@ def _memory(target: Target) -> object:
     if target.is_flat or type(local) is not torch.Tensor or local.is_meta or not local.numel():
         return None
     return local.data_ptr(), local.shape, local.stride(), local.dtype
+
+
+def _is_filled(local: torch.Tensor) -> bool:
+    """Do its own bytes become the checkpoint's?"""
+    return local.data_ptr() > 0 and not (_overlaps(local) or local.is_conj() or local.is_neg())
 
 
 def _overlaps(local: torch.Tensor) -> bool:

@@ -83,7 +83,7 @@ class StateLoader:
         import torch
 
         if name == STEP:
-            return _counted(live, next((s[STEP] for s in self.sources if STEP in s), 0))
+            return counted(live, next((s[STEP] for s in self.sources if STEP in s), 0))
         if not isinstance(live, torch.Tensor | Codes):
             return live
         if not self._is_like_param(live):
@@ -283,15 +283,18 @@ class StateLoader:
         return live
 
 
-def _counted(live: Any, step: Any) -> Any:
-    """A step count in the live optimizer's form."""
+def counted(live: Any, step: Any) -> Any:
+    """A step count in the live optimizer's form, wider where that does not hold it: in bfloat16
+    1001 is 1000, and stays it."""
     import torch
 
     value = step.read() if isinstance(step, LazyTensor) else step
     number = float(value)
     if isinstance(live, torch.Tensor):
+        wide = (live.dtype, torch.float32, torch.float64)
+        holds = (d for d in wide if torch.tensor(number, dtype=d).item() == number)
         with torch.no_grad():
-            return live.fill_(number)
+            return live.to(next(holds, live.dtype)).fill_(number)
     return int(number)
 
 

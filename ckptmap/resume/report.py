@@ -93,7 +93,8 @@ class StateReport:
     derived      made of another optimizer's state
     initialised  begin anew, and why
     left         in the checkpoint, but not used, and why
-    settings     hyper-parameters that were different here, and what was done
+    settings     hyper-parameters that were different here, and what was done; by which order the
+                 parameters are named, where the file only numbers them
     """
 
     loaded: tuple[str, ...] = ()

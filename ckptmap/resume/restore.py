@@ -10,6 +10,7 @@ from ckptmap.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.lazy import LazyTensor
 from ckptmap.optim.lowbit import LowBit
+from ckptmap.optim.reading import AS_GIVEN, BY_GROUPS
 from ckptmap.resume import flat_codes
 from ckptmap.resume.agree import explain
 from ckptmap.resume.groups import Groups
@@ -75,7 +76,9 @@ class StatePlan:
         notes = self.notes
         return StateReport(
             tuple(notes.loaded), tuple(notes.copied), tuple(notes.cast), tuple(notes.recoded),
-            tuple(notes.derived), tuple(notes.initialised), tuple(notes.left),
+            tuple(notes.derived),
+            (*(f"{fqn}: the checkpoint has none" for fqn in self.missing), *notes.initialised),
+            (*(f"{fqn}: not in the optimizer" for fqn in self.unexpected), *notes.left),
             (*self.settings, *self.choices),
         )  # fmt: skip
 
@@ -118,10 +121,16 @@ class StateMatcher:
             self._decide(owner, sources, groups, listed_there)
         plan.unexpected = [fqn for fqn in (*self._tensors, *self._values) if fqn not in used]
         plan.unexpected = list(dict.fromkeys(plan.unexpected))
-        plan.settings, plan.choices = groups.settings, groups.choices
+        plan.settings, plan.choices = [*self._by_order(), *groups.settings], groups.choices
         plan.lossy += groups.inexact
         plan.kept = self._kept is not None and self._used_kept == self._kept.keys()
         return plan
+
+    def _by_order(self) -> list[str]:
+        """How parameters that the file only numbers got their names, where nobody has said them."""
+        order = self._checkpoint.optimizer_order
+        said = order in ("", AS_GIVEN, BY_GROUPS)
+        return [] if said else [f"parameters are named by {order}: the file has no names"]
 
     def _refuse_unnamed(self) -> None:
         reader = self._checkpoint.optimizer_reader
@@ -157,10 +166,9 @@ class StateMatcher:
             plan.steps.append(lambda reader: _forget(owner))
             return
         if owner.is_flat and not owner.part.param.numel():
-            plan.steps.append(lambda reader: _forget(owner))  # all of it is on other ranks
-            return
+            return  # all of it is on other ranks: none of it is stepped here
         betas = groups.betas(owner)
-        reason = self._unfit(owner, sources, betas)
+        reason = self._unfit(owner, sources, betas) or groups.meant_else(owner)
         if reason:
             plan.notes.initialised.append(f"{owner.fqn}: {reason}")
             plan.lossy.append(f"{owner.fqn}: state begins anew")
@@ -187,7 +195,7 @@ class StateMatcher:
                 if not isinstance(lazy, LazyTensor):
                     kind = type(owner.part.optimizer).__name__
                     return f"{kind} needs {name}, the checkpoint has {', '.join(source)}"
-                if family.like_param(name) and lazy.shape != tuple(target.tensor.shape):
+                if family.like_param(owner.part, name) and lazy.shape != tuple(target.tensor.shape):
                     shape = list(target.tensor.shape)
                     self._plan.mismatched.append(
                         f"{target.fqn}.{name}: model {shape}, checkpoint {list(lazy.shape)}"

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from ckptmap import arguments
-from ckptmap.errors import LoadError
+from ckptmap.errors import ArgumentError, LoadError
 from ckptmap.leaves import ListIndex
 from ckptmap.resume import flat_codes, module_state, settings, streams
-from ckptmap.resume.assign import Assigner, offer
+from ckptmap.resume.assign import Assigner, drifted_buffers, offer
+from ckptmap.resume.claims import require_alike
 from ckptmap.resume.finding import find_targets
 from ckptmap.resume.holdings import (
     Held,
@@ -26,11 +27,14 @@ from ckptmap.resume.holdings import (
     Piece,
     hold_model,
     hold_optimizer,
+    holds_tensor,
     info_of,
     owners,
 )
 from ckptmap.resume.optimizers import unwrapped
 from ckptmap.resume.peers import Peers
+from ckptmap.resume.report import listed
+from ckptmap.resume.target import is_dtensor
 from ckptmap.resume.writing import Layout, snapshot, write
 from ckptmap.tensors import Box, Path
 
@@ -104,31 +108,40 @@ def save(
 
     step, extra  plain values and tensors of rank 0; `ckptmap.load` returns them in its report
     overwrite    replace the checkpoint that is there
-    replicas     "check": parameters that several ranks hold whole must be equal; "first": those of
-                 the lowest rank are saved
+    replicas     "check": parameters that several ranks hold whole, or several meshes hold, must be
+                 equal; "first": those of the lowest rank are saved
+
+    Buffers may differ between ranks, as statistics of BatchNorm do under FSDP: those of the lowest
+    rank are saved, and a note of `wait()` says so (under DDP, rank 0's are everybody's).
 
     Raises, on all ranks: DestinationError before a byte is written, LoadError CKM505 or CKM508 for
-    what cannot be saved, RunError CKM509 where replicas differ, CKM510 where the ranks' parts do
+    what cannot be saved, ArgumentError CKM516 for values that cannot, RunError CKM509 where replicas differ, CKM510 where the ranks' parts do
     not make whole tensors.
     """
-    arguments.place("path", path)
-    arguments.module("model", model)
-    arguments.scheduler(scheduler, "state_dict")
-    arguments.choice("replicas", replicas, ("check", "first"))
-    step = None if step is None else arguments.whole("step", step, 0)
-    more = arguments.extra(extra, ("step",) * (step is not None))
     while _last:
         _last.pop().settle()
     random_state = streams.captured()
     peers = Peers.join("save")
     with peers.together():
+        arguments.place("path", path)
+        arguments.module("model", model)
+        arguments.scheduler(scheduler, "state_dict")
+        arguments.choice("replicas", replicas, ("check", "first"))
+        step = None if step is None else arguments.whole("step", step, 0)
+        more = arguments.extra(extra, ("step",) * (step is not None))
         held = _held(model, optimizer, scheduler, peers, random_state, step, more)
-    offers = peers.all([offer(holding) for holding in held.holdings])
+        offered = [offer(holding) for holding in held.holdings]
+    offers = peers.all(offered)
     everything = peers.all((held.values, held.records))
-    told = peers.all((held.settings["layout"], bool(held.decoded)))
+    told = peers.all((held.settings["layout"], bool(held.decoded), replicas))
+    if any(wanted == "check" for *_, wanted in told):
+        require_alike(held, offers, peers)
     with peers.together():
-        layouts, decoded = [layout for layout, _ in told], any(found for _, found in told)
-        described = {**held.settings, "layout": layouts, "decoded": decoded}
+        layouts, decoded = [layout for layout, *_ in told], any(found for _, found, _ in told)
+        drifted = [] if _broadcasts_buffers(model) else drifted_buffers(offers)
+        described = {
+            **held.settings, "layout": layouts, "decoded": decoded, "buffers": drifted,
+        }  # fmt: skip
         _values(held, ("extra", settings.KEY), described)
         if replicas == "first":
             offers = [[_unchecked(one) for one in some] for some in offers]
@@ -142,9 +155,11 @@ def save(
             layout = Layout.of(state, target.name)
         copies = snapshot(assignment.mine, copied=background)
 
+    notes = _lost(drifted)
+
     def publish() -> tuple[str, ...]:
         with arguments.in_python():
-            return write(layout, copies, target, overwrite, peers)
+            return (*write(layout, copies, target, overwrite, peers), *notes)
 
     handle = SaveHandle(target, publish, background)
     _last.append(handle)
@@ -154,7 +169,21 @@ def save(
 def _unchecked(one: Any) -> Any:
     from dataclasses import replace
 
-    return replace(one, checked=False, digest="")
+    return replace(one, checked=False)
+
+
+def _broadcasts_buffers(model: torch.nn.Module) -> bool:
+    """Under DDP each forward begins with rank 0's: nothing is lost with the others'."""
+    return any(getattr(module, "broadcast_buffers", False) for module in model.modules())
+
+
+def _lost(buffers: Sequence[str]) -> tuple[str, ...]:
+    if not buffers:
+        return ()
+    what = "buffer differs" if len(buffers) == 1 else "buffers differ"
+    return (
+        f"{len(buffers)} {what} between ranks, those of the lowest were saved: {listed(buffers)}",
+    )
 
 
 def _ordered(values: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -223,11 +252,12 @@ def _values(held: Held, path: Path, value: Any, private: bool = False) -> None:
     import torch
 
     if isinstance(value, torch.Tensor):
+        _require_plain(path, value)
         whole = value.detach()
         piece = Piece(Box.whole(tuple(whole.shape)), whole)
         info = info_of(whole.shape, whole)
         held.holdings.append(Holding(path, info, [piece], True if private else None))
-    elif not _holds_tensor(value):
+    elif not holds_tensor(value):
         held.values[path] = plain(value)
     elif isinstance(value, Mapping):
         for key, item in value.items():
@@ -237,14 +267,24 @@ def _values(held: Held, path: Path, value: Any, private: bool = False) -> None:
             _values(held, (*path, ListIndex(number)), item, private)
 
 
-def _holds_tensor(value: Any) -> bool:
+def _require_plain(path: Path, value: Any) -> None:
+    """Raises ArgumentError CKM516 for a tensor whose values are not bytes of this rank."""
     import torch
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-    if isinstance(value, Mapping):
-        return any(map(_holds_tensor, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_tensor, value))
-    return isinstance(value, torch.Tensor)
+    wraps = is_traceable_wrapper_subclass(value)
+    if wraps or value.is_meta or value.is_quantized or value.layout != torch.strided:
+        kind = f"a {type(value).__name__}, {value.layout}, on {value.device.type}"
+        if wraps:
+            kind = f"a {type(value).__name__}"
+        hint = "give its values as a plain tensor: to_dense(), dequantize()"
+        if is_dtensor(value):
+            hint = (
+                "give its full_tensor(), taken on every rank, or save the model that it is of by a"
+                " ckptmap.save of its own"
+            )
+        where = ".".join(map(str, path))
+        raise ArgumentError("CKM516", f"{where}: is {kind}, expected a plain tensor", hint)
 
 
 def plain(value: Any) -> Any:

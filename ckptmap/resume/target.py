@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import itertools
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ PLAIN = frozenset({
     TRAINED_INT8, *TRAINED_DENSE,
 })  # fmt: skip
 """Classes of live tensors that can be filled or replaced; any other is refused by name."""
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""What the Python object of a tensor has of its hooks; set anew, autograd takes them up again."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,17 @@ class Target:
             if p.is_replicate()
         )
 
+    def refuse_lost_hooks(self) -> None:
+        """Raise LoadError CKM505 where autograd has a node for a parameter that will be replaced:
+        hooks on the node (an optimizer's that steps in the backward) could not come along."""
+        if self.local.is_meta and self.tensor.requires_grad and _accumulates(self.tensor):
+            raise LoadError(
+                "CKM505",
+                f"model: {self.fqn} is on meta, and something keeps its gradient accumulator: hooks"
+                " on that would be lost",
+                "drop what a forward on meta has made; register such hooks after loading",
+            )
+
     def put(self, local: torch.Tensor) -> None:
         """Replace the tensor everywhere it sits, a parameter by what it becomes; `local` is this rank's part of the new one."""
         import torch
@@ -137,28 +151,50 @@ class Target:
 
         old = self.tensor
         new: torch.Tensor = like(old, local)
-        if not self.is_buffer:
-            new = nn.Parameter(new, requires_grad=old.requires_grad)
-            if type(old) is nn.Parameter:
-                new.__dict__.update(old.__dict__)  # what users have hung on it
-        if self.is_buffer or not _became(old, new):
+        if self.is_buffer:
             for module, name in self.places:
                 setattr(module, name, new)
+        elif type(old) is nn.Parameter and type(new) is torch.Tensor and not old.is_meta:
+            old.data = new
+        else:
+            _become(old, nn.Parameter(new, requires_grad=old.requires_grad))
         if self.fsdp_param is not None:
             with torch.no_grad():
                 fsdp2_params.adopt_replaced(self.fsdp_param)
 
 
-def _became(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Make `old` all that `new` is, so that an optimizer which has it trains what the model has;
-    False: torch cannot, because more than Python refers to it."""
+def _become(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Make `old` all that `new` is, so that optimizers, hooks and weak references keep what the
+    model has.
+
+    As torch.utils.swap_tensors, which refuses what is weakly referred to, and leaves hooks behind.
+    """
     import torch
 
-    try:
-        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
-    except RuntimeError:
+    mine = dict(old.__dict__) if type(old) is torch.nn.Parameter or is_dtensor(old) else {}
+    old.__class__ = type(new)
+    old.__dict__ = new.__dict__ | mine  # what users have hung on it stays
+    for slot in copyreg._slotnames(type(new)):  # type: ignore[attr-defined]
+        if hasattr(new, slot):
+            setattr(old, slot, getattr(new, slot))
+    torch._C._swap_tensor_impl(old, new)
+    for name in HOOKS:
+        hooks = getattr(old, name)
+        if hooks is not None:  # an empty one, too: torch would register the next hook in it alone
+            setattr(old, name, hooks)
+
+
+def _accumulates(tensor: torch.Tensor) -> bool:
+    """Has autograd a node that accumulates its gradient, and does anything keep the node?"""
+    from torch.autograd.graph import get_gradient_edge
+
+    before = tensor._use_count()  # type: ignore[attr-defined]
+    if before == 1:
         return False
-    return True
+    node = get_gradient_edge(tensor).node  # makes one where there is none, which refers to it
+    made = tensor._use_count() > before  # type: ignore[attr-defined]
+    del node
+    return not made
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

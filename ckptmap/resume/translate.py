@@ -152,7 +152,7 @@ def _like(
     max_memory: int,
 ) -> Translation:
     targets, homeless = find_targets(model)
-    peers = joined(state_dict, model, targets)
+    peers = joined(state_dict, model)
     with peers.together():
         made = shadows(model, targets)
         weights = renamed(state_dict, targets, config or getattr(model, "config", None), source)
@@ -168,9 +168,9 @@ def _like(
     return found
 
 
-def joined(state_dict: State, model: torch.nn.Module, targets: Sequence[Target]) -> Peers:
+def joined(state_dict: State, model: torch.nn.Module) -> Peers:
     """All ranks, where the model or the state dict is spread over them; else this one alone."""
-    if peer_groups(model, targets) or is_spread(list(state_dict.values())):
+    if peer_groups(model) or is_spread(list(state_dict.values())):
         return Peers.join(PURPOSE)
     return Peers()
 

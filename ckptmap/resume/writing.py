@@ -46,9 +46,10 @@ def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> dic
     found: dict[Any, Any] = {}
     for key, values in mine.items():
         values = values.detach()
-        apart = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        pinned = values.is_cuda
+        apart = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=pinned)
         if copied or values.device.type != "cpu" or not is_as_it_lies(values):
-            apart.copy_(values, non_blocking=values.is_cuda)
+            apart.copy_(values, non_blocking=pinned)
             found[key] = apart
         else:
             found[key] = values

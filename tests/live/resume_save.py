@@ -65,6 +65,20 @@ def other_optimizer(folder: Path, model: Any) -> None:
     save(folder / "failed", model, torch.optim.AdamW(wrong.parameters())).wait()
 
 
+def sharded_extra(folder: Path) -> None:
+    """A shard is no value of rank 0, which alone gives extra ones."""
+    model = built("fsdp2", "eager", 0)
+    average = {"average": dict(model.state_dict())}
+    for background in (True, False):
+        expect(
+            CkptmapError, "extra.average.embed.weight: is a DTensor",
+            lambda background=background: save(
+                folder / "sharded", model, extra=average, background=background
+            ),
+        )  # fmt: skip
+    assert not (folder / "sharded").exists()
+
+
 def one_after_another(folder: Path) -> None:
     """The second waits for the first; both are whole."""
     model = built("fsdp2", "eager", 0)
@@ -87,7 +101,7 @@ def one_after_another(folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for scenario in (drifted, buffers_may_differ, one_rank_fails, one_after_another):
+    for scenario in (drifted, buffers_may_differ, one_rank_fails, sharded_extra, one_after_another):
         scenario(Path(sys.argv[1]))
         dist.barrier()
     dist.destroy_process_group()
