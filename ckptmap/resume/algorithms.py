@@ -28,9 +28,9 @@ MARKS = {
     "lr_decay": "Adagrad",
     "momentum": "SGD",
 }
+"""Told by a hyper-parameter, where there is no state."""
 MUON = {"ns_steps", "ns_coefficients"}
 """Told by any of these before all state: torch keeps it under SGD's name."""
-"""Told by a hyper-parameter, where there is no state."""
 OTHERS = "another optimizer"
 
 FIRST_BETA = {"SGD": "momentum", "RMSprop": "alpha", "Adagrad": ""}

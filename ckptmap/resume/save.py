@@ -115,8 +115,8 @@ def save(
     rank are saved, and a note of `wait()` says so (under DDP, rank 0's are everybody's).
 
     Raises, on all ranks: DestinationError before a byte is written, LoadError CKM505 or CKM508 for
-    what cannot be saved, ArgumentError CKM516 for values that cannot, RunError CKM509 where replicas differ, CKM510 where the ranks' parts do
-    not make whole tensors.
+    what cannot be saved, ArgumentError CKM516 for values that cannot, RunError CKM509 where
+    replicas differ, CKM510 where the ranks' parts do not make whole tensors.
     """
     while _last:
         _last.pop().settle()
