@@ -99,8 +99,8 @@ def _config(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None) -> dic
             asked = Path(config_from)
             place = asked / "config.json" if asked.is_dir() else asked
         else:
-            place = whole(Path(ckpt.index.files[0]).parent / "config.json")
-        config = json.loads(place.read_text())
+            place = Path(ckpt.index.files[0]).parent / "config.json"
+        config = json.loads(whole(place).read_text())
     except (OSError, ValueError, IndexError):
         return None
     return config if isinstance(config, dict) else None
