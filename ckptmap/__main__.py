@@ -22,12 +22,11 @@ def _from_clone() -> None:
     spec.loader.exec_module(module)
 
 
-def main() -> int:
+def main() -> None:
     if util.find_spec(PACKAGE) is None:
         _from_clone()
-    code: int = import_module(f"{PACKAGE}.main").leave()
-    return code
+    import_module(f"{PACKAGE}.start").run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -66,7 +66,8 @@ CODES: Mapping[str, Code] = {
     "CKM108": Code(
         "a bad index of shards",
         "The *.index.json is no valid index, or disagrees with the shard files: a file is missing, "
-        "a tensor lies in another file than it says, or in two.",
+        "a tensor lies in another file than it says, or in two; or the weights of another save lie "
+        "beside it in one file.",
         "Download the folder again in full; remove shards that belong to another upload.",
     ),
     "CKM109": Code(
@@ -178,7 +179,7 @@ CODES: Mapping[str, Code] = {
     "CKM209": Code(
         "a plan that no longer holds",
         "The source, or ckptmap, is not the one that the saved plan was made with, or the file "
-        "is no plan.",
+        "is no plan, or was edited: what a plan does is said by its options alone.",
         "Plan again: ckptmap plan SRC --to SETUP -o plan.json",
     ),
     "CKM210": Code(
@@ -243,7 +244,8 @@ CODES: Mapping[str, Code] = {
         "values that cannot be encoded",
         "The tensor holds NaN or infinity, which a quantization has no code for, or values or scales "
         "beyond the largest of the dtype that was asked for.",
-        "Find out where they come from; leave the tensor as it is with --no-encode.",
+        "Find out where they come from; cast to a wider dtype (-bf16, -fp32), or leave the tensor as it "
+        "is with --no-encode.",
     ),
     "CKM310": Code(
         "a copy that differs",
@@ -262,6 +264,14 @@ CODES: Mapping[str, Code] = {
         "--base gives quantization scales to payloads that were saved without them, and this one "
         "has none for them, or packed weights of another size.",
         "Give the quantized checkpoint that the model was loaded from before training.",
+    ),
+    "CKM313": Code(
+        "a limit of this process",
+        "The process may not have more of something: open files (ulimit -n), bytes in a file "
+        "(ulimit -f), memory (ulimit -v, a container's), threads (ulimit -u). The destination is as "
+        "it was.",
+        "Raise the limit that the message names, or ask for less with --threads 1 and a smaller "
+        "--max-memory; then run the same command again.",
     ),
     # ------------------------------------------------------------------ the answer
     "CKM315": Code(

@@ -10,10 +10,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +22,25 @@ from ckptmap.at_rest import require_at_rest
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.collapse import listed
 from ckptmap.compare import sampled_error, worst
+from ckptmap.disk.destination import check_overlap, named_place
 from ckptmap.disk.journal import Journal
-from ckptmap.disk.publish import (
-    Workspace,
-    check_overlap,
-    clear_published,
-    named_place,
-    sync_tree,
-)
+from ckptmap.disk.publish import Workspace, clear_published, sync_tree
 from ckptmap.errors import CkptmapError, DestinationError, RunError
 from ckptmap.geometry.grids import CoarseScales
+from ckptmap.planning.options import MAX_MEMORY, Progress, RunOptions
 from ckptmap.planning.planner import plan as make_plan
-from ckptmap.planning.plans import DEFAULT_MAX_MEMORY, Plan
+from ckptmap.planning.plans import Plan
 from ckptmap.planning.replanning import with_exact_scales
 from ckptmap.ranks import ALONE, Ranks
 from ckptmap.replacing import manifest_at, refuse_stranger
 from ckptmap.running.execute import execute
 from ckptmap.running.results import Executed
+from ckptmap.shortage import short_of
 from ckptmap.structure import check_structure
 from ckptmap.verification import NO_DIGESTS, sha256_of, verify
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wording import counted, human
 
-DIGESTS = ("xxh3", "sha256", "none")
 SAMPLE_NUMEL = 1 << 14
 
 
@@ -103,132 +98,94 @@ def convert(
     *,
     device: str = "cpu",
     threads: int | None = None,
-    max_memory: int = DEFAULT_MAX_MEMORY,
+    max_memory: int = MAX_MEMORY,
     overwrite: bool = False,
     digest: str = "xxh3",
-    progress: bool | Callable[[int, str], None] = False,
+    progress: bool | Progress = False,
     ranks: Ranks = ALONE,
     low_disk: bool = False,
     sync: bool = True,
     **options: Any,
 ) -> Report:
-    """Plan and run. `options` are the fields of `ckptmap.planning.plans.Options`.
+    """Plan and run. `options` are the fields of `ckptmap.planning.options.Options`; what the others
+    mean, `ckptmap.planning.options.RunOptions` says.
 
     ranks  those that work together, each calling this: `with ckptmap.ranks.join() as ranks`
 
     Raises SourceError, PlanError or DestinationError before a byte is written, RunError after; the
     same call then continues. The destination is complete or untouched.
     """
-    return run(
-        make_plan(src, to, **options), dst, device=device, threads=threads, max_memory=max_memory,
-        overwrite=overwrite, digest=digest, progress=progress, ranks=ranks, low_disk=low_disk,
-        sync=sync,
+    plan = make_plan(src, to, **options)
+    how = RunOptions(
+        device=device, threads=threads, max_memory=max_memory, overwrite=overwrite, digest=digest,
+        progress=progress, low_disk=low_disk, sync=sync,
     )  # fmt: skip
+    return run(plan, dst, how, ranks)
 
 
 def run(
-    plan: Plan,
-    dst: str | os.PathLike[str],
-    *,
-    device: str = "cpu",
-    threads: int | None = None,
-    max_memory: int = DEFAULT_MAX_MEMORY,
-    overwrite: bool = False,
-    digest: str = "xxh3",
-    progress: bool | Callable[[int, str], None] = False,
-    ranks: Ranks = ALONE,
-    low_disk: bool = False,
-    sync: bool = True,
+    plan: Plan, dst: str | os.PathLike[str], how: RunOptions | None = None, ranks: Ranks = ALONE
 ) -> Report:
     """Execute a plan into `dst`; every rank calls it with the same plan and gets a report.
 
     Tensors whose block scales are too coarse for their outliers get exact scales, where their
     scheme has a form for that, and the report says so; among several ranks it is an error.
-
-    max_memory  bytes of buffers in all, a rank
-    low_disk    keep one file of a source on the Hub at a time, beside the destination
-    digest      "xxh3" a stored chunk, or "sha256": the files' too; "none": then `verify` can check
-                structure only, and a run that was killed begins anew
-    sync        False: publish without waiting for the disk, as `cp` does. A killed process still
-                leaves all or nothing, but a power cut within about half a minute can leave a
-                destination whose bytes are not all there, and nothing of what it replaced:
-                `verify` tells
     """
     arguments.place("dst", dst)
-    arguments.choice("digest", digest, DIGESTS)
-    arguments.whole("max_memory", max_memory, 1)
-    arguments.whole("threads", threads or 0, 0)
-    arguments.callback("progress", progress)
-    again = partial(
-        _run, dst=dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
-        digest=digest, progress=progress, ranks=ranks, low_disk=low_disk, sync=sync,
-    )  # fmt: skip
+    how = how or RunOptions()
     try:
-        return again(plan)
+        return _run(plan, dst, how, ranks)
     except CoarseScales as error:
         finer = with_exact_scales(plan, error.fqns) if ranks.world_size == 1 else None
         if finer is None:
             raise
-        return again(finer)
+        return _run(finer, dst, how, ranks)
 
 
-def _run(
-    plan: Plan,
-    *,
-    dst: str | os.PathLike[str],
-    device: str,
-    threads: int | None,
-    max_memory: int,
-    overwrite: bool,
-    digest: str,
-    progress: bool | Callable[[int, str], None],
-    ranks: Ranks,
-    low_disk: bool,
-    sync: bool,
-) -> Report:
+def _run(plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks) -> Report:
     started = time.monotonic()
     plan.require_resolved()
     ranks.agree(plan.digest)
     target = named_place(dst)
     check_overlap([plan.ckpt.path, *plan.fingerprints], target)
-    device = ranks.device(device)
-    arguments.installed("xxhash", *["torch"] * bool(plan.encodes))
-    if plan.encodes:
-        arguments.device(device, f"--device {device}")
-    if ranks.of_lead(b"complete" if ranks.rank == 0 and _is_complete(plan, target, sync) else b""):
+    how = _settled(how, plan, ranks)
+    complete = ranks.rank == 0 and _is_complete(plan, target, how.sync)
+    if ranks.of_lead(b"complete" if complete else b""):
         notes = [*plan.notes, "was complete already"]
         if ranks.rank == 0:
-            notes += clear_published(target, plan.digest, sync)
+            notes += clear_published(target, plan.digest, how.sync)
         return _report(plan, target, started, plan.nbytes_out, notes)
-    if overwrite and ranks.rank == 0:
+    if how.overwrite and ranks.rank == 0:
         refuse_stranger(target, {*(file.out.name for file in plan.files), *plan.carried})
-    on_progress = _printer(plan.nbytes_out) if progress is True else progress or None
     notes, errors = list(plan.notes), {}
-    with _workspace(plan, target, overwrite, ranks) as work, _discarded_if_coarse(work):
+    with _workspace(plan, target, how.overwrite, ranks) as work, _discarded_if_coarse(work):
         out_dir, journal = _journal(plan, work, ranks)
         with journal:
             done = execute(
-                plan.files, plan.encodes, plan.compares, plan.ckpt.files, out_dir, journal,
-                max_memory=max_memory, threads=threads or 0, device=device,
-                on_progress=on_progress,
-                manifest=lambda done: manifests.emit(manifests.build(plan, done)),
-                ranks=ranks, staging=out_dir.parent / f"source-{ranks.rank}" if low_disk else None,
-                digests=digest != "none", sync=sync,
+                plan.files, plan.encodes, plan.compares, plan.ckpt.files, out_dir, journal, how,
+                manifest=lambda done: manifests.emit(manifests.build(plan, done)), ranks=ranks,
             )  # fmt: skip
         require_at_rest(
             plan.fingerprints, "nothing was published; convert again from a source at rest"
         )
         ranks.barrier()
         if work is not None:
-            written = out_dir / plan.files[0].out.name if plan.one_file else out_dir
-            with paused_gc():
-                document = _finish_directory(plan, done, out_dir, digest)
-                errors = _prove(plan, written, document)
+            errors = _proven(plan, done, out_dir, how.digest)
             ranks.check()
-            work.publish(sync)
+            work.publish(how.sync)
             notes += work.notes
         ranks.barrier()
     return _report(plan, target, started, done.continued_nbytes, notes, errors)
+
+
+def _settled(how: RunOptions, plan: Plan, ranks: Ranks) -> RunOptions:
+    """With this rank's device, which was tried where the plan computes; and what shows progress."""
+    device = ranks.device(how.device)
+    arguments.installed("xxhash", *["torch"] * bool(plan.encodes))
+    if plan.encodes:
+        arguments.device(device, f"--device {device}")
+    shown = _printer(plan.nbytes_out) if how.progress is True else how.progress
+    return replace(how, device=device, progress=shown)
 
 
 @contextmanager
@@ -311,18 +268,27 @@ def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) ->
         document = manifests.build(plan, done, sha256)
         (out_dir / manifests.NAME).write_bytes(manifests.emit(document))
     except OSError as error:
-        raise RunError(
+        failed = RunError(
             "CKM306",
             f"{error.filename or out_dir}: write failed: {error.strerror}",
             "free some space, then run the same command again to continue",
-        ) from error
+        )
+        raise short_of(error, failed) from error
     return document
 
 
+def _proven(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict[str, float]:
+    """Finish what was written and open it with our own readers: every tensor where the plan put it.
+    Gives the measured error of what was quantized. Raises RunError CKM306 and CKM401, and CKM309
+    where quantizing made finite values NaN or infinite."""
+    with paused_gc():
+        document = _finish_directory(plan, done, out_dir, digest)
+        return _prove(
+            plan, out_dir / plan.files[0].out.name if plan.one_file else out_dir, document
+        )
+
+
 def _prove(plan: Plan, written: Path, document: Mapping[str, Any]) -> dict[str, float]:
-    """Open what was written with our own readers: every tensor where the plan put it. Gives the
-    measured error of what was quantized. Raises RunError CKM401, and CKM309 where that made finite
-    values NaN or infinite."""
     errors: dict[str, float] = {}
     lost = ""
     try:
@@ -369,7 +335,7 @@ def _measure(plan: Plan, ckpt: Checkpoint) -> tuple[dict[str, float], str]:
     return errors, f"{losses[0]}{more}" if losses else ""
 
 
-def _printer(total: int) -> Callable[[int, str], None]:
+def _printer(total: int) -> Progress:
     """Progress for the Python API: a line on stderr every few seconds."""
     state = {"done": 0, "next": time.monotonic() + 5.0}
 

@@ -128,15 +128,21 @@ class Quantizer:
         self._pack(quotient, packed)
 
     def _pack(self, quotient: torch.Tensor, packed: torch.Tensor) -> None:
-        import torch
-
         n = quotient.numel()
         spare, code = self._spare.narrow(0, 0, n), self._code.narrow(0, 0, n)
         self._counter.count(quotient, spare, code)
-        pairs = code.view(torch.int16)  # first + second * 256
-        sixteen = spare.view(torch.int16).narrow(0, 0, n // 2)
-        torch.mul(pairs, 4097, out=sixteen)  # modulo 2^16: first + (first * 16 + second) * 256
-        torch.bitwise_right_shift(sixteen, 8, out=packed)  # the low byte of it
+        pack(code, spare, packed)
+
+
+def pack(codes: torch.Tensor, spare: torch.Tensor, packed: torch.Tensor) -> None:
+    """codes [n] u8, each below 16 -> packed [n/2] u8, the first of two in the high nibble. `spare`,
+    [n] i32, is written over."""
+    import torch
+
+    pairs = codes.view(torch.int16)  # first + second * 256
+    sixteen = spare.view(torch.int16).narrow(0, 0, pairs.numel())
+    torch.mul(pairs, 4097, out=sixteen)  # modulo 2^16: first + (first * 16 + second) * 256
+    torch.bitwise_right_shift(sixteen, 8, out=packed)  # the low byte of it
 
 
 # ------------------------------------------------------------------------------- decoding

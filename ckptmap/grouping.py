@@ -100,7 +100,9 @@ def _adopted(key: str, leaf: Leaf, refused: list[Refused]) -> Group | None:
             if group is not None:
                 return group
     name = leaf.pieces[0][1].class_name if isinstance(leaf, Cut) else class_of(leaf)
-    refused.append(Refused(key, f"a tensor of unknown class {name}", droppable=False))
+    # Its class may be known, and the form of its codes not: float8_e5m2, for one.
+    reason = f"a tensor of class {name}, in a form that is not read"
+    refused.append(Refused(key, reason, droppable=False))
     return None
 
 

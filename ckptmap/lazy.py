@@ -13,7 +13,7 @@ from ckptmap.errors import ArgumentError
 from ckptmap.geometry.gather import fill
 from ckptmap.geometry.grids import Coded
 from ckptmap.protocols import Group
-from ckptmap.tensors import Box, StoredTensor
+from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
 if TYPE_CHECKING:
     from types import EllipsisType
@@ -31,6 +31,10 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     held = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
     held.tensor = tensor  # type: ignore[attr-defined]
     return memoryview(held).cast("B")
+
+
+def info_of(tensor: torch.Tensor) -> TensorInfo:
+    return TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 class LazyTensor:

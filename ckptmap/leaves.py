@@ -57,7 +57,9 @@ def role_and_fqn(key: str) -> tuple[str, str]:
 
 
 def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
-    """Leaves by path -> nested dicts, and lists where segments are `ListIndex` 0..n-1."""
+    """Leaves by path -> nested dicts, and lists where segments are `ListIndex` 0..n-1; others stay
+    dicts, for what was taken out of a list is known by its index (written, it is a hole: see
+    `wire.tree.nest`)."""
     tree: dict[Any, Any] = {}
     for path, value in values.items():
         node = tree
@@ -79,28 +81,34 @@ def _listed(value: Any) -> Any:
 
 def opaques(value: Any) -> Iterator[Opaque]:
     """Every object of a class that is never called, at any depth."""
-    if isinstance(value, Opaque):
-        yield value
-    elif isinstance(value, Mapping):
+    for item in within(value):
+        if isinstance(item, Opaque):
+            yield item
+        elif isinstance(item, PerRank):
+            yield from opaques(item.values)
+
+
+def within(value: Any) -> Iterator[Any]:
+    """It, and all that lies in its dicts, lists, tuples and sets, keys too."""
+    yield value
+    if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from opaques(key)
-            yield from opaques(item)
+            yield from within(key)
+            yield from within(item)
     elif isinstance(value, list | tuple | set | frozenset):
         for item in value:
-            yield from opaques(item)
-    elif isinstance(value, PerRank):
-        yield from opaques(value.values)
+            yield from within(item)
 
 
-def holds_tensor(value: Any) -> bool:
+def hides_tensor(value: Any) -> bool:
     """Is there a stored tensor, inside of foreign objects as well?"""
     if isinstance(value, StoredTensor):
         return True
     if isinstance(value, Opaque):
-        return holds_tensor((value.args, value.state))
+        return hides_tensor((value.args, value.state))
     if isinstance(value, Mapping):
-        return any(map(holds_tensor, value.values()))
-    return isinstance(value, list | tuple) and any(map(holds_tensor, value))
+        return any(map(hides_tensor, value.values()))
+    return isinstance(value, list | tuple) and any(map(hides_tensor, value))
 
 
 def class_of(leaf: Leaf) -> str:

@@ -18,10 +18,12 @@ from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.conversion import Report, run
 from ckptmap.disk.calm import one_torch_thread
 from ckptmap.errors import PlanError
+from ckptmap.lazy import LazyTensor
 from ckptmap.lora import Merged, untouched
+from ckptmap.planning.options import MAX_MEMORY, Progress, RunOptions
 from ckptmap.planning.overlay import overlaid
 from ckptmap.planning.planner import plan
-from ckptmap.planning.plans import DEFAULT_MAX_MEMORY, Plan
+from ckptmap.planning.plans import Plan
 from ckptmap.planning.steps import Encode
 from ckptmap.protocols import Encoder, Encoding, Refusal, Write
 from ckptmap.tensors import Box, TensorInfo
@@ -85,10 +87,10 @@ def merge(
     leave: Sequence[str] = (),
     device: str = "cpu",
     threads: int | None = None,
-    max_memory: int = DEFAULT_MAX_MEMORY,
+    max_memory: int = MAX_MEMORY,
     overwrite: bool = False,
     digest: str = "xxh3",
-    progress: bool | Callable[[int, str], None] = False,
+    progress: bool | Progress = False,
     low_disk: bool = False,
     sync: bool = True,
     **options: Any,
@@ -107,11 +109,11 @@ def merge(
     made = plan_merge(
         base, adapter, to, force=force, adapter_config=adapter_config, leave=leave, **options
     )
-    report = run(
-        made, dst, device=device, threads=threads, overwrite=overwrite, digest=digest,
-        progress=progress, low_disk=low_disk, max_memory=max_memory, sync=sync,
+    how = RunOptions(
+        device=device, threads=threads, max_memory=max_memory, overwrite=overwrite, digest=digest,
+        progress=progress, low_disk=low_disk, sync=sync,
     )  # fmt: skip
-    return with_survival(made, report)
+    return with_survival(made, run(made, dst, how))
 
 
 def plan_merge(
@@ -186,13 +188,14 @@ def with_survival(made: Plan, report: Report) -> MergeReport:
     if steps:
         with open(report.dst) as ckpt, one_torch_thread(True):
             for step in steps:
-                out = ckpt[step.tensor.fqn]
-                found[step.tensor.fqn] = measured(
-                    step,
-                    lambda box, _, out=out: out.read(box.offsets, box.sizes),  # type: ignore[misc]
-                )
+                fqn = step.tensor.fqn
+                found[fqn] = measured(step, _stored(ckpt[fqn]))
     kept = {item.name: getattr(report, item.name) for item in fields(Report)}
     return MergeReport(**kept, survival=found)
+
+
+def _stored(out: LazyTensor) -> Callable[[Box, torch.Tensor], torch.Tensor]:
+    return lambda box, _: out.read(box.offsets, box.sizes)
 
 
 def _estimate(step: Encode) -> Survival | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from ckptmap.disk.files import head
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
+from ckptmap.shortage import short_of
 
 HEAD_NBYTES = 512
 
@@ -30,9 +31,10 @@ def look(path: Path) -> Place:
             raise SourceError("CKM101", f"{path}: is no regular file", "check the path")
         return Place(str(path), False, head=head(path, HEAD_NBYTES))
     except OSError as error:
-        raise SourceError(
+        failed = SourceError(
             "CKM101", f"{path}: {(error.strerror or str(error)).lower()}", _way_to(path, error)
-        ) from error
+        )
+        raise short_of(error, failed) from error
 
 
 def _way_to(path: Path, error: OSError) -> str:
@@ -41,10 +43,13 @@ def _way_to(path: Path, error: OSError) -> str:
         return "check its permissions, and who you are"
     if not isinstance(error, FileNotFoundError):
         return "check the path"
+    if path.is_symlink():
+        return f"it is a symbolic link to {path.readlink()}, which is not there: mend the link"
     import difflib  # which a path that is there does without
 
     try:
-        near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
+        beside = [name for name in os.listdir(path.parent) if name != path.name]
+        near = difflib.get_close_matches(path.name, beside, n=1)
     except OSError:
         hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith(".")
         return f"for a model on the Hub write hf://{path}" if hub else "check the path"
@@ -61,6 +66,7 @@ SIDE_FILES = re.compile(
 ZERO_PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")
 """Under ZeRO-3 the weights in such files are empty placeholders, which would convert well."""
 DCP_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+ADAPTER_CONFIG = "adapter_config.json"
 SHARD = re.compile(r".+-\d{5}-of-(\d{5})\.(safetensors|bin)")
 
 
@@ -72,7 +78,7 @@ def find(place: Place, is_checkpoint: Callable[[Place], bool]) -> tuple[Place, t
     _refuse_part(place)
     if is_checkpoint(place):
         return place, _one_of_many(place)
-    if place.is_dir and _mark(place) is None:
+    if place.is_dir and _mark(place) is None and not adapters_in(place):
         inside = _candidates(place, is_checkpoint)
         if len(inside) == 1:
             only = look(Path(place.path) / inside[0])
@@ -133,6 +139,8 @@ FOREIGN: tuple[tuple[bytes, str, str], ...] = (
 """First bytes of a file -> what it is, and what to do."""
 
 
+LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+"""The pickled magic number that torch.save's format of before torch 1.6 starts with."""
 TAR_MAGIC = 257
 """Where a tar archive has its magic bytes."""
 OTHER_FRAMEWORKS = (
@@ -151,6 +159,15 @@ def _foreign(place: Place) -> tuple[str, str] | None:
     if re.fullmatch(OTHER_FRAMEWORKS, Path(place.path).name):
         return "by its name a file of another framework", _PYTORCH
     return None
+
+
+def legacy(path: str) -> SourceError:
+    """Of a file that starts with `LEGACY_MAGIC`."""
+    return SourceError(
+        "CKM117",
+        f"{path}: is in the torch.save format of before torch 1.6",
+        "load it once and torch.save it with a current torch",
+    )
 
 
 def _of_file(place: Place) -> SourceError:
@@ -176,12 +193,8 @@ def _of_file(place: Place) -> SourceError:
             f"{path}: is text, not weights: it begins {head[:24].decode('latin-1').strip()!r}",
             "a failed download leaves its error page; download the file again",
         )
-    if head.startswith(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."):
-        return SourceError(
-            "CKM117",
-            f"{path}: is in the torch.save format of before torch 1.6",
-            "load it once and torch.save it with a current torch",
-        )
+    if head.startswith(LEGACY_MAGIC):
+        return legacy(path)
     foreign = _foreign(place)
     if foreign is not None:
         what, hint = foreign
@@ -221,6 +234,14 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
         hint = mark[1].format(shlex.quote(place.path))
         return SourceError("CKM111", f"{place.path}: is {mark[0]}", hint)
     inside = _candidates(place, is_checkpoint)
+    adapters = adapters_in(place)
+    if adapters and {name.partition("/")[0] for name in inside} <= set(adapters):
+        one = shlex.quote(str(Path(place.path) / adapters[-1]))
+        return SourceError(
+            "CKM111",
+            f"{place.path}: holds peft adapters without their base weights: {', '.join(adapters[:6])}",
+            f"merge one of them: ckptmap merge BASE {one} DST",
+        )
     if inside:
         return SourceError(
             "CKM111",
@@ -233,6 +254,12 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
         what = "a directory of a model's config and tokenizer without its weights"
         hint = "name the directory that holds the weights too, or fetch them: hf download REPO"
     return SourceError("CKM111", f"{place.path}: is {what}; it holds {shown}", hint)
+
+
+def adapters_in(place: Place) -> list[str]:
+    """Entries that are peft adapters: save_pretrained of a model with several makes one each."""
+    ends = [(name, os.path.join(place.path, name, ADAPTER_CONFIG)) for name in place.names[:200]]
+    return [name for name, end in ends if os.path.isfile(end)]  # Path raises where it may not look
 
 
 def _mark(place: Place) -> tuple[str, str] | None:

@@ -55,9 +55,10 @@ class Member:
 
     path  absolute; a file or a directory, or the framework's directory itself with `names`
     role  "model", "optimizer" or "extra". A second "model" is a copy of the first: where both
-          have a tensor they are compared, and the first is used
+          have a tensor they are compared, and the first is used. "all": weights and optimizer,
+          under names of its own
     root  the dict inside that holds it: `("model",)`
-    key   the name that an extra gets
+    key   the name that an extra gets; empty: its values lie at the top
     names the entries of `path` that it consists of; empty: all
     """
 

@@ -35,6 +35,7 @@ DIRECTORIES = (
     "ckptmap.directories.trainer:Trainer",
     "ckptmap.directories.verl:Verl",
     "ckptmap.directories.accelerate:Accelerate",
+    "ckptmap.directories.lightning:Lightning",
 )
 WRITERS = (
     "ckptmap.containers.hf:HfWriter",

@@ -328,6 +328,11 @@ class Opaque:
     def class_name(self) -> str:
         return f"{self.module}.{self.name}"
 
+    @property
+    def is_empty(self) -> bool:
+        """A tensor on the meta device: of an offloaded model, torch saves no values."""
+        return self.class_name == "torch._utils._rebuild_meta_tensor_no_storage"
+
     def __repr__(self) -> str:
         return f"<{self.class_name}>"
 

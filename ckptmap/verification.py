@@ -24,6 +24,7 @@ from ckptmap.planning.base import restore
 from ckptmap.planning.overlay import overlaid
 from ckptmap.planning.recoding import grid_of, kept_at, recoded
 from ckptmap.protocols import Write
+from ckptmap.shortage import SHORT
 from ckptmap.structure import check_structure, chunks_of, nbytes_of
 from ckptmap.tensors import Box
 from ckptmap.translation import named_alike, tied_away
@@ -95,7 +96,7 @@ def verify(
     try:
         ckpt = open(path)
     except SourceError as error:
-        if error.code == "CKM101":
+        if error.code in ("CKM101", SHORT):
             raise
         return VerifyReport(str(path), 0, 0, ("structure",), (str(error),))
     with ckpt:
@@ -210,6 +211,8 @@ def _against(
             try:
                 wrong = CHECKS[entry["fidelity"]](theirs, mine, errors)
             except CkptmapError as error:
+                if error.code == SHORT:  # nothing is said of the values
+                    raise
                 wrong = str(error)
             problems += [f"{name}: {wrong}"] if wrong else []
     known = {*weights, *document["dropped"], *document["tied"]}

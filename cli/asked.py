@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.optim.order import read_order
-from ckptmap.planning.plans import MAX_SHARD_NBYTES, Options
+from ckptmap.planning.options import MAX_SHARD_NBYTES, Options
 
 from .options import parse_nbytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +13,8 @@ from .output import Output
 
 if TYPE_CHECKING:
     from ckptmap.conversion import Report
-    from ckptmap.planning.plans import Options, Plan
+    from ckptmap.planning.options import Options, RunOptions
+    from ckptmap.planning.plans import Plan
     from ckptmap.ranks import Ranks
 
 EXAMPLES = (
@@ -124,6 +125,7 @@ def command(
     continued by the same command. Under torchrun the ranks share the work:
     torchrun --nproc-per-node 8 -m ckptmap convert SRC DST --to hf
     """
+    from ckptmap.planning.options import RunOptions
     from ckptmap.ranks import ShownElsewhere, join
     from ckptmap.remote.locating import silence
     from ckptmap.remote.names import is_hub
@@ -148,15 +150,16 @@ def command(
         with join(rank_timeout) as ranks:
             plan = _plan(src, asked, plan_file)
             if not dry_run:
-                report = _run(
-                    plan, dst, out, ranks, device=device, threads=threads, max_memory=limit,
-                    overwrite=overwrite, digest=digest, low_disk=low_disk, sync=not no_sync,
+                how = RunOptions(
+                    device=device, threads=threads, max_memory=limit, overwrite=overwrite,
+                    digest=digest, low_disk=low_disk, sync=not no_sync,
                 )  # fmt: skip
+                report = executed(plan, dst, how, out, ranks)
     except ShownElsewhere as stopped:
         Output.printed = True  # by that rank
         raise typer.Exit(stopped.exit_code) from stopped
     if ranks.rank == 0:
-        _show(plan, report, out)
+        show(plan, report, out)
     if report is None and plan.unresolved:
         raise typer.Exit(1)
     if ranks.world_size > 1:
@@ -174,7 +177,7 @@ def _leave() -> None:
 
 
 def _check_usage(asked: Options, plan_file: str | None) -> None:
-    from ckptmap.planning.plans import Options
+    from ckptmap.planning.options import Options
 
     if plan_file is None and not asked.to:
         raise typer.BadParameter("give --to SETUP, or --plan FILE")
@@ -210,23 +213,24 @@ def _saved(src: str, plan_file: str) -> Plan:
     return plan
 
 
-def _run(plan: Plan, dst: str, out: Output, ranks: Ranks, **settings: Any) -> Report:
-    from functools import partial
+def executed(plan: Plan, dst: str, how: RunOptions, out: Output, ranks: Ranks) -> Report:
+    """With its progress on stderr; of several ranks, rank 0's."""
+    from dataclasses import replace
 
     from ckptmap.conversion import run
 
     from .progress import Progress
 
-    progress = None if out.quiet or ranks.rank else Progress(plan.nbytes_out)
-    execute = plan.execute if ranks.world_size == 1 else partial(run, plan, ranks=ranks)
+    if out.quiet or ranks.rank:
+        return run(plan, dst, how, ranks)
+    progress = Progress(plan.nbytes_out)
     try:
-        return execute(dst, progress=progress or False, **settings)
+        return run(plan, dst, replace(how, progress=progress), ranks)
     finally:
-        if progress is not None:
-            progress.close()
+        progress.close()
 
 
-def _show(plan: Plan, report: Report | None, out: Output) -> None:
+def show(plan: Plan, report: Report | None, out: Output) -> None:
     if report is None:
         out.show(plan)
     elif out.quiet and not out.json:

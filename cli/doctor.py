@@ -112,10 +112,16 @@ def _encodings(source: str) -> set[str]:
     from pathlib import Path
 
     from ckptmap.checkpoint import open
+    from ckptmap.errors import PlanError
     from ckptmap.setups import parse
 
     if not Path(source).exists() and "/" not in source:
-        scheme = parse(source).scheme
+        try:
+            scheme = parse(source).scheme
+        except PlanError as error:
+            raise PlanError(
+                error.code, f"--from {source!r} is neither a path here nor a setup", error.hint
+            ) from error
         return set() if scheme is None else {scheme.name}
     with open(source) as ckpt:
         return set(ckpt.encodings)

@@ -21,13 +21,19 @@ from typing import Any, NoReturn
 from ckptmap import arguments
 from ckptmap.disk.files import as_named, let_go
 from ckptmap.errors import CkptmapError, Interrupted
+from ckptmap.shortage import shortage
 
 from .glance import at_once
-from .output import Output
+from .output import Output, Unprintable
 
 GC_THRESHOLD = (50_000, 20, 20)
 """Opening a checkpoint makes objects by the 100,000 and no garbage: collecting is lost time."""
 USAGE, WORKING = 2, 3
+UNPRINTED = (
+    "send it elsewhere and run it again; a conversion is complete if its destination is there"
+)
+SHOWN = 120
+"""Characters of arguments that nobody asked for."""
 INTERRUPTED = Interrupted.exit_code
 
 
@@ -57,6 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _unexpected(error, args, out)
         return _expected(arguments.not_installed(library), args, out)
     except Exception as error:
+        if isinstance(error, Unprintable):
+            out.error("", f"stdout cannot be written: {error}", UNPRINTED)
+            return WORKING
+        short = shortage(error)
+        if short is not None:
+            return _expected(short, args, out)
         refuse = _usage if hasattr(error, "format_message") else _unexpected
         return refuse(error, args, out)
     finally:
@@ -69,7 +81,10 @@ def leave() -> NoReturn:
     apart what 100,000 tensors are made of takes longer than to open them. Not one of several
     ranks: the others may still be reading what it has said."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which spin and have no work here
-    code = main()
+    try:
+        code = main()
+    except KeyboardInterrupt:  # before it could answer, or once more while it did
+        code = INTERRUPTED
     if os.environ.get("WORLD_SIZE", "") not in ("", "1"):
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
@@ -116,7 +131,11 @@ def _usage(error: Any, args: Sequence[str], out: Output) -> int:
         return USAGE
     command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "ckptmap"
     message = " ".join(error.format_message().split()).removeprefix("Invalid value: ")
-    out.error("usage", message, f"{command} --help")
+    hint = f"{command} --help"
+    if "unexpected extra argument" in message:  # most often a pattern that the shell has filled in
+        message = message if len(message) <= SHOWN else f"{message[:SHOWN]}...)"
+        hint = f"patterns need quotes: '*.mlp.*'; {hint}"
+    out.error("usage", message, hint)
     return USAGE
 
 

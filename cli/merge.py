@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from . import options as ask
-from .convert import Device, Digest, DryRun, Dst, LowDisk, MaxMemory, Overwrite, Threads
+from .convert import (
+    Device,
+    Digest,
+    DryRun,
+    Dst,
+    LowDisk,
+    MaxMemory,
+    Overwrite,
+    Threads,
+    executed,
+    show,
+)
 from .output import Output
-
-if TYPE_CHECKING:
-    from ckptmap.planning.plans import Plan
 
 EXAMPLES = (
     "ckptmap merge base-model/ adapter/ out/",
@@ -87,7 +95,9 @@ def command(
 
     Merged in fp32 and rounded once. BASE may be quantized; DST appears when it is complete.
     """
-    from ckptmap.merging import plan_merge
+    from ckptmap.merging import plan_merge, with_survival
+    from ckptmap.planning.options import RunOptions
+    from ckptmap.ranks import ALONE
 
     given: dict[str, Any] = {
         "world_size": world_size, "mesh": mesh, "tp_plan": tp_plan, "config_from": config_from,
@@ -101,29 +111,13 @@ def command(
     nbytes = ask.parse_nbytes(max_memory)
     given |= {"force": force, "adapter_config": adapter_config, "leave": tuple(leave or ())}
     plan = plan_merge(base, adapter, to, **given)
-    out = Output(json, quiet)
-    if dry_run:
-        out.show(plan)
-        raise typer.Exit(1 if plan.unresolved else 0)
-    settings: dict[str, Any] = {
-        "device": device, "threads": threads, "max_memory": nbytes, "overwrite": overwrite,
-        "digest": digest, "low_disk": low_disk, "sync": not no_sync,
-    }  # fmt: skip
-    _write(plan, dst, out, settings)
-
-
-def _write(plan: Plan, dst: str, out: Output, settings: dict[str, Any]) -> None:
-    from ckptmap.merging import with_survival
-
-    from .progress import Progress
-
-    progress = None if out.quiet else Progress(plan.nbytes_out)
-    try:
-        report = with_survival(plan, plan.execute(dst, progress=progress or False, **settings))
-    finally:
-        if progress is not None:
-            progress.close()
-    if out.quiet and not out.json:
-        out.text(report.dst)
-    else:
-        out.show(report)
+    out, report = Output(json, quiet), None
+    if not dry_run:
+        how = RunOptions(
+            device=device, threads=threads, max_memory=nbytes, overwrite=overwrite, digest=digest,
+            low_disk=low_disk, sync=not no_sync,
+        )  # fmt: skip
+        report = with_survival(plan, executed(plan, dst, how, out, ALONE))
+    show(plan, report, out)
+    if report is None and plan.unresolved:
+        raise typer.Exit(1)

@@ -16,6 +16,10 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, save tab and line feed."""
 
 
+class Unprintable(Exception):
+    """The result cannot be written where stdout leads to."""
+
+
 class Shown(Protocol):
     """A result: text for people, and a document for programs."""
 
@@ -107,3 +111,7 @@ def _write(stream: TextIO, text: str) -> None:
     except BrokenPipeError:
         # What is left in the buffer must go somewhere when the interpreter flushes it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    except OSError as error:  # a full disk behind `>`, for one
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if stream is sys.stdout:
+            raise Unprintable(error.strerror) from error

@@ -196,6 +196,13 @@ def plain_zip(folder: Path) -> Path:
     return folder / "x.zip"
 
 
+@bad("holds nothing: an error ended torch.save before it had written the object")
+def save_that_failed(folder: Path) -> Path:
+    with pytest.raises(AttributeError, match="pickle"):
+        saved(folder, {**WEIGHTS, "key": lambda step: step})
+    return folder / "model.pt"
+
+
 @bad("storage|data/0")
 def missing_storage(folder: Path) -> Path:
     return rezipped(folder, lambda n, d: None if n.endswith("data/0") else (n, d))
@@ -338,6 +345,20 @@ def bare_tensor(folder: Path) -> Path:
 @bad("it has objects of torch._utils._rebuild_sparse_tensor")
 def sparse_only(folder: Path) -> Path:
     return saved(folder, {"w": torch.eye(3).to_sparse()})
+
+
+@bad("0.weight: was on the meta device when it was saved, so its values are not here")
+def offloaded_model(folder: Path) -> Path:
+    """accelerate keeps the values elsewhere; `state_dict()` of the model does not ask it."""
+    from accelerate import cpu_offload
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    return saved(folder, cpu_offload(model, execution_device=torch.device("cpu")).state_dict())
+
+
+@bad("holds 2 tensors of the meta device, which have no values")
+def model_on_meta(folder: Path) -> Path:
+    return saved(folder, torch.nn.Linear(2, 2, device="meta").state_dict())
 
 
 @bad("expand|stride")

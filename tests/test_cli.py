@@ -483,12 +483,12 @@ def test_an_unexpected_error_is_a_line_too(
 
 STUCK = """
 import sys, time
-from ckptmap.planning.plans import Plan
+from ckptmap import conversion
 from ckptmap_cli.main import main
 def stuck(*args, **kwargs):
     print("working", flush=True)
     time.sleep(60)
-Plan.execute = stuck
+conversion.run = stuck
 sys.exit(main(sys.argv[1:]))
 """
 

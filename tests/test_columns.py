@@ -22,7 +22,8 @@ from ckptmap.structure import check_structure
 from ckptmap.tensors import Extent, TensorInfo
 from ckptmap.wire.safetensors import Header, _any, _written
 from ckptmap.wire.torch_zip_plain import plain_tensors
-from ckptmap.wire.torch_zip_read import Records, open_zip, parse
+from ckptmap.wire.torch_zip_read import open_zip, parse
+from ckptmap.wire.zip_read import Records
 
 COUNT = 400
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +32,7 @@ from ckptmap.disk.sink import ALIGN, Buffer, OutputFile, Stream, Sums
 from ckptmap.encodings.dense import Dense, DenseAs
 from ckptmap.errors import DestinationError, Interrupted, RunError, SourceError
 from ckptmap.lazy import LazyTensor, tensor_bytes
+from ckptmap.planning.options import RunOptions
 from ckptmap.planning.steps import Compare, Encode, FilePlan, Target
 from ckptmap.protocols import Encoding, Group, OutFile, Slot, Write
 from ckptmap.running import copying
@@ -111,15 +112,18 @@ def run(
     plan: Sequence[FilePlan],
     encodes: Sequence[Encode] = (),
     compares: Sequence[Compare] = (),
-    **options: Any,
+    direct: bool = True,
+    manifest: Callable[[Executed], bytes] | None = None,
+    **how: Any,
 ) -> Executed:
     folder.mkdir(exist_ok=True)
     files = Files()
     try:
         with Journal(folder / "journal", "plan") as journal:
             return execute(
-                plan, encodes, compares, files, folder / "out", journal, **{"threads": 2, **options}
-            )
+                plan, encodes, compares, files, folder / "out", journal,
+                RunOptions(**{"threads": 2, **how}), direct=direct, manifest=manifest,
+            )  # fmt: skip
     finally:
         files.close()
 
@@ -148,10 +152,10 @@ def test_copies_of_all_sizes(tmp_path: Path, gap: int, needs_crc: bool, direct: 
     assert (done.written_nbytes, done.continued_nbytes) == (sum(map(len, payloads)), 0)
 
 
-@pytest.mark.parametrize("digests", [True, False])
+@pytest.mark.parametrize("digest", ["xxh3", "none"])
 @pytest.mark.parametrize("needs_crc", [True, False])
 def test_large_slots_that_follow_each_other_are_one_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_crc: bool, digests: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_crc: bool, digest: str
 ) -> None:
     """With few small ones between them; a damaged one, found in the journal, is written anew."""
     monkeypatch.setattr(execute_module, "PARTS", 1)
@@ -161,10 +165,10 @@ def test_large_slots_that_follow_each_other_are_one_stream(
     stored = stored_in(tmp_path / "src", [head, *tensors])[1:]
     plan = [copy_plan(stored, needs_crc=needs_crc)]
     payloads = [as_bytes(tensor) for tensor in tensors]
-    done = run(tmp_path / "work", plan, digests=digests)
+    done = run(tmp_path / "work", plan, digest=digest)
     path = tmp_path / "work" / "out" / "out.bin"
     assert path.read_bytes() == expected_file(payloads, needs_crc=needs_crc)
-    if not digests:
+    if digest == "none":
         return
     assert list(done.digests[0]) == [xxhash.xxh3_64_hexdigest(payload) for payload in payloads]
     lines = (tmp_path / "work" / "journal").read_text().splitlines()[1:]
@@ -239,7 +243,7 @@ def test_a_longer_file_of_an_earlier_run_is_cut(tmp_path: Path) -> None:
 def test_progress_counts_every_byte(tmp_path: Path) -> None:
     stored = stored_in(tmp_path / "src", [random_tensor(n) for n in (10, 3_000_000, 20)])
     seen: list[tuple[int, str]] = []
-    run(tmp_path / "w", [copy_plan(stored)], on_progress=lambda n, key: seen.append((n, key)))
+    run(tmp_path / "w", [copy_plan(stored)], progress=lambda n, key: seen.append((n, key)))
     assert sum(nbytes for nbytes, _ in seen) == 6_000_060
     assert {key for _, key in seen} == {"t0", "t1", "t2"}
 
@@ -277,12 +281,12 @@ def test_damaged_source_is_found_for_free(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [7, 30_000])
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("digests", [True, False])
-def test_a_bool_is_0_or_1(rows: int, parts: int, digests: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("digest", ["xxh3", "none"])
+def test_a_bool_is_0_or_1(rows: int, parts: int, digest: str, tmp_path: Path) -> None:
     """In a span and in a stream, in one run and gathered, and where the kernel would copy."""
     mask = torch.arange(rows * 100).view(rows, 100) % 3 == 0
     good = shards_in(tmp_path, mask, parts, dim=1)
-    done = run(tmp_path / "good", [copy_plan([good])], digests=digests)
+    done = run(tmp_path / "good", [copy_plan([good])], digest=digest)
     assert done.digests and (tmp_path / "good" / "out" / "out.bin").is_file()
     strange = mask.view(torch.uint8).clone()
     strange[rows - 2, 99] = 255
@@ -290,7 +294,7 @@ def test_a_bool_is_0_or_1(rows: int, parts: int, digests: bool, tmp_path: Path) 
     bad = StoredTensor(TensorInfo(bad.info.shape, "bool"), bad.chunks)
     says = rf"rank{parts - 1}: t0: BOOL element \[{rows - 2}, 99\] is the byte 255, expected 0 or 1"
     with pytest.raises(RunError, match=says) as caught:
-        run(tmp_path / "bad", [copy_plan([bad])], digests=digests)
+        run(tmp_path / "bad", [copy_plan([bad])], digest=digest)
     assert caught.value.code == "CKM318"
 
 
@@ -348,7 +352,7 @@ def test_first_error_stops_the_rest(tmp_path: Path) -> None:
         raise ZeroDivisionError("boom")
 
     with pytest.raises(ZeroDivisionError, match="boom"):
-        run(tmp_path / "work", [copy_plan(stored)], on_progress=fail, threads=4)
+        run(tmp_path / "work", [copy_plan(stored)], progress=fail, threads=4)
     assert len(calls) <= 4
 
 
@@ -365,7 +369,7 @@ def test_interrupted_and_continued(tmp_path: Path, number: signal.Signals) -> No
         time.sleep(0.02)
 
     with pytest.raises(Interrupted, match="the destination is as it was") as caught:
-        run(tmp_path / "work", plan, on_progress=slow)
+        run(tmp_path / "work", plan, progress=slow)
     assert caught.value.exit_code == 130
     assert len(calls) < 20
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -456,7 +460,7 @@ def test_killed_at_any_point_and_continued(tmp_path: Path) -> None:
         child = os.fork()
         if not child:
             try:
-                run(tmp_path / "work", [plan], on_progress=lambda nbytes, key: time.sleep(0.001))
+                run(tmp_path / "work", [plan], progress=lambda nbytes, key: time.sleep(0.001))
             finally:
                 os._exit(0)
         time.sleep(delay)
@@ -502,7 +506,7 @@ def test_cast_into_any_boxes(tmp_path: Path, columns: bool, max_memory: int) -> 
     before = torch.get_num_threads()
     run(
         tmp_path / "work", plans, [step], max_memory=max_memory,
-        on_progress=lambda nbytes, key: seen.append(nbytes),
+        progress=lambda nbytes, key: seen.append(nbytes),
     )  # fmt: skip
     assert torch.get_num_threads() == before
     assert sum(seen) == 1_400_000
@@ -750,6 +754,7 @@ from ckptmap.running.execute import execute
 from ckptmap.disk.files import Files
 from ckptmap.disk.journal import Journal
 from ckptmap.protocols import OutFile, Slot
+from ckptmap.planning.options import RunOptions
 from ckptmap.planning.steps import FilePlan
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 N, folder = 100_000, Path({str(tmp_path)!r})
@@ -762,7 +767,8 @@ slots = [Slot((f"t{{i}}",), box, 20 + i * 4096, 4096) for i in range(N)]
 out = OutFile("out.bin", 20 + N * 4096, slots, lambda crcs, manifest: [(0, b"h" * 20)])
 cpu = time.process_time()
 with Journal(folder / "journal", "p") as journal:
-    done = execute([FilePlan(out, stored)], [], [], Files(), folder, journal, threads=2)
+    how = RunOptions(threads=2)
+    done = execute([FilePlan(out, stored)], [], [], Files(), folder, journal, how)
 print(f"{{(time.process_time() - cpu) / N * 1e6:.1f}} us of CPU a tensor")
 assert done.written_nbytes == N * 4096
 assert "torch" not in sys.modules and "numpy" not in sys.modules

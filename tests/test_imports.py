@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "version",
         "wording",
     ),
+    ("shortage",),
     ("arguments", "disk", "leaves", "protocols", "selection"),
     ("at_rest", "geometry", "meta_model", "places", "ranks", "remote"),
     ("collapse", "foreign", "fourbit", "lazy", "like", "wire"),

@@ -28,7 +28,7 @@ from ckptmap.manifest import emit
 from ckptmap.protocols import Group
 from ckptmap.tensors import Chunk, Extent, Region, StoredTensor, TensorInfo
 from ckptmap.verification import verify
-from ckptmap.wire.torch_zip_read import read_records
+from ckptmap.wire.zip_read import read_records
 
 MANY = 3000
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from ckptmap.disk import publish
+from ckptmap.disk.destination import check_overlap, check_space
 from ckptmap.disk.journal import Journal
 from ckptmap.disk.locks import Owner, read_owner
-from ckptmap.disk.publish import Workspace, check_overlap, check_space
+from ckptmap.disk.publish import Workspace
 from ckptmap.errors import DestinationError, RunError
 
 A, B = "a" * 16, "b" * 16

@@ -25,8 +25,8 @@ from ckptmap.tensors import ITEMSIZE, Opaque
 from ckptmap.wire.pickle_read import Device, DType, Size, load
 from ckptmap.wire.pickle_write import Call, Global, Instance, StorageTensor, dump
 from ckptmap.wire.torch_zip_read import load as load_zip
-from ckptmap.wire.torch_zip_read import read_records
 from ckptmap.wire.torch_zip_write import layout_zip
+from ckptmap.wire.zip_read import read_records
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path as FilePath
 
-from ckptmap.disk.files import Files, head
+from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
 from ckptmap.tensors import FLOATING, Index, Leaf, Path, StoredTensor
@@ -21,10 +21,10 @@ from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.meta_params import PARAMS, Params, read_params
 from ckptmap.wire.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.wire.tensor_parallel import WHOLE, Partition, joined, whole_info
+from ckptmap.wire.zip_read import is_zip
 
 _NAME = re.compile(r"consolidated\.(\d+)\.pth")
 _FP8 = re.compile(r"fp8_scales_\d+\.pt")
-_MAGIC = b"PK\3\4"
 _COLUMN = re.compile(r"layers\.\d+\.(attention\.w[qkv]|feed_forward\.w[13])\.weight|output\.weight")
 _ROW = re.compile(r"layers\.\d+\.(attention\.wo|feed_forward\.w2)\.weight")
 _WO = re.compile(r"layers\.\d+\.attention\.wo\.weight")
@@ -47,7 +47,7 @@ class Consolidated:
         if not place.is_dir and not _NAME.fullmatch(path.name):
             return False
         root, names = _listed(place)
-        zips = [name for name in names if _is_zip(root / name)]
+        zips = [name for name in names if is_zip(root / name)]
         return len(zips) > 1 or (len(zips) == 1 and _is_part(root, zips[0]))
 
     def index(self, place: Place) -> Index:
@@ -100,13 +100,6 @@ def _is_part(root: FilePath, name: str) -> bool:
     except SourceError as error:
         return error.code == "CKM110"
     return False
-
-
-def _is_zip(path: FilePath) -> bool:
-    try:
-        return head(path, len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
 
 
 def _refuse_fp8(place: Place) -> None:

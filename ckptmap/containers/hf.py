@@ -24,6 +24,8 @@ from ckptmap.wire.safetensors_file import RECORDS, records_of, refuse_text, stor
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+ONE_FILE = "model.safetensors"
+"""The file that transformers loads where there is one, whatever an index beside it says."""
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 DCP_SHARD = re.compile(r"shard-\d+-.+\.safetensors")
 """torch's HuggingFaceStorageWriter: parts of tensors under whole tensors' names."""
@@ -63,9 +65,16 @@ class HfDirectory:
                 listed = parse_index(str(FilePath(root) / index_file))
                 shards = list(dict.fromkeys(listed.weight_map.values()))
                 where = str(FilePath(root) / index_file)
-                leaves, records, files = _read_shards(root, shards, where, listed.weight_map)
-                notes += _compare(leaves, listed.weight_map, listed.total_nbytes, where)
-                files = (*files, where)
+                if _is_stale(place, where, shards):
+                    shards = [ONE_FILE]
+                    leaves, records, files = _read_shards(root, shards, root)
+                    notes.append(
+                        f"left aside, of an earlier save, its shards are gone: {index_file}"
+                    )
+                else:
+                    leaves, records, files = _read_shards(root, shards, where, listed.weight_map)
+                    notes += _compare(leaves, listed.weight_map, listed.total_nbytes, where)
+                    files = (*files, where)
         notes += _left_aside(place.names, shards)
         return Index(self.name, leaves, files, records=records, notes=tuple(notes))
 
@@ -78,8 +87,8 @@ def _without_index(names: Iterable[str]) -> list[str]:
     """Files that could be the weights where no index says it; empty: this is something else."""
     found = [n for n in names if n.endswith(SUFFIX) and not DCP_SHARD.fullmatch(n)]
     numbered = [name for name in found if SHARD.fullmatch(name)]
-    if "model.safetensors" in found:
-        return ["model.safetensors"]
+    if ONE_FILE in found:
+        return [ONE_FILE]
     if numbered:
         return numbered
     return found if len(found) == 1 and "adapter_config.json" not in names else []
@@ -96,6 +105,22 @@ def _pick_index(place: Place) -> str | None:
         f"{place.path}: several indexes, expected one: {', '.join(indexes)}",
         "move the others away",
     )
+
+
+def _is_stale(place: Place, where: str, shards: Sequence[str]) -> bool:
+    """Is the index left over? save_pretrained removes shards of an earlier save, and not their index.
+    Raises SourceError CKM108 where both are weights: which of them is meant, readers disagree on."""
+    if ONE_FILE not in place.names or ONE_FILE in shards:
+        return False
+    there = [shard for shard in shards if (FilePath(place.path) / shard).is_file()]
+    if there:
+        raise SourceError(
+            "CKM108",
+            f"{where}: lists {there[0]!r}, and {ONE_FILE!r} is there too: two saves, of which"
+            " transformers loads that of one file, others that of the index; expected one",
+            f"move the one that is not meant away, or name {FilePath(place.path) / ONE_FILE} itself",
+        )
+    return True
 
 
 def _complete_set(place: Place) -> list[str]:
@@ -158,7 +183,11 @@ def _read_shards(
             _merge_records(records, records_of(header, file), file)
     finally:
         files.close()
-    return stored_tensors(headers, paths), records, tuple(paths)
+    leaves = stored_tensors(headers, paths)
+    if records:
+        keys = [key for header in headers for key in header.keys]
+        records = torchao_metadata.by_stored_name(records, keys)
+    return leaves, records, tuple(paths)
 
 
 def _merge_records(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path as FilePath
 
-from ckptmap.disk.files import Files, head
+from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
 from ckptmap.tensors import Index, Leaf, Path, as_saved
@@ -20,11 +20,11 @@ from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.placement import is_dtensor, mesh_ranks
 from ckptmap.wire.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.wire.sharded import check_writer, is_sharded
+from ckptmap.wire.zip_read import is_zip
 from ckptmap.wording import counted
 
 _NAME = re.compile(r"(?P<stem>.*?)rank[_-]?(?P<rank>\d+)(?P<rest>\D.*|)", re.IGNORECASE)
 _WORLD = re.compile(r"world[_-]?size[_-]?(\d+)|_of_(\d+)", re.IGNORECASE)
-_MAGIC = b"PK\3\4"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RankFiles:
         if not place.is_dir:
             return False
         directory = FilePath(place.path)
-        return any(_is_zip(directory / name) for name in place.names if _NAME.fullmatch(name))
+        return any(is_zip(directory / name) for name in place.names if _NAME.fullmatch(name))
 
     def index(self, place: Place) -> Index:
         """Raises SourceError CKM110 where ranks are missing or of several saves, and what the
@@ -76,20 +76,13 @@ class RankFiles:
         return Index(self.name, leaves, tuple(files), world=world, units=units, listed=as_saved)
 
 
-def _is_zip(path: FilePath) -> bool:
-    try:
-        return head(path, len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
-
-
 def _groups(place: Place) -> list[_Group]:
     directory = FilePath(place.path).absolute()
     found: dict[str, dict[int, str]] = {}
     for name in place.names:
         match = _NAME.fullmatch(name)
         path = directory / name
-        if match is None or not _is_zip(path):
+        if match is None or not is_zip(path):
             continue
         files = found.setdefault(f"{match['stem']}rank*{match['rest']}", {})
         rank = int(match["rank"])

@@ -20,11 +20,11 @@ from ckptmap.tensors import Box, Index, Leaf, Path, TensorInfo, as_saved, contig
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.pickle_write import Numbered, StorageTensor, dump, way_out
 from ckptmap.wire.torch_zip_plain import plain_tensors
-from ckptmap.wire.torch_zip_read import Records, open_zip, parse
+from ckptmap.wire.torch_zip_read import open_zip, parse
 from ckptmap.wire.torch_zip_write import ZipLayout, layout_zip
 from ckptmap.wire.tree import flatten, nest
 from ckptmap.wire.zip_directory import bad
-from ckptmap.wire.zip_read import stem
+from ckptmap.wire.zip_read import Records, stem
 from ckptmap.wording import counted
 
 RECORDS = "ckptmap.records.json"

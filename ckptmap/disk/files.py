@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptmap.errors import RunError, SourceError
+from ckptmap.shortage import short_of
 
 MAX_OPEN = 2048
 OPEN_SHARE = 0.3
@@ -216,11 +217,12 @@ class Files:
                 )
             return os.open(whole(file) if _BACKINGS else file, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise SourceError(
+            failed = SourceError(
                 "CKM101",
                 f"{file}: cannot be read: {error.strerror}",
                 "check the path and its permissions",
-            ) from error
+            )
+            raise short_of(error, failed) from error
 
     def _evict(self) -> None:
         while len(self._open) > self._max_open:

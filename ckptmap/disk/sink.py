@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from ckptmap.crc import crc32
 from ckptmap.disk.ways import Ways
 from ckptmap.errors import DestinationError, RunError
+from ckptmap.shortage import short_of
 
 if TYPE_CHECKING:
     from xxhash import xxh3_64
@@ -110,11 +111,12 @@ class OutputFile:
         try:
             self._fd = os.open(path, flags, 0o666)
         except OSError as error:
-            raise DestinationError(
+            failed = DestinationError(
                 "CKM304",
                 f"{path}: cannot be created: {error.strerror}",
                 "choose a destination that can be written",
-            ) from error
+            )
+            raise short_of(error, failed) from error
         self._direct = _open_direct(path) if direct and nbytes >= DIRECT_MIN else None
         try:
             _reserve(self._fd, nbytes)
@@ -166,11 +168,12 @@ class OutputFile:
             data, offset = data[count:], offset + count
 
     def _failed(self, error: OSError) -> RunError:
-        return RunError(
+        failed = RunError(
             "CKM306",
             f"{self.path}: write failed: {error.strerror}",
             "free some space or mend the disk, then run the same command again to continue",
         )
+        return short_of(error, failed)
 
     def copy_from(self, source: int, at: int, offset: int, nbytes: int) -> int:
         """Copy bytes of another file, from its byte `at` to `offset`, inside the kernel: whole
@@ -351,9 +354,10 @@ def _reserve(fd: int, nbytes: int) -> None:
 
 def _reserve_error(path: Path, nbytes: int, error: OSError) -> DestinationError | RunError:
     if error.errno in NO_SPACE:
-        return DestinationError(
+        full = DestinationError(
             "CKM303",
             f"{path}: needs {nbytes} bytes: {error.strerror}",
             "free some space or choose another destination",
         )
+        return short_of(error, full)
     return RunError("CKM306", f"{path}: cannot be made {nbytes} bytes long: {error.strerror}")

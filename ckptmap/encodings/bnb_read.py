@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptmap.blocks.errors import malformed
 from ckptmap.disk.files import Files, whole
 from ckptmap.encodings.bnb_fourbit import (
     ABSMAX,
@@ -20,7 +21,6 @@ from ckptmap.encodings.bnb_fourbit import (
     FourBit,
     Nested,
 )
-from ckptmap.errors import SourceError
 from ckptmap.geometry.gather import fill
 from ckptmap.protocols import Group, Refusal
 from ckptmap.selection import CONV1D
@@ -28,7 +28,6 @@ from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
 MAX_STATE_NBYTES = 1 << 16
 CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
-_INCOMPLETE = "a quantized tensor needs its payload and all its scales in one checkpoint"
 
 
 def found(
@@ -53,10 +52,6 @@ def found(
         files.close()
 
 
-def _malformed(fqn: str, message: str, hint: str = _INCOMPLETE) -> SourceError:
-    return SourceError("CKM115", f"{fqn}: {message}", hint)
-
-
 def _group(
     fqn: str,
     key: str,
@@ -67,7 +62,7 @@ def _group(
 ) -> tuple[Group, Sequence[str]]:
     payload = stored.get(fqn)
     if payload is None:
-        raise _malformed(fqn, f"expected the payload of {key}, found none")
+        raise malformed(fqn, f"expected the payload of {key}, found none")
     state = _state(fqn, stored[key], files)
     shape = tuple(state["shape"])
     nested = _nested(fqn, state, f"{fqn}.{NESTED_ABSMAX}" in stored)
@@ -104,14 +99,14 @@ def _parts(
 ) -> dict[str, StoredTensor]:
     expected = encoding.parts(info)
     if isinstance(expected, Refusal):
-        raise _malformed(fqn, expected.reason, "the file is damaged")
+        raise malformed(fqn, expected.reason, "the file is damaged")
     parts = {}
     for part, want in expected.items():
         have = stored.get(keys[part])
         if have is None:
-            raise _malformed(fqn, f"{keys[part]} is missing, expected {want}")
+            raise malformed(fqn, f"{keys[part]} is missing, expected {want}")
         if have.info != want:
-            raise _malformed(fqn, f"{keys[part]}, expected {want}, found {have.info}")
+            raise malformed(fqn, f"{keys[part]}, expected {want}, found {have.info}")
         parts[part] = have
     return parts
 
@@ -119,7 +114,7 @@ def _parts(
 def _state(fqn: str, stored: StoredTensor, files: Files) -> dict[str, Any]:
     """The JSON part, checked."""
     if stored.info.dtype != "uint8" or not 0 < stored.info.numel <= MAX_STATE_NBYTES:
-        raise _malformed(fqn, f"its quant_state, expected JSON in uint8, found {stored.info}")
+        raise malformed(fqn, f"its quant_state, expected JSON in uint8, found {stored.info}")
     data = bytearray(stored.info.numel)
     fill(files, stored, Box.whole(stored.info.shape), memoryview(data))
     try:
@@ -130,7 +125,7 @@ def _state(fqn: str, stored: StoredTensor, files: Files) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         good = False
     if not good:
-        raise _malformed(
+        raise malformed(
             fqn,
             f"its quant_state, expected JSON with blocksize, dtype and shape, found {bytes(data[:80])!r}",
             "the file is damaged; save it again",
@@ -141,7 +136,7 @@ def _state(fqn: str, stored: StoredTensor, files: Files) -> dict[str, Any]:
 def _nested(fqn: str, state: Mapping[str, Any], has_parts: bool) -> Nested | None:
     says = "nested_offset" in state
     if says != has_parts:
-        raise _malformed(
+        raise malformed(
             fqn,
             f"its quant_state says {'double' if says else 'single'} quantization, its companions"
             f" {'double' if has_parts else 'single'}",
@@ -151,9 +146,9 @@ def _nested(fqn: str, state: Mapping[str, Any], has_parts: bool) -> Nested | Non
     offset, block = state["nested_offset"], state.get("nested_blocksize")
     dtype = state.get("nested_dtype")
     if type(offset) not in (int, float) or type(block) is not int or block < 1:
-        raise _malformed(fqn, f"nested offset {offset!r} and blocksize {block!r}, expected numbers")
+        raise malformed(fqn, f"nested offset {offset!r} and blocksize {block!r}, expected numbers")
     if dtype not in DTYPES:
-        raise _malformed(fqn, f"nested dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
+        raise malformed(fqn, f"nested dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
     return Nested(block, dtype)
 
 

@@ -84,31 +84,19 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class DenseAs:
+class DenseAs(Dense):
     """The tensor cast to `dtype`: bit-equal to `torch.Tensor.to`. Read again it is `Dense`.
 
     Decoding gives the logical dtype back, with what the cast has rounded away lost.
     """
 
-    name = "dense"
     dtype: str
 
     def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
         return {"": TensorInfo(info.shape, self.dtype)}
 
-    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
-        return box
-
-    def decode(
-        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
-    ) -> None:
-        out.copy_(parts[""])
-
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
         return CastEncoder(info.dtype, self.dtype)
-
-    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
-        return None
 
 
 class CastEncoder:
@@ -153,7 +141,8 @@ class CastEncoder:
                 "CKM309",
                 f"{count} finite values overflow {self._dtype}: expected at most "
                 f"{_LARGEST[self._dtype]:.6g}, found {largest:.6g}",
-                "cast to bf16 or fp32, or keep this tensor's dtype",
+                "take a setup with -bf16 or -fp32, which hold them, or leave this tensor as it is "
+                "with --no-encode",
             )
         return ()
 

@@ -11,18 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptmap.blocks.errors import checked, malformed
 from ckptmap.encodings.nf4_encoding import DATA, FACTOR, MEAN, NF4, PARTS, SCALERS, TABLE, VERSION
-from ckptmap.errors import SourceError
 from ckptmap.protocols import Group, Refusal
 from ckptmap.tensors import Box, Chunk, Cut, Opaque, StoredTensor, TensorInfo
 
 # torchao 0.1 gave every NF4Tensor this dtype; the logical one is that of its table.
 _PLACEHOLDER = "float8_e5m2fnuz"
-_INCOMPLETE = "a quantized tensor needs its payload and all its scales in one checkpoint"
-
-
-def _malformed(fqn: str, message: str, hint: str) -> SourceError:
-    return SourceError("CKM115", f"{fqn}: {message}", hint)
 
 
 def _checked(
@@ -31,25 +26,8 @@ def _checked(
     """The five parts, if each is a plain tensor of the shape and dtype that `info` asks for."""
     expected = encoding.parts(info)
     if isinstance(expected, Refusal):
-        raise _malformed(fqn, expected.reason, "the file is damaged or not an NF4 tensor")
-    parts = {}
-    for name, want in expected.items():
-        part = found.get(name)
-        if part is None:
-            raise _malformed(fqn, f"NF4 part {name!r} is missing, expected {want}", _INCOMPLETE)
-        if not isinstance(part, StoredTensor):
-            kind = part.class_name if isinstance(part, Opaque) else type(part).__name__
-            raise _malformed(
-                fqn,
-                f"NF4 part {name!r}, expected {want}, found {kind}",
-                "save it as a plain tensor",
-            )
-        if part.info != want:
-            raise _malformed(
-                fqn, f"NF4 part {name!r}, expected {want}, found {part.info}", _INCOMPLETE
-            )
-        parts[name] = part
-    return parts
+        raise malformed(fqn, expected.reason, "the file is damaged or not an NF4 tensor")
+    return checked(fqn, "NF4", expected, found)
 
 
 # ------------------------------------------------------------------------------- our own form
@@ -76,7 +54,7 @@ def stored_groups(
 
 def _read_record(fqn: str, record: Mapping[str, Any]) -> tuple[NF4, TensorInfo]:
     if record.get("version") != VERSION:
-        raise _malformed(
+        raise malformed(
             fqn,
             f"NF4 record of version {record.get('version')!r}, expected {VERSION}",
             "upgrade ckptmap, or convert again with this version",
@@ -85,7 +63,7 @@ def _read_record(fqn: str, record: Mapping[str, Any]) -> tuple[NF4, TensorInfo]:
     counts: list[Any] = [record.get("block_size"), record.get("scaler_block_size")]
     counts += shape if isinstance(shape, list | tuple) else [None]
     if not all(type(n) is int and n > 0 for n in counts) or not isinstance(dtype, str):
-        raise _malformed(
+        raise malformed(
             fqn,
             "malformed NF4 record, expected block_size, scaler_block_size, shape and dtype, "
             f"found {dict(record)}",
@@ -101,7 +79,7 @@ def _refuse_orphans(stored: Mapping[str, StoredTensor], known: set[str]) -> None
         if part != TABLE or not dot or fqn in known:
             continue
         if all(f"{fqn}.{name}" in stored for name in PARTS):
-            raise _malformed(
+            raise malformed(
                 fqn,
                 "its five NF4 parts have no record, so its shape and block sizes are unknown",
                 "put ckptmap.manifest.json beside the weights, or convert again from the source",
@@ -129,7 +107,7 @@ class _Pickled:
 def adopt_whole(fqn: str, leaf: Opaque) -> Group:
     """The group of one pickled NF4Tensor. Raises SourceError CKM115 where it does not add up."""
     if leaf.info is None:
-        raise _malformed(fqn, f"{leaf.class_name} without a shape", "the pickle is damaged")
+        raise malformed(fqn, f"{leaf.class_name} without a shape", "the pickle is damaged")
     whole = _unpack(fqn, leaf, Box.whole(leaf.info.shape), leaf.info.dtype)
     return Group(fqn, whole.info, whole.encoding, whole.parts)
 
@@ -140,7 +118,7 @@ def _unpack(fqn: str, leaf: Opaque, box: Box, wrapper_dtype: str) -> _Pickled:
     sizes: list[Any] = [state.get("block_size"), state.get("scaler_block_size")]
     if not isinstance(table, StoredTensor) or not all(type(n) is int for n in sizes):
         found = ", ".join(map(str, state)) or "nothing"
-        raise _malformed(
+        raise malformed(
             fqn,
             f"{leaf.class_name}, expected block_size, scaler_block_size and five tensors, "
             f"found {found}",
@@ -149,7 +127,7 @@ def _unpack(fqn: str, leaf: Opaque, box: Box, wrapper_dtype: str) -> _Pickled:
     dtype = table.info.dtype
     for label in {wrapper_dtype, leaf.info.dtype if leaf.info else wrapper_dtype}:
         if label not in (dtype, _PLACEHOLDER):
-            raise _malformed(
+            raise malformed(
                 fqn,
                 f"NF4Tensor labelled {label} holds {dtype} parts: module.to() or .half() was "
                 "called on it, and which values are meant is unknown",
@@ -181,7 +159,7 @@ def adopt_cut(fqn: str, cut: Cut) -> Group:
     first = distinct[0]
     for piece in pieces:
         if piece.encoding != first.encoding or piece.info.dtype != first.info.dtype:
-            raise _malformed(
+            raise malformed(
                 fqn,
                 f"its ranks were quantized differently, {first.encoding} {first.info.dtype} and "
                 f"{piece.encoding} {piece.info.dtype}",
@@ -200,7 +178,7 @@ def adopt_cut(fqn: str, cut: Cut) -> Group:
 def _check_shapes(fqn: str, cut: Cut) -> None:
     for box, leaf in cut.pieces:
         if leaf.info is not None and leaf.info.shape != box.sizes:
-            raise _malformed(
+            raise malformed(
                 fqn,
                 f"a rank's NF4Tensor, expected shape {list(box.sizes)}, "
                 f"found {list(leaf.info.shape)}",
@@ -214,7 +192,7 @@ def _check_rows(fqn: str, info: TensorInfo, pieces: Sequence[_Pickled]) -> None:
         box = piece.box
         full = Box((row, *(0 for _ in info.shape[1:])), (box.sizes[0], *info.shape[1:]))
         if box != full:
-            raise _malformed(
+            raise malformed(
                 fqn,
                 f"NF4 shards must be rows that follow each other, expected one at row {row}, "
                 f"found offsets {list(box.offsets)} sizes {list(box.sizes)} of {list(info.shape)}",
@@ -222,7 +200,7 @@ def _check_rows(fqn: str, info: TensorInfo, pieces: Sequence[_Pickled]) -> None:
             )
         row += box.sizes[0]
     if row != info.shape[0]:
-        raise _malformed(
+        raise malformed(
             fqn,
             f"NF4 shards, expected {info.shape[0]} rows, found {row}",
             "check that every rank's file is there",

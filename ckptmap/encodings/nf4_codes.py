@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError
+from ckptmap.fourbit import pack
 from ckptmap.geometry.counting import Counter
 
 if TYPE_CHECKING:
@@ -150,10 +151,7 @@ class Quantizer:
         quotient = self._quotient.narrow(0, 0, n)
         blocks = (-1, self._block)
         torch.div(values.view(blocks), absmax.unsqueeze(-1), out=quotient.view(blocks))
-        pairs = self._nearest(quotient).view(torch.int16)  # first + second * 256
-        sixteen = self._spare.view(torch.int16).narrow(0, 0, n // 2)
-        torch.mul(pairs, 4097, out=sixteen)  # modulo 2^16: first + (first * 16 + second) * 256
-        torch.bitwise_right_shift(sixteen, 8, out=packed)  # the low byte of it
+        pack(self._nearest(quotient), self._spare.narrow(0, 0, n), packed)
 
     def _nearest(self, quotient: torch.Tensor) -> torch.Tensor:
         import torch

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.disk.calm import quiet_torchao
 from ckptmap.encodings.nf4_encoding import FACTOR, NF4, PARTS, TABLE
 from ckptmap.errors import LoadError
+from ckptmap.lazy import info_of
 from ckptmap.protocols import Refusal
 from ckptmap.tensors import TensorInfo, contiguous_strides
 
@@ -69,7 +70,7 @@ def to_torchao(
     if isinstance(expected, Refusal):
         raise ValueError(expected.reason)
     for name, want in expected.items():
-        found = TensorInfo(tuple(parts[name].shape), str(parts[name].dtype).removeprefix("torch."))
+        found = info_of(parts[name])
         if found != want:
             raise ValueError(f"NF4 part {name!r}, expected {want}, found {found}")
     module = _module()

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.checkpoint import Checkpoint, open
-from ckptmap.disk.publish import Workspace, clear_published, named_place, sync_tree
+from ckptmap.disk.destination import named_place
+from ckptmap.disk.publish import Workspace, clear_published, sync_tree
 from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.remote.locating import named_as_asked
 from ckptmap.remote.mirror import Mirror, mirrored

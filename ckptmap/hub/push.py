@@ -28,14 +28,12 @@ from ckptmap.hub.stage import (
     ready,
     sweep,
 )
+from ckptmap.planning.options import MAX_MEMORY, Progress, RunOptions
 from ckptmap.planning.planner import plan
-from ckptmap.planning.plans import DEFAULT_MAX_MEMORY, Plan
+from ckptmap.planning.plans import Plan
 from ckptmap.remote.failures import has_token
 from ckptmap.remote.names import SCHEME, HubName, is_hub, parse
 from ckptmap.wording import human
-
-Progress = Callable[[int, str], None]
-"""Called with the bytes just written and the key they belong to."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def push(
     base_model: str | None = None,
     work: str | os.PathLike[str] | None = None,
     device: str = "cpu",
-    max_memory: int = DEFAULT_MAX_MEMORY,
+    max_memory: int = MAX_MEMORY,
     low_disk: bool = False,
     progress: Callable[[int], Progress] | None = None,
     **options: Any,
@@ -130,9 +128,13 @@ def push(
     else:
         open(src).close()  # is it a checkpoint? Before a repository is made for it
     at = found_or_made(name, private)
-    made = _converted(made_plan, at.id, work, device, max_memory, low_disk, progress) if (
-        made_plan is not None
-    ) else _Made(Path(src), "", fresh=False)  # fmt: skip
+    made = _Made(Path(src), "", fresh=False)
+    if made_plan is not None:
+        shown = progress(made_plan.nbytes_out) if progress is not None else False
+        how = RunOptions(
+            device=device, max_memory=max_memory, low_disk=low_disk, digest="sha256", progress=shown
+        )
+        made = _converted(made_plan, at.id, work, how)
     done = _publish(made, HubName(at.id, name.revision, name.path), to, pr, base_model, started)
     if work is None and made.fresh:
         shutil.rmtree(made.path.parent, ignore_errors=True)
@@ -164,13 +166,7 @@ def _needs_to(src: str | os.PathLike[str]) -> DestinationError:
 
 
 def _converted(
-    made: Plan,
-    repo: str,
-    work: str | os.PathLike[str] | None,
-    device: str,
-    max_memory: int,
-    low_disk: bool,
-    progress: Callable[[int], Progress] | None,
+    made: Plan, repo: str, work: str | os.PathLike[str] | None, how: RunOptions
 ) -> _Made:
     """The conversion, in a directory of its own that the next run of the same plan finds again."""
     from huggingface_hub import cached_assets_path
@@ -179,10 +175,7 @@ def _converted(
         Path(work) if work is not None else cached_assets_path("ckptmap", "push", made.digest[:16])
     )
     dst = place / (f"{repo.split('/')[1]}.pt" if made.one_file else "out")
-    report = run(
-        made, dst, device=device, max_memory=max_memory, low_disk=low_disk, digest="sha256",
-        progress=progress(made.nbytes_out) if progress is not None else False,
-    )  # fmt: skip
+    report = run(made, dst, how)
     return _Made(dst, made.ckpt.origin, fresh=True, notes=report.notes)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from ckptmap.mapping.rules import (
     HUB,
     Detect,
     Drop,
+    Head,
     Optional,
     Refuse,
     Rule,
@@ -70,20 +70,6 @@ def loads(text: str, where: str) -> Scheme:
     return scheme
 
 
-@dataclass(frozen=True)
-class Head:
-    """What a file is for, without its rules."""
-
-    family: str
-    name: str
-    era: str
-    models: tuple[str, ...]
-    summary: str
-    detect: Detect
-    same_as: str = ""
-    """The scheme of the family with the same names and axes, which is recognised in its place."""
-
-
 def head(document: Mapping[str, Any], where: str) -> Head:
     """From the keys before its tables, and [detect]. Raises PlanError CKM601."""
     return _Reader(where).head(document)
@@ -119,13 +105,8 @@ class _Reader:
         if not rules:
             raise self._wrong("has no [[rule]]")
         return Scheme(
-            family=head.family,
-            name=head.name,
-            era=head.era,
-            models=head.models,
-            summary=head.summary,
+            **vars(head),
             dims={axis: self._expr(value, f"[dims] {axis}") for axis, value in dims.items()},
-            detect=head.detect,
             rules=tuple(rules),
             drops=tuple(self._drop(drop) for drop in self._tables(document, "drop")),
             ties=tuple(t for tie in self._tables(document, "tie") for t in self._ties(tie)),

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import PlanError
 from ckptmap.geometry.lattice import Lattice
+from ckptmap.lazy import info_of
 from ckptmap.mapping import values
 from ckptmap.mapping.chain import pieces_of, translate
 from ckptmap.mapping.config import as_config
 from ckptmap.mapping.detect import choose
 from ckptmap.mapping.resolve import Made, Resolution
-from ckptmap.tensors import TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -53,10 +53,6 @@ def translate_names(
             "leave them out, or add rules for them to a mapping file of your own",
         )
     return applied(found, state_dict)
-
-
-def info_of(tensor: torch.Tensor) -> TensorInfo:
-    return TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def applied(

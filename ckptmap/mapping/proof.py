@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import combinations, count
 
 from ckptmap.errors import PlanError
-from ckptmap.geometry.lattice import compose
+from ckptmap.geometry.lattice import Piece, compose
 from ckptmap.mapping import values
 from ckptmap.mapping.cells import Built, Source
 from ckptmap.mapping.dims import KNOWN, Dims, Expr, Unknown, Value
@@ -255,11 +255,11 @@ def _numbers(at: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_identity(
-    scheme: Scheme, rule: Rule, built: Built, there: Mapping[str, Sequence[object]]
+    scheme: Scheme, rule: Rule, built: Built, there: Mapping[str, Sequence[Piece]]
 ) -> None:
     numel = 0
     for piece in built.pieces:
-        for part in compose(there[piece.source], [piece]):  # type: ignore[arg-type]
+        for part in compose(there[piece.source], [piece]):
             if part.source != built.name or part.src != part.dst:
                 raise wrong(scheme, rule, f"{built.name} does not come back as it was")
             numel += part.numel

@@ -111,31 +111,36 @@ class Detect:
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """One mapping file.
-
-    title   `"llama/meta@era"`, as it can be asked for
-    models  values of config.json's model_type
-    text    the file itself, so that a manifest can carry it
-    """
+class Head:
+    """What a mapping file is for, without its rules."""
 
     family: str
     name: str
     era: str
     models: tuple[str, ...]
+    """Values of config.json's model_type."""
     summary: str
-    dims: Mapping[str, Expr]
     detect: Detect
+    same_as: str = ""
+    """The scheme of the family with the same names and axes, which is recognised in its place."""
+
+    @property
+    def title(self) -> str:
+        """`"llama/meta@era"`, as it can be asked for."""
+        return f"{self.family}/{self.name}" + (f"@{self.era}" if self.era else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme(Head):
+    """One mapping file; `text` is the file itself, so that a manifest can carry it."""
+
+    dims: Mapping[str, Expr]
     rules: tuple[Rule, ...]
     drops: tuple[Drop, ...]
     ties: tuple[Tie, ...]
     refuses: tuple[Refuse, ...]
     where: str
     text: str
-
-    @property
-    def title(self) -> str:
-        return f"{self.family}/{self.name}" + (f"@{self.era}" if self.era else "")
 
     @property
     def is_hub(self) -> bool:

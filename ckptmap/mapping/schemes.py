@@ -17,28 +17,17 @@ from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.mapping.files import head, load
-from ckptmap.mapping.rules import HUB, Detect, Scheme
+from ckptmap.mapping.rules import HUB, Head, Scheme
 
 VARIABLE = "CKPTMAP_MAPPINGS"
 SUFFIX = ".toml"
 
 
-@dataclass(frozen=True)
-class Entry:
+@dataclass(frozen=True, kw_only=True)
+class Entry(Head):
     """One mapping file, known by its head."""
 
-    family: str
-    name: str
-    era: str
-    models: tuple[str, ...]
-    summary: str
-    detect: Detect
     path: str
-    same_as: str = ""
-
-    @property
-    def title(self) -> str:
-        return f"{self.family}/{self.name}" + (f"@{self.era}" if self.era else "")
 
     @property
     def aliases(self) -> list[str]:
@@ -154,11 +143,7 @@ def _loaded(path: str, mark: tuple[int, int]) -> Scheme:
 
 @lru_cache(maxsize=4096)
 def _entry(path: str, mark: tuple[int, int]) -> Entry:
-    found = head(_head_of(path), path)
-    return Entry(
-        found.family, found.name, found.era, found.models, found.summary, found.detect, path,
-        found.same_as,
-    )  # fmt: skip
+    return Entry(**vars(head(_head_of(path), path)), path=path)
 
 
 def _head_of(path: str) -> Mapping[str, Any]:

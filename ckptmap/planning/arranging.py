@@ -13,7 +13,7 @@ from ckptmap.planning.cutting import Cutter
 from ckptmap.protocols import Setup
 
 if TYPE_CHECKING:
-    from ckptmap.planning.plans import Options
+    from ckptmap.planning.options import Options
 
 
 def arranged(

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.errors import PlanError
 from ckptmap.mapping.wrappers import wrap_prefix
-from ckptmap.planning.plans import Options
+from ckptmap.planning.options import Options
 from ckptmap.protocols import Setup
 from ckptmap.roots import is_spoken_for
 from ckptmap.tensors import Path

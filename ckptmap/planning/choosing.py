@@ -9,7 +9,8 @@ from ckptmap.checkpoint import Checkpoint
 from ckptmap.errors import PlanError
 from ckptmap.geometry.grids import KeepsCodes, Repairs, ScalesExactly, TakesModules
 from ckptmap.lazy import LazyTensor
-from ckptmap.planning.plans import Options, Step, Steps, Unresolved
+from ckptmap.planning.options import Options
+from ckptmap.planning.plans import Step, Steps, Unresolved
 from ckptmap.planning.recoding import grid_of
 from ckptmap.protocols import Encoding, Refusal, Scheme
 from ckptmap.tensors import TensorInfo

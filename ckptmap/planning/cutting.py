@@ -28,7 +28,7 @@ MAX_WORLD_SIZE = 1 << 17
 
 if TYPE_CHECKING:
     from ckptmap.checkpoint import Checkpoint
-    from ckptmap.planning.plans import Options
+    from ckptmap.planning.options import Options
 
 
 @runtime_checkable
@@ -132,7 +132,7 @@ class Cutter:
         if not self._setup.sharded:
             raise PlanError(
                 "CKM204",
-                f"--mesh: setup {self._setup.name} is not cut over ranks",
+                f"{'--tp-plan' if options.mesh is None else '--mesh'}: setup {self._setup.name} is not cut over ranks",
                 "leave it out, or choose fsdp2 or fsdp2-ranks",
             )
         mesh = next(one for one in (layout, *registry.layouts()) if isinstance(one, MeshLayout))

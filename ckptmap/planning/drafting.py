@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import add
 from typing import Any
@@ -19,7 +19,6 @@ from ckptmap.errors import PlanError, SourceError
 from ckptmap.geometry.alike import each
 from ckptmap.geometry.columns import Located, nbytes_of
 from ckptmap.geometry.coverage import prove_rows, prove_tiling
-from ckptmap.geometry.grids import Grid
 from ckptmap.geometry.rows import Rows
 from ckptmap.geometry.tables import Form, OutTensors, Slots
 from ckptmap.geometry.woven import Pieced
@@ -30,15 +29,7 @@ from ckptmap.planning.holding import refuse_unheld
 from ckptmap.planning.plans import Steps, Unresolved, Way
 from ckptmap.planning.recoding import grid_of, kept_at
 from ckptmap.planning.steps import Compare, Encode, FilePlan, Sources, Target
-from ckptmap.protocols import (
-    Encoding,
-    OutState,
-    OutTensor,
-    Refusal,
-    Setup,
-    Writer,
-    part_key,
-)
+from ckptmap.protocols import Encoding, OutState, OutTensor, Refusal, Setup, Writer, part_key
 from ckptmap.roots import EXTRA_KEY
 from ckptmap.tensors import Extent, Path, StoredTensor, TensorInfo
 
@@ -62,9 +53,8 @@ class Draft:
     crcs: list[int | None] = field(default_factory=list)
     others: dict[int, StoredTensor] = field(default_factory=dict)  # those, by number
     keys: dict[Path, str] = field(default_factory=dict)
-    encodes: list[tuple[LazyTensor, Encoding, dict[str, Path], str, Grid | None]] = field(
-        default_factory=list
-    )
+    encodes: list[tuple[Encode, dict[str, Path]]] = field(default_factory=list)
+    """Without targets yet, and the path of each part."""
     compares: list[Compare] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
@@ -188,7 +178,7 @@ class Draft:
         kept = kept_at(lazy, encoding, grid)
         fidelity = kept or _fidelity(lazy, encoding, parts)
         paths = {part: _part_path(encoding, path, part) for part in parts}
-        self.encodes.append((lazy, encoding, paths, fidelity, grid if kept else None))
+        self.encodes.append((Encode(lazy, encoding, {}, fidelity, grid if kept else None), paths))
         self._record(encoding, lazy.info, path)
         out = parts[""] if encoding.name == "dense" else lazy.info
         self._step(
@@ -312,16 +302,10 @@ class Draft:
                 if not sources.copied(index):
                     targets.setdefault(slots.paths[index], []).append(Target(number, index))
         prove_output(self.out, files)
-        encodes = [
-            Encode(
-                lazy,
-                encoding,
-                {part: _in_order(targets.get(path, ()), files) for part, path in paths.items()},
-                fidelity,
-                kept,
-            )
-            for lazy, encoding, paths, fidelity, kept in self.encodes
-        ]
+        encodes = []
+        for step, paths in self.encodes:
+            tiles = {p: _in_order(targets.get(path, ()), files) for p, path in paths.items()}
+            encodes.append(replace(step, targets=tiles))
         return files, encodes
 
     def _sources(self, slots: Slots) -> Sources:

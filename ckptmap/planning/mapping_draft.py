@@ -220,9 +220,8 @@ class _Drafting:
                 one, other = (a.rows, b.rows) if forward else (b.rows, a.rows)
                 if half > 1 and [one[at] for at in order] == other:
                     axis = self._dim(half)
-                    return tuple(  # type: ignore[return-value]
-                        f"(h {side.replace('r', axis)}){rest}" for side in (first, second)
-                    )
+                    mine, theirs = (side.replace("r", axis) for side in (first, second))
+                    return f"(h {mine}){rest}", f"(h {theirs}){rest}"
         return None
 
     def _dim(self, half: int) -> str:

@@ -19,7 +19,7 @@ from ckptmap.planning.cutting import has_units
 from ckptmap.traversal import in_order
 
 if TYPE_CHECKING:
-    from ckptmap.planning.plans import Options
+    from ckptmap.planning.options import Options
     from ckptmap.protocols import Setup
 
 _NEXT = "give --like PATH: the model's config.json, or a torch.save'd state dict of the whole model"

@@ -42,7 +42,8 @@ from ckptmap.planning.declaring import Quantized, passed_on
 from ckptmap.planning.drafting import Draft
 from ckptmap.planning.keeping import kept_whole
 from ckptmap.planning.model_order import model_order, with_units
-from ckptmap.planning.plans import Options, Plan, Unresolved
+from ckptmap.planning.options import Options
+from ckptmap.planning.plans import Plan, Unresolved
 from ckptmap.planning.sourcing import Sourced, sourced
 from ckptmap.protocols import Encoding
 from ckptmap.remote.locating import named_as_asked
@@ -162,7 +163,8 @@ class _Planner:
                 self.draft.dropped[item.key] = why
                 continue
             hint = f"leave it behind with --drop {item.key}" if item.droppable else (
-                "save it with plain tensors; a class that ckptmap does not know is never called"
+                "save it with plain tensors, as weight.dequantize() gives of a quantized one; what "
+                "ckptmap does not know is never called"
             )  # fmt: skip
             self.draft.unresolved.append(Unresolved(item.key, item.reason, hint))
 
@@ -345,7 +347,7 @@ class _Planner:
 
     def _quantized(self) -> Quantized:
         schemes = {scheme.name: scheme for scheme in registry.schemes()}
-        fresh = any(encoding.name != "dense" for _, encoding, *_ in self.draft.encodes)
+        fresh = any(step.encoding.name != "dense" for step, _ in self.draft.encodes)
         keep = self.aim.scheme is None or bool(self.foreign)
         foreign = {} if self.draft.unresolved else self.foreign
         kept = {fqn: name for fqn, name in foreign.items() if fqn not in self.draft.dropped}

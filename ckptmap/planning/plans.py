@@ -5,21 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
-from ckptmap import arguments
 from ckptmap.checkpoint import Checkpoint
 from ckptmap.collapse import Look, listed, renamed, table
 from ckptmap.disk.files import Fingerprint
 from ckptmap.disk.siblings import Sibling
 from ckptmap.errors import DestinationError, PlanError
 from ckptmap.geometry.alike import distinct, each
+from ckptmap.planning.options import MAX_MEMORY, Options, Progress, RunOptions
 from ckptmap.planning.steps import Compare, Encode, FilePlan
-from ckptmap.remote.locating import local
-from ckptmap.remote.names import is_hub
 from ckptmap.setups import Aim
 from ckptmap.version import __version__
 from ckptmap.wording import counted, human
@@ -30,98 +28,8 @@ if TYPE_CHECKING:
     from ckptmap.conversion import Report
 
 SCHEMA = 1
-MAX_SHARD_NBYTES = 5_000_000_000
-DEFAULT_MAX_MEMORY = 64 << 20
 BATCH = 1000
 """Lines that are hashed at once."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user asked for; with the source's state it decides the plan wholly."""
-
-    to: str
-    world_size: int | None = None
-    mesh: str | None = None
-    """`"replicate=2,shard=4"`: the mesh that DTensors are cut over."""
-    tp_plan: str | None = None
-    """A file that says how the mesh dim `tp` cuts: pattern -> style."""
-    fsdp_units: tuple[str, ...] = ()
-    """Patterns of the modules that FSDP1 wraps, beside the root: `"layers.*"`."""
-    use_orig_params: bool = False
-    """Is the FSDP1 model that loads flat parameters built so?"""
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
-    optimizer: str = "keep"
-    optimizer_keys: str = "fqn"
-    """How the output keys optimizer state: the name of a key form."""
-    param_order: tuple[tuple[str, ...], ...] | None = None
-    """The parameters behind the indices of the source's optimizer state, one tuple a group."""
-    like: str | None = None
-    root: str | None = None
-    source_root: str | None = None
-    wrap: tuple[str, ...] | None = None
-    names_like: str | None = None
-    names: str | None = None
-    """The naming scheme of the output: `auto`, `hf`, a scheme, or a mapping file."""
-    names_from: str | None = None
-    """That of the source; None: by its keys."""
-    encode: tuple[str, ...] = ()
-    no_encode: tuple[str, ...] = ()
-    strict: bool = False
-    """Is it refused that a weight which is encoded by its name stays as it is, for its shape?"""
-    exact_scales: tuple[str, ...] = ()
-    """Patterns of weights whose quantization scales are stored without loss, where the encoding
-    has a form for that. True is every weight, as the flag is on the command line."""
-    base: str | None = None
-    """The checkpoint that has the scales of payloads which the source holds alone."""
-    max_shard_nbytes: int = MAX_SHARD_NBYTES
-    config_from: str | None = None
-
-    def __post_init__(self) -> None:
-        """Raises ArgumentError CKM516. A text where several patterns may stand is one of them, and
-        not its letters, of which `*` would be one."""
-        object.__setattr__(
-            self, "exact_scales", arguments.all_or("exact_scales", self.exact_scales)
-        )
-        for name in PATTERNS:
-            object.__setattr__(self, name, arguments.patterns(name, getattr(self, name)))
-        if self.wrap is not None:  # as --wrap is written: "ddp,compile"
-            names = [
-                name for text in arguments.patterns("wrap", self.wrap) for name in text.split(",")
-            ]
-            object.__setattr__(self, "wrap", tuple(names))
-        if self.world_size is not None:  # what it must be is the setup's to say
-            arguments.whole("world_size", self.world_size, -(1 << 63))
-        arguments.whole("max_shard_nbytes", self.max_shard_nbytes, 1)
-        arguments.choice("optimizer", self.optimizer, ("keep", "drop"))
-        for name in (*PATHS, "tp_plan"):
-            arguments.place(name, getattr(self, name) or "")
-        for name in TEXTS:
-            arguments.text(name, getattr(self, name) or "")
-
-    def located(self) -> Options:
-        """With paths where they can be looked at: what is on the Hub in its mirror; itself where
-        nothing is there."""
-        paths = {name: getattr(self, name) for name in PATHS}
-        if not any(path is not None and is_hub(path) for path in paths.values()):
-            return self
-        away: dict[str, Any] = {name: local(path) for name, path in paths.items()}
-        return replace(self, **away)
-
-    def written_as(self, other: Options) -> Options:
-        """With paths as in `other`."""
-        written: dict[str, Any] = {name: getattr(other, name) for name in PATHS}
-        return replace(self, **written)
-
-
-TEXTS = ("mesh", "optimizer_keys", "root", "source_root", "names", "names_from")
-"""Options that are one text."""
-PATHS = ("like", "names_like", "config_from", "base")
-"""Options that name a checkpoint, or something beside one."""
-PATTERNS = ("fsdp_units", "include", "exclude", "drop", "encode", "no_encode", "exact_scales")
-"""Options that are patterns of names."""
 
 
 class Way(NamedTuple):
@@ -290,20 +198,21 @@ class Plan:
         *,
         device: str = "cpu",
         threads: int | None = None,
-        max_memory: int = DEFAULT_MAX_MEMORY,
+        max_memory: int = MAX_MEMORY,
         overwrite: bool = False,
         digest: str = "xxh3",
-        progress: bool | Callable[[int, str], None] = False,
+        progress: bool | Progress = False,
         low_disk: bool = False,
         sync: bool = True,
     ) -> Report:
-        """Run it into `dst`: see `ckptmap.conversion.run`."""
+        """Run it into `dst`; what the options mean, `RunOptions` says. Raises as `convert` does."""
         from ckptmap.conversion import run
 
-        return run(
-            self, dst, device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
+        how = RunOptions(
+            device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
             digest=digest, progress=progress, low_disk=low_disk, sync=sync,
         )  # fmt: skip
+        return run(self, dst, how)
 
     def to_json(self) -> dict[str, Any]:
         """One JSON document, `"schema": 1`, stable and sorted as the output is."""
@@ -384,7 +293,7 @@ class Plan:
             f"total: {counted(len(self.steps), 'tensor')}, {human(self.nbytes_in)} ->"
             f" {human(self.nbytes_out)} in {counted(len(self.files), 'file')};"
             f" {kinds or 'nothing'}; buffers at most --max-memory,"
-            f" {human(DEFAULT_MAX_MEMORY)} unless given"
+            f" {human(MAX_MEMORY)} unless given"
         )
         return "\n".join(lines)
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from glob import escape
 from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap.errors import PlanError
+from ckptmap.planning.options import Options
 from ckptmap.planning.planner import plan
-from ckptmap.planning.plans import Options, Plan
+from ckptmap.planning.plans import SCHEMA, Plan
+
+DONE = ("world_size", "steps", "files", "dropped", "tied")
+"""What a saved plan says of its output, and what only follows from its options."""
 
 
 def with_exact_scales(made: Plan, fqns: Sequence[str]) -> Plan | None:
@@ -39,7 +43,7 @@ def replan(path: str | os.PathLike[str]) -> Plan:
         given: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in saved["options"].items()
         }
-        options, digest = Options(**given), str(saved["digest"])
+        options, digest, schema = Options(**given), str(saved["digest"]), saved["schema"]
         source = os.fspath(saved["source"]["path"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
@@ -49,6 +53,12 @@ def replan(path: str | os.PathLike[str]) -> Plan:
             f"{path}: is no saved plan: {why}",
             "write one with ckptmap plan -o plan.json",
         ) from error
+    if schema != SCHEMA:
+        raise PlanError(
+            "CKM209",
+            f"{path}: is a plan of schema {schema!r}, expected {SCHEMA}",
+            f"plan again with this ckptmap: ckptmap plan {source} --to {options.to} -o {path}",
+        )
     if options.param_order is not None:  # JSON has lists
         options = replace(options, param_order=tuple(map(tuple, options.param_order)))
     made = plan(source, options.to, options=options)
@@ -56,6 +66,19 @@ def replan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(
             "CKM209",
             f"{path}: {source} is not what was planned on: digest {made.digest[:12]}, expected {digest[:12]}",
-            "plan again: the source, or ckptmap, has changed",
+            "plan again: the source, ckptmap, or the file's options have changed",
+        )
+    edited = _edited(saved, made)
+    if edited:
+        raise PlanError(
+            "CKM209",
+            f"{path}: {edited!r} is not what its options give: it was edited",
+            "what a plan does is said by options: plan again with --exclude, --drop, --encode",
         )
     return made
+
+
+def _edited(saved: Mapping[str, Any], made: Plan) -> str:
+    """The first entry of the file that is not what would be done; empty: all of it is."""
+    document = json.loads(json.dumps(made.to_json()))
+    return next((name for name in DONE if saved.get(name) != document[name]), "")

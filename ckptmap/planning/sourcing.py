@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 
 from ckptmap.checkpoint import Checkpoint, open
+from ckptmap.errors import PlanError
 from ckptmap.planning.base import restore
-from ckptmap.planning.plans import Options
+from ckptmap.planning.options import Options
 from ckptmap.planning.steps import Compare
 from ckptmap.remote.locating import named_as_asked
 from ckptmap.translation import translated
+
+UNNAMED = "names stay as they are without --names, which says into which scheme"
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Sourced:
 def sourced(source: str | os.PathLike[str] | Checkpoint, options: Options) -> Sourced:
     """Scales first: a payload without them has another shape than its tensor, and names go by
     shapes. Raises SourceError, PlanError."""
+    _require_config(options.config_from)
     if not isinstance(source, Checkpoint):
         source = open(source, root=options.source_root, like=options.like)
     source.order_optimizer(options.param_order, options.like or options.config_from)
@@ -36,7 +41,18 @@ def sourced(source: str | os.PathLike[str] | Checkpoint, options: Options) -> So
         if options.names is not None:
             leave, config = partial(_left_behind, options), options.config_from
             source = translated(source, options.names, options.names_from, config, leave)
-    return Sourced(source, *found)
+    compares, notes = found
+    if options.names is None and options.names_from is not None:
+        notes = [*notes, f"--names-from {options.names_from}: {UNNAMED}"]
+    return Sourced(source, compares, notes)
+
+
+def _require_config(path: str | None) -> None:
+    """What is asked for and not there must not give way to what lies beside the weights."""
+    if path is not None and not Path(path).exists():
+        raise PlanError(
+            "CKM101", f"--config-from {path}: no such file or directory", "check --config-from"
+        )
 
 
 def _left_behind(options: Options, key: str) -> str | None:

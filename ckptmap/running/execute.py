@@ -31,6 +31,7 @@ from ckptmap.disk.sink import ALIGN, Buffer, Outputs, Sums
 from ckptmap.disk.ways import Fastest, Ways
 from ckptmap.errors import Interrupted, RunError, SourceError
 from ckptmap.geometry.grids import CoarseScales
+from ckptmap.planning.options import Progress, RunOptions
 from ckptmap.planning.steps import Compare, Encode, FilePlan
 from ckptmap.protocols import Slot
 from ckptmap.ranks import ALONE, Ranks
@@ -43,8 +44,6 @@ from ckptmap.running.split import Share, split
 from ckptmap.running.supply import batches, read_by_compare, read_by_copies, read_by_encode
 from ckptmap.wire.gc_pause import paused_gc
 
-MAX_MEMORY = 64 << 20
-"""Bytes of buffers in all, threads included."""
 MAX_BUFFER = 8 << 20
 """Bytes of one thread's copy buffer: more does not make direct writes faster."""
 SPAN = 4 << 20
@@ -56,8 +55,6 @@ PARTS = 16
 """Streams at least: threads share them, and an interrupted run keeps those that are done."""
 _TOTALS = struct.Struct("<QQ")
 """Bytes written and kept, before the rows of a rank's report."""
-Progress = Callable[[int, str], None]
-"""Called with bytes just written and the key they belong to, from any thread, one at a time."""
 
 
 def execute(
@@ -67,41 +64,35 @@ def execute(
     files: Files,
     out_dir: Path,
     journal: Journal,
+    how: RunOptions,
     *,
-    max_memory: int = MAX_MEMORY,
-    threads: int = 0,
-    device: str = "cpu",
     direct: bool = True,
     manifest: Callable[[Executed], bytes] | None = None,
-    on_progress: Progress | None = None,
     ranks: Ranks = ALONE,
-    staging: Path | None = None,
-    digests: bool = True,
-    sync: bool = True,
 ) -> Executed:
     """Write all files of a plan into `out_dir`, sealed but not synced.
 
-    max_memory  bytes of buffers of this rank; threads are reduced where they would not fit
-    threads     0: one a core that is this rank's share, at most 4
+    how         what bounds and shows it; without digests none is journaled, and without `sync`
+                nobody waits for the disk, which is then the way only where memory is slower
     direct      write large slots past the page cache, where the filesystem can
     manifest    gives the manifest's bytes, called once, on rank 0, when all slots are written
     ranks       each writes its share; every rank gets the whole result, rank 0 seals
-    staging     where sources that are elsewhere are kept, one at a time; None: all, where they may
-    digests     False: none are taken, bytes may move inside the kernel, and a run that was killed
-                begins anew, since nothing could tell whether what it wrote is whole
-    sync        False: nobody waits for the disk, which is then the way only where memory is slower
 
     Raises RunError (CKM306 write failed, 308 source changed, 309 overflow, 310 replica differs),
     SourceError CKM112 or CKM113, DestinationError CKM303, Interrupted CKM307. After any of them
     the same call continues where the journal ends.
     """
-    threads = threads or min(4, (os.cpu_count() or 1) // ranks.local_world_size)
-    threads = max(1, min(threads, max_memory // (2 << 20)))
+    threads = how.threads or min(4, (os.cpu_count() or 1) // ranks.local_world_size)
+    threads = max(1, min(threads, how.max_memory // (2 << 20)))
+    digests = how.digest != "none"
     share = split(plan, encodes, compares, ranks.world_size)[ranks.rank]
     paths = [out_dir / item.out.name for item in plan]
-    outputs = _reserved(plan, paths, direct, Ways() if sync else Fastest(), ranks)
+    outputs = _reserved(plan, paths, direct, Ways() if how.sync else Fastest(), ranks)
+    on_progress = how.progress if callable(how.progress) else None
     run = _Run(plan, outputs, paths, journal, on_progress, ranks, digests)
-    context = Context(plan, files, outputs, max_memory // threads, device, run.advance, digests)
+    budget = how.max_memory // threads
+    context = Context(plan, files, outputs, budget, how.device, run.advance, digests)
+    staging = out_dir.parent / f"source-{ranks.rank}" if how.low_disk else None
     try:
         with ExitStack() as held, stopped_by_sigterm(run.stop):
             if share.encodes:
@@ -109,9 +100,9 @@ def execute(
             with ranks.working():
                 units = _units(context, share, run.has_torch)
                 for some in batches(files, units, journal.entries, staging):
-                    run.all(some, threads, buffer_nbytes(context.budget))
+                    run.all(some, threads, buffer_nbytes(budget))
             if ranks.rank:
-                _hand_over(outputs, [paths[file] for file in share.files] if sync else [])
+                _hand_over(outputs, [paths[file] for file in share.files] if how.sync else [])
             done = run.result()
             if ranks.rank == 0:
                 seal(plan, outputs, done, manifest, context.joined)
@@ -168,12 +159,13 @@ class _Run:
     def all(self, units: Iterator[_Unit], threads: int, buffer_nbytes: int) -> None:
         """Do every unit; the first error stops the others and is raised."""
         with ThreadPoolExecutor(threads, thread_name_prefix="ckptmap") as pool:
-            workers = [pool.submit(self._work, units, buffer_nbytes) for _ in range(threads)]
             try:
+                workers = [pool.submit(self._work, units, buffer_nbytes) for _ in range(threads)]
                 self._bring_torch()
                 wait(workers)
             except BaseException:
-                self.stop.set()  # leaving the block waits for the workers
+                self.stop.set()  # leaving the block waits for the workers,
+                self.has_torch.set()  # and those that were started may wait for torch
                 raise
         if self._errors:
             raise self._errors[0]

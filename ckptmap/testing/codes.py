@@ -6,11 +6,12 @@ import random
 from typing import TYPE_CHECKING
 
 from ckptmap.geometry.grids import Coded, Grid, Recodes
+from ckptmap.lazy import info_of
 from ckptmap.protocols import Encoding, Refusal
 from ckptmap.tensors import Box, TensorInfo
 from ckptmap.testing.base import expect
 from ckptmap.testing.parts import Assembly, Parts
-from ckptmap.testing.samples import cut, info_of, random_box, same
+from ckptmap.testing.samples import cut, random_box, same
 
 if TYPE_CHECKING:
     import torch

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.checkpoint import open as open_checkpoint
 from ckptmap.conversion import convert
 from ckptmap.disk.files import Files
-from ckptmap.lazy import LazyTensor
+from ckptmap.lazy import LazyTensor, info_of
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Scheme
 from ckptmap.tensors import ITEMSIZE, Box, Opaque, TensorInfo
 from ckptmap.testing.base import expect, registered, run_all
 from ckptmap.testing.codes import check_codes
 from ckptmap.testing.parts import Assembly, Parts, on_disk, stored
-from ckptmap.testing.samples import cut, info_of, random_box, same, save
+from ckptmap.testing.samples import cut, random_box, same, save
 
 if TYPE_CHECKING:
     import torch

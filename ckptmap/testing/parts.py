@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptmap.lazy import info_of
 from ckptmap.protocols import Encoding, Write, part_key
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 from ckptmap.testing.base import expect
-from ckptmap.testing.samples import info_of, raw
+from ckptmap.testing.samples import raw
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.lazy import tensor_bytes
+from ckptmap.lazy import info_of, tensor_bytes
 from ckptmap.tensors import ITEMSIZE, Box, TensorInfo
 
 if TYPE_CHECKING:
@@ -92,10 +92,6 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, An
 
 
 # ------------------------------------------------------------------------------- comparing
-
-
-def info_of(tensor: torch.Tensor) -> TensorInfo:
-    return TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:

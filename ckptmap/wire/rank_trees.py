@@ -19,9 +19,10 @@ from ckptmap.wire.module_list import fsdp1_units
 from ckptmap.wire.pickle_alike import Constant, Hole, Template
 from ckptmap.wire.pickle_read import Device, DType, Inert, Size
 from ckptmap.wire.placement import Mesh
-from ckptmap.wire.torch_zip_read import ReadTensor, Records, open_zip, parse
+from ckptmap.wire.torch_zip_read import ReadTensor, open_zip, parse
 from ckptmap.wire.tree import flatten, holds_tensor
 from ckptmap.wire.zip_alike import AlikeDirectories
+from ckptmap.wire.zip_read import Records
 
 MAX_PARSED = 8
 """Trees that a file is compared with: uneven shards make a few kinds of ranks."""

@@ -8,7 +8,6 @@ by padding in the local header's extra field, sizes are in the central directory
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pickle import UnpicklingError
@@ -30,16 +29,9 @@ from ckptmap.tensors import (
 from ckptmap.wire.pickle_read import DType, Inert, made_by, standing_for, stub
 from ckptmap.wire.pickle_read import load as load_pickle
 from ckptmap.wire.pickle_write import STORAGE_CLASS
+from ckptmap.wire.torch_zip_foreign import before_zip, other_zip
 from ckptmap.wire.zip_directory import bad
-from ckptmap.wire.zip_read import Record, Records, read_records
-
-__all__ = [
-    "Grid", "Loaded", "ReadTensor", "Record", "Records", "StorageRef", "load", "open_zip", "parse",
-    "read_records",
-]  # fmt: skip
-
-LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
-"""The pickled magic number that torch.save's format of before 1.6 starts with."""
+from ckptmap.wire.zip_read import Records, read_records
 
 MAX_EXPANSION = 1024
 MAX_EXPANDED_NBYTES = 64 << 20
@@ -124,9 +116,9 @@ def open_zip(
     try:
         records = read(files, file, base, nbytes)
     except SourceError as error:
-        raise _legacy(files, file, base) or _other(file, base) or error from None
+        raise before_zip(files, file, base) or other_zip(file, base) or error from None
     if "data.pkl" not in records or "constants.pkl" in records:
-        raise _other(file, base) or bad(file, "is a zip without data.pkl, not a torch.save file")
+        raise other_zip(file, base) or bad(file, "is a zip without data.pkl, not a torch.save file")
     byteorder = "little"
     if "byteorder" in records:
         byteorder = records.read("byteorder", limit=64).decode("latin-1")
@@ -188,49 +180,6 @@ class Grid(NamedTuple):
         dense = Region("", 0, info.shape, steps, info.itemsize).is_contiguous
         reach = 0 if 0 in size else reach
         return cls(info, steps, reach, info.nbytes, dense, reach * info.itemsize)
-
-
-def _legacy(files: Files, file: str, base: int) -> SourceError | None:
-    """What to say of a file in the format of before torch 1.6; None: it is not."""
-    with files.descriptor(file) as fd:
-        if os.pread(fd, len(LEGACY_MAGIC), base) != LEGACY_MAGIC:
-            return None
-    return SourceError(
-        "CKM117",
-        f"{file}: is in the torch.save format of before torch 1.6",
-        "load it once and torch.save it with a current torch",
-    )
-
-
-_OTHERS = (
-    ("constants.pkl", "a TorchScript archive", "torch.save(torch.jit.load(PATH).state_dict(), ...)"),
-    ("archive_format", "an archive of torch.export", "save the state dict of the model instead"),
-    (".npy", "numpy's .npz", "save a state dict with safetensors or torch.save"),
-    ("model.weights.h5", "a Keras archive", "convert a PyTorch checkpoint"),
-)  # fmt: skip
-"""End of a member's name -> what such a zip is, and what to do."""
-
-
-def _other(file: str, base: int) -> SourceError | None:
-    """What to say of a zip that something else than torch.save has written; None: nothing."""
-    import zipfile
-
-    if base:  # an item inside a file
-        return None
-
-    try:
-        with zipfile.ZipFile(file) as archive:
-            names = archive.namelist()
-    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
-        return None
-    for end, what, hint in _OTHERS:
-        if any(name.endswith(end) for name in names):
-            return SourceError("CKM105", f"{file}: is {what}, not a torch.save file", hint)
-    if names and not any(name.endswith("/data.pkl") for name in names):
-        held = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        what = f"is a zip without data.pkl, not a torch.save file; it holds {held:.200}"
-        return SourceError("CKM105", f"{file}: {what}", "unpack it first")
-    return None
 
 
 class _Storages:

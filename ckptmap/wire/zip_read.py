@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptmap.crc import crc32
-from ckptmap.disk.files import Files, Fingerprint
+from ckptmap.disk.files import Files, Fingerprint, head
 from ckptmap.errors import SourceError
 from ckptmap.wire.zip_directory import (
     ENCRYPTED,
@@ -39,9 +39,18 @@ has few members, as a DCP item does."""
 
 MAX_COMMENT = 0xFFFF
 
+_MAGIC = b"PK\3\4"
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
+
+
+def is_zip(file: Path) -> bool:
+    """Does it begin as an archive of at least one member does?"""
+    try:
+        return head(file, len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
 
 
 class Record(NamedTuple):
@@ -153,7 +162,7 @@ class Records:
         read = self._window.read_near if near else self._window.read
         raw = read(header, fixed + len(full))
         sig, flags, method, name_nbytes, extra_nbytes = LOCAL.unpack_from(raw)
-        if sig != b"PK\3\4" or method or flags & ENCRYPTED:
+        if sig != _MAGIC or method or flags & ENCRYPTED:
             raise bad(self.file, f"{name}: its local header is not that of a stored member")
         if name_nbytes != len(full) or not raw.endswith(full):
             raise bad(self.file, f"{name}: its local header says {raw[fixed:][:80]!r}")
@@ -181,7 +190,7 @@ class Records:
         heads = LOCAL.iter_unpack(b"".join([raw[:fixed] for raw in raws]))
         signatures, flags, methods, stated, extras = zip(*heads, strict=True)
         starts = [at + fixed + n for at, n in zip(headers, map(add, lengths, extras), strict=True)]
-        odd = {*signatures} != {b"PK\3\4"} or any(methods) or list(stated) != lengths
+        odd = {*signatures} != {_MAGIC} or any(methods) or list(stated) != lengths
         if odd or any(flag & ENCRYPTED for flag in {*flags}):
             return self._one_by_one(names)
         if any(map(gt, map(add, starts, sizes), limits)):

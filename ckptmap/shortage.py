@@ -1,0 +1,89 @@
+"""What a process may not have more of: open files, larger files, memory, threads; the way to more."""
+
+from __future__ import annotations
+
+import errno
+from typing import TypeVar
+
+from ckptmap.errors import CkptmapError, RunError
+
+SHORT = "CKM313"
+FILES = 4096
+"""Open files that are enough for any conversion, and allowed nearly everywhere."""
+MEMORY_HINT = (
+    "free some, raise the limit (ulimit -v, a container's), or give --threads 1 and a smaller "
+    "--max-memory; then run the same command again"
+)
+THREADS_HINT = (
+    "end other processes, raise the limit (ulimit -u, a container's pids), or give --threads 1; "
+    "then run the same command again"
+)
+SIZE_HINT = (
+    "raise the limit of a file's size (ulimit -f), choose a filesystem that holds larger files, or "
+    "give a smaller --max-shard-size; then run the same command again"
+)
+UNMAPPED = ("cannot allocate memory", "failed to map segment", "cannot map", "cannot create shared")
+"""How the dynamic loader says that a library does not fit."""
+
+E = TypeVar("E", bound=CkptmapError)
+
+
+def short_of(error: BaseException, otherwise: E) -> E:
+    """`otherwise`, or where the process ran out of something, that: of its class and in its words."""
+    hint = _hint(error)
+    return otherwise if hint is None else type(otherwise)(SHORT, otherwise.message, hint)
+
+
+def shortage(error: BaseException) -> RunError | None:
+    """An error that nobody expected, where it is the process that ran out of something."""
+    hint = _hint(error)
+    if hint is None:
+        return None
+    said = " ".join(str(error).split()).partition(". This error may")[0]
+    return RunError(SHORT, f"this process {_want(error)}" + (f": {said}" if said else ""), hint)
+
+
+def _want(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return "cannot open more files"
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return "cannot write a larger file"
+    return "cannot start another thread" if _of_threads(error) else "ran out of memory"
+
+
+def _hint(error: BaseException) -> str | None:
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return _way_to_files(error.errno)
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return SIZE_HINT
+    if _of_threads(error):
+        return THREADS_HINT
+    return MEMORY_HINT if _of_memory(error) else None
+
+
+def _of_threads(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and str(error).startswith("can't start new thread")
+
+
+def _of_memory(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno == errno.ENOMEM
+    if isinstance(error, ImportError | OSError):
+        return any(words in str(error).lower() for words in UNMAPPED)
+    torch_s = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError) or torch_s
+
+
+def _way_to_files(number: int) -> str:
+    """A limit that this process may be given, as a command."""
+    if number == errno.ENFILE:
+        return "the machine has too many files open: end what holds them, then try again"
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES if hard == resource.RLIM_INFINITY or hard > FILES > soft else hard
+    if most > soft:
+        return f"ulimit -n {most}, then run the same command again"
+    return (
+        f"have the limit of {soft} open files (ulimit -n) raised, as in a new shell, and try again"
+    )

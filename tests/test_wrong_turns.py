@@ -1,0 +1,198 @@
+"""What users do wrong at the command line: one line that names it, and a next step that works."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ckptmap_cli.main import main
+from safetensors.torch import save_file
+
+Run = Callable[..., tuple[int, str, str]]
+WEIGHTS = {"layers.0.weight": torch.randn(64, 64), "layers.1.weight": torch.randn(64, 64)}
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A command line in `tmp_path`: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*args: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(arg) for arg in args])
+        return code, *capsys.readouterr()
+
+    return command
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+# ------------------------------------------------------------------ several adapters
+
+
+@pytest.fixture(scope="module")
+def peft_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """base/ and adapters/first, adapters/second, as save_pretrained of a model with two makes them."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("peft")
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2,
+        )
+    )  # fmt: skip
+    model.save_pretrained(folder / "base")
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]), "first")
+    wrapped.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj"]))
+    wrapped.save_pretrained(str(folder / "adapters"))
+    return folder
+
+
+def test_a_directory_of_several_adapters(peft_run: Path, run: Run, tmp_path: Path) -> None:
+    adapters, base = peft_run / "adapters", peft_run / "base"
+    code, _, err = run("inspect", adapters)
+    assert code == 2 and "holds peft adapters without their base weights: first, second" in err
+    command = err.partition("ckptmap ")[2].strip().replace("BASE", str(base))
+    assert run(*shlex.split(command.replace("DST", str(tmp_path / "out"))))[0] == 0
+    code, _, err = run("merge", base, adapters, "other")
+    assert code == 2 and f"hint: name one of them: {adapters / 'second'}" in err
+    (tmp_path / "runs").mkdir()
+    os.symlink(adapters / "first", tmp_path / "runs/checkpoint-10")
+    code, _, err = run("convert", "runs", "other", "--to", "hf")
+    assert code == 2 and "ckptmap merge BASE runs/checkpoint-10 DST" in err
+
+
+# ------------------------------------------------------------------ two saves in one directory
+
+
+def llama(seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2,
+        )
+    )  # fmt: skip
+
+
+def test_an_index_that_a_later_save_left_behind(run: Run, tmp_path: Path) -> None:
+    """transformers removes the shards and not the index, and loads the one file."""
+    llama(0).save_pretrained(tmp_path / "hf", max_shard_size="5KB")
+    llama(1).save_pretrained(tmp_path / "hf")
+    assert (tmp_path / "hf/model.safetensors.index.json").is_file()
+    code, out, _ = run("convert", "hf", "out.pt", "--to", "full")
+    assert code == 0 and "left aside, of an earlier save, its shards are gone" in out
+    assert torch.equal(torch.load("out.pt")["lm_head.weight"], llama(1).lm_head.weight)
+
+
+def test_one_file_and_the_shards_of_another_save(run: Run, tmp_path: Path) -> None:
+    """transformers loads the one file, others what the index lists."""
+    llama(0).save_pretrained(tmp_path / "hf")
+    llama(1).save_pretrained(tmp_path / "hf", max_shard_size="5KB")
+    code, _, err = run("convert", "hf", "out", "--to", "hf")
+    assert code == 2 and err.startswith("error[CKM108]: ") and "two saves" in err
+    assert run("inspect", "hf/model.safetensors")[0] == 0
+    (tmp_path / "hf/model.safetensors").unlink()
+    assert run("convert", "hf", "out", "--to", "hf")[0] == 0
+
+
+# ------------------------------------------------------------------ paths
+
+
+def test_links_to_nothing(run: Run, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    code, _, err = run("inspect", "link")
+    assert code == 2 and "symbolic link to nowhere, which is not there" in err
+    for setup in ("hf", "full"):
+        code, _, err = run("convert", source, "link/out", "--to", setup)
+        assert code == 2 and "is a symbolic link to nowhere, which is not there" in err
+    (tmp_path / "file").touch()
+    assert "file is no directory" in run("convert", source, "file/out", "--to", "hf")[2]
+
+
+def test_a_name_that_is_too_long(run: Run, source: Path) -> None:
+    code, _, err = run("convert", source, "a" * 250, "--to", "hf")
+    assert code == 2 and "hint: choose a shorter name" in err
+    assert run("convert", source, "a" * 180, "--to", "hf")[0] == 0
+
+
+def test_a_config_that_is_not_there(run: Run, source: Path) -> None:
+    """The config beside the weights, or none, must not take its place."""
+    for setup in ("hf", "full"):
+        code, _, err = run("convert", source, "out", "--to", setup, "--config-from", "typo")
+        assert (code, err.startswith("error[CKM101]: --config-from typo: ")) == (2, True)
+    assert not Path("out").exists()
+
+
+# ------------------------------------------------------------------ saved plans
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda plan: plan["steps"].pop(), "'steps' is not what its options give"),
+        (lambda plan: plan["dropped"].update(x="why"), "'dropped' is not what its options give"),
+        (lambda plan: plan.update(schema=99), "is a plan of schema 99, expected 1"),
+        (lambda plan: plan.pop("schema"), "it has no 'schema'"),
+        (lambda plan: plan["options"].update(to="full-bf16"), "the file's options have changed"),
+    ],
+)
+def test_an_edited_plan(run: Run, source: Path, edit: Callable[[Any], Any], says: str) -> None:
+    assert run("plan", source, "--to", "full", "-o", "plan.json")[0] == 0
+    assert run("convert", source, "first", "--plan", "plan.json")[0] == 0
+    plan = json.loads(Path("plan.json").read_text())
+    edit(plan)
+    Path("plan.json").write_text(json.dumps(plan))
+    code, _, err = run("convert", source, "out", "--plan", "plan.json")
+    assert code == 2 and err.startswith("error[CKM209]: ") and says in err
+    assert not Path("out").exists()
+
+
+# ------------------------------------------------------------------ options
+
+
+def test_options_that_say_something_else(run: Run, source: Path) -> None:
+    code, _, err = run("doctor", "--from", "nope")
+    assert code == 2 and "--from 'nope' is neither a path here nor a setup" in err
+    code, _, err = run("convert", source, "out", "--to", "full", "--tp-plan", "tp.toml")
+    assert code == 2 and "--tp-plan: setup full is not cut" in err
+    code, _, err = run("convert", source, "out", "--to", "full", "--exclude", "a", *"b" * 200)
+    assert code == 2 and "patterns need quotes" in err and len(err) < 300
+    code, out, _ = run("convert", source, "out", "--to", "full", "--names-from", "torchtune")
+    assert code == 0 and "--names-from torchtune: names stay as they are" in out
+
+
+def test_values_too_large_for_fp16(run: Run, tmp_path: Path) -> None:
+    torch.save({"norm.weight": torch.full((8,), 1e6).bfloat16(), **WEIGHTS}, tmp_path / "x.pt")
+    code, _, err = run("convert", "x.pt", "out", "--to", "full-fp16")
+    assert code == 3 and "setup with -bf16 or -fp32" in err and "--no-encode" in err
+    assert run("convert", "x.pt", "out1", "--to", "full-bf16")[0] == 0
+    assert run("convert", "x.pt", "out2", "--to", "full-fp16", "--no-encode", "norm.*")[0] == 0
+
+
+def test_a_form_of_torchao_that_is_not_read(run: Run, tmp_path: Path) -> None:
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16)).bfloat16()
+    quantize_(model, Float8WeightOnlyConfig(weight_dtype=torch.float8_e5m2))
+    torch.save(model.state_dict(), tmp_path / "x.pt")
+    code, out, _ = run("plan", "x.pt", "--to", "full")
+    assert code == 1 and "Float8Tensor, in a form that is not read" in out
+    assert "weight.dequantize()" in out
+    plain = {"0.weight": model.state_dict()["0.weight"].dequantize()}
+    torch.save(plain, tmp_path / "x.pt")
+    assert run("plan", "x.pt", "--to", "full")[0] == 0
