@@ -14,7 +14,7 @@ from ckptmap.disk.files import Files
 from ckptmap.extra_state import buffer
 from ckptmap.grouping import Refused, grouped
 from ckptmap.lazy import LazyTensor
-from ckptmap.leaves import holds_tensor, join, opaques
+from ckptmap.leaves import hides_tensor, join, opaques
 from ckptmap.optim.state import REFUSED
 from ckptmap.protocols import Group
 from ckptmap.roots import is_tensor
@@ -48,7 +48,9 @@ class LeafReader:
             found = next(opaques(leaf), None)
             if found is not None and not (is_tensor(leaf) and isinstance(leaf, StoredTensor)):
                 what = f"an object of unknown class {found.class_name}"
-                self.refused.append(Refused(join((*root, *path)), what, not holds_tensor(found)))
+                if found.is_empty:
+                    what = "was on the meta device when it was saved, so its values are not here"
+                self.refused.append(Refused(join((*root, *path)), what, not hides_tensor(found)))
             elif not is_tensor(leaf):
                 yield path, leaf
 

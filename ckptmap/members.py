@@ -10,7 +10,7 @@ A member is a checkpoint of its own, read by the container that claims it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from ckptmap import registry
 from ckptmap.disk.files import whole
 from ckptmap.errors import SourceError
+from ckptmap.leaves import within
 from ckptmap.places import look, refuse_place
 from ckptmap.protocols import Directory, Member, Place
 from ckptmap.tensors import Index, Leaf, Opaque, Path, PerRank, StoredTensor
@@ -131,8 +132,13 @@ def _add(merge: _Merge, member: Member) -> None:
     index = _required(merge, member)
     merge.seen[member.role] = _name(member)
     merge.world = max(merge.world, index.world)
-    if member.role == "model":
+    if member.role in ("model", "all"):
         merge.listed = index.listed
+    if member.role == "all":
+        merge.leaves |= index.leaves
+        merge.records |= index.records
+        merge.units |= index.units
+        return
     for path, leaf in index.leaves.items():
         merge.leaves[_place(member, path)] = leaf
     depth = len(member.root)
@@ -186,23 +192,27 @@ def _with_replica(mine: Leaf, other: Leaf) -> StoredTensor | None:
 def _add_extra(merge: _Merge, member: Member) -> None:
     """Plain values as one leaf a key; what holds foreign classes, or differs by rank, stays."""
     index = _opened(member)
-    if not member.names:
+    if member.key and not member.names:
         merge.wholes[member.key] = str(FilePath(member.path).absolute())
     if index is None:
         merge.left.append(_name(member))
         return
     merge.files |= dict.fromkeys(index.files)
-    if any(map(_has_tensor, index.leaves.values())) or any(map(_stays, index.leaves.values())):
+    values = index.leaves.values()
+    if not member.key or any(map(holds_tensor, values)) or any(map(_stays, values)):
         groups = _by_first(index.leaves)
     else:
         groups = {(): dict(index.leaves)}
+    top: Path = ("extra", member.key) if member.key else ("extra",)
     for head, leaves in groups.items():
-        at: Path = ("extra", member.key, *head)
-        if any(map(_stays, leaves.values())):
+        at = (*top, *head)
+        if at == ("extra",):
+            merge.left += [_name(member)] if any(leaves.values()) else []
+        elif any(map(_stays, leaves.values())):
             inside = f"{head[0]} of " if head else ""
             merge.left.append(inside + _name(member))
-        elif any(map(_has_tensor, leaves.values())):
-            merge.leaves |= {("extra", member.key, *path): leaf for path, leaf in leaves.items()}
+        elif any(map(holds_tensor, leaves.values())):
+            merge.leaves |= {(*top, *path): leaf for path, leaf in leaves.items()}
         else:
             below = [(path[len(head) :], leaf) for path, leaf in leaves.items()]
             merge.leaves[at] = nest(below)
@@ -215,24 +225,9 @@ def _by_first(leaves: Mapping[Path, Leaf]) -> dict[Path, dict[Path, Leaf]]:
     return groups
 
 
-def _has_tensor(leaf: Leaf) -> bool:
-    return holds_tensor(leaf)
-
-
 def _stays(leaf: Leaf) -> bool:
     """Is there an object of a class that is never called, or one value a rank?"""
-    return any(isinstance(value, Opaque | PerRank) for value in _values(leaf))
-
-
-def _values(leaf: Leaf) -> Iterator[Any]:
-    yield leaf
-    if isinstance(leaf, Mapping):
-        for key, item in leaf.items():
-            yield from _values(key)
-            yield from _values(item)
-    elif isinstance(leaf, list | tuple | set | frozenset):
-        for item in leaf:
-            yield from _values(item)
+    return any(isinstance(value, Opaque | PerRank) for value in within(leaf))
 
 
 def _name(member: Member) -> str:

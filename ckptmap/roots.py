@@ -9,7 +9,7 @@ A dict under a module's `_extra_state`, tensors and all, is one of the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptmap.errors import SourceError
@@ -22,6 +22,8 @@ OPTIMIZER_KEYS = (
     "optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizers", "opt",
     "optimizer_states",
 )  # fmt: skip
+RANDOM_KEYS = ("rng", "rng_state", "rng_states", "random_state", "random_states")
+"""Tensors too, and of no model: Composer keeps them beside everything else."""
 EXTRA_KEY = "extra"
 """Where our own outputs keep what is neither weight nor optimizer state."""
 
@@ -38,7 +40,8 @@ class Roles:
 
 
 _TENSORS = (StoredTensor, Cut)
-_OF_AN_OPTIMIZER = {("state",), ("param_groups",)}
+GROUPS = "param_groups"
+_OF_AN_OPTIMIZER = {("state",), (GROUPS,)}
 """Where everything lies that `optimizer.state_dict()` gives."""
 SHOWN = 8
 """Dicts that an error names."""
@@ -61,9 +64,14 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
     tensors = [path for path, leaf in leaves.items() if is_tensor(leaf)]
     if not tensors:
         raise _no_tensors(leaves, where)
-    model_root = _find_root(tensors, (), where) if root is None else _given(tensors, root, where)
+    states = _states_of_optimizers(leaves)
+    if root is None:
+        free = [path for path in tensors if not _is_in(path, states)] if states else tensors
+        model_root = _find_root(free, (), where)
+    else:
+        model_root = _given(tensors, root, where)
     has_root = bool(model_root) or root is not None
-    optimizer_root = _find_optimizer(leaves, model_root)
+    optimizer_root = _find_optimizer(leaves, model_root, states)
     alone = optimizer_root is None and len(tensors) == len(leaves)  # weights and nothing else
     if alone and not model_root and {*map(len, leaves)} == {1}:
         return Roles((), leaves, None, {}, {})
@@ -138,7 +146,14 @@ def _is_an_optimizer(leaves: Mapping[Path, Leaf]) -> bool:
 
 
 def _no_tensors(leaves: Mapping[Path, Leaf], where: str) -> SourceError:
-    classes = sorted({leaf.class_name for leaf in leaves.values() if isinstance(leaf, Opaque)})
+    found = [leaf for leaf in leaves.values() if isinstance(leaf, Opaque)]
+    if found and all(leaf.is_empty for leaf in found):
+        return SourceError(
+            "CKM206",
+            f"{where}: holds {len(found)} tensors of the meta device, which have no values",
+            "load the model's weights, move it off the meta device, and save it again",
+        )
+    classes = sorted({leaf.class_name for leaf in found})
     what = (
         f"; it has objects of {', '.join(classes[:3])}, which are never called" if classes else ""
     )
@@ -174,6 +189,7 @@ def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
     if any(len(path) == depth + 1 for path in inside):
         return prefix
     dicts = [name for name in dicts if name not in OPTIMIZER_KEYS]
+    dicts = [name for name in dicts if name not in RANDOM_KEYS] or dicts
     dicts = [name for name in dicts if name != EXTRA_KEY] or dicts
     if len(dicts) == 1:
         return _find_root(tensors, (*prefix, dicts[0]), where)
@@ -192,8 +208,27 @@ def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
     )
 
 
-def _find_optimizer(leaves: Mapping[Path, Leaf], model_root: Path) -> Path | None:
-    """The optimizer's dict beside the weights, at any level above them."""
+def _states_of_optimizers(leaves: Mapping[Path, Leaf]) -> set[Path]:
+    """Dicts that hold what `optimizer.state_dict()` gives and nothing else, whatever their name."""
+    found = {path[: path.index(GROUPS)] for path in leaves if GROUPS in path[1:]}
+    return {root for root in found if _held(leaves, root) == _OF_AN_OPTIMIZER}
+
+
+def _held(paths: Iterable[Path], root: Path) -> set[Path]:
+    """What lies in the dict at `root`, each as a path from there."""
+    depth = len(root)
+    return {path[depth : depth + 1] for path in paths if path[:depth] == root}
+
+
+def _is_in(path: Path, roots: Collection[Path]) -> bool:
+    return any(path[: len(root)] == root for root in roots)
+
+
+def _find_optimizer(
+    leaves: Mapping[Path, Leaf], model_root: Path, states: Collection[Path]
+) -> Path | None:
+    """The optimizer's dict beside the weights, at any level above them: by its name, else the only
+    one that is what an optimizer saves."""
     for depth in range(len(model_root), -1, -1):
         level = model_root[:depth]
         # One pass for all names: few paths are longer than the level by two.
@@ -201,8 +236,15 @@ def _find_optimizer(leaves: Mapping[Path, Leaf], model_root: Path) -> Path | Non
         found = {path[depth] for path in deep}
         for name in OPTIMIZER_KEYS:
             if name in found:
-                root = (*level, name)
-                alone = (*root, 0)  # a list of one optimizer
-                inside = [path for path in deep if path[depth] == name]
-                return alone if all(_under(path, alone) for path in inside) else root
-    return None
+                return _only_one((*level, name), [path for path in deep if path[depth] == name])
+    beside = [root for root in states if _under(model_root, root[:-1])]
+    return beside[0] if len(beside) == 1 else None
+
+
+def _only_one(root: Path, inside: Sequence[Path]) -> Path:
+    """Inside a list of one optimizer, or a dict of one by its class's name, as Composer has it."""
+    first = inside[0][len(root)]
+    alone = (*root, first)
+    if not all(_under(path, alone) for path in inside):
+        return root
+    return alone if first == 0 or _held(inside, alone) == _OF_AN_OPTIMIZER else root

@@ -200,6 +200,7 @@ def test_scheme(name: str, check: str) -> None:
 
 DIRECTORIES = {
     "accelerate": ("accelerate_bin_w2", ""),
+    "lightning": ("lightning_w2", ""),
     "trainer": ("trainer_ddp_w2", "checkpoint-2"),
     "verl": ("verl_w2", "actor"),
 }

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import ckptmap
 from ckptmap.containers.dcp import Dcp
 from ckptmap.containers.dcp_write import DcpWriter
 from ckptmap.errors import PlanError, SourceError
@@ -142,6 +143,15 @@ def test_items_of_one_kind_are_read_alike(tmp_path: FilePath) -> None:
     index = index_of(tmp_path)
     assert all(same(read_leaf(index.leaves[(key,)]), value) for key, value in tensors.items())
     assert all(index.leaves[(key,)].chunks[0].crc32 for key in tensors)
+
+
+def test_files_beside_the_shards_are_named(tmp_path: FilePath) -> None:
+    """A loop's own scheduler, say: nothing tells what it is, and it does not go along."""
+    torch.distributed.checkpoint.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "c")
+    torch.save({"last_epoch": 3}, tmp_path / "c" / "scheduler.pt")
+    (tmp_path / "c" / "notes.txt").write_text("x")
+    assert index_of(tmp_path / "c").left == ("scheduler.pt",)
+    assert list(ckptmap.plan(tmp_path / "c", "full").notes) == ["left behind: scheduler.pt"]
 
 
 def test_several_files_a_rank_and_stale_ones(tmp_path: FilePath) -> None:

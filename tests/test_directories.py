@@ -26,7 +26,9 @@ NAMES = [n for n in SAMPLES if not n.startswith("dcp_hf") and "two_models" not i
 BY_INDEX = {"accelerate_w1"}
 """safetensors forgets the model's order and no config is there: which index is which is unknown."""
 INNER = {"verl_w2": "actor", "titan_w2": "step-2"}
-FRAMEWORK = {"accelerate": "accelerate", "trainer": "trainer", "verl": "verl", "titan": "fsdp2"}
+FRAMEWORK = {name: name for name in ("accelerate", "lightning", "trainer", "verl")} | {
+    "titan": "fsdp2"
+}
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +161,36 @@ def test_what_verl_keeps_beside(folder: Path) -> None:
         assert ckpt.extra["fsdp_config"] == {"FSDP_version": 2, "world_size": 2}
         note = "left behind: rng of extra_state_world_size_2_rank_0.pt and 1 more"
         assert ckpt.notes == [note]
+
+
+def test_what_lightning_keeps_beside(copied: Any, tmp_path: Path) -> None:
+    """What its one-file form has at the top lies in meta.pt where the model is sharded."""
+    path = copied("lightning_w2")
+    saved = torch.load(path / "meta.pt", weights_only=True)
+    seen = saved.pop("seen")
+    ckptmap.convert(path, tmp_path / "out.pt", to="full")
+    written = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert_same(written["extra"].pop("seen"), seen, "seen")
+    assert written["extra"] == saved
+    torch.save({**saved, "hyper_parameters": {"of": Sampler()}}, path / "meta.pt")
+    with ckptmap.open(path) as ckpt:
+        assert ckpt.extra["global_step"] == 2 and "hyper_parameters" not in ckpt.extra
+        assert ckpt.notes == ["left behind: hyper_parameters of meta.pt"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_two_optimizers_of_lightning_are_nobodys_one(tmp_path: Path) -> None:
+    """They go along as they are: neither is taken for the state of all weights."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    groups = [{"lr": 0.1, "params": ["w"]}]
+    state = {"state": {"w": {"momentum_buffer": torch.ones(3)}}, "param_groups": groups}
+    shards = {"net": {"w": torch.zeros(3)}, "optimizer_0": state, "optimizer_1": state}
+    save(shards, checkpoint_id=tmp_path / "gan", no_dist=True)
+    torch.save({"step": 7}, tmp_path / "gan" / "meta.pt")
+    with ckptmap.open(tmp_path / "gan") as ckpt:
+        assert list(ckpt) == ["w"] and ckpt.optimizer == {} and ckpt.extra["step"] == 7
+        assert [path[0] for path in ckpt.other] == ["optimizer_0", "optimizer_1"]
 
 
 def test_weights_that_are_there_twice_are_compared(copied: Any, tmp_path: Path) -> None:

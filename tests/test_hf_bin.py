@@ -41,6 +41,23 @@ def test_shards_are_one_checkpoint(
     assert (tmp_path / "out" / "config.json").exists()
 
 
+def test_an_index_of_any_name(tmp_path: Path) -> None:
+    """diffusers' `save_pretrained(safe_serialization=False)`, by the function that it calls."""
+    state = dict(tiny_llama().state_dict())
+    pattern = "diffusion_pytorch_model{suffix}.bin"
+    save_torch_state_dict(
+        state, tmp_path, filename_pattern=pattern, safe_serialization=False, max_shard_size="100KB"
+    )
+    with ckptmap.open(tmp_path) as ckpt:
+        assert set(ckpt) == set(state)
+        for fqn, value in state.items():
+            assert_same(ckpt[fqn].read(), value, fqn)
+    first = tmp_path / "diffusion_pytorch_model.bin.index.json"
+    (tmp_path / "diffusion_pytorch_model.bin.index.fp16.json").write_text(first.read_text())
+    with pytest.raises(SourceError, match=r"several indexes, expected one: diffusion_pytorch"):
+        ckptmap.open(tmp_path)
+
+
 def test_one_file_beside_its_config(tmp_path: Path) -> None:
     state = dict(tiny_llama().state_dict())
     save_torch_state_dict(state, tmp_path, safe_serialization=False)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import ckptmap
-from ckptmap.errors import PlanError
+from ckptmap.errors import PlanError, SourceError
 from ckptmap.loaded_names import UNKNOWN
 from tests.bnb_cases import refused
 
@@ -233,6 +234,38 @@ def test_what_lies_beside_the_weights_is_there_again(tmp_path: Path) -> None:
     assert again.tokenizer.get_vocab() == tokenizer.get_vocab()
     assert again.feature_extractor.to_dict() == hears.to_dict()
     assert ckptmap.verify(tmp_path / "out").ok
+
+
+def test_modules_behind_the_model_go_along(tmp_path: Path) -> None:
+    """As sentence-transformers 6 saves them: without their folders its loader fails, without
+    their configs it pools another way."""
+    source = tmp_path / "in"
+    transformers.BertModel(
+        transformers.BertConfig(
+            vocab_size=7, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=64,
+        )
+    ).save_pretrained(source)  # fmt: skip
+    modules = [{"idx": i, "path": path} for i, path in enumerate(("", "1_Pooling", "2_Dense"))]
+    beside = {
+        "modules.json": modules,
+        "config_sentence_transformers.json": {"similarity_fn_name": "cosine"},
+        "sentence_bert_config.json": {"max_seq_length": 16},
+        "1_Pooling/config.json": {"pooling_mode": "cls"},
+        "2_Dense/config.json": {"in_features": 32, "out_features": 4},
+    }
+    for name, content in beside.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(json.dumps(content))
+    save_file({"linear.weight": torch.ones(4, 32)}, source / "2_Dense" / "model.safetensors")
+    report = ckptmap.convert(source, tmp_path / "out", to="hf-bf16")
+    assert "goes along as it is: 2_Dense/model.safetensors" in report.notes
+    for name in (*beside, "2_Dense/model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes(), name
+    assert ckptmap.verify(tmp_path / "out").ok
+    (source / "modules.json").write_text('[{"path": "../other"}]')
+    with pytest.raises(SourceError, match=r"'\.\./other' leads out of the directory"):
+        ckptmap.plan(source, "hf")
 
 
 def test_scripts_that_no_config_names_stay_behind(tmp_path: Path) -> None:

@@ -42,6 +42,9 @@ METADATA = ".metadata"
 RECORD_SUFFIX = ".__ckptmap__"
 """`P.__ckptmap__` is ckptmap's encoding record of tensor P, not a value of the state dict."""
 
+SIDE_FILE = re.compile(r"[^.].*\.(pt|pth|bin|pkl|ckpt|safetensors)")
+"""What a training loop may have put beside the shards (a scheduler, random states): nothing says
+what it is."""
 RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 MAX_METADATA_NBYTES = 1 << 30
 SMALL_NBYTES = 16 << 10
@@ -74,6 +77,7 @@ class Dcp:
             records=records,
             world=_world(used),
             notes=_notes(place.names, used),
+            left=tuple(filter(SIDE_FILE.fullmatch, place.names)),
             listed=_by_first_rank,
         )
 

@@ -63,6 +63,7 @@ class DcpMegatron:
             leaves=leaves,
             files=files,
             notes=(*found.notes, *notes),
+            left=tuple(name for name in found.left if name != _COMMON),
         )
 
 

@@ -1,6 +1,7 @@
 """A Hugging Face directory of before safetensors: `pytorch_model-00001-of-00002.bin` and its index.
 
 Each shard is one torch.save file of a flat state dict. A lone `pytorch_model.bin` needs no index.
+With an index the name is anybody's: diffusers writes `diffusion_pytorch_model.bin.index.json`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from ckptmap.wire.safetensors_file import refuse_text
 from ckptmap.wire.torch_zip_read import load
 from ckptmap.wire.tree import flatten
 
-INDEX = "pytorch_model.bin.index.json"
+FIRST = "pytorch_model.bin.index.json"
+INDEX = re.compile(r".+\.bin\.index(\.[^.]+)?\.json")
+"""A variant of weights has its name in that of the index: `X.bin.index.fp16.json`."""
 SHARD = re.compile(r"pytorch_model-(\d{5})-of-(\d{5})\.bin")
 
 
@@ -30,14 +33,15 @@ class HfBin:
     name = "hf-bin"
 
     def claims(self, place: Place) -> bool:
-        return place.is_dir and (INDEX in place.names or any(map(SHARD.fullmatch, place.names)))
+        return place.is_dir and bool(_indexes(place) or any(map(SHARD.fullmatch, place.names)))
 
     def index(self, place: Place) -> Index:
         """Raises SourceError CKM108 where index and shards disagree, CKM116 where a name leads out
         of the directory, and what a malformed shard raises."""
         root = str(FilePath(place.path).absolute())
-        where = str(FilePath(root) / INDEX) if INDEX in place.names else root
-        listed = parse_index(where).weight_map if where != root else None
+        index = _pick_index(place)
+        where = root if index is None else str(FilePath(root) / index)
+        listed = None if index is None else parse_index(where).weight_map
         names = _complete_set(place) if listed is None else dict.fromkeys(listed.values())
         shards = [inside(root, name, where, blobs_of(root)) for name in names]
         with paused_gc():
@@ -45,6 +49,23 @@ class HfBin:
         files = (*shards, where) if listed is not None else (*shards,)
         # Of several, no: save_pretrained gives a large tensor a shard of its own, before its place.
         return Index(self.name, leaves, files, listed=as_saved if len(shards) == 1 else None)
+
+
+def _indexes(place: Place) -> list[str]:
+    return [name for name in place.names if INDEX.fullmatch(name)]
+
+
+def _pick_index(place: Place) -> str | None:
+    """None: there is none. Raises SourceError CKM108 where there are several, none of them
+    transformers' own."""
+    indexes = _indexes(place)
+    if len(indexes) < 2 or FIRST in indexes:
+        return FIRST if FIRST in indexes else next(iter(indexes), None)
+    raise SourceError(
+        "CKM108",
+        f"{place.path}: several indexes, expected one: {', '.join(indexes)}",
+        "move the others away",
+    )
 
 
 def _complete_set(place: Place) -> list[str]:

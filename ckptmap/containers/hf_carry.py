@@ -28,15 +28,19 @@ INPUT_EMBEDDINGS = (
 SIBLINGS = (
     "config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "preprocessor_config.json", "processor_config.json",
-    "video_preprocessor_config.json", "modules.json",
+    "video_preprocessor_config.json", "modules.json", "config_sentence_transformers.json",
 )  # fmt: skip
-PREFIXES = ("tokenizer", "chat_template", "spiece", "sentencepiece")
+PREFIXES = ("tokenizer", "chat_template", "spiece", "sentencepiece", "sentence_")
 CODE = ".py"
 SUFFIXES = (CODE, ".model", ".jinja")
 AUTO_MAP = b'"auto_map"'
 """transformers/dynamic_module_utils.py: what `trust_remote_code=True` is for."""
 TEMPLATES = "additional_chat_templates"
 """A folder in which transformers keeps the chat templates but the first."""
+MODULES = "modules.json"
+"""sentence-transformers: the folders of modules that follow the model (pooling, dense layers), each
+with a config, some with weights. Its loader needs them all."""
+WEIGHTS = (".safetensors", ".bin")
 MAX_SIBLING_NBYTES = 256 << 20
 
 
@@ -82,17 +86,17 @@ class HfCarrier:
         """Files by name, the config declaring what is written, and what should be said."""
         found = _files(siblings, beside)
         carried = {name: Sibling.at(file) for name, file in found.items()}
+        notes = [f"goes along as it is: {n}" for n in found if "/" in n and n.endswith(WEIGHTS)]
         if CONFIG not in carried:
-            return carried, [
-                "no config.json is beside the weights; give one with --config-from PATH"
-            ]
+            notes.append("no config.json is beside the weights; give one with --config-from PATH")
+            return carried, notes
         content, before = carried[CONFIG].read(), _config(found)
         after = _declaring(before, dtypes, quantized, bool(untied))
         if after != before:
             content = (json.dumps(after, indent=2) + "\n").encode()
         carried[CONFIG] = Sibling.made(content)
         quantized.check(after)
-        return carried, []
+        return carried, notes
 
 
 def _files(siblings: Sequence[str], beside: str | None) -> dict[str, str]:
@@ -109,11 +113,32 @@ def _files(siblings: Sequence[str], beside: str | None) -> dict[str, str]:
         for file in sorted(folder.iterdir())
         if _belongs(file)
     }
+    found |= _of_modules(Path(found[MODULES])) if MODULES in found else {}
     if beside is not None and Path(beside).is_file():
         found[CONFIG] = beside
     code = {name for name in found if name.endswith(CODE)}
     if code and not any(map(_names_code, found.values())):
         found = {name: file for name, file in found.items() if name not in code}
+    return found
+
+
+def _of_modules(listing: Path) -> dict[str, str]:
+    """Every file of the folders that it names. Raises SourceError CKM116 for one that leads out."""
+    directory = str(listing.parent)
+    try:
+        entries = json.loads(whole(str(listing)).read_bytes())
+    except ValueError:  # not that program's
+        return {}
+    paths = [e.get("path") for e in entries if isinstance(e, dict)] if type(entries) is list else []
+    found = {}
+    for path in paths:
+        folder = (
+            Path(inside(directory, path, str(listing))) if isinstance(path, str) and path else None
+        )
+        for file in sorted(folder.rglob("*")) if folder is not None else ():
+            name = file.relative_to(directory).as_posix()
+            if file.is_file():
+                found[name] = inside(directory, name, str(listing), blobs_of(str(file.parent)))
     return found
 
 

@@ -13,7 +13,7 @@ from ckptmap.protocols import Directory, Member, Members, Place
 from ckptmap.testing.base import bytes_read, expect, opened, required
 from ckptmap.testing.strangers import strangers
 
-ROLES = ("model", "optimizer", "extra")
+ROLES = ("model", "optimizer", "extra", "all")
 CLAIM_NBYTES = 1 << 16
 """Bytes that telling a directory may read: it is asked of every path that is opened."""
 
@@ -63,7 +63,8 @@ def _check_members(name: str, place: Place, found: Members) -> None:
     base = Path(place.path)
     expect(found.world >= 1, f"{name}: a world of {found.world} ranks")
     expect(
-        any(member.role == "model" for member in found.members), f"{name}: no member has weights"
+        any(member.role in ("model", "all") for member in found.members),
+        f"{name}: no member has weights",
     )
     for member in found.members:
         _check_member(name, base, member)
@@ -87,7 +88,6 @@ def _check_member(name: str, base: Path, member: Member) -> None:
     absent = [entry for entry in member.names if not (path / entry).exists()]
     expect(not absent, f"{name}: member {path.name} names {absent[:1]}, which is not there")
     expect(path != base or member.names, f"{name}: a member is the directory itself, all of it")
-    expect(member.role != "extra" or member.key, f"{name}: extra {path.name} has no key")
 
 
 def _check_absent(directory: Directory, place: Place) -> None:

@@ -317,6 +317,40 @@ def titan(path: Path) -> Gathered:
     return gathered_fsdp2(model, optimizer)
 
 
+# ------------------------------------------------------------------------------- Lightning
+
+
+@directory("lightning_w2", 2)
+def lightning(path: Path) -> Gathered:
+    """As lightning 2.6 under ModelParallelStrategy: Trainer's `save_checkpoint`, step by step."""
+    from torch.distributed.checkpoint.state_dict import (
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    model = sharded(tiny())
+    optimizer = optimizer_for(model)
+    train(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
+    shards = {
+        "state_dict": get_model_state_dict(model),
+        "optimizer_0": get_optimizer_state_dict(model, optimizer),
+    }
+    save(shards, checkpoint_id=path)
+    if dist.get_rank() == 0:
+        beside = {
+            "epoch": 1,
+            "global_step": 2,
+            "pytorch-lightning_version": "2.6.6",
+            "lr_schedulers": [scheduler.state_dict()],
+            "hyper_parameters": {"width": 64},
+            "seen": torch.arange(3),
+        }
+        torch.save(beside, path / "meta.pt")
+    return gathered_fsdp2(model, optimizer)
+
+
 # ------------------------------------------------------------------------------- DCP, safetensors
 
 
