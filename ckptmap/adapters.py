@@ -24,10 +24,10 @@ from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.disk.files import whole
 from ckptmap.errors import SourceError
 from ckptmap.lazy import LazyTensor
-from ckptmap.places import look
+from ckptmap.places import ADAPTER_CONFIG, adapters_in, look
 from ckptmap.remote.locating import locate
 
-CONFIG = "adapter_config.json"
+CONFIG = ADAPTER_CONFIG
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 HEAD = "base_model.model."
 """What peft puts before every name of the model that it wraps."""
@@ -38,14 +38,27 @@ _LOW = re.compile(
 _SAVED = re.compile(r"\.modules_to_save\.(?P<name>[^.]+)(?=\.)")
 _WHOLE = ".modules_to_save."
 _ORIGINAL = ".original_module."
-_BASE_LAYER = ".base_layer."
+_WRAPPERS = re.compile(r"(?:\.base_layer)+(?=\.|$)")
+"""Between what peft has put around a module, often several times, and what is inside."""
+_TRAINING = ".lora_velora_"
+"""Buffers of VeLoRA, by which activations are compressed for the backward."""
 _NESTED = re.compile(r"\)[*+{]|(?:[*+{].*){5}")
 """A repeated group, or much repetition: what makes a search take time without end, and no module's
 name needs it."""
 _UNMERGEABLE = (
     "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config",
-    "monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora",
+    "monteclora_config", "trainable_token_indices", "use_bdlora", "use_qalora",
 )  # fmt: skip
+_KNOWN = frozenset((
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights",
+    "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias",
+    "lora_dropout", "lora_ga_config", "megatron_core", "merge_weights", "modules_to_save",
+    "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "alpha_pattern",
+    "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "use_dora",
+    "use_rslora", "velora_config",
+))  # fmt: skip
+"""Settings that are read here, or change nothing of what an adapter adds once it is trained."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to begin that take something out of the base, which the file does not have."""
 _HALVES = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}
@@ -62,8 +75,17 @@ class LoraConfig:
     rslora: bool
     dora: bool
     fan_in_fan_out: bool
+    parameters: tuple[str, ...]
+    """Ends of the names of parameters that were targeted themselves, not by their module."""
     text: Mapping[str, Any] = field(repr=False)
     """The same as it stands in the file, for a manifest."""
+
+    def wraps(self, module: str) -> tuple[str, ...]:
+        """Names of the module's own parameters that an adapter of it may be of."""
+        leaves = dict.fromkeys(target.rpartition(".")[2] for target in self.parameters)
+        names = [f"{module}.{leaf}" for leaf in leaves]
+        ends = tuple(f".{target}" for target in self.parameters)
+        return tuple(name for name in names if f".{name}".endswith(ends))
 
     def rank(self, module: str) -> int:
         return int(_by_pattern(self.rank_pattern, module, self.r))
@@ -76,12 +98,20 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class Low:
-    """The low-rank change of one module. `embedding`: its halves are an embedding's."""
+    """The low-rank change of one tensor of a module.
+
+    embedding  its halves are an embedding's
+    names      what the tensor may be called; several where peft has wrapped parameters of a module
+               one around the other, of which shapes tell one from the other
+    wrapped    peft has wrapped a parameter, not the module
+    """
 
     module: str
     a: LazyTensor
     b: LazyTensor
     embedding: bool
+    names: tuple[str, ...]
+    wrapped: bool = False
     magnitude: LazyTensor | None = None
     bias: LazyTensor | None = None
 
@@ -109,7 +139,10 @@ class Adapter:
         CKM321 where one matches nothing."""
         left = dict(self.left)
         for pattern in patterns:
-            found = fnmatch.filter([*self.lows, *self.trained], pattern)
+            modules = [
+                k for k, low in self.lows.items() if fnmatch.filter((k, low.module), pattern)
+            ]
+            found = modules + fnmatch.filter(self.trained, pattern)
             if not found:
                 raise SourceError(
                     "CKM321",
@@ -138,16 +171,21 @@ def open_adapter(
     seen = look(place)
     weights = next((place / name for name in WEIGHTS if (place / name).is_file()), place)
     if seen.is_dir and weights is place and not registry.knows(seen):
+        several = adapters_in(seen)
         raise SourceError(
             "CKM320",
-            f"{path}: holds none of {', '.join(WEIGHTS)}, nor a checkpoint",
-            "give the directory that peft's save_pretrained wrote",
+            f"{path}: holds none of {', '.join(WEIGHTS)}, nor a checkpoint"
+            + (f"; it holds adapters: {', '.join(several[:6])}" if several else ""),
+            f"name one of them: {place / several[-1]}"
+            if several
+            else "give the directory that peft's save_pretrained wrote",
         )
     file = _config_file(place, config)
     ckpt = open(weights)
-    lows, trained, left = _sorted_out(ckpt)
+    settings = read_config(file)
+    lows, trained, left = _sorted_out(ckpt, settings)
     files = (*ckpt.index.files, str(file.absolute()))
-    return Adapter(str(path), read_config(file), lows, trained, left, files, ckpt)
+    return Adapter(str(path), settings, lows, trained, left, files, ckpt)
 
 
 def _config_file(place: Path, given: str | os.PathLike[str] | None) -> Path:
@@ -193,13 +231,14 @@ def read_config(file: Path) -> LoraConfig:
         rslora=_value(file, text, "use_rslora", flag, False),
         dora=_value(file, text, "use_dora", flag, False),
         fan_in_fan_out=_value(file, text, "fan_in_fan_out", flag, False),
+        parameters=_strings(file, text, "target_parameters"),
         text={name: text[name] for name in _RECORDED if text.get(name)},
     )
 
 
 _RECORDED = (
     "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out",
-    "bias", "modules_to_save", "base_model_name_or_path",
+    "bias", "modules_to_save", "target_parameters", "base_model_name_or_path",
 )  # fmt: skip
 
 
@@ -210,6 +249,14 @@ def _refuse_variants(file: Path, text: Mapping[str, Any]) -> None:
                 "CKM320",
                 f"{file}: {name} is set: such an adapter is no sum of a base and a product",
                 "merge it with peft itself, or keep it apart",
+            )
+    for name, value in text.items():
+        if name not in _KNOWN and (value is True or (value and isinstance(value, (dict, list)))):
+            raise SourceError(
+                "CKM320",
+                f"{file}: {name} is set, which peft 0.21 does not know: whether it changes what the"
+                " adapter adds cannot be told",
+                f"merge it with the peft that wrote it; if it changes nothing, take {name} out",
             )
     begun = text.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
@@ -233,6 +280,15 @@ def _value(
             "CKM320", f"{file}: {name} is {value!r}, expected {kind}", "save the adapter again"
         )
     return value
+
+
+def _strings(file: Path, text: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = text.get(name) or ()
+    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
+        raise SourceError(
+            "CKM320", f"{file}: {name} is {value!r}, expected names", "save the adapter again"
+        )
+    return tuple(value)
 
 
 def _patterns(
@@ -271,7 +327,7 @@ def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> f
 
 
 def _sorted_out(
-    ckpt: Checkpoint,
+    ckpt: Checkpoint, config: LoraConfig
 ) -> tuple[dict[str, Low], dict[str, LazyTensor], dict[str, str]]:
     found: dict[str, dict[str, LazyTensor]] = {}
     trained: dict[str, LazyTensor] = {}
@@ -289,12 +345,14 @@ def _sorted_out(
             half += ".bias" if low["leaf"] == "bias" else ""
             found.setdefault(low["module"], {})[half] = ckpt[key]
             names.add(low["name"])
+        elif _TRAINING in plain:
+            left[key] = "of training alone"
         elif _ORIGINAL in plain:
             left[key] = "of a module that was trained as a whole: as it was before"
         elif plain.endswith(".modules_to_save.bias") and key.replace(_WHOLE, ".") in ckpt:
             left[key] = "of a module that was trained as a whole: its bias once more"
         else:
-            name = _SAVED.sub("", plain) if saved else plain.replace(_BASE_LAYER, ".")
+            name = _SAVED.sub("", plain) if saved else _WRAPPERS.sub("", plain)
             trained[name] = ckpt[key]
             names |= {saved["name"]} if saved else set()
     named = sorted(name for name in names if name is not None)
@@ -304,12 +362,16 @@ def _sorted_out(
             f"{ckpt.path}: holds the adapters {', '.join(named)}, expected one",
             "save the one to be merged with peft's save_pretrained(selected_adapters=[...])",
         )
-    lows = {module: _low(ckpt, module, half, embeddings) for module, half in found.items()}
+    lows = {module: _low(ckpt, config, module, half, embeddings) for module, half in found.items()}
     return lows, trained, left
 
 
 def _low(
-    ckpt: Checkpoint, module: str, halves: Mapping[str, LazyTensor], embeddings: set[str]
+    ckpt: Checkpoint,
+    config: LoraConfig,
+    module: str,
+    halves: Mapping[str, LazyTensor],
+    embeddings: set[str],
 ) -> Low:
     known = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_B.bias")
     stranger = next((half for half in halves if half not in known), None)
@@ -324,7 +386,16 @@ def _low(
                 f"{ckpt.path}: {module} has no {half}, only {', '.join(halves)}",
                 "the adapter was saved in part; save it again, gathered from all ranks",
             )
+    holder = _WRAPPERS.sub("", module)
+    names = config.wraps(holder)
+    if not names and module.endswith(".base_layer"):
+        raise SourceError(
+            "CKM322",
+            f"{ckpt.path}: {module} is inside a wrapper, and target_parameters name none of {holder}",
+            "give the adapter_config.json that was saved with the adapter",
+        )
     return Low(
-        module, halves["lora_A"], halves["lora_B"], module in embeddings,
-        halves.get("lora_magnitude_vector"), halves.get("lora_B.bias"),
+        holder, halves["lora_A"], halves["lora_B"], module in embeddings,
+        names or (f"{holder}.weight",), bool(names), halves.get("lora_magnitude_vector"),
+        halves.get("lora_B.bias"),
     )  # fmt: skip

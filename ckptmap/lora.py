@@ -2,6 +2,7 @@
 
     W [out, in] any encoding, A [r, in], B [out, r]  ->  W + s (B @ A)
     DoRA, with a magnitude m [out]                   ->  m / |W + s (B @ A)| (W + s (B @ A))
+    W [e, out, in], A [e r, in], B [out, r e]        ->  each W[e] + s (B[:, e::E] @ A[e r:(e + 1) r])
 
 Each is an encoding of base parts and adapter parts, so that a box of the merged weight is read like
 any other and nothing is held whole. Formulas: Hu et al. 2021 (LoRA), Liu et al. 2024 (DoRA).
@@ -191,6 +192,42 @@ class Merged(Over):
 def _turned(pair: tuple[int, ...], flip: bool) -> tuple[int, int]:
     first, second = pair
     return (second, first) if flip else (first, second)
+
+
+@dataclass(frozen=True)
+class Stacked(Merged):
+    """A stack of matrices, each with a product of its own halves added.
+
+    experts  how many; A holds one's rows beside each other, B one's columns that many apart
+    """
+
+    experts: int = field(default=1, kw_only=True)
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        if part not in (A, B):
+            return Over.part_box(self, info, part, box)
+        rows, columns = self._aligned(*_one(info, box))
+        if part == A:
+            first, count = box.offsets[0] * self.rank, box.sizes[0] * self.rank
+            return Box((first, columns[0]), (count, columns[1]))
+        return Box((rows[0], 0), (rows[1], self.rank * self.experts))
+
+    def changed(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box
+    ) -> torch.Tensor:
+        values = self.base_values(info, parts, box)
+        a = parts[A].view(box.sizes[0], self.rank, -1)
+        for i, matrix in enumerate(values):
+            b = parts[B][:, box.offsets[0] + i :: self.experts]
+            turned = matrix.t() if self.flip else matrix
+            one, of_one = _one(info, box)
+            self._add(turned, one, {A: a[i], B: b.contiguous()}, of_one)
+        return values
+
+
+def _one(info: TensorInfo, box: Box) -> tuple[TensorInfo, Box]:
+    """Of one matrix of the stack."""
+    return TensorInfo(info.shape[1:], info.dtype), Box(box.offsets[1:], box.sizes[1:])
 
 
 @dataclass(frozen=True)

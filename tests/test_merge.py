@@ -13,6 +13,7 @@ from ckptmap_cli.main import main
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
+from peft.tuners.lora.config import VeloraConfig
 from peft.utils.integrations import dequantize_module_weight
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -52,6 +53,7 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "bias lora_only": ("gpt2", {"target_modules": CONV1D, "fan_in_fan_out": True,
                                 "bias": "lora_only"}),
     "lora_bias": ("gpt2", {"target_modules": CONV1D, "fan_in_fan_out": True, "lora_bias": True}),
+    "velora": ("llama", {"target_modules": LINEARS, "velora_config": VeloraConfig()}),
     "tied embedding": ("gpt2", {"target_modules": ["wte", "c_fc"], "fan_in_fan_out": True}),
 }  # fmt: skip
 
@@ -152,10 +154,12 @@ def test_a_tie_of_one_storage_is_changed_on_both_sides(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "base.pt")
     wrapped = adapted(model, target_modules=["embed_tokens"])
     wrapped.save_pretrained(str(tmp_path / "adapter"))
-    merge(tmp_path / "base.pt", tmp_path / "adapter", tmp_path / "out.pt")
+    report = merge(tmp_path / "base.pt", tmp_path / "adapter", tmp_path / "out.pt")
     truth = merged_by_peft(wrapped)
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(values(tmp_path / "out.pt"))
     check(tmp_path / "out.pt", truth)
+    said = " ".join(report.notes)
+    assert "the base ties lm_head.weight to it, which changes with it as in peft's" in said
 
 
 # --------------------------------------------------------------------------- names
@@ -489,6 +493,21 @@ CONFIGS: dict[str, tuple[dict[str, Any], str, str]] = {
     "dora": ({"use_dora": True}, "CKM322", "has no lora_magnitude_vector"),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, "CKM320", "'pissa_niter_4' changed the base"),
     "variant": ({"use_qalora": True}, "CKM320", "use_qalora is set"),
+    "later variant": (
+        {"use_new_lora": True},
+        "CKM320",
+        "use_new_lora is set, which peft 0.21 does not",
+    ),
+    "later config": (
+        {"new_config": {"a": 1}},
+        "CKM320",
+        "new_config is set, which peft 0.21 does not",
+    ),
+    "parameters": (
+        {"target_parameters": "w"},
+        "CKM320",
+        "target_parameters is 'w', expected names",
+    ),
     "no number": ({"r": "8"}, "CKM320", "r is '8', expected int"),
     "nothing": ({"lora_alpha": 0}, "CKM320", "lora_alpha is 0, expected int or float"),
     "flag": ({"use_rslora": 1}, "CKM320", "use_rslora is 1, expected bool"),
@@ -505,6 +524,14 @@ def test_configs_that_cannot_be_merged_are_refused(folder: Path, tmp_path: Path,
     change(folder / "adapter", **config)
     with refused(SourceError, code, match):
         merge(folder / "base", folder / "adapter", tmp_path / "out")
+
+
+def test_settings_of_others_that_change_nothing_are_taken(folder: Path, tmp_path: Path) -> None:
+    """As ms-swift adds them: values, unset ones, none that switches a variant on."""
+    change(
+        folder / "adapter", lora_dtype=None, lorap_emb_lr=1e-06, use_new_lora=False, new_config={}
+    )
+    assert merge(folder / "base", folder / "adapter", tmp_path / "out").fidelity["cast"] == 6
 
 
 @pytest.mark.parametrize("text", [b"", b"[1]", b"\xff\xfe{", b'{"peft_type": 3}'])
@@ -527,7 +554,7 @@ def test_a_convolution_is_refused_by_name(tmp_path: Path) -> None:
     adapted(model, target_modules=["0", "1"]).save_pretrained(str(tmp_path / "adapter"))
     with refused(SourceError, "CKM322", r"0: the base's 0\.weight is float32\[8, 3, 3, 3\]") as c:
         merge(tmp_path / "base.pt", tmp_path / "adapter", tmp_path / "out.pt")
-    assert "linear layers, Conv1D and embeddings" in c.value.hint
+    assert "linear layers, Conv1D, embeddings" in c.value.hint
     merge(tmp_path / "base.pt", tmp_path / "adapter", tmp_path / "out.pt", leave=["0"])
 
 

@@ -182,6 +182,29 @@ def test_a_classifier_has_no_head_of_words(tmp_path: Path) -> None:
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
+def test_a_head_that_changes_with_its_embedding_is_said(tmp_path: Path) -> None:
+    """peft's merge changes both; what it trained kept the head, as a base does that has one."""
+    wrapped = trained(tied_llama(), tmp_path, target_modules=["q_proj", "embed_tokens"]).eval()
+    args = (tmp_path / "adapter", tmp_path / "out")
+    said = " ".join(merge(tmp_path / "base", *args).notes)
+    assert "the base ties its head to it, which changes with it as in peft's" in said
+    own = tied_llama()
+    own.load_state_dict(load_state(tmp_path / "base"))
+    own.config.tie_word_embeddings = False
+    own.lm_head.weight = torch.nn.Parameter(own.lm_head.weight.detach().clone())
+    own.save_pretrained(tmp_path / "own")
+    report = merge(tmp_path / "own", tmp_path / "adapter", tmp_path / "right")
+    assert "its head" not in " ".join(report.notes)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "right")
+    with torch.no_grad():
+        given = {"input_ids": torch.arange(8)[None]}
+        assert torch.allclose(wrapped(**given).logits, loaded(**given).logits, atol=1e-4)
+
+
+def load_state(folder: Path) -> Any:
+    return transformers.LlamaForCausalLM.from_pretrained(folder).state_dict()
+
+
 def test_what_a_head_is_no_longer_tied_to_is_said(tmp_path: Path) -> None:
     trained(tied_llama(), tmp_path, target_modules=["lm_head"])
     said = str(plan_merge(tmp_path / "base", tmp_path / "adapter", "full"))

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, VeraConfig, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora.config import KasaConfig, VeloraConfig
 
 import ckptmap
 from ckptmap.errors import LoadError
@@ -17,6 +18,13 @@ from tests.bnb_cases import quantized, truth
 from tests.corpus.ranks import run_ranks
 from tests.live.resume_peft import CONFIG, SOURCES, by_peft, differing, values, wrapped, write
 from tests.merge_cases import llama
+
+WITH_NAMES_OF_THEIR_OWN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dora": (LoraConfig, {"target_modules": ["q_proj"], "use_dora": True}),
+    "tokens": (LoraConfig, {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]}),
+    "velora": (LoraConfig, {"target_modules": ["q_proj"], "velora_config": VeloraConfig()}),
+    "vera": (VeraConfig, {"target_modules": ["q_proj"], "r": 4}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +225,58 @@ def test_an_adapter_that_was_made_from_its_base(folder: Path) -> None:
     assert refused.value.code == "CKM514"
     report = ckptmap.load(folder / "base", wrapped(use_dora=True), strict=False)
     assert half(report) == {"adapter"}
+
+
+@pytest.mark.parametrize("name", WITH_NAMES_OF_THEIR_OWN)
+def test_tensors_that_a_file_names_otherwise(name: str, tmp_path: Path) -> None:
+    """DoRA's magnitudes, rows of an embedding, matrices that all layers share, buffers of the
+    backward: an adapter's directory as peft loads it, then a base."""
+    kind, config = WITH_NAMES_OF_THEIR_OWN[name]
+
+    def made(seed: int) -> Any:
+        model = get_peft_model(llama(), kind(**config))
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data += torch.randn(parameter.shape) if parameter.requires_grad else 0
+        return model
+
+    made(1).save_pretrained(str(tmp_path / "adapter"))
+    model, want = made(2), PeftModel.from_pretrained(llama(), str(tmp_path / "adapter"))
+    report = ckptmap.load(tmp_path / "adapter", model)
+    assert half(report) <= {"base"} and not report.missing and not differing(model, want)
+    torch.save({k: v * 2 for k, v in llama().state_dict().items()}, tmp_path / "base.pt")
+    before = {n: value.clone() for n, value in values(model).items()}
+    report = ckptmap.load(tmp_path / "base.pt", model, strict=name != "dora")
+    after = values(model)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trained <= {*report.left}
+    for n, value in after.items():
+        frozen = "lora_" not in n and "vera_" not in n and "trainable_tokens" not in n
+        assert torch.equal(value, before[n] * 2 if frozen else before[n]), n
+
+
+def test_an_adapter_that_transformers_added(tmp_path: Path) -> None:
+    """Its modules have the model's own names; its file has peft's."""
+
+    def made(seed: int) -> Any:
+        model: Any = llama()
+        model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data += torch.randn(parameter.shape) if parameter.requires_grad else 0
+        return model
+
+    want, model = made(1), made(2)
+    want.save_pretrained(tmp_path / "adapter")
+    report = ckptmap.load(tmp_path / "adapter", model)
+    assert len(report.loaded) == 4 and not differing(model, want)
+
+
+def test_kasa_takes_something_out_of_its_base(folder: Path) -> None:
+    model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"], kasa_config=KasaConfig()))
+    with pytest.raises(LoadError, match=r"expected its adapter too \(kasa_config\)") as refused:
+        ckptmap.load(folder / "base", model)
+    assert refused.value.code == "CKM514"
 
 
 def test_neither_base_nor_adapter(folder: Path, tmp_path: Path) -> None:

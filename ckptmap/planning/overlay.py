@@ -23,7 +23,9 @@ from ckptmap.foreign import foreign_tensors
 from ckptmap.groups import DENSE, Groups
 from ckptmap.lazy import LazyTensor
 from ckptmap.lora import BIAS, A, B, Biased, Merged, Replaced, codes_part, dora, proven
-from ckptmap.planning.untying import Tied, is_head, may_be_tied, noted, stem, tied_in
+from ckptmap.planning.adapter_names import renamed
+from ckptmap.planning.targeted import Wrapped, per_expert
+from ckptmap.planning.untying import Tied, changed_alike, is_head, may_be_tied, noted, stem, tied_in
 from ckptmap.protocols import Group, Scheme
 from ckptmap.remote.locating import named_as_asked
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -94,9 +96,9 @@ def overlaid(
             tied = tied_in(ckpt, config_from)
         else:
             tied = next((Tied(embedding, head) for head, embedding in untied.items()), None)
-        merger = _Merger(ckpt, adapter, scheme, _renamed(adapter, ckpt, tied), tied)
+        merger = _Merger(ckpt, adapter, scheme, renamed(adapter, ckpt, tied), tied)
         merged = Overlaid(ckpt, adapter, merger.groups(), leave, merger.untied)
-    merged.notes += _left(merger.copies)
+    merged.notes += [*_left(merger.copies), *merger.alike]
     if untied is None:
         merged.notes += [
             f"{fqn}: is the adapter's; where the model ties its head to it, the head should stay as it"
@@ -115,52 +117,6 @@ def _left(copies: Sequence[LazyTensor]) -> list[str]:
         f"{copies[0].fqn}{more} a quantized copy of the base's weight ({copies[0].encoding}): left"
         " in the adapter, the base's own values are merged"
     ]
-
-
-# --------------------------------------------------------------------------------- names
-
-
-def _renamed(adapter: Adapter, ckpt: Checkpoint, tied: Tied | None) -> Callable[[str], str]:
-    """The adapter's names -> the base's: as they are, or with a first segment less or more (peft
-    around a model, its backbone saved alone, or the reverse), or those on disk of a model of several
-    towers. A head that the base ties is among none of them."""
-    names = [f"{module}.weight" for module in adapter.lows] + list(adapter.trained)
-    names = [name for name in names if tied is None or not is_head(name)]
-    heads = dict.fromkeys(fqn.split(".", 1)[0] for fqn in ckpt if "." in fqn)
-    ways: list[Callable[[str], str]] = [_same, _shorter]
-    ways += [_longer(head) for head in heads]
-    ways.append(lambda name: next((each for each in _on_disk(name) if each in ckpt), name))
-    for way in ways:
-        found = {way(name) for name in names}
-        if names and len(found) == len(set(names)) and all(fqn in ckpt for fqn in found):
-            return way
-    return _same
-
-
-def _on_disk(name: str) -> Iterator[str]:
-    """What transformers 5 may call on disk what it calls so in memory, in a model of several towers:
-    see `declaring`, which goes the other way."""
-    rest = name.removeprefix("model.language_model.")
-    if rest != name:
-        yield f"language_model.model.{rest}"
-        yield f"model.{rest}"
-    elif name.startswith("model."):
-        yield _shorter(name)
-    else:
-        yield f"language_model.{name}"
-    yield name
-
-
-def _same(name: str) -> str:
-    return name
-
-
-def _shorter(name: str) -> str:
-    return name.partition(".")[2]
-
-
-def _longer(head: str) -> Callable[[str], str]:
-    return lambda name: f"{head}.{name}"
 
 
 # --------------------------------------------------------------------------------- tensors
@@ -183,6 +139,7 @@ class _Merger:
         self.where = adapter.path
         self.foreign = foreign_tensors(ckpt.infos())
         self.copies: list[LazyTensor] = []
+        self.alike: list[str] = []
         self.embeddings: list[str] = []
         """Those that were trained as a whole, each on its own."""
 
@@ -196,9 +153,16 @@ class _Merger:
             group = self._frozen(fqn, lazy) if _is_frozen(lazy) else self._trained(fqn, lazy)
             if group is not None:
                 made[fqn] = group
-        for low in self.adapter.lows.values():
-            fqn = self._known(f"{low.module}.weight", low.a)
-            made[fqn] = self._low(low, made.get(fqn) or self._base(fqn))
+        tensors = Wrapped(self.adapter, self.ckpt, self.named)
+        for key, low in self.adapter.lows.items():
+            name = tensors.name(key)
+            fqn = self._known(name, low.a)
+            base = made.get(fqn) or self._base(fqn)
+            made[fqn] = (
+                self._stack(low, name, base, tensors) if low.wrapped else self._low(low, base)
+            )
+            if self.tied is not None and fqn == self.tied.embedding and not self._has_head():
+                self.alike.append(changed_alike(fqn, "its head"))
             if low.bias is not None:
                 bias = self._known(f"{low.module}.bias", low.bias)
                 made[bias] = self._bias(low, low.bias, made.get(bias) or self.ckpt.group(bias))
@@ -218,7 +182,7 @@ class _Merger:
             + (
                 "if the base ties it to its embedding, --config-from with its config.json; else "
                 if is_head(fqn) and self.tied is None
-                else ""
+                else per_expert(self.ckpt, name)
             )
             + f"give the base that it was trained on (keys: ckptmap inspect {self.ckpt.shown}), or"
             f" leave it out with --leave '{name if lazy.fqn.endswith(name) else low}'",
@@ -235,6 +199,7 @@ class _Merger:
         for fqn in self.ckpt if shared else ():
             group = shared.get(_share(self.ckpt.group(fqn)))
             if group is not None and fqn not in made:
+                self.alike.append(changed_alike(group.fqn, fqn))
                 yield fqn, group._replace(fqn=fqn)
 
     # ------------------------------------------------------------------ one tensor
@@ -261,6 +226,16 @@ class _Merger:
             return group
         self._check_shape(low.magnitude, (rows,), base)
         return dora(group, self._dense(low.magnitude), self.ckpt.files)
+
+    def _stack(self, low: Low, name: str, base: Group, tensors: Wrapped) -> Group:
+        """A parameter that was targeted itself: a matrix, or one an expert."""
+        self._check_base(low, base, ndim=3 if len(base.info.shape) == 3 else 2)
+        encoding, a, b = tensors.added(low, name, base)
+        self._check_shape(low.a, a, base)
+        self._check_shape(low.b, b, base)
+        info = TensorInfo(base.info.shape, self._dtype(base))
+        parts = {**base.parts, A: self._dense(low.a), B: self._dense(low.b)}
+        return Group(base.fqn, info, encoding, parts)
 
     def _bias(self, low: Low, bias: LazyTensor, base: Group) -> Group:
         self._check_base(low, base, ndim=1)
@@ -313,7 +288,8 @@ class _Merger:
         others = {
             other.module: turned
             for other in self.adapter.lows.values()
-            if not other.embedding and (turned := self._turned(other)) is not None
+            if not (other.embedding or other.wrapped)
+            and (turned := self._turned(other)) is not None
         }
         alike = {t for module, t in others.items() if module.rpartition(".")[2] == leaf}
         found = alike or {asked, *others.values()}
@@ -388,8 +364,8 @@ class _Merger:
                 "CKM322",
                 f"{self.where}: {low.module}: the base's {base.fqn} is {base.info}"
                 f"{f' ({foreign})' if foreign else ''}, expected a"
-                f" {'matrix' if ndim == 2 else 'vector'} of values that can be decoded",
-                "linear layers, Conv1D and embeddings can be merged; packed codes without their"
+                f" {('vector', 'matrix', 'stack')[ndim - 1]} of values that can be decoded",
+                "linear layers, Conv1D, embeddings and stacks of experts can be merged; packed codes without their"
                 " scales are made whole with ckptmap convert --base",
             )
 

@@ -132,3 +132,12 @@ def noted(untied: Mapping[str, str]) -> list[str]:
         " config.json that is written, and must be in the model that this is loaded into"
         for head, embedding in untied.items()
     ]
+
+
+def changed_alike(embedding: str, other: str) -> str:
+    """A note on a product that is added to what is two tensors of the model."""
+    return (
+        f"{embedding}: the base ties {other} to it, which changes with it as in peft's"
+        " merge_and_unload; peft trained the adapter with that as it was: to keep it, give as BASE"
+        f" one that has it as a tensor of its own ({TIED} false)"
+    )

@@ -4,7 +4,10 @@
     base_model.model.X.weight                             X.weight
     base_model.model.X.base_layer.weight                  X.weight
     base_model.model.X.lora_A.default.weight                          base_model.model.X.lora_A.weight
+    base_model.model.X.lora_magnitude_vector.default.weight           base_model.model.X.lora_magnitude_vector
+    base_model.vera_A.default                                         base_model.vera_A
     base_model.model.X.original_module.weight             X.weight
+    base_model.model.X.token_adapter.base_layer.weight    X.weight
     base_model.model.X.modules_to_save.default.weight     X.weight    base_model.model.X.weight
 
 Names of `get_peft_model` and `get_peft_model_state_dict`, peft 0.21. A file has no adapter's name: it
@@ -35,6 +38,10 @@ if TYPE_CHECKING:
     import torch
 
 BASE_LAYER, ORIGINAL, SAVED = "base_layer", "original_module", "modules_to_save"
+TOKENS = "token_adapter"
+"""Around an embedding of which single rows are trained."""
+MAGNITUDE = "lora_magnitude_vector"
+"""A module in memory, a bare tensor in a file."""
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
 """`init_lora_weights` that leave the base's weights as they are."""
 SETTINGS = (
@@ -65,6 +72,7 @@ def wrapped(model: torch.nn.Module) -> Wrapped | None:
         if not any(cls.__module__.split(".")[0] == "peft" for cls in type(module).__mro__):
             continue
         layers.update(getattr(module, "adapter_layer_names", ()))
+        layers.update(_holders(module))
         active.update(getattr(module, "active_adapters", ()) or ())
     if not layers:
         return None
@@ -73,6 +81,22 @@ def wrapped(model: torch.nn.Module) -> Wrapped | None:
         if isinstance(found, Mapping):
             config |= found
     return Wrapped(frozenset(layers - {SAVED}), active.pop() if len(active) == 1 else "", config)
+
+
+def _holders(module: Any) -> list[str]:
+    """Of what peft keeps beside its layers the dicts that hold tensors: VeRA's shared matrices,
+    AdaLoRA's ranks, VeLoRA's buffers."""
+    from torch import nn
+
+    def holds(place: Any) -> bool:
+        found = isinstance(place, nn.Module) and [*place.parameters(), *place.buffers()]
+        return bool(found)
+
+    return [
+        name
+        for name in getattr(module, "other_param_names", ())
+        if holds(getattr(module, name, None))
+    ]
 
 
 def named(model: torch.nn.Module, targets: Sequence[Target]) -> list[Target]:
@@ -94,7 +118,9 @@ def _adapted(target: Target, found: Wrapped) -> Adapted:
 
 def _forms(name: str, found: Wrapped) -> tuple[str, str, str]:
     """(name in a base, name in an adapter's file, adapter), empty where there is none."""
-    path = name.removeprefix(HEAD).split(".")
+    inside = name.removeprefix(HEAD)
+    beside = inside == name and name.startswith("base_model.")  # as what all layers share
+    head, path = "" if beside else HEAD, inside.split(".")
     for at, segment in enumerate(path[:-1]):
         if segment == SAVED:
             rest = ".".join([*path[:at], *path[at + 2 :]])
@@ -102,15 +128,18 @@ def _forms(name: str, found: Wrapped) -> tuple[str, str, str]:
             return rest, HEAD + rest if adapter == found.active else "", adapter
         if segment in found.layers:
             adapter = path[at + 1]
-            rest = ".".join([*path[: at + 1], *path[at + 2 :]])
-            return "", HEAD + rest if adapter == found.active else "", adapter
-    return ".".join(s for s in path if s not in (BASE_LAYER, ORIGINAL)), "", ""
+            leaf = () if segment == MAGNITUDE else path[at + 2 :]
+            rest = ".".join([*path[: at + 1], *leaf])
+            return "", head + rest if adapter == found.active else "", adapter
+    return ".".join(s for s in path if s not in (BASE_LAYER, ORIGINAL, TOKENS)), "", ""
 
 
 def _begun(config: Any) -> str:
     """How an adapter's first values came from the base that it was put on; empty: they did not."""
     if getattr(config, "use_dora", False):
         return "use_dora=True"
+    if getattr(config, "kasa_config", None) is not None:
+        return "kasa_config"
     way = getattr(config, "init_lora_weights", True)
     return "" if way in KEEPS_BASE else f"init_lora_weights={way!r}"
 
