@@ -21,3 +21,8 @@ def test_full_and_sharded(name: str, world_size: int, corpus: Corpus, tmp_path: 
     files = [str(tmp_path / name) for name in ("full.pt", "dcp", "truth.pt")]
     outputs = run_ranks("tests.live.fsdp1", world_size, files, timeout=120)
     assert all("same" in output.stdout for output in outputs)
+
+
+def test_a_flat_parameter_of_parameters_that_were_not_stepped_alike(tmp_path: Path) -> None:
+    """What was not stepped begins anew alone, and different step counts are said."""
+    run_ranks("tests.live.fsdp1_unlike_steps", 2, [str(tmp_path)], timeout=120)

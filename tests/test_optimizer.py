@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import ckptmap
 from ckptmap.errors import CkptmapError, PlanError, SourceError
@@ -218,6 +219,51 @@ def test_numbers_for_steps_and_lists_of_one_optimizer(tmp_path: Path) -> None:
         with ckptmap.open(tmp_path / path) as ckpt:
             assert_state(ckpt, truth)
             assert ckpt.extra == {"epoch": 2}
+
+
+def test_an_optimizer_of_any_name(tmp_path: Path) -> None:
+    """A dict of what `optimizer.state_dict()` gives, and nothing else, is one; of two, neither."""
+    model = tiny(SMALL)
+    optimizer = adamw(model)
+    losses(model, optimizer)
+    saved: dict[str, Any] = {
+        "model_state": model.state_dict(), "optimizer_state": optimizer.state_dict(), "epoch": 2
+    }  # fmt: skip
+    torch.save(saved, tmp_path / "run.pt")
+    ckptmap.convert(tmp_path / "run.pt", tmp_path / "out", to="fsdp2-bf16", world_size=2)
+    for path in ("run.pt", "out"):
+        with ckptmap.open(tmp_path / path) as ckpt:
+            assert set(ckpt) == set(saved["model_state"]) and ckpt.extra == {"epoch": 2}
+            assert_state(ckpt, moments_of(model, optimizer))
+    torch.save({**saved, "other_state": optimizer.state_dict()}, tmp_path / "two.pt")
+    with ckptmap.open(tmp_path / "two.pt") as ckpt:
+        assert set(ckpt) == set(saved["model_state"]) and ckpt.optimizer == {}
+        assert {path[0] for path in ckpt.other} == {"optimizer_state", "other_state"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("suffix", [".pt", ""])
+def test_an_optimizer_by_its_class_beside_random_states(suffix: str, tmp_path: Path) -> None:
+    """As Composer 0.32 saves: all but the random states in `state`, optimizers by class name."""
+    model = tiny(SMALL)
+    optimizer = adamw(model)
+    losses(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizers": {"AdamW": moments}, "run_name": "a"}
+    saved = {"state": state, "rng": [{"torch": torch.get_rng_state(), "python": (3, None)}]}
+    path = tmp_path / f"run{suffix}"
+    if suffix:
+        torch.save(saved, path)
+    else:
+        save_dcp(saved, checkpoint_id=path, no_dist=True)
+    ckptmap.convert(path, tmp_path / "out", to="fsdp2", world_size=2)
+    for found in (path, tmp_path / "out"):
+        with ckptmap.open(found) as ckpt:
+            assert set(ckpt) == set(weights)
+            assert_state(ckpt, moments_of(model, optimizer))
+            assert ckpt.extra["state"] == {"run_name": "a"}
+            (random,) = ckpt.other.values()
+            assert_same(random.read(), torch.get_rng_state(), "rng")
 
 
 def test_weights_are_cast_and_moments_are_not(tmp_path: Path) -> None:
@@ -610,3 +656,26 @@ def test_repeated_tensors_of_a_flattened_group_must_agree(tmp_path: Path) -> Non
     with pytest.raises(CkptmapError, match=r"param_groups\.0\.lr"):
         ckptmap.convert(tmp_path / "run.pt", tmp_path / "no.pt", to="full")
     assert not (tmp_path / "no.pt").exists()
+
+
+def test_betas_that_are_tensors(tmp_path: Path) -> None:
+    """They move, are compared, and become a live optimizer's betas, whatever its own are."""
+    stored, other = (tuple(map(torch.tensor, betas)) for betas in ((0.5, 0.75), (0.25, 0.5)))
+    model = tiny(SMALL)
+    optimizer = torch.optim.Adam(model.named_parameters(), betas=stored, foreach=False)
+    losses(model, optimizer)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "run.pt")
+    ckptmap.convert(tmp_path / "run.pt", tmp_path / "dcp", to="fsdp2", world_size=2)
+    assert ckptmap.verify(tmp_path / "dcp", against=tmp_path / "run.pt").ok
+    saved["optimizer"]["param_groups"][0]["betas"] = other
+    torch.save(saved, tmp_path / "else.pt")
+    report = ckptmap.verify(tmp_path / "dcp", against=tmp_path / "else.pt")
+    assert not report.ok and "betas" in str(report)
+    for betas in (other, (0.25, 0.5)):
+        live = torch.optim.Adam(model.parameters(), betas=betas, foreach=False)
+        found = ckptmap.load(tmp_path / "dcp", model, live)
+        assert live.param_groups[0]["betas"] == (0.5, 0.75)
+        assert isinstance(live.param_groups[0]["betas"][0], type(betas[0]))
+        assert found.state is not None
+        assert "betas: was (0.25, 0.5) here, now (0.5, 0.75)" in str(found.state.settings)

@@ -214,6 +214,10 @@ def test_an_optimizer_of_another_model(saved: Path) -> None:
         ckptmap.load(saved, model, ao8(model.parameters()), precision="half")
 
 
+def _tensors(*values: float) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.tensor(value) for value in values)
+
+
 AdamW = torch.optim.AdamW
 CONTINUED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
     "one group of two": (
@@ -225,6 +229,11 @@ CONTINUED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
         lambda m: AdamW(m.parameters(), lr=torch.tensor(0.003)),
         lambda m: AdamW(m.parameters(), lr=0.003),
         "group 0 lr: was a float32 tensor, is no tensor",
+    ),
+    "numbers for betas that are tensors": (
+        lambda m: AdamW(m.parameters(), betas=_tensors(0.8, 0.9), foreach=False),
+        lambda m: AdamW(m.parameters(), betas=(0.8, 0.9), foreach=False),
+        "group 0 betas: was a float32 tensor, is no tensor",
     ),
     "a key of the user's": (
         lambda m: AdamW([{"params": m.parameters(), "lr_scale": 0.5}]),

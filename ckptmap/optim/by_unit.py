@@ -12,11 +12,15 @@ from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.lazy import LazyTensor
-from ckptmap.optim.state import PARAMS, Optimizer, StateLeaf
+from ckptmap.optim.state import PARAMS, Optimizer, Same, StateLeaf
 from ckptmap.protocols import FlatUnit
 from ckptmap.tensors import Path
 
 UnitOf = Callable[[str], FlatUnit | None]
+_APART = (
+    "the two lie in one flat parameter, which has one: choose --use-orig-params, where each"
+    " parameter has state of its own, or --optimizer drop"
+)
 
 
 def by_unit(optimizer: Optimizer, unit_of: UnitOf, weights: Mapping[str, LazyTensor]) -> Optimizer:
@@ -42,7 +46,7 @@ def by_unit(optimizer: Optimizer, unit_of: UnitOf, weights: Mapping[str, LazyTen
         if vector:
             kept.append(leaf)
         elif isinstance(leaf.value, LazyTensor):
-            same.append((earlier.value, leaf.value))
+            same.append(Same(earlier.value, leaf.value, _APART))
     _check_groups(optimizer, unit_of)
     return replace(optimizer, leaves=kept, same=same)
 

@@ -15,13 +15,17 @@ from ckptmap.lazy import LazyTensor
 from ckptmap.mapping.pulled import Pulled
 from ckptmap.mapping.resolve import Made, Resolution
 from ckptmap.mapping.view import held
-from ckptmap.optim.state import NAMES, PARAMS, Group, Optimizer, StateLeaf
+from ckptmap.optim.state import NAMES, PARAMS, Group, Optimizer, Same, StateLeaf
 from ckptmap.protocols import Encoding
 from ckptmap.protocols import Group as TensorGroup
 from ckptmap.tensors import Path, StoredTensor, TensorInfo
 
 STAYS = ("add", "cast")
 """Value ops that leave a gradient, and so its moments, as they are."""
+
+_PARTS = (
+    "the two become parts of one parameter, which has one: leave both behind with --optimizer drop"
+)
 
 
 def moved(
@@ -54,7 +58,7 @@ class _Moving:
         for name, made in self.made.items():
             for source in made.sources:
                 self.targets.setdefault(source, []).append(name)
-        self.same: list[tuple[LazyTensor, LazyTensor]] = list(found.same)
+        self.same: list[Same] = list(found.same)
 
     def optimizer(self) -> Optimizer:
         leaves: list[StateLeaf] = []
@@ -104,7 +108,7 @@ class _Moving:
             raise self._stuck(made, f"{title} has another shape than its weight")
         first_lazy, *others = (lazy for lazy in tensors.values())
         kept = first_lazy.named(label)
-        self.same += [(kept, other) for other in others]
+        self.same += [Same(kept, other, _PARTS) for other in others]
         return kept
 
     def _moment(self, label: str, made: Made, tensors: Mapping[str, LazyTensor]) -> LazyTensor:

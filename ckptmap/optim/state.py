@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ckptmap.errors import SourceError
 from ckptmap.lazy import LazyTensor
@@ -77,6 +77,14 @@ class StateLeaf:
         return ".".join(map(str, self.name))
 
 
+class Same(NamedTuple):
+    """Two tensors of which one is written; where the other is different, `hint` is what to do."""
+
+    kept: LazyTensor
+    other: LazyTensor
+    hint: str = "both say what one value is: find out which is right, or --optimizer drop"
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """Optimizer state; keyed by plain FQN once it is `named`.
@@ -84,13 +92,13 @@ class Optimizer:
     leaves  every state entry, in stored order
     groups  hyper-parameters and `"params"`, in stored order
     rest    what lies beside state and groups: LazyTensors and plain values, by path
-    same    pairs of hyper-parameter tensors that a file repeats and that must agree
+    same    pairs of tensors, step counts and hyper-parameters, that must agree
     """
 
     leaves: Sequence[StateLeaf] = ()
     groups: Sequence[Group] = ()
     rest: Mapping[Path, Any] = field(default_factory=dict)
-    same: Sequence[tuple[LazyTensor, LazyTensor]] = ()
+    same: Sequence[Same] = ()
 
     @property
     def keys(self) -> list[str]:
@@ -123,7 +131,7 @@ class Optimizer:
 
     def _all_tensors(self) -> Iterator[LazyTensor]:
         values = [leaf.value for leaf in self.leaves]
-        values += [value for group in self.groups for value in group.values()]
+        values += [value for group in self.groups for value in _settings(group)]
         yield from (v for v in (*values, *self.rest.values()) if isinstance(v, LazyTensor))
 
     def named(self, names: Mapping[str, str]) -> Optimizer:
@@ -137,6 +145,15 @@ class Optimizer:
             for group in self.groups
         ]
         return replace(self, leaves=leaves, groups=groups)
+
+
+def _settings(group: Mapping[Any, Any]) -> Iterator[Any]:
+    """Every hyper-parameter, those in dicts of their own, too: betas that are two tensors."""
+    for value in group.values():
+        if isinstance(value, Mapping):
+            yield from _settings(value)
+        else:
+            yield value
 
 
 def _named(leaf: StateLeaf, fqn: str) -> StateLeaf:
@@ -183,12 +200,12 @@ def collect(
         if path in taken
     ]
     groups: list[dict[str, Any]] = [{PARAMS: list(params)} for params in keys.params]
-    same: list[tuple[LazyTensor, LazyTensor]] = []
+    same: list[Same] = []
     for path, (number, name) in keys.hyper.items():
         if path in taken:
             first = _put(groups[number], name, _titled(taken[path], (GROUPS, number, *name)))
             if isinstance(first, LazyTensor):
-                same.append((first, taken[path]))
+                same.append(Same(first, taken[path]))
     rest = {path: taken[path] for path in keys.rest if path in taken}
     return Optimizer(state, groups, rest, same)
 

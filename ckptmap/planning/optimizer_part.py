@@ -64,8 +64,8 @@ def put(draft: Draft, asked: Asked) -> None:
             draft.tensor(value, "optimizer", ("optimizer", *path), encoding)
         else:
             draft.extra["optimizer", *path] = value
-    for kept, other in optimizer.same:
-        draft.must_equal(kept, other, f"{kept.fqn} of {other.fqn}")
+    for kept, other, hint in optimizer.same:
+        draft.must_equal(kept, other, f"{kept.fqn} of {other.fqn}", hint)
 
 
 def _key_form(asked: Asked) -> KeyForm:

@@ -155,14 +155,21 @@ def _forms(
 def _form(value: Any) -> str:
     import torch
 
+    if isinstance(value, list | tuple | Mapping) and value:
+        return _form(next(iter(value.values() if isinstance(value, Mapping) else value)))
     tensor = isinstance(value, torch.Tensor | LazyTensor)
     return f"a {str(value.dtype).removeprefix('torch.')} tensor" if tensor else "no tensor"
 
 
 def plain(value: Any) -> Any:
-    """A tensor of one element as its number."""
+    """A tensor of one element as its number, in a list, too: betas may be two tensors. A list that a
+    file takes apart, since tensors lie in it, is one again."""
     import torch
 
+    if isinstance(value, Mapping) and value and [*value] == [*range(len(value))]:
+        value = [*value.values()]
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
     if isinstance(value, LazyTensor):
         value = value.read()
     if isinstance(value, torch.Tensor):

@@ -19,7 +19,7 @@ from ckptmap.optim.reading import Model
 from ckptmap.resume import int8_live, nf4_live, sharded
 from ckptmap.resume.assign import Assigner, Assignment, Offer, offer
 from ckptmap.resume.family import codes_of
-from ckptmap.resume.holdings import CodedPiece, Held, Holding, Piece, info_of
+from ckptmap.resume.holdings import CodedPiece, Held, Holding, Piece, holds_tensor, info_of
 from ckptmap.resume.memory import LiveStored, Memory
 from ckptmap.resume.peers import Peers
 from ckptmap.resume.target import PLAIN, Target, held, is_dtensor, is_nf4
@@ -127,21 +127,11 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, Mapping) and value and all(isinstance(key, str | int) for key in value):
         for key, item in value.items():
             yield from _leaves(item, (*path, key))
-    elif isinstance(value, list | tuple) and any(map(_is_tensor_or_nested, value)):
+    elif isinstance(value, list | tuple) and any(map(holds_tensor, value)):
         for number, item in enumerate(value):
             yield from _leaves(item, (*path, ListIndex(number)))
     else:
         yield path, value
-
-
-def _is_tensor_or_nested(value: Any) -> bool:
-    import torch
-
-    if isinstance(value, Mapping):
-        return any(map(_is_tensor_or_nested, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_is_tensor_or_nested, value))
-    return isinstance(value, torch.Tensor)
 
 
 # ------------------------------------------------------------------------------- what is held

@@ -9,7 +9,7 @@ checkpoint exp_avg (any encoding, any cut)  ->  the live optimizer's own kind of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +66,11 @@ class StateLoader:
         self.notes = notes
         self.betas = betas
         self.kept = kept or {}
+        self.lead = leading(sources)
 
     def __call__(self, reader: Reader) -> None:
         part = self.owner.part
-        first = next(source for source in self.sources if source)
-        blank = part.family.present(part) or part.family.blank(part, first)
+        blank = part.family.present(part) or part.family.blank(part, self.lead)
         if not blank:
             return
         values = {name: self._entry(name, live, reader) for name, live in blank.items()}
@@ -83,7 +83,7 @@ class StateLoader:
         import torch
 
         if name == STEP:
-            return counted(live, next((s[STEP] for s in self.sources if STEP in s), 0))
+            return counted(live, step_of(self.lead) or 0)
         if not isinstance(live, torch.Tensor | Codes):
             return live
         if not self._is_like_param(live):
@@ -182,6 +182,8 @@ class StateLoader:
             lazy, title = self._lazy(name, source), f"{target.fqn}.{name}"
             if lazy is None:
                 self.notes.initialised.append(f"{title}: the checkpoint has none")
+                if not source:  # its flat parameter may have been stepped here
+                    _zero(view for _, view in boxes)
                 continue
             _, factor = derivation(name, source, self.betas)
             for box, view in boxes:
@@ -265,7 +267,7 @@ class StateLoader:
 
     def _apart(self, name: str, live: Any, reader: Reader) -> Any:
         """A tensor of a shape of its own, cut as it is here."""
-        lazy = self._lazy(name, self.sources[0])
+        lazy = self._lazy(name, self.lead)
         title = f"{self.owner.fqn}.{name}"
         if lazy is None and name in self.owner.part.family.scratch:
             return live
@@ -283,13 +285,30 @@ class StateLoader:
         return live
 
 
-def counted(live: Any, step: Any) -> Any:
+def _zero(views: Iterable[torch.Tensor]) -> None:
+    for view in views:
+        view.zero_()
+
+
+def step_of(source: Source) -> float | None:
+    """How many steps were counted; None: they are not."""
+    step = source.get(STEP)
+    value = step.read() if isinstance(step, LazyTensor) else step
+    return None if value is None else float(value)
+
+
+def leading(sources: Sequence[Source]) -> Source:
+    """Of the members of a flat parameter the one that was stepped most: it has one step count, and
+    one of what else is no moment."""
+    found = [source for source in sources if source]
+    return found[0] if len(found) == 1 else max(found, key=lambda source: step_of(source) or 0)
+
+
+def counted(live: Any, number: float) -> Any:
     """A step count in the live optimizer's form, wider where that does not hold it: in bfloat16
     1001 is 1000, and stays it."""
     import torch
 
-    value = step.read() if isinstance(step, LazyTensor) else step
-    number = float(value)
     if isinstance(live, torch.Tensor):
         wide = (live.dtype, torch.float32, torch.float64)
         holds = (d for d in wide if torch.tensor(number, dtype=d).item() == number)

@@ -15,7 +15,7 @@ from ckptmap.resume import flat_codes
 from ckptmap.resume.agree import explain
 from ckptmap.resume.groups import Groups
 from ckptmap.resume.holdings import Owner, owners
-from ckptmap.resume.moments import Policy, Source, StateLoader, StateNotes, derivation
+from ckptmap.resume.moments import Policy, Source, StateLoader, StateNotes, derivation, step_of
 from ckptmap.resume.optimizers import is_offloaded, unwrapped
 from ckptmap.resume.peers import rank_and_world
 from ckptmap.resume.reader import Reader
@@ -121,7 +121,8 @@ class StateMatcher:
             self._decide(owner, sources, groups, listed_there)
         plan.unexpected = [fqn for fqn in (*self._tensors, *self._values) if fqn not in used]
         plan.unexpected = list(dict.fromkeys(plan.unexpected))
-        plan.settings, plan.choices = [*self._by_order(), *groups.settings], groups.choices
+        plan.settings = [*self._by_order(), *groups.settings, *plan.settings]
+        plan.choices = groups.choices
         plan.lossy += groups.inexact
         plan.kept = self._kept is not None and self._used_kept == self._kept.keys()
         return plan
@@ -158,11 +159,8 @@ class StateMatcher:
         self, owner: Owner, sources: Sequence[Source], groups: Groups, known: set[str]
     ) -> None:
         plan = self._plan
+        plan.missing += _unlisted(owner, sources, known)
         if not any(sources):
-            names = [name for target, _ in owner.members for name in target.known]
-            frozen = not owner.part.model.requires_grad
-            if not frozen and not known & set(names):
-                plan.missing.append(owner.fqn)
             plan.steps.append(lambda reader: _forget(owner))
             return
         if owner.is_flat and not owner.part.param.numel():
@@ -189,7 +187,7 @@ class StateMatcher:
         """Why the state cannot be this optimizer's; empty: it can. Shapes are checked, too."""
         family = owner.part.family
         for (target, _), source in zip(owner.members, sources, strict=True):
-            for name in family.needs(owner.part):
+            for name in family.needs(owner.part) if source else ():
                 origin, _ = derivation(name, source, betas)
                 lazy = source.get(origin)
                 if not isinstance(lazy, LazyTensor):
@@ -205,7 +203,11 @@ class StateMatcher:
     def _foresee(self, owner: Owner, sources: Sequence[Source]) -> None:
         """Entries that will not be the same bits, as far as headers tell."""
         family = owner.part.family
+        self._foresee_shared(owner, sources)
         for (target, _), source in zip(owner.members, sources, strict=True):
+            if not source:
+                self._plan.lossy.append(f"{target.fqn}: state begins anew")
+                continue
             for name in family.needs(owner.part):
                 lazy = source.get(name)
                 dtype = str(family.dtype_of(owner.part, name)).removeprefix("torch.")
@@ -214,6 +216,15 @@ class StateMatcher:
                 elif not family.mixed and (lazy.encoding != "dense" or lazy.dtype != dtype):
                     self._plan.lossy.append(f"{target.fqn}.{name}: {lazy.dtype} becomes {dtype}")
 
+    def _foresee_shared(self, owner: Owner, sources: Sequence[Source]) -> None:
+        """A flat parameter counts one step, its members had one each."""
+        found = sorted({number for number in map(step_of, sources) if number is not None})
+        if len(found) > 1:
+            seen = ", ".join(f"{number:g}" for number in found)
+            why = f"{owner.fqn}.step: its flat parameter counts one, the checkpoint has {seen}"
+            self._plan.settings.append(f"{why}; is {found[-1]:g}")
+            self._plan.lossy.append(why)
+
     def _refresh_copies(self, reader: Reader) -> None:
         """CPUOffloadOptimizer steps on copies that it made of the weights before they were loaded."""
         import torch
@@ -221,6 +232,16 @@ class StateMatcher:
         with torch.no_grad():
             for device, host in self._optimizer.param_d2h_map.items():
                 host.copy_(device)
+
+
+def _unlisted(owner: Owner, sources: Sequence[Source], known: set[str]) -> list[str]:
+    """Its members without state that no group of the checkpoint knows: the others had not made any."""
+    if not owner.part.model.requires_grad:
+        return []
+    members = zip(owner.members, sources, strict=True)
+    return [
+        target.fqn for (target, _), source in members if not source and not known & {*target.known}
+    ]
 
 
 def _forget(owner: Owner) -> None:
