@@ -28,14 +28,43 @@ def trained(kind: str) -> Any:
 
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16, bias=False)).bfloat16()
-    quantize_(model, getattr(quantized_training, kind)())
+    if kind == "convert_to_float8_training":
+        float8_all_gather(model)
+    elif kind in EXPERTS:
+        for layer in model:
+            layer.weight = nn.Parameter(expert_weight(kind, layer.weight.detach()))
+    else:
+        quantize_(model, getattr(quantized_training, kind)())
     return model
+
+
+def float8_all_gather(model: nn.Module) -> None:
+    """As torchtitan's recipes do; without a GPU the products are emulated."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    convert_to_float8_training(model, config=config)
+
+
+EXPERTS = {
+    "Float8TrainingWeightWrapperTensor": "Float8TrainingOpConfig",
+    "MXFP8TrainingWeightWrapperTensor": "MXFP8TrainingOpConfig",
+}
+
+
+def expert_weight(kind: str, weight: torch.Tensor) -> Any:
+    from torchao.prototype.moe_training import config, tensor
+
+    return getattr(tensor, kind)(weight, getattr(config, EXPERTS[kind])())
 
 
 KINDS = {
     "int8qt": "int8_weight_only_quantized_training",
     "int8mp": "int8_mixed_precision_training",
     "bitnet": "bitnet_training",
+    "float8": "convert_to_float8_training",
+    "float8-experts": "Float8TrainingWeightWrapperTensor",
+    "mxfp8-experts": "MXFP8TrainingWeightWrapperTensor",
 }
 
 
@@ -46,8 +75,9 @@ def values(kind: str) -> dict[str, torch.Tensor]:
 
 
 def _value(tensor: Any) -> torch.Tensor:
-    if hasattr(tensor, "_data"):
-        return tensor._data
+    for kept in ("_data", "_tensor"):
+        if hasattr(tensor, kept):
+            return getattr(tensor, kept)
     return tensor.dequantize() if hasattr(tensor, "int_data") else tensor
 
 

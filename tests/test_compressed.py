@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptmap
 from ckptmap.encodings.compressed import PlainFp8
-from ckptmap.encodings.compressed_packed import Packed, packed_rows, unpacked
+from ckptmap.encodings.compressed_packed import Packed, Packing, packed_rows
 from ckptmap.tensors import Box, TensorInfo
 from tests.int8_models import (
     QUERY,
@@ -34,6 +34,7 @@ def args(kind: str = "int", bits: int = 8, symmetric: bool = True, **more: Any) 
     return QuantizationArgs(num_bits=bits, type=kind, symmetric=symmetric, **more)
 
 
+GOLDEN = Path(__file__).parent / "golden" / "compressed"
 TOKEN = {"strategy": "token", "dynamic": True}
 CASES: dict[str, tuple[Any, str, Any]] = {
     "w8a16-packed": (args(strategy="channel"), "pack-quantized", None),
@@ -52,6 +53,10 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     "w8-group-asymmetric": (
         args(strategy="group", group_size=32, symmetric=False), "pack-quantized", None,
     ),
+    "w8-block": (args(strategy="block", block_structure=[32, 32]), "pack-quantized", None),
+    "w4-tensor-asymmetric": (
+        args(bits=4, strategy="tensor", symmetric=False), "pack-quantized", None,
+    ),
 }  # fmt: skip
 
 
@@ -67,6 +72,21 @@ def test_read_as_it_decompresses(name: str, tmp_path: Path) -> None:
         for key, wanted in truth.items():
             assert torch.equal(ckpt[key].read(), wanted), key
         assert torch.equal(ckpt[QUERY][5:41, 3:50], truth[QUERY][5:41, 3:50]), "a box of it"
+
+
+@pytest.mark.parametrize("release", ["0.8.1", "0.12.2"])
+def test_packed_by_an_older_release(release: str, tmp_path: Path) -> None:
+    """Up to 0.17 no code lies in two words, so that 7 bits fill as many as 8: config.json tells."""
+    source = GOLDEN / release / "model.safetensors"
+    truth = load_file(GOLDEN / release / "truth.safetensors")
+    ckptmap.convert(source, tmp_path / "three", to="fsdp2", world_size=3)
+    for place in (source, tmp_path / "three"):
+        with ckptmap.open(place) as ckpt:
+            assert ckpt["seven.weight"].encoding == "ct-int7"
+            assert {key: ckpt[key].encoding_.aligned for key in truth}["three.weight"]  # type: ignore[attr-defined]
+            for key, wanted in truth.items():
+                assert torch.equal(ckpt[key].read(), wanted), key
+                assert torch.equal(ckpt[key][3:7, 9:50], wanted[3:7, 9:50]), key
 
 
 @pytest.mark.parametrize("name", ["w4-group-asymmetric", "fp8-block", "w8a8"])
@@ -126,8 +146,8 @@ def test_groups_in_the_order_of_activations(tmp_path: Path) -> None:
         ("weight_shape", torch.tensor([64, 65]), "weight_packed"),
         ("weight_shape", torch.tensor([64, -1]), "expected positive sizes"),
         ("weight_shape", None, "weight_shape, expected two integers, found none"),
-        ("weight_scale", torch.ones(64, 3), "expected groups of columns"),
-        ("weight_scale", torch.ones(9, 2), "expected groups of columns"),
+        ("weight_scale", torch.ones(64, 3), "expected one a row, group, tile or tensor"),
+        ("weight_scale", torch.ones(9, 2), "expected one a row, group, tile or tensor"),
     ],
 )
 def test_malformed_ones_are_refused(
@@ -152,13 +172,14 @@ def test_words_of_every_number_of_bits(bits: int, width: int) -> None:
     low, high = -(1 << (bits - 1)), 1 << (bits - 1)
     codes = torch.randint(low, high, (7, width), dtype=torch.int8)
     words = pack_to_int32(codes, bits)
-    assert torch.equal(unpacked(words, bits, 0, width), codes)
+    assert torch.equal(Packing(bits).unpacked(words, 0, width), codes)
     info, encoding = TensorInfo((7, width), "float32"), Packed((1, width), bits=bits)
     for start, count in ((0, 1), (5, 20), (width - 3, 3), (17, 1)):
         box = encoding.part_box(info, "packed", Box((2, start), (3, count)))
         assert box is not None
         cut = words[2:5, box.offsets[1] : box.offsets[1] + box.sizes[1]]
-        assert torch.equal(unpacked(cut, bits, start, count), codes[2:5, start : start + count])
+        found = Packing(bits).unpacked(cut, start, count)
+        assert torch.equal(found, codes[2:5, start : start + count])
     if bits == 8:
         assert torch.equal(packed_rows(codes.view(-1), width).view(7, -1), words)
 

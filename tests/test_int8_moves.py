@@ -237,7 +237,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_weights_of_fsdp2_ranks(kind: str, work: Path) -> None:
-    """Int8QuantizedTrainingLinearWeight a rank; int8 mixed precision and BitNet are dense."""
+    """Int8QuantizedTrainingLinearWeight a rank; int8 mixed precision, BitNet and float8 are dense."""
     wanted = values(kind)
     folders = [work / f"ranks-{kind}", *([work / f"dcp-{kind}"] if kind != "int8qt" else [])]
     for folder in folders:

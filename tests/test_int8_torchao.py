@@ -291,19 +291,24 @@ def test_torchaos_safetensors_are_read(dtype: torch.dtype, tmp_path: Path) -> No
                 assert torch.equal(ckpt[key].read(), wanted), key
 
 
-def test_the_keys_of_torchao_0_14_are_read(tmp_path: Path) -> None:
-    """`0.weight:qdata`, not `0._weight_qdata`."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    truth = torchao_hf(tmp_path / "new", Int8WeightOnlyConfig())
-    with safe_open(tmp_path / "new" / "model.safetensors", "pt") as opened:
-        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-        metadata = opened.metadata()
-    old = {key.replace("._weight_", ".weight:"): value for key, value in tensors.items()}
-    save_file(old, tmp_path / "old.safetensors", metadata)
-    with ckptmap.open(tmp_path / "old.safetensors") as ckpt:
-        assert torch.equal(ckpt[QUERY].read(), truth[QUERY])
+def test_what_torchao_0_14_flattened_is_read(tmp_path: Path) -> None:
+    """`1.weight:qdata`, `1.bias:_data`, and no list of parts."""
+    source, truth = (
+        GOLDEN / "0.14-int6x-v2.safetensors",
+        load_file(GOLDEN / "truth-0.14.safetensors"),
+    )
+    ckptmap.convert(source, tmp_path / "hf", to="hf")
+    with (
+        ckptmap.open(source) as ckpt,
+        ckptmap.open(GOLDEN / "0.14-int6x-v2.pt") as pickled,
+        ckptmap.open(tmp_path / "hf") as again,
+    ):
+        assert set(ckpt) == set(pickled) == set(again)
+        assert ckpt["1.weight"].encoding == again["1.weight"].encoding == "int8"
+        for key in ckpt:
+            wanted = truth.get(f"0.14-int6x-v2/{key}", pickled[key].read())
+            assert torch.equal(ckpt[key].read(), wanted), key
+            assert torch.equal(again[key].read(), wanted), key
 
 
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -338,6 +343,61 @@ def test_transformers_loads_what_we_write(dtype: torch.dtype, tmp_path: Path) ->
     assert torch.allclose(logits(model), reference, atol=close)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_a_model_that_transformers_stores_under_other_names(shard: str, tmp_path: Path) -> None:
+    """Its metadata has what a module is called once loaded, its keys the names on disk."""
+    from transformers import TorchAoConfig, ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128,
+        image_size=16, patch_size=8,
+    )  # fmt: skip
+    ViTForImageClassification(config).bfloat16().save_pretrained(tmp_path / "dense")
+    model = ViTForImageClassification.from_pretrained(
+        tmp_path / "dense", dtype=torch.bfloat16, device_map="cpu",
+        quantization_config=TorchAoConfig(Int8WeightOnlyConfig()),
+    )  # fmt: skip
+    model.save_pretrained(tmp_path / "in", max_shard_size=shard)
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
+    found, said = ViTForImageClassification.from_pretrained(
+        tmp_path / "out", device_map="cpu", output_loading_info=True
+    )
+    assert not said["missing_keys"] and not said["unexpected_keys"]
+    pixels = torch.linspace(-1, 1, 768, dtype=torch.bfloat16).view(1, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(found(pixels).logits, model(pixels).logits)
+
+
+OUTDATED: dict[str, Any] = {
+    "short": "int8_weight_only",
+    "v1": {
+        "default": {"_data": {"group_size": None}, "_type": "Int8WeightOnlyConfig", "_version": 1}
+    },
+    "layout": {
+        "default": {
+            "_data": {"layout": {"_data": {}, "_type": "PlainLayout", "_version": 1}},
+            "_type": "Int8DynamicActivationInt8WeightConfig",
+            "_version": 1,
+        }
+    },
+}
+"""What transformers 4.57 wrote of torchao 0.14 beside its pickles."""
+
+
+@pytest.mark.parametrize("kind", OUTDATED)
+def test_a_config_that_torchao_no_longer_reads_is_written_anew(kind: str, tmp_path: Path) -> None:
+    truth = torchao_hf(tmp_path / "in", Int8WeightOnlyConfig())
+    file = tmp_path / "in" / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["quant_type"] = OUTDATED[kind]
+    file.write_text(json.dumps(config))
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
+    model = loaded(tmp_path / "out")
+    state: dict[str, Any] = model.state_dict()
+    assert type(state[QUERY]).__name__ == "Int8Tensor"
+    assert torch.equal(state[QUERY].dequantize(), truth[QUERY])
 
 
 def test_ours_equals_what_quantizing_in_transformers_gives(tmp_path: Path) -> None:

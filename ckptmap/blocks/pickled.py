@@ -1,6 +1,7 @@
 """torchao's pickled tensor subclasses of 8-bit codes, of releases 0.7 to 0.18, as their parts.
 
     Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor            since 0.14: attributes and parts
+    IntxUnpackedTensor                                            0.13, renamed since
     AffineQuantizedTensor > PlainAQTTensorImpl, Float8AQTTensorImpl    up to 0.17
     AffineQuantizedTensor > QDQTensorImpl, of IntxWeightOnlyConfig     0.11 to 0.14
     LinearActivationQuantizedTensor > any of the others           up to 0.17
@@ -31,7 +32,19 @@ _ATTRIBUTES = {
     "IntxUnpackedToInt8Tensor": ("target_dtype", "activation_quantization"),
     "Float8Tensor": ("mm_config", "act_quant_kwargs", "kernel_preference"),
 }
+_RENAMED = {"IntxUnpackedTensor": "IntxUnpackedToInt8Tensor"}
+"""Of 0.13, which had no `activation_quantization`."""
 TRAINED = "Int8QuantizedTrainingLinearWeight"
+TRAINED_DENSE: Mapping[str, str] = {
+    "Int8MixedPrecisionTrainingLinearWeight": "_data",
+    "BitNetTrainingLinearWeight": "_data",
+    "WeightWithDynamicFloat8CastTensor": "_tensor",
+    "ScaledGroupedMMTensor": "_data",
+    "Float8TrainingWeightWrapperTensor": "_data",
+    "MXFP8TrainingWeightWrapperTensor": "_data",
+}
+"""torchao's weights that each forward quantizes and that are kept dense, and the attribute that holds
+them: int8 and BitNet training, float8 with a float8 all-gather, and that of experts (0.13 to 0.18)."""
 _WRAPPER = "LinearActivationQuantizedTensor"
 _MAX_DEPTH = 8
 
@@ -64,7 +77,8 @@ def kind_of(leaf: Opaque) -> str:
     if inner.name == "AffineQuantizedTensor":
         impl = state_of(inner).get("tensor_impl")
         return impl.name if isinstance(impl, Opaque) else ""
-    return inner.name if inner.name in (*_ATTRIBUTES, TRAINED) else ""
+    kind = _RENAMED.get(inner.name, inner.name)
+    return kind if kind in (*_ATTRIBUTES, TRAINED) else ""
 
 
 def _within(leaf: Opaque) -> Opaque | None:
@@ -96,8 +110,9 @@ def unpack(fqn: str, leaf: Opaque) -> Pickled:
         block = geometry.per_row(leaf.info.shape)
         return _made(fqn, "Int8Tensor", leaf.info, block, state, "int_data", {})
     block = geometry.clamped(_block(fqn, leaf.info, state), leaf.info.shape)
-    attributes = {name: as_json(state.get(name)) for name in _ATTRIBUTES[leaf.name]}
-    return _made(fqn, leaf.name, leaf.info, block, state, "qdata", attributes)
+    kind = _RENAMED.get(leaf.name, leaf.name)
+    attributes = {name: as_json(state.get(name)) for name in _ATTRIBUTES[kind]}
+    return _made(fqn, kind, leaf.info, block, state, "qdata", attributes)
 
 
 def _block(fqn: str, info: TensorInfo, state: Mapping[str, Any]) -> tuple[int, ...]:

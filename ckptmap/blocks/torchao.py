@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ckptmap.blocks import torchao_config
 from ckptmap.blocks.errors import DAMAGED, checked, malformed
 from ckptmap.blocks.joining import unpack_cut
 from ckptmap.blocks.pickled import Pickled, kind_of, unpack
@@ -109,6 +110,9 @@ class TorchaoScheme:
     def takes(self, fqn: str) -> bool:
         """No expert: see `selection.is_expert`."""
         return not is_expert(fqn)
+
+    def outdated(self, config: Mapping[str, Any]) -> bool:
+        return torchao_config.is_outdated(config)
 
     def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
         """Any blocks that torchao has, which are all whole; scales in float32, so without loss."""

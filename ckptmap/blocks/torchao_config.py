@@ -5,6 +5,34 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+GONE = frozenset({
+    "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig",
+    "Float8DynamicActivationFloat8WeightConfig", "IntxWeightOnlyConfig",
+    "Int8DynamicActivationIntxWeightConfig",
+})  # fmt: skip
+"""Classes whose first version torchao 0.18 refuses, as it does every `...Layout`."""
+_MAX_DEPTH = 8
+
+
+def is_outdated(config: Mapping[str, Any]) -> bool:
+    """Is it torchao's of the pickles that it wrote before 0.15, which nothing reads any more: a type
+    by its short name, or classes and versions that are gone?"""
+    if config.get("quant_method") != "torchao":
+        return False
+    said = config.get("quant_type")
+    return isinstance(said, str) or _has_gone(said)
+
+
+def _has_gone(said: object, depth: int = 0) -> bool:
+    if not isinstance(said, Mapping) or depth > _MAX_DEPTH:
+        return False
+    kind = said.get("_type")
+    if isinstance(kind, str) and (
+        kind.endswith("Layout") or (kind in GONE and said.get("_version") == 1)
+    ):
+        return True
+    return any(_has_gone(value, depth + 1) for value in said.values())
+
 
 def _config(quant_type: Mapping[str, Any], dense: Collection[str]) -> dict[str, Any]:
     return {

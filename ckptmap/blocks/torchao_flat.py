@@ -3,8 +3,8 @@
     0.weight: Int8Tensor -> 0._weight_qdata, 0._weight_scale
     __metadata__: {"0.weight": {"_type", "_data", "_tensor_data_names"}, "tensor_names": [...]}
 
-As torchao/prototype/safetensors writes it since 0.15; 0.14 wrote the keys as `0.weight:qdata`. The
-records come from `wire.torchao_metadata`, which reads the header.
+As torchao/prototype/safetensors writes it since 0.15. The records come from `wire.torchao_metadata`,
+which reads the header, and takes what 0.14 wrote for the same.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def flat_parts(flat: Flat, stored: Mapping[str, StoredTensor]) -> tuple[tuple[st
 
 
 def _key(fqn: str, part: str, stored: Mapping[str, StoredTensor]) -> str:
-    for key in (part_key(fqn, part), f"{fqn}:{part}"):
-        if key in stored:
-            return key
-    raise malformed(fqn, f"torchao's part {part!r} is missing, expected {part_key(fqn, part)!r}")
+    key = part_key(fqn, part)
+    if key in stored:
+        return key
+    raise malformed(fqn, f"torchao's part {part!r} is missing, expected {key!r}")

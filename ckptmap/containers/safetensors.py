@@ -10,6 +10,7 @@ from ckptmap.tensors import Index
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.safetensors import parse
 from ckptmap.wire.safetensors_file import looks_like_safetensors, records_of, stored_tensors
+from ckptmap.wire.torchao_metadata import by_stored_name
 
 
 class SafetensorsFile:
@@ -34,4 +35,9 @@ class SafetensorsFile:
         with paused_gc():
             header = parse(files, file)
             leaves = stored_tensors([header], [file])
-        return Index(self.name, leaves, (file,), records=records_of(header, file))
+        return Index(
+            self.name,
+            leaves,
+            (file,),
+            records=by_stored_name(records_of(header, file), header.keys),
+        )

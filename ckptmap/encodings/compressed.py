@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 
 from ckptmap.blocks.beside import quantization_config
 from ckptmap.blocks.errors import DAMAGED, checked, malformed
-from ckptmap.blocks.geometry import grid_shape
 from ckptmap.blocks.records import Record, read_record
 from ckptmap.blocks.rules import Rule, TorchaoFloat8
 from ckptmap.blocks.scaled import DTYPES, Scaled
-from ckptmap.encodings.compressed_config import declared
-from ckptmap.encodings.compressed_packed import Packed, find_packed
+from ckptmap.encodings.compressed_config import block_found, declared
+from ckptmap.encodings.compressed_packed import Packed
+from ckptmap.encodings.compressed_packed_read import find_packed
 from ckptmap.geometry.grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.selection import is_linear_module
@@ -201,42 +201,10 @@ def _found(
             for name in ACTIVATIONS
             if (found := stored.get(f"{stem}.{name}")) is not None
         )
-        block = _block(fqn, info, scale.info, config)
+        block = block_found(fqn, info, scale.info, config)
         single = _single(len(scale.info.shape)) if block == info.shape else None
         made = kind(block, scale.info.dtype, zero.info.dtype if zero else "", extra, single)
         yield _group(fqn, info, made, stored)
-
-
-def _block(
-    fqn: str, info: TensorInfo, scale: TensorInfo, config: Mapping[str, Any]
-) -> tuple[int, ...]:
-    if scale.numel == 1:
-        return info.shape
-    groups = config.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        said = weights.get("block_structure") if isinstance(weights, Mapping) else None
-        if isinstance(said, list) and len(said) == len(info.shape) == 2:
-            block = tuple(said)
-            if (
-                all(type(n) is int and n > 0 for n in block)
-                and grid_shape(info.shape, block) == scale.shape
-            ):
-                return block
-    tiles = (*(1 for _ in info.shape[2:]), 128, 128)[-len(info.shape) :]
-    if (
-        len(info.shape) == 2
-        and 1 < scale.shape[0] < info.shape[0]
-        and grid_shape(info.shape, tiles) == scale.shape
-    ):
-        return tiles
-    same = len(scale.shape) == len(info.shape) and 0 not in scale.shape
-    if not same or any(n % g for n, g in zip(info.shape, scale.shape, strict=True)):
-        raise malformed(
-            fqn, f"weight_scale {scale} of {info}, expected one a row, group, tile or tensor",
-            "give the config.json of the model beside the weights",
-        )  # fmt: skip
-    return tuple(n // g for n, g in zip(info.shape, scale.shape, strict=True))
 
 
 def _group(

@@ -1,10 +1,15 @@
-"""What config.json says of compressed-tensors weights, as `QuantizationConfig` writes it."""
+"""What config.json says of compressed-tensors weights, as `QuantizationConfig` writes it, and what is
+read in one."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ckptmap.blocks.errors import malformed
+from ckptmap.blocks.geometry import grid_shape
 from ckptmap.blocks.scaled import Scaled
 from ckptmap.loaded_names import loaded_as
 from ckptmap.protocols import Encoding
@@ -79,3 +84,68 @@ def _group(key: Key, targets: list[str]) -> dict[str, Any]:
         "input_activations": None,
         "output_activations": None,
     }
+
+
+# ------------------------------------------------------------------------------- as it is found
+
+
+def weights_said(config: Mapping[str, Any], module: str = "") -> list[Mapping[str, Any]]:
+    """How config.json says that weights are quantized, group by group; of a `module` that some of
+    several groups name, those groups alone."""
+    groups = config.get("config_groups")
+    found = list(groups.values()) if isinstance(groups, Mapping) else []
+    found = [group for group in found if isinstance(group, Mapping)]
+    if module and len(found) > 1:
+        found = [group for group in found if _names(group.get("targets"), module)] or found
+    said = [group.get("weights") for group in found]
+    return [weights for weights in said if isinstance(weights, Mapping)]
+
+
+def _names(targets: object, module: str) -> bool:
+    """By its whole name or by a pattern; a class cannot be told here."""
+    for target in targets if isinstance(targets, list) else ():
+        if target == module:
+            return True
+        if isinstance(target, str) and target.startswith("re:"):
+            with contextlib.suppress(re.error, RecursionError):
+                if re.match(target[3:], module):
+                    return True
+    return False
+
+
+def version_said(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Major and minor of the compressed-tensors that wrote it; (0, 0) where it says none, as
+    up to 0.10."""
+    found = re.match(r"(\d{1,4})\.(\d{1,4})", str(config.get("version", "")))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def block_found(
+    fqn: str, info: TensorInfo, scale: TensorInfo, config: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """What the shape of the scales is, given the config.json. Raises SourceError CKM115."""
+    if scale.numel == 1:
+        return info.shape
+    for weights in weights_said(config):
+        said = weights.get("block_structure")
+        if isinstance(said, list) and len(said) == len(info.shape) == 2:
+            block = tuple(said)
+            if (
+                all(type(n) is int and n > 0 for n in block)
+                and grid_shape(info.shape, block) == scale.shape
+            ):
+                return block
+    tiles = (*(1 for _ in info.shape[2:]), 128, 128)[-len(info.shape) :]
+    if (
+        len(info.shape) == 2
+        and 1 < scale.shape[0] < info.shape[0]
+        and grid_shape(info.shape, tiles) == scale.shape
+    ):
+        return tiles
+    same = len(scale.shape) == len(info.shape) and 0 not in scale.shape
+    if not same or any(n % g for n, g in zip(info.shape, scale.shape, strict=True)):
+        raise malformed(
+            fqn, f"weight_scale {scale} of {info}, expected one a row, group, tile or tensor",
+            "give the config.json of the model beside the weights",
+        )  # fmt: skip
+    return tuple(n // g for n, g in zip(info.shape, scale.shape, strict=True))

@@ -4,38 +4,39 @@
                        weight_shape i64 [2], perhaps weight_zero_point i32 [ceil(out * bits / 32), groups]
 
 A code q is stored as q + 2^(bits-1), least significant bits first; bits of one code may lie in two
-words. Zero points are packed the same way, but along the rows (compressed-tensors 0.20,
-compressors/pack_quantized). With 8 bits a word is four bytes of codes, each with its upper bit
+words (compressed-tensors 0.18 to 0.20, compressors/pack_quantized), or a word holds whole codes only
+(0.17 and before, `aligned`): that differs for 3, 5, 6 and 7 bits. Zero points of rows and groups are
+packed the same way, but along the rows; before 0.9.3, and those of tensors and tiles, they are
+integers of the scale's shape. With 8 bits a word is four bytes of codes, each with its upper bit
 turned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptmap.blocks import geometry, values
-from ckptmap.blocks.beside import quantization_config, small
 from ckptmap.blocks.encoder import Constants, ScaledEncoder, ScaledRecoder, flat
-from ckptmap.blocks.errors import DAMAGED, checked, malformed
-from ckptmap.blocks.records import read_record
 from ckptmap.blocks.rules import Rule, TorchaoInt8
-from ckptmap.blocks.scaled import DTYPES, Scaled
-from ckptmap.disk.files import Files
+from ckptmap.blocks.scaled import Scaled
 from ckptmap.geometry.grids import Grid, Recoder
-from ckptmap.protocols import Encoder, Group, Refusal, Write
-from ckptmap.tensors import Box, StoredTensor, TensorInfo
+from ckptmap.protocols import Encoder, Refusal, Write
+from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
     import torch
 
 WORD = 32
+PACKED_ZERO = "int32"
+"""Dtype of zero points that are packed; others are of the scale's shape."""
 
 
 @dataclass(frozen=True)
 class Packed(Scaled):
-    """Written with 8 bits, read with 1 to 8. `ordered`: `weight_g_idx` says the group of a column."""
+    """Written with 8 bits, read with 1 to 8. `ordered`: `weight_g_idx` says the group of a column.
+    `aligned`: no code lies in two words. Zero points are packed where they are int32."""
 
     codes_part: ClassVar[str] = "packed"
     scale_part: ClassVar[str] = "scale"
@@ -44,6 +45,11 @@ class Packed(Scaled):
 
     bits: int = 8
     ordered: bool = False
+    aligned: bool = False
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(self.bits, self.aligned)
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -66,11 +72,11 @@ class Packed(Scaled):
         rows, width = info.shape
         groups = self.scale_shape(info)[-1] if len(self.scale_shape(info)) == 2 else 1
         more = {
-            "packed": TensorInfo((rows, _words(width, self.bits)), "int32"),
+            "packed": TensorInfo((rows, self.packing.words(width)), "int32"),
             "shape": TensorInfo((2,), "int64"),
         }
-        if self.zero_dtype:
-            more["zero_point"] = TensorInfo((_words(rows, self.bits), groups), "int32")
+        if self.zero_dtype == PACKED_ZERO:
+            more["zero_point"] = TensorInfo((self.packing.words(rows), groups), PACKED_ZERO)
         if self.ordered:
             more["g_idx"] = TensorInfo((width,), "int32")
         return {**found, **more}
@@ -85,13 +91,13 @@ class Packed(Scaled):
             return Box(zeros, zeros)
         (row, column), (rows, columns) = box.offsets, box.sizes
         if part == "packed":
-            low, count = _span(column, columns, self.bits)
+            low, count = self.packing.span(column, columns)
             return Box((row, low), (rows, count))
         if part == "g_idx":
             return Box((column,), (columns,))
         grid = self._grid_box(info, box)
-        if part == "zero_point":
-            low, count = _span(grid.offsets[0], grid.sizes[0], self.bits)
+        if part == "zero_point" and self.zero_dtype == PACKED_ZERO:
+            low, count = self.packing.span(grid.offsets[0], grid.sizes[0])
             return Box((low, grid.offsets[1]), (count, grid.sizes[1]))
         return geometry.stored_box(grid, self.scale_shape(info))
 
@@ -112,13 +118,10 @@ class Packed(Scaled):
             return
         import torch
 
-        codes = unpacked(parts["packed"], self.bits, box.offsets[1], box.sizes[1])
+        codes = self.packing.unpacked(parts["packed"], box.offsets[1], box.sizes[1])
         grid = self._grid_box(info, box)
         scale = geometry.as_grid(parts["scale"], grid).to(torch.float32)
-        zero = None
-        if self.zero_dtype:
-            along = parts["zero_point"].transpose(0, 1).contiguous()
-            zero = unpacked(along, self.bits, grid.offsets[0], grid.sizes[0]).transpose(0, 1)
+        zero = self._zero(parts["zero_point"], grid) if self.zero_dtype else None
         block = self.block_of(info)
         if self.ordered:
             index = parts["g_idx"].to(torch.int64)
@@ -126,6 +129,12 @@ class Packed(Scaled):
             zero = None if zero is None else zero.index_select(1, index)
             block = (block[0], 1)
         values.decode(codes, scale, zero, box, block, out)
+
+    def _zero(self, part: torch.Tensor, grid: Box) -> torch.Tensor:
+        if self.zero_dtype != PACKED_ZERO:
+            return geometry.as_grid(part, grid)
+        along = part.transpose(0, 1).contiguous()
+        return self.packing.unpacked(along, grid.offsets[0], grid.sizes[0]).transpose(0, 1)
 
     # ------------------------------------------------------------------ written, 8 bits
 
@@ -160,7 +169,7 @@ class Packed(Scaled):
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
     ) -> None:
         if box.numel:
-            out.copy_(unpacked(parts["packed"], self.bits, box.offsets[1], box.sizes[1]))
+            out.copy_(self.packing.unpacked(parts["packed"], box.offsets[1], box.sizes[1]))
 
     def recoder(self, info: TensorInfo, grid: Grid, device: str) -> Recoder | None:
         inner = super().recoder(info, grid, device)
@@ -171,36 +180,52 @@ class Packed(Scaled):
     def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
         return {
             "native": "compressed-tensors", "bits": self.bits, "zero_dtype": self.zero_dtype,
-            "ordered": self.ordered,
+            "ordered": self.ordered, "aligned": self.aligned,
         }  # fmt: skip
 
 
-def _words(count: int, bits: int) -> int:
-    return -(-count * bits // WORD)
+@dataclass(frozen=True)
+class Packing:
+    """How codes lie in words."""
 
+    bits: int
+    aligned: bool = False
 
-def _span(start: int, count: int, bits: int) -> tuple[int, int]:
-    """First word and number of words that hold these codes."""
-    low = start * bits // WORD
-    return low, _words(start + count, bits) - low
+    @property
+    def _whole(self) -> int:
+        """Codes that a word holds whole, where none lies in two."""
+        return WORD // self.bits
 
+    def words(self, count: int) -> int:
+        return -(-count // self._whole) if self.aligned else -(-count * self.bits // WORD)
 
-def unpacked(words: torch.Tensor, bits: int, start: int, count: int) -> torch.Tensor:
-    """words i32 [r, n] from the word of code `start` on -> codes i8 [r, count]."""
-    import torch
+    def span(self, start: int, count: int) -> tuple[int, int]:
+        """First word and number of words that hold these codes."""
+        low = start // self._whole if self.aligned else start * self.bits // WORD
+        return low, self.words(start + count) - low
 
-    first = start * bits // WORD * WORD
-    if bits == 8:
-        of_bytes = words.contiguous().view(torch.uint8).narrow(1, start - first // 8, count)
-        return (of_bytes ^ 0x80).view(torch.int8)
-    at = torch.arange(start, start + count, device=words.device) * bits - first
-    word, shift = at // WORD, at % WORD
-    low = words.index_select(1, word).to(torch.int64).bitwise_and_(0xFFFFFFFF) >> shift
-    spills = shift + bits > WORD
-    if WORD % bits:
-        after = words.index_select(1, (word + spills).clamp_(max=words.shape[1] - 1))
-        low |= torch.where(spills, after.to(torch.int64) << (WORD - shift), 0)
-    return (low.bitwise_and_((1 << bits) - 1) - (1 << (bits - 1))).to(torch.int8)
+    def unpacked(self, words: torch.Tensor, start: int, count: int) -> torch.Tensor:
+        """words i32 [r, n] from the word of code `start` on -> codes i8 [r, count]."""
+        import torch
+
+        if self.bits == 8:
+            of_bytes = words.contiguous().view(torch.uint8).narrow(1, start % 4, count)
+            return (of_bytes ^ 0x80).view(torch.int8)
+        word, shift = self._places(torch.arange(start, start + count, device=words.device), start)
+        low = words.index_select(1, word).to(torch.int64).bitwise_and_(0xFFFFFFFF) >> shift
+        spills = shift + self.bits > WORD
+        if WORD % self.bits and not self.aligned:
+            after = words.index_select(1, (word + spills).clamp_(max=words.shape[1] - 1))
+            low |= torch.where(spills, after.to(torch.int64) << (WORD - shift), 0)
+        half = 1 << (self.bits - 1)
+        return (low.bitwise_and_(2 * half - 1) - half).to(torch.int8)
+
+    def _places(self, codes: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The word of each code, counted from that of `start`, and where in it the code begins."""
+        if self.aligned:
+            return codes // self._whole - start // self._whole, codes % self._whole * self.bits
+        at = codes * self.bits
+        return at // WORD - start * self.bits // WORD, at % WORD
 
 
 def packed_rows(codes: torch.Tensor, width: int) -> torch.Tensor:
@@ -254,95 +279,3 @@ def _packed(write: Write, width: int) -> Write:
     words = packed_rows(write.values, width)
     first = write.box.offsets[0] // width * -(-width // 4)
     return Write("packed", flat(first, words.numel()), words)
-
-
-# ------------------------------------------------------------------------------- recognised
-
-
-def find_packed(
-    stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[Group, Sequence[str]]]:
-    """Groups of records, then those of other writers. Raises SourceError CKM115."""
-    mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Packed.scheme}
-    for fqn, record in mine.items():
-        read = read_record(fqn, record, "ct-packed")
-        encoding = Packed(
-            read.block, read.scale_dtype, read.dtype("zero_dtype"), bits=read.count("bits", 8),
-            ordered=bool(record.get("ordered")),
-        )  # fmt: skip
-        yield _group(fqn, read.info, encoding, stored)
-    files = Files()
-    try:
-        for key in [key for key in stored if key.endswith("_packed")]:
-            fqn = key.removesuffix("_packed")
-            if fqn not in mine and f"{fqn}_scale" in stored and stored[key].info.dtype == "int32":
-                yield _found(fqn, stored, files)
-    finally:
-        files.close()
-
-
-def _found(
-    fqn: str, stored: Mapping[str, StoredTensor], files: Files
-) -> tuple[Group, Sequence[str]]:
-    packed, scale = stored[f"{fqn}_packed"].info, stored[f"{fqn}_scale"].info
-    shape = _shape(fqn, stored, files)
-    bits = next((b for b in range(1, 9) if _words(shape[1], b) == packed.shape[-1]), 0)
-    if len(packed.shape) != 2 or packed.shape[0] != shape[0] or not bits:
-        raise malformed(fqn, f"weight_packed {packed}, expected rows of {list(shape)} in words")
-    if scale.dtype not in DTYPES:
-        raise malformed(fqn, f"weight_scale {scale}, expected one of {', '.join(DTYPES)}")
-    bits = _said_bits(fqn, stored, shape[1], packed.shape[1]) or bits
-    ordered = f"{fqn}_g_idx" in stored
-    block = shape if scale.numel == 1 else _block(fqn, shape, scale)
-    zero = stored.get(f"{fqn}_zero_point")
-    encoding = Packed(block, scale.dtype, "int32" if zero else "", bits=bits, ordered=ordered)
-    return _group(fqn, TensorInfo(shape, scale.dtype), encoding, stored)
-
-
-def _said_bits(fqn: str, stored: Mapping[str, StoredTensor], width: int, words: int) -> int:
-    """Short rows fit several numbers of bits: config.json says which."""
-    fitting = [b for b in range(1, 9) if _words(width, b) == words]
-    if len(fitting) == 1:
-        return fitting[0]
-    groups = quantization_config(stored[f"{fqn}_packed"]).get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        bits = weights.get("num_bits") if isinstance(weights, Mapping) else None
-        if bits in fitting:
-            return int(bits)
-    return max((b for b in fitting if b in (4, 8)), default=0)
-
-
-def _shape(fqn: str, stored: Mapping[str, StoredTensor], files: Files) -> tuple[int, int]:
-    part = stored.get(f"{fqn}_shape")
-    if part is None or part.info.numel != 2 or part.info.dtype not in ("int64", "int32"):
-        found = part.info if part is not None else "none"
-        raise malformed(fqn, f"weight_shape, expected two integers, found {found}")
-    data, size = small(part, files, fqn), part.info.itemsize
-    rows, width = (int.from_bytes(data[i : i + size], "little", signed=True) for i in (0, size))
-    if min(rows, width) < 1:
-        raise malformed(fqn, f"weight_shape {[rows, width]}, expected positive sizes", DAMAGED)
-    return rows, width
-
-
-def _block(fqn: str, shape: tuple[int, int], scale: TensorInfo) -> tuple[int, int]:
-    good = len(scale.shape) == 2 and scale.shape[0] == shape[0] and scale.shape[1] > 0
-    if not good or shape[1] % scale.shape[1]:
-        raise malformed(fqn, f"weight_scale {scale} of {list(shape)}, expected groups of columns")
-    return 1, shape[1] // scale.shape[1]
-
-
-def _group(
-    fqn: str, info: TensorInfo, encoding: Packed, stored: Mapping[str, StoredTensor]
-) -> tuple[Group, Sequence[str]]:
-    expected = encoding.parts(info)
-    if isinstance(expected, Refusal):
-        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
-    shape = encoding.scale_shape(info)
-    found: dict[str, Any] = {part: stored.get(encoding.part_key(fqn, part)) for part in expected}
-    if shape == (1,) and found["scale"] is not None and found["scale"].info.numel == 1:
-        found["scale"] = geometry.reshaped(found["scale"], shape)
-    if found["shape"] is not None and found["shape"].info == TensorInfo((2,), "int32"):
-        raise malformed(fqn, "weight_shape is int32, expected int64", DAMAGED)
-    parts = checked(fqn, encoding.name, expected, found)
-    return Group(fqn, info, encoding, parts), tuple(encoding.part_key(fqn, p) for p in parts)

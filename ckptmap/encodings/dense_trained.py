@@ -1,8 +1,9 @@
 """torchao's weights that train in 8 bits or fewer but are kept in full precision.
 
 Int8MixedPrecisionTrainingLinearWeight and BitNetTrainingLinearWeight (torchao 0.5 to 0.18,
-prototype/quantized_training) hold the weight itself in `_data` and quantize it in each forward: what
-they store is dense. BitNet's `_precomputed_scale` is computed from it again.
+prototype/quantized_training) and WeightWithDynamicFloat8CastTensor (float8/fsdp_utils.py) hold the
+weight itself in one attribute and quantize it in each forward: what they store is dense. A
+`_precomputed_scale` is computed from it again.
 """
 
 from __future__ import annotations
@@ -12,19 +13,18 @@ from typing import Any
 
 from ckptmap.blocks.errors import malformed
 from ckptmap.blocks.joining import joined
+from ckptmap.blocks.pickled import TRAINED_DENSE
 from ckptmap.encodings.dense import Dense
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
-_CLASSES = ("Int8MixedPrecisionTrainingLinearWeight", "BitNetTrainingLinearWeight")
-
 
 def _is_one(leaf: Opaque) -> bool:
-    return leaf.name in _CLASSES and leaf.module.startswith("torchao.")
+    return leaf.name in TRAINED_DENSE and leaf.module.startswith("torchao.")
 
 
 def _data(fqn: str, leaf: Opaque, info: TensorInfo | None) -> StoredTensor:
-    data = leaf.state.get("_data") if isinstance(leaf.state, Mapping) else None
+    data = leaf.state.get(TRAINED_DENSE[leaf.name]) if isinstance(leaf.state, Mapping) else None
     if not isinstance(data, StoredTensor) or data.info != info:
         found = data.info if isinstance(data, StoredTensor) else "none"
         raise malformed(fqn, f"{leaf.class_name}, expected data of {info}, found {found}")

@@ -52,6 +52,14 @@ class FindsByLoadedName(Protocol):
     by_loaded_name: bool
 
 
+@runtime_checkable
+class Outdates(Protocol):
+    """A scheme whose library does not read every config that it once wrote, though its tensors are
+    written as it reads them now."""
+
+    def outdated(self, config: Mapping[str, Any]) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Quantized:
     """What is written, by the names of the output.
@@ -82,7 +90,8 @@ class Quantized:
                 encoded.setdefault(encoding.name, {})[name] = info
             elif len(info.shape) == 2 and name.endswith(".weight"):
                 dense.append(name.removesuffix(".weight"))
-        if present is not None and (self.keep or (encoded and not self.fresh)):
+        kept = self.keep or (encoded and not self.fresh)
+        if present is not None and kept and not self._is_outdated(present, encoded):
             return present
         dense += self._loaded(dense)
         said = {name: self._said(name, infos, dense) for name, infos in encoded.items()}
@@ -133,6 +142,11 @@ class Quantized:
                 "choose --to hf-bnb-int8, which it finds by module; or --to full-"
                 f"{scheme}, which ckptmap.load takes",
             )
+
+    def _is_outdated(self, present: Mapping[str, Any], encoded: Collection[str]) -> bool:
+        """Where parts of other schemes stay, only the source's own config tells of them."""
+        schemes = () if self.foreign else [self.schemes.get(name) for name in encoded]
+        return any(isinstance(each, Outdates) and each.outdated(present) for each in schemes)
 
     def _loaded(self, modules: Collection[str]) -> list[str]:
         """What dense modules are called once loaded, where that may be another name. One of a

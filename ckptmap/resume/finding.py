@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.blocks.pickled import TRAINED_DENSE
 from ckptmap.errors import LoadError
 from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.resume import fsdp1, fsdp2_params, peft_live
-from ckptmap.resume.target import PLAIN, TRAINED_DENSE, TRAINED_INT8, Target
+from ckptmap.resume.target import PLAIN, TRAINED_INT8, Target
 
 if TYPE_CHECKING:
     import torch

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.blocks.pickled import TRAINED_DENSE
 from ckptmap.errors import LoadError
 from ckptmap.resume import fsdp2_params
 from ckptmap.resume.reader import window
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 NF4_CLASS = "NF4Tensor"
 INT8_CLASSES = ("Int8Tensor", "ShardedInt8")
 TRAINED_INT8 = "Int8QuantizedTrainingLinearWeight"
-TRAINED_DENSE = ("Int8MixedPrecisionTrainingLinearWeight", "BitNetTrainingLinearWeight")
-"""torchao's weights that each forward quantizes and that are kept dense: what is loaded is that."""
 PLAIN = frozenset({
     "Tensor", "Parameter", "Buffer", "DTensor", "Params4bit", NF4_CLASS, *INT8_CLASSES,
     TRAINED_INT8, *TRAINED_DENSE,
@@ -102,7 +101,8 @@ class Target:
         tensor: Any = self.tensor
         with torch.no_grad():
             local: Any = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
-        found: torch.Tensor = local._data if type(local).__name__ in TRAINED_DENSE else local
+        kept = TRAINED_DENSE.get(type(local).__name__)
+        found: torch.Tensor = getattr(local, kept) if kept else local
         return found
 
     @property

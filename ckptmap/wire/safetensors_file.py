@@ -44,7 +44,7 @@ def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> Extents:
     begins: list[int] = []
     homes: list[str] = []
     for header, file in zip(headers, files, strict=True):
-        keys += header.keys
+        keys += torchao_metadata.keys_of(header.metadata, header.keys)
         infos += header.infos
         begins += header.begins
         homes += [file] * len(header.keys)
@@ -54,7 +54,7 @@ def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> Extents:
 def records_of(header: Header, file: str) -> dict[str, Mapping[str, Any]]:
     """ckptmap's own records in a header, or those that torchao's metadata make; else empty."""
     text = header.metadata.get(RECORDS)
-    others = torchao_metadata.read(header.metadata)
+    others = torchao_metadata.read(header.metadata, header.keys)
     if text is None:
         return others
     try:

@@ -6,12 +6,15 @@
 Every shard repeats all of it (torchao/prototype/safetensors, 0.15 to 0.18). transformers looks
 tensors up by what they are called once loaded, so that a renamed one is entered by that name, too,
 marked as an alias; torchao passes over entries whose tensors are not there.
+
+0.14 stored `0.weight:qdata` and `0.bias:_data`, and no `_tensor_data_names`: its keys are read as if
+they were those of 0.15.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ckptmap.loaded_names import loaded_as
@@ -19,6 +22,8 @@ from ckptmap.loaded_names import loaded_as
 NAMES = "tensor_names"
 SCHEME = "torchao"
 ALIAS = "ckptmap_alias_of"
+PLAIN = "_data"
+"""What 0.14 called the one part of a plain tensor."""
 
 
 def part_key(key: str, part: str) -> str:
@@ -33,16 +38,41 @@ def parts_of(fqn: str, record: Mapping[str, Any]) -> list[str]:
     return [part_key(fqn, str(name)) for name in names] if isinstance(names, list) else [fqn]
 
 
-def read(metadata: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
+def keys_of(metadata: Mapping[str, str], keys: Sequence[str]) -> Sequence[str]:
+    """Stored keys as 0.15 would have named them; the same where torchao 0.14 did not write them."""
+    names = set(_names(metadata))
+    if not names or not any(":" in key for key in keys):
+        return keys
+    return [_key(key, *key.rpartition(":")[::2], names) for key in keys]
+
+
+def _key(key: str, fqn: str, part: str, names: Collection[str]) -> str:
+    if fqn not in names:
+        return key
+    return fqn if part == PLAIN else part_key(fqn, part)
+
+
+def _names(metadata: Mapping[str, str]) -> list[str]:
+    names = _json(metadata[NAMES]) if NAMES in metadata else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _parts(keys: Sequence[str]) -> dict[str, list[str]]:
+    """As 0.14 tells of them: by keys alone."""
+    found: dict[str, list[str]] = {}
+    for fqn, colon, part in (key.rpartition(":") for key in keys):
+        if colon:
+            found.setdefault(fqn, []).append(part)
+    return found
+
+
+def read(metadata: Mapping[str, str], keys: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """A record for each tensor that is no plain one; empty where torchao did not write it."""
-    if NAMES not in metadata:
-        return {}
-    names = _json(metadata[NAMES])
-    if not isinstance(names, list):
-        return {}
     found: dict[str, Mapping[str, Any]] = {}
+    names = _names(metadata)
+    parts = _parts(keys) if names else {}
     for name in names:
-        entry = _json(metadata.get(name, "")) if isinstance(name, str) else None
+        entry = _json(metadata.get(name, ""))
         if not isinstance(entry, dict) or ALIAS in entry:
             continue
         if entry.get("_type") not in (None, "Tensor"):
@@ -50,8 +80,33 @@ def read(metadata: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
                 "scheme": SCHEME,
                 "kind": entry["_type"],
                 "data": entry.get("_data"),
-                "names": entry.get("_tensor_data_names"),
+                "names": entry.get("_tensor_data_names", parts.get(name)),
             }
+    return found
+
+
+def by_stored_name(
+    records: Mapping[str, Mapping[str, Any]], keys: Collection[str]
+) -> dict[str, Mapping[str, Any]]:
+    """Records under the names of what is stored, `keys` being all of them: transformers enters a
+    tensor by what it is called once loaded, and stores it by its name on disk."""
+    stored = set(keys)
+    lost = {
+        fqn
+        for fqn, record in records.items()
+        if record.get("scheme") == SCHEME and stored.isdisjoint(parts_of(fqn, record))
+    }
+    if not lost:
+        return dict(records)
+    others = loaded_as(keys)
+    found = dict(records)
+    for key in keys:
+        stem, _, last = key.rpartition(".")
+        if last.startswith("_") and last.endswith("_qdata"):
+            name = last[1:].removesuffix("_qdata")
+            for other in lost.intersection(f"{module}.{name}" for module in others(stem)):
+                found[f"{stem}.{name}"] = found.pop(other)
+                lost.discard(other)
     return found
 
 

@@ -5,7 +5,8 @@
 
 `<release>-<case>.pt` is what `torch.save` makes of a state dict whose weights `quantize_` has
 replaced; `truth-<release>.safetensors` has what that release itself decodes them to, as
-`<case>/<key>`. Releases 0.7, 0.9, 0.13, 0.15, 0.16, 0.17 and 0.18 were run with torch 2.13 on the CPU.
+`<case>/<key>`. Releases 0.7, 0.9, 0.13 to 0.18 were run with torch 2.13 on the CPU.
+`0.14-int6x-v2.safetensors` is the state dict of that pickle as torchao flattens it.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def middle() -> Iterator[tuple[str, Make]]:
     yield "int8wo", quantized(Q.Int8WeightOnlyConfig())
     yield "int8dyn", quantized(Q.Int8DynamicActivationInt8WeightConfig())
     yield from intx()
+    yield "int6x-v2", quantized(asymmetric(version=2))
 
 
 def newer() -> Iterator[tuple[str, Make]]:
@@ -104,15 +106,19 @@ def newest() -> Iterator[tuple[str, Make]]:
     yield from training()
 
 
-def intx() -> Iterator[tuple[str, Make]]:
+def asymmetric(**more: Any) -> Any:
     granular = importlib.import_module("torchao.quantization.granularity")
     mapping = importlib.import_module("torchao.quantization.quant_primitives").MappingType
+    return API.IntxWeightOnlyConfig(
+        torch.int6, granular.PerGroup(8), mapping_type=mapping.ASYMMETRIC, **more
+    )
+
+
+def intx() -> Iterator[tuple[str, Make]]:
+    granular = importlib.import_module("torchao.quantization.granularity")
     yield "int8x-group", quantized(API.IntxWeightOnlyConfig(torch.int8, granular.PerGroup(8)))
     yield "int4x-axis", quantized(API.IntxWeightOnlyConfig(torch.int4, granular.PerAxis(0)))
-    asymmetric = API.IntxWeightOnlyConfig(
-        torch.int6, granular.PerGroup(8), mapping_type=mapping.ASYMMETRIC
-    )
-    yield "int6x-asymmetric", quantized(asymmetric)
+    yield "int6x-asymmetric", quantized(asymmetric())
 
 
 def training() -> Iterator[tuple[str, Make]]:
@@ -159,6 +165,11 @@ def main() -> None:
                 continue
             state = made.state_dict()
             torch.save(state, HERE / f"{label}.pt")
+            if label == "0.14-int6x-v2":
+                name = "torchao.prototype.safetensors.safetensors_support"
+                library: Any = importlib.import_module(name)
+                tensors, metadata = library.flatten_tensor_state_dict(state)
+                save_file(tensors, HERE / f"{label}.safetensors", metadata)
             for key, value in state.items():
                 if type(value) not in (torch.Tensor, nn.Parameter):
                     truth[f"{label}/{key}"] = decoded(value)
