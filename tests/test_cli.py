@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -260,6 +261,18 @@ def test_unresolved_keys_are_a_no_for_plan_and_a_refusal_for_convert(
     assert not (tmp_path / "out.pt").exists()
 
     done = run("convert", training, tmp_path / "out.pt", "--to", "full", "--drop", "args")
+    assert done.code == 0, done.err
+
+
+def test_a_refusal_names_every_key_that_is_in_the_way(run: Any, tmp_path: Path) -> None:
+    strange = {"args": argparse.Namespace(lr=1), "the path": Path("a/b")}
+    torch.save({"model": weights(), **strange}, tmp_path / "in.pt")
+    refused = run("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--to", "full")
+    options = refused.err.partition("hint: leave them behind with ")[2]
+    assert shlex.split(options) == ["--drop", "args", "--drop", "the path"]
+    done = run(
+        "convert", tmp_path / "in.pt", tmp_path / "out.pt", "--to", "full", *shlex.split(options)
+    )
     assert done.code == 0, done.err
 
 

@@ -110,10 +110,13 @@ def test_nesting_and_plain_values(tmp_path: Path) -> None:
     assert kinds["ema", 0] is ListIndex and kinds["optimizer", "state", 0, "step"] is str
 
 
-def test_numpy_values_are_inert(tmp_path: Path) -> None:
+def test_numpy_numbers_are_numbers_and_its_arrays_inert(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
-    leaves = save(tmp_path / "x.pt", {"a": numpy.float64(2.5), "b": numpy.arange(3)}).leaves
-    assert all(isinstance(leaf, Opaque) for leaf in leaves.values())
+    tree = {"best": numpy.float64(2.5), "b": numpy.arange(3), "torch": torch.__version__}
+    leaves = save(tmp_path / "x.pt", tree).leaves
+    assert isinstance(leaves.pop(("b",)), Opaque)
+    assert leaves == {("best",): 2.5, ("torch",): str(torch.__version__)}
+    assert {type(leaf) for leaf in leaves.values()} == {float, str}
 
 
 class Scaled(torch.Tensor):

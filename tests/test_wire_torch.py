@@ -29,6 +29,7 @@ from ckptmap.wire.torch_zip_write import layout_zip
 from ckptmap.wire.zip_read import read_records
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
+NUMBERS = ("b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8")
 
 # ------------------------------------------------------------------------------ reading pickles
 
@@ -78,6 +79,38 @@ def test_foreign_objects_are_inert_and_say_what_they_were(protocol: int) -> None
     assert tree["deque"].items == [1, 2]
     assert repr(tree["args"]) == repr(tree["class"]) == "<argparse.Namespace>"
     assert len(set(tree.values())) == len(value), "hashed by identity"
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_numbers_of_numpy_are_exactly_what_they_were(protocol: int) -> None:
+    numpy = pytest.importorskip("numpy")
+    kinds = [numpy.dtype(f"{order}{kind}") for order in "<>" for kind in NUMBERS]
+    values = [numpy.array([-3 if kind.kind in "if" else 3]).astype(kind)[0] for kind in kinds]
+    values += [
+        numpy.float32(0.1),
+        numpy.float64("inf"),
+        numpy.uint64(2**64 - 1),
+        numpy.bool_(False),
+    ]
+    found = load(pickle.dumps(values, protocol), "here")
+    assert found == [value.item() for value in values]
+    assert [type(value) for value in found] == [type(value.item()) for value in values]
+    others = [
+        numpy.longdouble(1),
+        numpy.complex64(1j),
+        numpy.datetime64("2026-01-01"),
+        numpy.str_("a"),
+    ]
+    inert = load(pickle.dumps(others, protocol), "here")
+    assert [value.name for value in inert] == ["scalar"] * len(others)
+
+
+def test_what_is_called_a_number_and_is_none_stays_inert() -> None:
+    scalar, dtype = Global("numpy._core.multiarray", "scalar"), Global("numpy", "dtype")
+    for args in ((), (1, b"x"), (Call(dtype, ("f8",)), b"12345678"), (Call(dtype, ()), b"")):
+        assert isinstance(load(dump(Call(scalar, args)), "here"), Opaque)
+    with pytest.raises(SourceError, match="TorchVersion"):
+        load(dump(Call(Global("torch.torch_version", "TorchVersion"), ([],))), "here")
 
 
 def test_torch_markers() -> None:

@@ -7,6 +7,7 @@ the writer places every chunk, and every placed byte is traced to a source regio
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -162,11 +163,12 @@ class _Planner:
             if why is not None:
                 self.draft.dropped[item.key] = why
                 continue
-            hint = f"leave it behind with --drop {item.key}" if item.droppable else (
+            option = f"--drop {shlex.quote(item.key)}" if item.droppable else ""
+            hint = f"leave it behind with {option}" if option else (
                 "save it with plain tensors, as weight.dequantize() gives of a quantized one; what "
                 "ckptmap does not know is never called"
             )  # fmt: skip
-            self.draft.unresolved.append(Unresolved(item.key, item.reason, hint))
+            self.draft.unresolved.append(Unresolved(item.key, item.reason, hint, option))
 
     def _untranslated(self) -> None:
         """Keys that have no name in the scheme that was asked for: dropped by it, or unknown."""

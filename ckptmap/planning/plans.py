@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SCHEMA = 1
 BATCH = 1000
 """Lines that are hashed at once."""
+SAID = 12
+"""Options that a hint gives at most."""
 
 
 class Way(NamedTuple):
@@ -101,6 +103,8 @@ class Unresolved:
     key: str
     reason: str
     hint: str
+    option: str = ""
+    """What leaves it behind, where that is the way."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,10 @@ class Plan:
         if self.unresolved:
             first = self.unresolved[0]
             more = f" (and {len(self.unresolved) - 1} more)" if len(self.unresolved) > 1 else ""
-            raise PlanError("CKM202", f"{first.key}: {first.reason}{more}", first.hint)
+            options, hint = [item.option for item in self.unresolved], first.hint
+            if 1 < len(options) <= SAID and all(options):
+                hint = f"leave them behind with {' '.join(options)}"
+            raise PlanError("CKM202", f"{first.key}: {first.reason}{more}", hint)
 
     def execute(
         self,

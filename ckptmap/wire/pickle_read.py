@@ -21,6 +21,7 @@ from ckptmap.errors import SourceError
 from ckptmap.tensors import ITEMSIZE, Opaque, TensorInfo
 from ckptmap.wire.gc_pause import paused_gc
 from ckptmap.wire.pickle_guard import check_opcodes
+from ckptmap.wire.pickle_numbers import SCALARS, VERSION, number
 from ckptmap.wire.pickle_refused import Refused, refuse_dangerous
 
 MAX_NBYTES = 1 << 30
@@ -187,6 +188,20 @@ def _bytearray(*args: Any) -> bytearray:
     return bytearray(_spend(args[0]) if args else b"")
 
 
+def _scalar(module: str, name: str) -> Callable[..., Any]:
+    def made(*args: Any) -> Any:
+        value = number(args)
+        return stub(module, name)(*args) if value is None else value
+
+    return made
+
+
+def _version(text: Any) -> str:
+    if not isinstance(text, str):
+        raise pickle.UnpicklingError("malformed TorchVersion")
+    return text
+
+
 def _getattr(owner: Any, name: str) -> Any:
     """How protocol 2 spells a nested class: the same stub under a longer name."""
     if not isinstance(owner, Opaque) or not isinstance(name, str):
@@ -231,7 +246,9 @@ def _known() -> dict[tuple[str, str], Any]:
         ("torch", "Size"): _size,
         ("torch", "device"): _device,
         ("_codecs", "encode"): _encode,
+        VERSION: _version,
     }
+    functions.update({key: _scalar(*key) for key in SCALARS})
     for module in ("builtins", "__builtin__"):
         functions.update({(module, name): function for name, function in _builtins()})
     for module in ("copyreg", "copy_reg"):

@@ -1,0 +1,43 @@
+"""What training loops keep as objects of a library and is a plain value: a best loss, a version.
+
+    numpy.float64(0.25)   numpy._core.multiarray.scalar(dtype('f8'), 8 bytes)    -> 0.25
+    torch.__version__     torch.torch_version.TorchVersion('2.13.0+cpu')         -> '2.13.0+cpu'
+
+Source: numpy 2.4, `generic.__reduce__` and `dtype.__reduce__`; before numpy 2 the module is
+`numpy.core`. Values are kept exactly, as Python's bool, int, float and str; what these cannot hold
+(longdouble, complex, dates) stays an object of an unknown class.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from ckptmap.tensors import Opaque
+
+SCALARS = tuple((f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core"))
+VERSION = ("torch.torch_version", "TorchVersion")
+_FORMATS = {
+    "b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q",
+    "u8": "Q", "f2": "e", "f4": "f", "f8": "d",
+}  # fmt: skip
+_ORDERS = {"<": "<", ">": ">", "|": "<"}
+"""numpy's byte orders that a file can have, as `struct` spells them."""
+
+
+def number(args: tuple[Any, ...]) -> bool | int | float | None:
+    """The value of a numpy scalar that is made of these; None: no Python number is it."""
+    if len(args) != 2 or not isinstance(args[1], bytes):
+        return None
+    dtype, data = args
+    if not isinstance(dtype, Opaque) or (dtype.module, dtype.name) != ("numpy", "dtype"):
+        return None
+    kind = dtype.args[0] if dtype.args else None
+    order = dtype.state[1] if isinstance(dtype.state, tuple) and len(dtype.state) > 1 else None
+    if not isinstance(kind, str) or not isinstance(order, str):
+        return None
+    layout = _ORDERS.get(order, "") + _FORMATS.get(kind, "")
+    if len(layout) != 2 or len(data) != struct.calcsize(layout):
+        return None
+    value: bool | int | float = struct.unpack(layout, data)[0]
+    return value
