@@ -101,7 +101,7 @@ def _adopted(key: str, leaf: Leaf, refused: list[Refused]) -> Group | None:
                 return group
     name = leaf.pieces[0][1].class_name if isinstance(leaf, Cut) else class_of(leaf)
     # Its class may be known, and the form of its codes not: float8_e5m2, for one.
-    reason = f"a tensor of class {name}, in a form that is not read"
+    reason = f"a tensor of unknown class or form, {name}"
     refused.append(Refused(key, reason, droppable=False))
     return None
 
