@@ -17,6 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from ckptmap import registry
@@ -124,6 +125,7 @@ class Adapter:
     trained tensors that take the place of the base's, by FQN
     left    keys that a merge has no use for, with the reason
     files   everything that it is read from
+    others  folders of further adapters in its directory, which are not read
     """
 
     path: str
@@ -133,6 +135,7 @@ class Adapter:
     left: Mapping[str, str]
     files: tuple[str, ...]
     ckpt: Checkpoint
+    others: tuple[str, ...] = ()
 
     def without(self, patterns: Sequence[str]) -> Adapter:
         """The same without the modules and whole tensors that a pattern matches. Raises SourceError
@@ -170,13 +173,13 @@ def open_adapter(
     place = locate(path).path
     seen = look(place)
     weights = next((place / name for name in WEIGHTS if (place / name).is_file()), place)
+    several = adapters_in(seen) if seen.is_dir else []
     if seen.is_dir and weights is place and not registry.knows(seen):
-        several = adapters_in(seen)
         raise SourceError(
             "CKM320",
             f"{path}: holds none of {', '.join(WEIGHTS)}, nor a checkpoint"
             + (f"; it holds adapters: {', '.join(several[:6])}" if several else ""),
-            f"name one of them: {place / several[-1]}"
+            f"name one of them: {quote(str(place / several[-1]))}"
             if several
             else "give the directory that peft's save_pretrained wrote",
         )
@@ -185,7 +188,7 @@ def open_adapter(
     settings = read_config(file)
     lows, trained, left = _sorted_out(ckpt, settings)
     files = (*ckpt.index.files, str(file.absolute()))
-    return Adapter(str(path), settings, lows, trained, left, files, ckpt)
+    return Adapter(str(path), settings, lows, trained, left, files, ckpt, tuple(several))
 
 
 def _config_file(place: Path, given: str | os.PathLike[str] | None) -> Path:

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from operator import index
+from traceback import walk_tb
 from typing import Any
 
-from ckptmap.errors import ArgumentError, CkptmapError, PlanError
+from ckptmap.errors import ArgumentError, CkptmapError, PlanError, RunError
 
 DEEPEST = 100
 """Dicts and lists of `extra` inside of each other; more is one that holds itself."""
 DOC = "see help() of the call"
+OWN = ("ckptmap", "ckptmap_cli")
 
 
 def _wrong(name: str, value: object, expected: str, hint: str = DOC) -> ArgumentError:
@@ -146,6 +148,26 @@ def installed(*libraries: str) -> None:
 def not_installed(name: str) -> PlanError:
     return PlanError(
         "CKM211", f"this needs {name}, which is not installed here", f"pip install {name}"
+    )
+
+
+def broken(error: BaseException) -> RunError | None:
+    """Told as a library that is there and cannot be imported; None: that is not what it is.
+
+    What the system's loader finds missing is an ImportError, of what is loaded by ctypes an OSError.
+    """
+    names = [str(f.f_globals.get("__name__", "")) for f, _ in walk_tb(error.__traceback__)]
+    roots = [name.partition(".")[0] for name in names]
+    by_ctypes = isinstance(error, OSError) and roots[-1:] == ["ctypes"]
+    last = max((at for at, root in enumerate(roots) if root in OWN), default=-1)
+    if roots[last + 1 :] == [] or not (by_ctypes or isinstance(error, ImportError)):
+        return None
+    name = roots[last + 1]
+    what = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return RunError(
+        "CKM211",
+        f"{name} is installed here and cannot be imported: {what}",
+        f"install it again: pip install --force-reinstall {name}",
     )
 
 

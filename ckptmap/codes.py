@@ -33,9 +33,9 @@ CODES: Mapping[str, Code] = {
         "git lfs pull in the repository it came from, or download the file again.",
     ),
     "CKM103": Code(
-        "a web page or JSON, not weights",
-        "The file is text. A download that failed often leaves its error page under the name of "
-        "the file.",
+        "a web page or other text in place of the file",
+        "The file is text where weights were expected, or no JSON where that was (config.json, "
+        "params.json). A download that failed often leaves its error page under the name of the file.",
         "Look at its first line, then download it again.",
     ),
     "CKM104": Code(
@@ -46,8 +46,8 @@ CODES: Mapping[str, Code] = {
     "CKM105": Code(
         "a zip that is damaged, or not of torch.save",
         "A torch.save file is a zip archive of uncompressed records. This one has no central "
-        "directory, or records that are compressed, encrypted, repeated or out of place; or it is "
-        "a zip of other files.",
+        "directory, or records that are compressed, encrypted, repeated, out of place or other than "
+        "their checksum says; or it is a zip of other files.",
         "Unpack what was packed; else copy it again. If torch.load reads it, torch.save it once more.",
     ),
     "CKM106": Code(
@@ -129,8 +129,9 @@ CODES: Mapping[str, Code] = {
     ),
     # ------------------------------------------------------------------ the plan
     "CKM201": Code(
-        "an unknown setup or wrapper",
-        "--to takes SETUP or SETUP-ENCODING, and --wrap wrapper names; this is none of them.",
+        "an unknown setup, wrapper, key form or way of cutting",
+        "--to takes SETUP or SETUP-ENCODING, --wrap names of wrappers, --optimizer-keys a key form, and "
+        "--tp-plan a file of patterns and styles; this is none of them.",
         "The message lists what there is; `ckptmap convert --help` shows examples.",
     ),
     "CKM202": Code(
@@ -146,9 +147,10 @@ CODES: Mapping[str, Code] = {
         "Leave it as it is with --no-encode, or choose another encoding.",
     ),
     "CKM204": Code(
-        "a world size that does not fit",
-        "--world-size is below 1, or the setup is not cut over ranks.",
-        "Leave it out, or choose a setup that is cut: fsdp1, fsdp2.",
+        "a cut that does not fit",
+        "--world-size, --mesh, --tp-plan or --fsdp-units do not fit the setup, which may not be cut over "
+        "ranks, or each other.",
+        "Leave out what the message names, or choose a setup that is cut: fsdp1, fsdp2.",
     ),
     "CKM205": Code(
         "several dicts could hold the weights",
@@ -179,7 +181,8 @@ CODES: Mapping[str, Code] = {
     "CKM209": Code(
         "a plan that no longer holds",
         "The source, or ckptmap, is not the one that the saved plan was made with, or the file "
-        "is no plan, or was edited: what a plan does is said by its options alone.",
+        "is no plan, or was edited: what a plan does is said by its options alone. Under torchrun: "
+        "ranks see different sources, or run different releases.",
         "Plan again: ckptmap plan SRC --to SETUP -o plan.json",
     ),
     "CKM210": Code(
@@ -189,9 +192,9 @@ CODES: Mapping[str, Code] = {
         "See what there is with: ckptmap doctor; the bytes are the same with --device cpu.",
     ),
     "CKM211": Code(
-        "a library that is not installed",
+        "a library that is not installed, or cannot be imported",
         "The command line reads headers and moves bytes without PyTorch; arithmetic needs it, digests "
-        "need xxhash, and the Hub needs huggingface_hub. Nothing was written.",
+        "need xxhash, and the Hub needs huggingface_hub. The destination is as it was.",
         "Install the library that the message names; `ckptmap doctor` lists what is here.",
     ),
     # ------------------------------------------------------------------ the run
@@ -231,7 +234,8 @@ CODES: Mapping[str, Code] = {
     ),
     "CKM307": Code(
         "interrupted",
-        "The run was stopped by Ctrl-C or SIGTERM. The destination is as it was.",
+        "The run was stopped by Ctrl-C or SIGTERM; or under torchrun a rank died, hung or never came. "
+        "The destination is as it was.",
         "Run the same command again: it continues.",
     ),
     "CKM308": Code(
@@ -273,7 +277,6 @@ CODES: Mapping[str, Code] = {
         "Raise the limit that the message names, or ask for less with --threads 1 and a smaller "
         "--max-memory; then run the same command again.",
     ),
-    # ------------------------------------------------------------------ the answer
     "CKM315": Code(
         "zero points where none were expected",
         "Codes were to be kept, but the tensor was quantized asymmetrically: its zero points are "
@@ -331,6 +334,7 @@ CODES: Mapping[str, Code] = {
         "the base's dtype is too narrow for the sum. Nothing was published.",
         "Find out which of the two holds them; --to hf-fp32 tells whether the dtype is the reason.",
     ),
+    # ------------------------------------------------------------------ the answer
     "CKM401": Code(
         "verification failed",
         "What was written is not what was planned. Nothing was published.",
@@ -360,10 +364,13 @@ CODES: Mapping[str, Code] = {
         "Freeze it (requires_grad_(False)) before loading, or load a dense checkpoint.",
     ),
     "CKM504": Code(
-        "a quantized weight that cannot be cut",
-        "The rows or scale blocks of the weight do not divide by the model's world size, and "
-        "strict_encoding forbids to decode it.",
-        "Load without strict_encoding, or with another world size.",
+        "a tensor that cannot be cut so",
+        "Of a live model: the rows or scale blocks of a quantized weight do not divide by the model's "
+        "world size, and strict_encoding, or its NF4 parameter, forbids to decode it. Of --to "
+        "fsdp1-local: the tensors of an FSDP unit, or their optimizer state, do not make one flat "
+        "parameter, or nothing tells their order.",
+        "Load without strict_encoding, or with another world size; of fsdp1-local the message says "
+        "which of --like, --fsdp-units, --use-orig-params and --optimizer drop helps.",
     ),
     "CKM505": Code(
         "a kind of model that cannot be loaded into",
@@ -384,9 +391,11 @@ CODES: Mapping[str, Code] = {
         "Set what the message names as it was, or load without exact=True.",
     ),
     "CKM508": Code(
-        "an optimizer that cannot be saved or loaded",
-        "Its parameters are not the model's, or it keeps state in a way that is not known.",
-        "Build the optimizer after wrapping the model, from the model's own parameters.",
+        "an optimizer or scheduler that cannot be saved or loaded",
+        "An optimizer's parameters are not the model's, or it keeps state in a way that is not known; or "
+        "a scheduler is not of the kind that was saved.",
+        "Build the optimizer after wrapping the model, from the model's own parameters; build the "
+        "scheduler that was saved, or load without one.",
     ),
     "CKM509": Code(
         "replicas that differ",
@@ -529,7 +538,8 @@ CODES: Mapping[str, Code] = {
     ),
     "CKM716": Code(
         "an unsafe name in a repository",
-        "The repository's list of files holds a path that would leave the directory.",
+        "The repository's list of files holds a path that would leave the directory, or that this "
+        "file system cannot hold, or a size or hash that is none.",
         "Do not use it, or this endpoint, unless you know why.",
     ),
     # ------------------------------------------------------------------ naming schemes
@@ -612,9 +622,9 @@ CODES: Mapping[str, Code] = {
         "Give two checkpoints of one model, in the two schemes; --values compares contents.",
     ),
     "CKM616": Code(
-        "a mapping file that fails its tests",
-        "A round trip, or a golden table, does not come out as it should.",
-        "The message names the key and what came out in its place.",
+        "tests of a mapping file that cannot be read",
+        "The golden table or the list of refusals beside it cannot be read.",
+        "Correct it, or write the table anew with `write_table` of ckptmap.testing.mappings.",
     ),
     "CKM617": Code(
         "a configuration that a scheme refuses",

@@ -12,7 +12,7 @@ from ckptmap.geometry.alike import distinct
 from ckptmap.geometry.columns import Extents
 from ckptmap.geometry.grids import Repairs
 from ckptmap.groups import Groups
-from ckptmap.leaves import class_of, join
+from ckptmap.leaves import class_of, described, join, opaques
 from ckptmap.protocols import Group
 from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor, TensorInfo
 
@@ -99,9 +99,12 @@ def _adopted(key: str, leaf: Leaf, refused: list[Refused]) -> Group | None:
             group = scheme.adopt(key, leaf)
             if group is not None:
                 return group
-    name = leaf.pieces[0][1].class_name if isinstance(leaf, Cut) else class_of(leaf)
+    first = leaf.pieces[0][1] if isinstance(leaf, Cut) else next(opaques(leaf), None)
+    name = class_of(leaf) if first is None else first.class_name
     # Its class may be known, and the form of its codes not: float8_e5m2, for one.
     reason = f"a tensor of unknown class or form, {name}"
+    if first is not None and first.is_unresolved:
+        reason = described(first)
     refused.append(Refused(key, reason, droppable=False))
     return None
 

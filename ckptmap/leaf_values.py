@@ -14,7 +14,15 @@ from ckptmap.disk.files import Files
 from ckptmap.extra_state import buffer
 from ckptmap.grouping import Refused, grouped
 from ckptmap.lazy import LazyTensor
-from ckptmap.leaves import hides_tensor, join, opaques
+from ckptmap.leaves import (
+    MAX_DEPTH,
+    by_rank,
+    described,
+    hides_tensor,
+    is_endless,
+    join,
+    opaques,
+)
 from ckptmap.optim.state import REFUSED
 from ckptmap.protocols import Group
 from ckptmap.roots import is_tensor
@@ -45,12 +53,14 @@ class LeafReader:
             if held is not None:
                 yield path, held
                 continue
+            if any(map(is_endless, by_rank(leaf))):
+                why = f"a value that holds itself, or nests deeper than {MAX_DEPTH}"
+                self.refused.append(Refused(join((*root, *path)), why, not hides_tensor(leaf)))
+                continue
             found = next(opaques(leaf), None)
             if found is not None and not (is_tensor(leaf) and isinstance(leaf, StoredTensor)):
-                what = f"an object of unknown class {found.class_name}"
-                if found.is_empty:
-                    what = "was on the meta device when it was saved, so its values are not here"
-                self.refused.append(Refused(join((*root, *path)), what, not hides_tensor(found)))
+                droppable = not hides_tensor(found)
+                self.refused.append(Refused(join((*root, *path)), described(found), droppable))
             elif not is_tensor(leaf):
                 yield path, leaf
 

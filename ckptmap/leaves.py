@@ -24,6 +24,11 @@ class ListIndex(int):
     __slots__ = ()
 
 
+MAX_DEPTH = 128
+"""Levels of dicts and lists in each other: nothing honest has as many, and what holds itself has more."""
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
 def by_rank(leaf: Leaf) -> Sequence[Leaf]:
     """What each rank holds of it; one value where they do not differ."""
     return leaf.values if isinstance(leaf, PerRank) else (leaf,)
@@ -89,26 +94,75 @@ def opaques(value: Any) -> Iterator[Opaque]:
 
 
 def within(value: Any) -> Iterator[Any]:
-    """It, and all that lies in its dicts, lists, tuples and sets, keys too."""
-    yield value
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from within(key)
-            yield from within(item)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from within(item)
+    """It, and all that lies in its dicts, lists, tuples and sets, keys too; what lies in a container
+    that is there twice, once: it may hold itself."""
+    seen: dict[int, Any] = {}
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        yield item
+        if isinstance(item, Mapping | list | tuple | set | frozenset) and id(item) not in seen:
+            seen[id(item)] = item  # held, lest another takes its id
+            todo += reversed(_held(item))
+
+
+def _held(container: Any) -> list[Any]:
+    if isinstance(container, Mapping):
+        return [held for entry in container.items() for held in entry]
+    return list(container)
 
 
 def hides_tensor(value: Any) -> bool:
     """Is there a stored tensor, inside of foreign objects as well?"""
-    if isinstance(value, StoredTensor):
+    seen: dict[int, Any] = {}
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, StoredTensor):
+            return True
+        if not isinstance(item, Opaque | Mapping | list | tuple) or id(item) in seen:
+            continue
+        seen[id(item)] = item  # objects refer to each other, and back
+        if isinstance(item, Opaque):
+            todo += (item.args, item.state)
+        else:
+            todo += item.values() if isinstance(item, Mapping) else item
+    return False
+
+
+def is_endless(value: Any) -> bool:
+    """Does it hold itself, or nest deeper than anything that is read, or written?"""
+    heights: dict[int, int] = {}
+
+    def height(container: Any, depth: int) -> int:
+        if depth > MAX_DEPTH:
+            raise RecursionError
+        found = heights.get(id(container))
+        if found is None:
+            below = [item for item in _held(container) if isinstance(item, _CONTAINERS)]
+            found = 1 + max((height(item, depth + 1) for item in below), default=0)
+            heights[id(container)] = found
+        if depth + found > MAX_DEPTH + 1:
+            raise RecursionError
+        return found
+
+    try:
+        return isinstance(value, _CONTAINERS) and height(value, 0) > MAX_DEPTH
+    except RecursionError:
         return True
-    if isinstance(value, Opaque):
-        return hides_tensor((value.args, value.state))
-    if isinstance(value, Mapping):
-        return any(map(hides_tensor, value.values()))
-    return isinstance(value, list | tuple) and any(map(hides_tensor, value))
+
+
+UNRESOLVED = "a view that torch conjugates or negates only when it is used"
+RESOLVED = "save tensor.resolve_conj().resolve_neg() in its place"
+
+
+def described(found: Opaque) -> str:
+    """What it is, as a reason why it cannot be carried."""
+    if found.is_empty:
+        return "was on the meta device when it was saved, so its values are not here"
+    if found.is_unresolved:
+        return f"{UNRESOLVED}, so its values are not here: {RESOLVED}"
+    return f"an object of unknown class {found.class_name}"
 
 
 def class_of(leaf: Leaf) -> str:

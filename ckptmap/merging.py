@@ -17,7 +17,7 @@ from ckptmap import setups
 from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.conversion import Report, run
 from ckptmap.disk.calm import one_torch_thread
-from ckptmap.errors import PlanError
+from ckptmap.errors import ArgumentError, PlanError
 from ckptmap.lazy import LazyTensor
 from ckptmap.lora import Merged, untouched
 from ckptmap.planning.options import MAX_MEMORY, Progress, RunOptions
@@ -129,8 +129,8 @@ def plan_merge(
     """What `merge` would do; see there. Only for an estimate of what survives are values read."""
     stranger = next((name for name in options if name not in OPTIONS), None)
     if stranger is not None:
-        raise PlanError(
-            "CKM205",
+        raise ArgumentError(
+            "CKM516",
             f"{stranger}: is no option of a merge, expected one of {', '.join(sorted(OPTIONS))}",
             "merge first, then convert what was merged",
         )

@@ -102,7 +102,7 @@ def _refuse_part(place: Place) -> None:
         raise SourceError(
             "CKM111",
             f"{path}: is one file of a DCP directory",
-            f"name the directory: {path.parent}",
+            f"name the directory: {shlex.quote(str(path.parent))}",
         )
 
 
@@ -112,7 +112,9 @@ def _one_of_many(place: Place) -> tuple[str, ...]:
     if place.is_dir or match is None or int(match[1]) < 2:
         return ()
     parent = Path(place.path).parent
-    return (f"this is one of {int(match[1])} files of a model; for all of it name {parent}",)
+    return (
+        f"this is one of {int(match[1])} files of a model; for all of it name {shlex.quote(str(parent))}",
+    )
 
 
 def refuse_place(place: Place, is_checkpoint: Callable[[Place], bool]) -> SourceError:
@@ -139,8 +141,13 @@ FOREIGN: tuple[tuple[bytes, str, str], ...] = (
 """First bytes of a file -> what it is, and what to do."""
 
 
-LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
-"""The pickled magic number that torch.save's format of before torch 1.6 starts with."""
+LEGACY_MAGIC = re.compile(
+    rb"\x80[\2-\5](\x95.{8})?\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\.|L119547037146038801333356L\n\.",
+    re.DOTALL,
+)
+"""The pickled magic number that torch.save's format of before torch 1.6 starts with, of any protocol."""
+LEGACY_NBYTES = 32
+"""No less than the longest of them."""
 TAR_MAGIC = 257
 """Where a tar archive has its magic bytes."""
 OTHER_FRAMEWORKS = (
@@ -162,7 +169,7 @@ def _foreign(place: Place) -> tuple[str, str] | None:
 
 
 def legacy(path: str) -> SourceError:
-    """Of a file that starts with `LEGACY_MAGIC`."""
+    """Of a file that begins as `LEGACY_MAGIC` says."""
     return SourceError(
         "CKM117",
         f"{path}: is in the torch.save format of before torch 1.6",
@@ -185,7 +192,7 @@ def _of_file(place: Place) -> SourceError:
         return SourceError(
             "CKM103",
             f"{path}: is a JSON file, which may describe weights and holds none",
-            f"name the directory that it lies in: {Path(path).parent}",
+            f"name the directory that it lies in: {shlex.quote(str(Path(path).parent))}",
         )
     if head.lstrip()[:1] in (b"<", b"{", b"["):
         return SourceError(
@@ -193,7 +200,7 @@ def _of_file(place: Place) -> SourceError:
             f"{path}: is text, not weights: it begins {head[:24].decode('latin-1').strip()!r}",
             "a failed download leaves its error page; download the file again",
         )
-    if head.startswith(LEGACY_MAGIC):
+    if LEGACY_MAGIC.match(head):
         return legacy(path)
     foreign = _foreign(place)
     if foreign is not None:
@@ -246,7 +253,7 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
         return SourceError(
             "CKM111",
             f"{place.path}: holds checkpoints but is none itself: {', '.join(inside[:6])}",
-            f"point at one: {Path(place.path) / inside[-1]}",
+            f"point at one: {shlex.quote(str(Path(place.path) / inside[-1]))}",
         )
     shown = ", ".join(place.names[:6]) + (", ..." if len(place.names) > 6 else "")
     what, hint = "a directory without a checkpoint", "check the path"

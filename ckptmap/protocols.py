@@ -324,6 +324,8 @@ class OutState:
     records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     world_size: int = 1
     max_shard_nbytes: int = 5_000_000_000
+    stem: str | None = None
+    """How names of weight files begin, where the library that loads them looks for one of its own."""
 
 
 class Slot(NamedTuple):
@@ -390,6 +392,11 @@ class Declared(Protocol):
         """Their `quantization_config`, for the one that the source had, and for the modules whose
         weight is tied to another; None: there must be none."""
 
+    def undeclared(
+        self, present: Mapping[str, Any] | None, wanted: Mapping[str, Any] | None
+    ) -> Sequence[str]:
+        """What should be said of what `present` declares and `wanted` does not."""
+
     def check(self, document: Mapping[str, Any]) -> None:
         """Raises PlanError CKM203 where a model of this config could not load them."""
 
@@ -416,6 +423,10 @@ class Carrier(Protocol):
     ) -> tuple[dict[str, Sibling], list[str]]:
         """Files by name, and notes; `dtypes` are those of the matrices that are written, `untied`
         heads that are no longer tied to an embedding."""
+
+    def stem(self, carried: Mapping[str, Sibling]) -> str | None:
+        """How names of weight files must begin for who loads them beside these files; None: as
+        the writer has them."""
 
 
 class Filing(Protocol):

@@ -31,7 +31,7 @@ COMPANION = re.compile(
     r"|(modeling|configuration|tokenization|(image_|video_)?processing|feature_extraction)_\w+\.py"
     r"|zero_to_fp32\.py|training_args\.(bin|json)|trainer_state\.json"
     r"|(all|train|eval|test|predict)_results\.json|data\.pt|.*\.index\.json"
-    r"|(pytorch_)?model([-_.]\w+)*\.(bin|safetensors)|\.metadata|__\d+_\d+\.distcp"
+    r"|((diffusion_)?pytorch_)?model([-_.]\w+)*\.(bin|safetensors)|\.metadata|__\d+_\d+\.distcp"
 )
 """What transformers, its Trainer, verl and torch keep beside the weights, or leave of them: names
 of their own, and few that a user would give."""

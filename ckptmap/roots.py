@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ckptmap.errors import SourceError
 from ckptmap.extra_state import state_at
 from ckptmap.geometry.columns import Extents
+from ckptmap.leaves import RESOLVED, UNRESOLVED
 from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module", "weights", "app", "app_state")
@@ -153,6 +154,8 @@ def _no_tensors(leaves: Mapping[Path, Leaf], where: str) -> SourceError:
             f"{where}: holds {len(found)} tensors of the meta device, which have no values",
             "load the model's weights, move it off the meta device, and save it again",
         )
+    if found and all(leaf.is_unresolved for leaf in found):
+        return SourceError("CKM206", f"{where}: each tensor is {UNRESOLVED}", RESOLVED)
     classes = sorted({leaf.class_name for leaf in found})
     what = (
         f"; it has objects of {', '.join(classes[:3])}, which are never called" if classes else ""

@@ -333,6 +333,12 @@ class Opaque:
         """A tensor on the meta device: of an offloaded model, torch saves no values."""
         return self.class_name == "torch._utils._rebuild_meta_tensor_no_storage"
 
+    @property
+    def is_unresolved(self) -> bool:
+        """A view that torch conjugates or negates when it is used: it saves the values of before."""
+        bits = self.args[-1] if self.args and self.module == "torch._utils" else None
+        return isinstance(bits, dict) and bool(bits.get("conj") or bits.get("neg"))
+
     def __repr__(self) -> str:
         return f"<{self.class_name}>"
 
@@ -378,6 +384,7 @@ class Index:
     beside    the directory whose files count as lying beside the weights; None: their own
     units     path of a dict of weights -> the modules in it that FSDP1 wraps, as stored
     left      what is in none of the leaves: files, or `KEY of FILE`
+    behind    of those, weights of modules that follow the model: without them it does not load
     wholes    key of an extra value -> the file that holds it, and nothing else
     listed    tells whether a tensor stands where the dict that was saved had it; None: no order
               was kept
@@ -393,6 +400,7 @@ class Index:
     beside: str | None = None
     units: Mapping[Path, Sequence[str]] = field(default_factory=dict)
     left: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
     wholes: Mapping[str, str] = field(default_factory=dict)
     listed: Callable[[StoredTensor], bool] | None = None
 

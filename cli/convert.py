@@ -40,7 +40,10 @@ PlanFile = Annotated[
     typer.Option("--plan", metavar="FILE", show_default=False, help="Run exactly this saved plan."),
 ]
 MaxMemory = Annotated[
-    str, typer.Option("--max-memory", metavar="SIZE", help="Bound of all buffers of a rank.")
+    str,
+    typer.Option(
+        "--max-memory", metavar="SIZE", help="Bound of all buffers of a rank, 2MiB or more."
+    ),
 ]
 Digest = Annotated[
     str,
@@ -132,7 +135,7 @@ def command(
 
     from .asked import options
 
-    limit = ask.parse_nbytes(max_memory)
+    limit = ask.parse_memory(max_memory)
     asked = options(
         to or "", world_size=world_size, include=include, exclude=exclude, drop=drop,
         optimizer=optimizer, optimizer_keys=optimizer_keys, param_order=param_order, like=like,
@@ -195,6 +198,7 @@ def _plan(src: str, asked: Options, plan_file: str | None) -> Plan:
 
 def _saved(src: str, plan_file: str) -> Plan:
     from pathlib import Path
+    from shlex import quote
 
     from ckptmap.errors import PlanError
     from ckptmap.planning.replanning import replan
@@ -208,7 +212,7 @@ def _saved(src: str, plan_file: str) -> Plan:
         raise PlanError(
             "CKM209",
             f"{plan_file}: plans a conversion of {plan.ckpt.shown}, not of {src}",
-            f"name {plan.ckpt.shown}, or plan {src} with the same options: ckptmap plan --help",
+            f"name {quote(plan.ckpt.shown)}, or plan {quote(src)} with the same options: ckptmap plan --help",
         )
     return plan
 

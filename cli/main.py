@@ -61,12 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         library = (error.name or "ckptmap").partition(".")[0]
         if library.startswith("ckptmap"):
             return _unexpected(error, args, out)
-        return _expected(arguments.not_installed(library), args, out)
+        missing = arguments.not_installed(library)
+        incomplete = arguments.broken(error) if "." in (error.name or "") else None
+        return _expected(incomplete or missing, args, out)
     except Exception as error:
         if isinstance(error, Unprintable):
             out.error("", f"stdout cannot be written: {error}", UNPRINTED)
             return WORKING
-        short = shortage(error)
+        short = shortage(error) or arguments.broken(error)
         if short is not None:
             return _expected(short, args, out)
         refuse = _usage if hasattr(error, "format_message") else _unexpected

@@ -108,7 +108,7 @@ def command(
         given["exact_scales"] = ("*",)
     if max_shard_size is not None:
         given["max_shard_nbytes"] = ask.parse_nbytes(max_shard_size)
-    nbytes = ask.parse_nbytes(max_memory)
+    nbytes = ask.parse_memory(max_memory)
     given |= {"force": force, "adapter_config": adapter_config, "leave": tuple(leave or ())}
     plan = plan_merge(base, adapter, to, **given)
     out, report = Output(json, quiet), None

@@ -13,6 +13,8 @@ UNITS = {
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "tb": 10**12,
     "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
 }  # fmt: skip
+MIN_MEMORY = 2 << 20
+"""Buffers that a thread has whatever the bound is: below it the bound would be a lie."""
 
 
 def parse_nbytes(text: str) -> int:
@@ -23,6 +25,16 @@ def parse_nbytes(text: str) -> int:
     nbytes = int(float(match[1]) * UNITS[match[2]])
     if nbytes < 1:
         raise typer.BadParameter(f"{text!r}: expected 1 byte or more")
+    return nbytes
+
+
+def parse_memory(text: str) -> int:
+    """The same, of a bound that can be kept."""
+    nbytes = parse_nbytes(text)
+    if nbytes < MIN_MEMORY:
+        raise typer.BadParameter(
+            f"--max-memory {text}: expected 2MiB or more, what one thread holds"
+        )
     return nbytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -72,7 +73,8 @@ def command(
     out = Output(json)
     if save is not None:
         plan.save(save)
-        out.note(f"saved: {save}; run it with: ckptmap convert --plan {save} {src} DST")
+        again = shlex.join(("ckptmap", "convert", "--plan", save, src, "DST"))
+        out.note(f"saved: {save}; run it with: {again}")
     out.show(plan)
     if plan.unresolved:
         raise typer.Exit(1)

@@ -55,7 +55,7 @@ def command(
     config_from: ask.ConfigFrom = None,
     max_shard_size: ask.MaxShardSize = None,
     max_memory: Annotated[
-        str, typer.Option("--max-memory", metavar="SIZE", help="Bound of all buffers.")
+        str, typer.Option("--max-memory", metavar="SIZE", help="Bound of all buffers, 2MiB or more.")
     ] = "64MiB",
     device: Annotated[str, typer.Option("--device", help="Where arithmetic runs.")] = "cpu",
     low_disk: Annotated[
@@ -90,7 +90,7 @@ def command(
     try:
         report = ckptmap.push(
             src, repo, to=to, private=private, revision=revision, pr=pr, base_model=base_model,
-            work=work, device=device, max_memory=ask.parse_nbytes(max_memory), low_disk=low_disk,
+            work=work, device=device, max_memory=ask.parse_memory(max_memory), low_disk=low_disk,
             progress=None if quiet else progress, **options,
         )  # fmt: skip
     finally:

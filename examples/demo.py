@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "demo"
 TIMEOUT_S = 300
-FAILED_LINES = 40
-"""How much of a failed command's output is shown."""
+FAILED_LINES = 120
+"""How much of a failed command's output is shown: torchrun's own traceback, which comes last, is 40."""
 
 PROGRAMS = {
     "ckptmap": [sys.executable, "-m", "ckptmap"],

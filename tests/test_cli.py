@@ -308,6 +308,7 @@ def test_a_plan_of_another_source_is_refused(
         ([], "give --to SETUP"),
         (["--plan", "p.json", "--to", "hf"], "--plan holds the options"),
         (["--to", "hf", "--max-memory", "lots"], "'lots' is no size"),
+        (["--to", "hf", "--max-memory", "10"], "--max-memory 10: expected 2MiB or more"),
         (["--to", "hf", "--digest", "md5"], "expected one of xxh3, sha256"),
         (["--to", "hf", "--optimizer", "maybe"], "expected one of keep, drop"),
         (["--to", "hf", "--world-size", "0"], "--world-size"),

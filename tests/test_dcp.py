@@ -339,6 +339,33 @@ def test_data_lie_aligned_and_bytes_are_the_same_again(tmp_path: FilePath) -> No
             assert all(chunk.region.offset % 64 == 0 for chunk in leaf.chunks)
 
 
+def test_a_save_that_torch_cannot_read_back_is_named(tmp_path: FilePath) -> None:
+    """All tensors of a file at one offset, raw lengths in .metadata: nothing is cut short."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+
+    state = {"w": torch.ones(4, 3), "b": torch.ones(2, dtype=torch.bfloat16), "step": 3}
+    writer = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    with pytest.raises(SourceError, match=r"is safetensors, as FileSystemWriter") as caught:
+        ckptmap.open(tmp_path)
+    assert caught.value.code == "CKM109" and "without serialization_format" in caught.value.hint
+
+
+@pytest.mark.parametrize("numel", [4, 3000])
+def test_a_conjugated_tensor_is_named(tmp_path: FilePath, numel: int) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    state = {"w": torch.ones(numel, dtype=torch.complex64).conj(), "b": torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    with ckptmap.open(tmp_path) as ckpt:
+        if ckpt.refused:
+            assert "resolve_conj()" in ckpt.refused[0].reason
+        else:
+            with pytest.raises(SourceError, match="is a view that torch conjugates"):
+                ckpt["w"].read()
+
+
 def test_keys_that_collide_and_values_that_are_not_plain() -> None:
     info = TensorInfo((), "float32")
     chunk = ((0, Box((), ())),)

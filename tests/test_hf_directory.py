@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import ckptmap
 from ckptmap.containers.hf import HfDirectory, HfWriter
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.layouts.full import Full
@@ -379,6 +380,19 @@ def test_what_is_left_aside_is_noted(copy: FilePath) -> None:
     assert "gives total_size 5, the shards hold" in notes
     assert "left aside, not in the index: model-00009-of-00009.safetensors" in notes
     assert "an unfinished download: model-00001-of-00002.safetensors.incomplete" in notes
+
+
+def test_weights_in_other_forms_are_named(copy: FilePath) -> None:
+    """Of an earlier save they may be other weights."""
+    before = HfDirectory().index(look(copy))
+    assert not before.left
+    for name in ("pytorch_model.bin", "tf_model.h5", "training_args.bin"):
+        (copy / name).write_bytes(b"PK")
+    index = HfDirectory().index(look(copy))
+    assert index.left == ("pytorch_model.bin", "tf_model.h5") and index.files == before.files
+    with ckptmap.open(copy) as ckpt:
+        assert "left behind: pytorch_model.bin, tf_model.h5" in ckpt.notes
+    assert "left behind: pytorch_model.bin, tf_model.h5" in ckptmap.plan(copy, "hf").notes
 
 
 def test_cache_snapshot_links_to_blobs(saved: FilePath, tmp_path: FilePath) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 
 import ckptmap
@@ -260,6 +261,9 @@ def test_modules_behind_the_model_go_along(tmp_path: Path) -> None:
     save_file({"linear.weight": torch.ones(4, 32)}, source / "2_Dense" / "model.safetensors")
     report = ckptmap.convert(source, tmp_path / "out", to="hf-bf16")
     assert "goes along as it is: 2_Dense/model.safetensors" in report.notes
+    behind = "left behind: 2_Dense/model.safetensors"
+    assert behind not in report.notes
+    assert behind in ckptmap.plan(source, "full").notes
     for name in (*beside, "2_Dense/model.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes(), name
     assert ckptmap.verify(tmp_path / "out").ok
@@ -274,3 +278,25 @@ def test_scripts_that_no_config_names_stay_behind(tmp_path: Path) -> None:
     (tmp_path / "in/train.py").write_text("TOKEN = 'secret'\n")
     ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-bf16")
     assert not list((tmp_path / "out").glob("*.py"))
+
+
+@pytest.mark.parametrize("limit", ["1KB", "1GB"])
+def test_names_that_diffusers_looks_for(tmp_path: Path, limit: str) -> None:
+    """Its `save_pretrained`, by the function that it calls; under `model*` it finds no weights."""
+    source, out = tmp_path / "in", tmp_path / "out"
+    state = {f"conv.{i}.weight": torch.randn(8, 8, 3) for i in range(4)}
+    source.mkdir()
+    pattern = "diffusion_pytorch_model{suffix}.safetensors"
+    save_torch_state_dict(state, source, filename_pattern=pattern, max_shard_size=limit)
+    config = {"_class_name": "AutoencoderKL", "_diffusers_version": "0.42.1"}
+    (source / "config.json").write_text(json.dumps(config))
+    nbytes = 1_000 if limit == "1KB" else 10**9
+    ckptmap.convert(source, out, to="hf", max_shard_nbytes=nbytes)
+    weights = {file.name for file in source.iterdir()}
+    assert weights < {file.name for file in out.iterdir()} and len(weights) in (2, 6)
+    assert ckptmap.verify(out).ok and ckptmap.diff(source, out, values=True).equal
+    torch.save(state, tmp_path / "m.pt")
+    given = source / "config.json"
+    again = {"config_from": given, "max_shard_nbytes": nbytes, "overwrite": True}
+    ckptmap.convert(tmp_path / "m.pt", out, to="hf", **again)
+    assert weights < {file.name for file in out.iterdir()}

@@ -56,6 +56,23 @@ def test_pull_brings_the_checkpoint_and_what_lies_beside_it(
     assert "was complete already" in again.notes
 
 
+def test_pull_brings_the_modules_behind_a_model(hub: Hub, model: Path, tmp_path: Path) -> None:
+    """As sentence-transformers keeps them: without their weights its loader fails."""
+    repo = hub.add("org/m", model)
+    modules = [{"idx": i, "path": path} for i, path in enumerate(("", "2_Dense"))]
+    beside = {
+        "modules.json": Blob(json.dumps(modules).encode(), False),
+        "2_Dense/config.json": Blob(b"{}", False),
+        "2_Dense/model.safetensors": Blob(b"dense", True),
+        "onnx/model.safetensors": Blob(b"other", True),
+    }
+    repo.commit(MAIN, {**repo.tree(), **beside})
+    report = ckptmap.pull("hf://org/m", tmp_path / "m")
+    assert (tmp_path / "m/2_Dense/model.safetensors").read_bytes() == b"dense"
+    assert "left on the Hub: onnx/model.safetensors" in report.notes
+    assert not [note for note in report.notes if note.startswith("left behind")]
+
+
 def test_pull_one_file_and_a_folder(hub: Hub, model: Path, tmp_path: Path) -> None:
     repo = hub.add("org/m", model)
     below = {f"a/b/{file.name}": Blob(file.read_bytes(), True) for file in model.iterdir()}

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from ckptmap_cli.main import main
+from safetensors.torch import save_file
 
 import ckptmap
 from ckptmap.errors import CkptmapError, DestinationError, RunError
@@ -170,6 +171,26 @@ def test_new_weights_take_the_place_of_old_ones(
     ckptmap.push(llama(tmp_path / "one"), "org/m")  # in one file: no index names the old shards
     assert holds(repo.tree(), tmp_path / "one")
     assert [path for path in repo.tree() if "safetensors" in path] == ["model.safetensors"]
+
+
+def test_new_weights_of_diffusers_take_the_place_of_old_ones(hub: Hub, tmp_path: Path) -> None:
+    """Old ones in one file would lie beside new shards, and the card says who loads them."""
+    folder = tmp_path / "vae"
+    folder.mkdir()
+    save_file({"conv.weight": torch.ones(4)}, folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text('{"_class_name": "A", "_diffusers_version": "0.42.1"}')
+    repo = hub.add("org/m")
+    name = "diffusion_pytorch_model"
+    old = {
+        f"{name}{end}": Blob(b"old", lfs=True)
+        for end in (".bin", "-00001-of-00002.safetensors", ".safetensors.index.json")
+    }
+    variant = {f"{name}.fp16.safetensors": Blob(b"fp16", lfs=True)}
+    repo.commit(MAIN, {**repo.tree(), **old, **variant})
+    report = ckptmap.push(folder, "org/m", to="hf-bf16")
+    assert set(report.deleted) == set(old)
+    assert {f"{name}.safetensors", *variant} <= repo.tree().keys()
+    assert "library_name: diffusers" in repo.tree()["README.md"].content.decode()
 
 
 def test_what_are_other_weights_stay(hub: Hub, model: Path) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import ckptmap
 from ckptmap.adapters import read_config
 from ckptmap.disk.files import Files
-from ckptmap.errors import PlanError, RunError, SourceError
+from ckptmap.errors import ArgumentError, PlanError, RunError, SourceError
 from ckptmap.groups import DENSE
 from ckptmap.lazy import LazyTensor
 from ckptmap.lora import MAGNITUDE, A, B, Merged, Norms, dora
@@ -586,7 +586,7 @@ def test_an_overflow_of_fp16_is_not_published(tmp_path: Path) -> None:
 
 
 def test_options_that_would_undo_it_are_refused(folder: Path) -> None:
-    with refused(PlanError, "CKM205", "names: is no option of a merge"):
+    with refused(ArgumentError, "CKM516", "names: is no option of a merge"):
         plan_merge(folder / "base", folder / "adapter", names="meta")
 
 

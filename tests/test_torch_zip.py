@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import ckptmap
 from ckptmap.containers.torch_zip import TorchZip, TorchZipWriter
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.layouts.full import Full
@@ -184,11 +185,48 @@ def test_what_is_no_strided_tensor_is_opaque(tmp_path: Path, tensor: torch.Tenso
     assert isinstance(leaf, Opaque)
 
 
-def test_legacy_format_is_named(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+def test_what_is_computed_when_it_is_used_is_named(tmp_path: Path) -> None:
+    """Conjugated, negated: torch saves the values of before, and that they are not those."""
+    file, values = tmp_path / "x.pt", torch.ones(2, dtype=torch.complex64).conj()
+    torch.save({"w": values, "n": values.clone().conj().imag, "b": torch.ones(2)}, file)
+    unresolved = ckptmap.plan(file, "full").unresolved
+    assert [item.key for item in unresolved] == ["w", "n"]
+    assert all("resolve_conj().resolve_neg()" in item.reason for item in unresolved)
+    torch.save({"w": values}, file)
+    with pytest.raises(SourceError, match=r"each tensor is a view that torch conjugates"):
+        ckptmap.plan(file, "full")
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_legacy_format_is_named(tmp_path: Path, protocol: int) -> None:
+    torch.save(
+        {"w": torch.ones(2)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False,
+        pickle_protocol=protocol,
+    )  # fmt: skip
     with pytest.raises(SourceError, match=r"before torch 1\.6") as caught:
         TorchZip().index(look(tmp_path / "x.pt"))
     assert caught.value.code == "CKM117"
+    with pytest.raises(SourceError, match=r"before torch 1\.6"):
+        ckptmap.open(tmp_path / "x.pt")
+
+
+def test_what_holds_itself_is_refused_in_a_line(tmp_path: Path) -> None:
+    endless: list[Any] = [1]
+    endless.append(endless)
+    run = argparse.Namespace(seen=endless)
+    run.run = run
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    extra = {"endless": (endless,), "run": run, "deep": deep, "fine": [[[1]]] * 2}
+    torch.save({"model": {"w": torch.ones(1)}, **extra}, tmp_path / "x.pt")
+    plan = ckptmap.plan(tmp_path / "x.pt", "full")
+    said = {item.key: item.reason for item in plan.unresolved}
+    assert list(said) == ["endless", "run", "deep"]
+    assert said["endless"] == said["deep"] == "a value that holds itself, or nests deeper than 128"
+    assert said["run"] == "an object of unknown class argparse.Namespace"
+    dropped = ckptmap.plan(tmp_path / "x.pt", "full", drop=["endless", "run", "deep"])
+    assert not dropped.unresolved
 
 
 def patched(path: Path, old: bytes, new: bytes) -> None:

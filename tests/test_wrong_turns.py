@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,75 @@ def test_a_directory_of_several_adapters(peft_run: Path, run: Run, tmp_path: Pat
     os.symlink(adapters / "first", tmp_path / "runs/checkpoint-10")
     code, _, err = run("convert", "runs", "other", "--to", "hf")
     assert code == 2 and "ckptmap merge BASE runs/checkpoint-10 DST" in err
+
+
+def test_adapters_below_the_one_that_is_merged(run: Run, peft_run: Path, tmp_path: Path) -> None:
+    """save_pretrained puts the adapter "default" in the directory itself, others in folders of it."""
+    shutil.copytree(peft_run / "adapters/first", tmp_path / "adapter")
+    shutil.copytree(peft_run / "adapters/second", tmp_path / "adapter/second")
+    code, out, _ = run("merge", peft_run / "base", "adapter", "out")
+    assert code == 0 and "note: adapter/second: is another adapter, not merged\n" in out
+
+
+# ------------------------------------------------------------------ what goes along, or does not
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+def test_pointers_beside_weights(run: Run, peft_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(peft_run / "base", tmp_path / "hf")
+    (tmp_path / "hf/tokenizer.json").write_text(POINTER)
+    code, out, _ = run("convert", "hf", "out", "--to", "hf")
+    assert code == 0 and "note: tokenizer.json: is a Git LFS pointer, not the file itself" in out
+    (tmp_path / "hf/config.json").write_text(POINTER)
+    code, _, err = run("convert", "hf", "other", "--to", "hf")
+    assert code == 2 and err.startswith("error[CKM102]: hf/config.json: is a Git LFS pointer")
+
+
+def test_a_config_that_has_no_place(run: Run, source: Path, peft_run: Path) -> None:
+    base = peft_run / "base"
+    code, out, _ = run("convert", source, "out.pt", "--to", "full", "--config-from", base)
+    assert code == 0
+    assert f"note: --config-from {base}: is not carried over, full holds no config.json" in out
+    code, out, _ = run("convert", source, "out", "--to", "hf", "--config-from", base)
+    assert code == 0 and "--config-from" not in out
+
+
+def test_commands_in_hints_can_be_pasted(run: Run, source: Path, tmp_path: Path) -> None:
+    for name in ("check 1", "check 2"):
+        (tmp_path / "two runs" / name).mkdir(parents=True)
+        shutil.copy(source, tmp_path / "two runs" / name)
+    code, _, err = run("plan", "two runs", "--to", "hf")
+    assert code == 2 and "point at one: 'two runs/check 2'" in err
+    _, _, err = run("plan", "two runs/check 1", "--to", "hf", "-o", "my plan.json")
+    command = shlex.split(err.partition("run it with: ckptmap ")[2].replace("DST", "out"))
+    assert run(*command)[0] == 0
+
+
+# ------------------------------------------------------------------ a library that is broken
+
+
+@pytest.mark.parametrize(
+    ("init", "said"),
+    [
+        ("from ._xxhash import xxh3_64", "No module named 'xxhash._xxhash'"),
+        ("raise ImportError('libfoo.so: cannot open')", "libfoo.so: cannot open"),
+        ("import ctypes; ctypes.CDLL('libfoo.so.9')", "libfoo.so.9: cannot open"),
+    ],
+)
+def test_a_library_that_cannot_be_imported(
+    source: Path, tmp_path: Path, init: str, said: str
+) -> None:
+    """An installation that was cut off, or whose shared libraries are not found."""
+    (tmp_path / "broken/xxhash").mkdir(parents=True)
+    (tmp_path / "broken/xxhash/__init__.py").write_text(init)
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptmap", "convert", source, "out.pt", "--to", "full"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "broken")},
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 3 and "please report" not in done.stderr
+    assert f"error[CKM211]: xxhash is installed here and cannot be imported: {said}" in done.stderr
 
 
 # ------------------------------------------------------------------ two saves in one directory

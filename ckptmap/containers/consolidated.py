@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path as FilePath
+from shlex import quote
 
 from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
@@ -63,7 +64,7 @@ class Consolidated:
             raise SourceError(
                 "CKM110",
                 f"{place.path}: is the file of one rank of {len(names)}, a part of the model",
-                f"open the directory of all ranks: {root}",
+                f"open the directory of all ranks: {quote(str(root))}",
             )
         _refuse_fp8(place)
         params = _params(root)

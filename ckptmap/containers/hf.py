@@ -7,9 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
+from shlex import quote
 from typing import Any
 
-from ckptmap.containers.hf_carry import HfCarrier
+from ckptmap.containers.hf_carry import MODULES, HfCarrier, weights_of_modules
 from ckptmap.disk.files import Files
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.geometry.columns import Extents
@@ -29,6 +30,10 @@ ONE_FILE = "model.safetensors"
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 DCP_SHARD = re.compile(r"shard-\d+-.+\.safetensors")
 """torch's HuggingFaceStorageWriter: parts of tensors under whole tensors' names."""
+OTHER_FORM = re.compile(
+    r"(diffusion_)?pytorch_model([-.]\w+)*\.bin|(tf|flax|rust)_model([-.]\w+)*\.(h5|msgpack|ot)"
+)
+"""Weights beside safetensors that libraries pass over: of an earlier save they may be other ones."""
 UNFINISHED = re.compile(r".*\.(incomplete|part|partial|tmp|crdownload|aria2)[^.]*")
 
 HF = Setup(
@@ -76,7 +81,11 @@ class HfDirectory:
                     notes += _compare(leaves, listed.weight_map, listed.total_nbytes, where)
                     files = (*files, where)
         notes += _left_aside(place.names, shards)
-        return Index(self.name, leaves, files, records=records, notes=tuple(notes))
+        behind = weights_of_modules(root) if MODULES in place.names else ()
+        left = (*filter(OTHER_FORM.fullmatch, place.names), *behind)
+        return Index(
+            self.name, leaves, files, records=records, notes=tuple(notes), left=left, behind=behind
+        )
 
 
 def _index_names(names: Iterable[str]) -> list[str]:
@@ -118,7 +127,8 @@ def _is_stale(place: Place, where: str, shards: Sequence[str]) -> bool:
             "CKM108",
             f"{where}: lists {there[0]!r}, and {ONE_FILE!r} is there too: two saves, of which"
             " transformers loads that of one file, others that of the index; expected one",
-            f"move the one that is not meant away, or name {FilePath(place.path) / ONE_FILE} itself",
+            "move the one that is not meant away, or name"
+            f" {quote(str(FilePath(place.path) / ONE_FILE))} itself",
         )
     return True
 
@@ -269,7 +279,8 @@ class HfWriter:
     must be empty. With `records` of payloads that only ckptmap reads the files are named `ckptmap*`
     instead of `model*`: transformers then finds no weights and says so, where under `model*` it
     would take the model for one whose weights are missing and initialise them at random. A record
-    with `"native"` is of a form that a library of that name reads by itself.
+    with `"native"` is of a form that a library of that name reads by itself. `state.stem` stands in
+    the place of `model` where the library that loads them has a name of its own.
     """
 
     name = "hf"
@@ -285,7 +296,7 @@ class HfWriter:
     def _files(self, state: OutState) -> list[OutFile]:
         assert not state.extra, "safetensors has no place for what is not a tensor"
         own = any(not record.get("native") for record in state.records.values())
-        stem = "ckptmap" if own else "model"
+        stem = "ckptmap" if own else state.stem or "model"
         tensors = [tensor for tensor in state.tensors if tensor.alias_of is None]
         keys = _unique_keys(tensors)
         sizes = [tensor.info.nbytes for tensor in tensors]

@@ -10,10 +10,11 @@ from typing import Any
 from ckptmap import tied_heads
 from ckptmap.disk.files import whole
 from ckptmap.disk.siblings import Sibling
-from ckptmap.errors import PlanError
+from ckptmap.errors import PlanError, SourceError
 from ckptmap.protocols import Declared
 from ckptmap.tensors import TensorInfo
 from ckptmap.wire.inside import blobs_of, inside
+from ckptmap.wire.safetensors_file import LFS_MAGIC
 
 CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
@@ -40,8 +41,13 @@ TEMPLATES = "additional_chat_templates"
 MODULES = "modules.json"
 """sentence-transformers: the folders of modules that follow the model (pooling, dense layers), each
 with a config, some with weights. Its loader needs them all."""
+DIFFUSERS = {"_class_name", "_diffusers_version"}
+"""What a config.json has of diffusers' models, and of no other library's."""
+DIFFUSERS_STEM = "diffusion_pytorch_model"
+"""diffusers/utils/constants.py: SAFETENSORS_WEIGHTS_NAME."""
 WEIGHTS = (".safetensors", ".bin")
 MAX_SIBLING_NBYTES = 256 << 20
+REPAIR = "download it again, or give another with --config-from PATH"
 
 
 def _belongs(file: Path) -> bool:
@@ -87,6 +93,12 @@ class HfCarrier:
         found = _files(siblings, beside)
         carried = {name: Sibling.at(file) for name, file in found.items()}
         notes = [f"goes along as it is: {n}" for n in found if "/" in n and n.endswith(WEIGHTS)]
+        notes += [
+            f"{name}: is a Git LFS pointer, not the file itself, and goes along as it is; fetch it in the"
+            " source: git lfs pull"
+            for name, file in carried.items()
+            if file.content.startswith(LFS_MAGIC)
+        ]
         if CONFIG not in carried:
             notes.append("no config.json is beside the weights; give one with --config-from PATH")
             return carried, notes
@@ -96,7 +108,16 @@ class HfCarrier:
             content = (json.dumps(after, indent=2) + "\n").encode()
         carried[CONFIG] = Sibling.made(content)
         quantized.check(after)
+        notes += quantized.undeclared(*(_quantization(config) for config in (before, after)))
         return carried, notes
+
+    def stem(self, carried: Mapping[str, Sibling]) -> str | None:
+        """diffusers looks for no other name than its own."""
+        try:
+            config = json.loads(carried[CONFIG].read()) if CONFIG in carried else None
+        except ValueError:  # `files` has refused it
+            return None
+        return DIFFUSERS_STEM if isinstance(config, dict) and config.keys() >= DIFFUSERS else None
 
 
 def _files(siblings: Sequence[str], beside: str | None) -> dict[str, str]:
@@ -122,12 +143,20 @@ def _files(siblings: Sequence[str], beside: str | None) -> dict[str, str]:
     return found
 
 
+def weights_of_modules(root: str) -> tuple[str, ...]:
+    """Weights in the folders of modules that follow the model: tensors of no checkpoint, but part of
+    what its library loads. Raises SourceError CKM116 where a folder leads out of `root`."""
+    listing = Path(root) / MODULES
+    found = _of_modules(listing) if _belongs(listing) else {}
+    return tuple(name for name in found if "/" in name and name.endswith(WEIGHTS))
+
+
 def _of_modules(listing: Path) -> dict[str, str]:
     """Every file of the folders that it names. Raises SourceError CKM116 for one that leads out."""
     directory = str(listing.parent)
     try:
         entries = json.loads(whole(str(listing)).read_bytes())
-    except ValueError:  # not that program's
+    except (ValueError, RecursionError):  # not that program's
         return {}
     paths = [e.get("path") for e in entries if isinstance(e, dict)] if type(entries) is list else []
     found = {}
@@ -151,11 +180,23 @@ def _names_code(file: str) -> bool:
 def _config(files: Mapping[str, str]) -> dict[str, Any]:
     if CONFIG not in files:
         return {}
+    content = whole(files[CONFIG]).read_bytes()
+    if content.startswith(LFS_MAGIC):
+        raise SourceError(
+            "CKM102",
+            f"{files[CONFIG]}: is a Git LFS pointer ({len(content)} bytes), not the config itself",
+            "fetch it: git lfs pull, or give another with --config-from PATH",
+        )
     try:
-        config = json.loads(whole(files[CONFIG]).read_text(encoding="utf-8"))
+        config = json.loads(content.decode("utf-8"))
     except ValueError as error:
-        raise PlanError("CKM103", f"{files[CONFIG]}: is no JSON: {error}", "repair it") from error
+        raise PlanError("CKM103", f"{files[CONFIG]}: is no JSON: {error}", REPAIR) from error
     return config if isinstance(config, dict) else {}
+
+
+def _quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    found = config.get(QUANTIZATION)
+    return found if isinstance(found, dict) else None
 
 
 def _declaring(
@@ -167,9 +208,7 @@ def _declaring(
     if len(dtypes) == 1:
         found |= dict.fromkeys({"dtype", "torch_dtype"} & found.keys(), next(iter(dtypes)))
     present = found.get(QUANTIZATION)
-    wanted = quantized.config(
-        present if isinstance(present, dict) else None, tied_heads.of_config(found)
-    )
+    wanted = quantized.config(_quantization(found), tied_heads.of_config(found))
     if wanted != present:
         found.pop(QUANTIZATION, None)
         found |= {} if wanted is None else {QUANTIZATION: dict(wanted)}

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
+from shlex import quote
 from typing import Any
 
 from ckptmap.disk.files import Files, head
@@ -113,7 +114,7 @@ def _refuse_one_of_many(path: FilePath, root: FilePath) -> None:
         raise SourceError(
             "CKM110",
             f"{path}: is the file of one rank of {count}, a part of the model",
-            f"open the directory of all ranks: {root}",
+            f"open the directory of all ranks: {quote(str(root))}",
         )
 
 

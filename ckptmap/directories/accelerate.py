@@ -13,6 +13,7 @@ Source: accelerate 1.15, accelerator.py `save_state`, checkpointing.py, utils/fs
 from __future__ import annotations
 
 import re
+from shlex import quote
 
 from ckptmap.directories import parts
 from ckptmap.errors import SourceError
@@ -44,7 +45,7 @@ class Accelerate:
             raise SourceError(
                 "CKM205",
                 f"{place.path}: several models were saved together, also {several[0]}",
-                f"open one of them by itself: {place.path}/{several[0]}",
+                f"open one of them by itself: {quote(f'{place.path}/{several[0]}')}",
             )
         models, optimizers = parts.weights(place), parts.optimizers(place)
         return Members(

@@ -52,6 +52,9 @@ class HfCarrier:
     def files(self, *args: Any) -> tuple[dict[str, Sibling], list[str]]:
         return _hf_carrier().files(*args)
 
+    def stem(self, carried: Mapping[str, Sibling]) -> None:
+        """A framework's directory has its own names."""
+
 
 def _hf_carrier() -> Carrier:
     found = next(setup.carrier for setup in registry.setups() if setup.name == "hf")

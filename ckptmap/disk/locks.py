@@ -17,6 +17,7 @@ import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 
 from ckptmap.errors import DestinationError
 
@@ -108,7 +109,7 @@ def _held(what: Path, owner: Owner, path: Path) -> DestinationError:
     return DestinationError(
         "CKM305",
         f"{what}: is being written by pid {owner.pid} on host {owner.host}",
-        f"wait for it; if it is gone, delete {path}",
+        f"wait for it; if it is gone, delete {quote(str(path))}",
     )
 
 

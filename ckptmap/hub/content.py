@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from ckptmap.checkpoint import Checkpoint
@@ -16,8 +17,10 @@ from ckptmap.remote.repo import Entry, git_sha1
 from ckptmap.verification import read_manifest, sha256_of, verify
 
 WEIGHTS = re.compile(
-    r"(model|ckptmap)(-\d+-of-\d+)?\.safetensors|(model|ckptmap)\.safetensors\.index\.json"
-    r"|pytorch_model(-\d+-of-\d+)?\.bin|pytorch_model\.bin\.index\.json|ckptmap\.manifest\.json"
+    r"((diffusion_pytorch_)?model|ckptmap)(-\d+-of-\d+)?\.safetensors"
+    r"|((diffusion_pytorch_)?model|ckptmap)\.safetensors\.index\.json"
+    r"|(diffusion_)?pytorch_model(-\d+-of-\d+)?\.bin|(diffusion_)?pytorch_model\.bin\.index\.json"
+    r"|ckptmap\.manifest\.json"
 )
 """Names that a loader takes for the model's weights: old ones must not stay beside new ones. Not
 adapters, variants, or what lies in folders below."""
@@ -109,7 +112,7 @@ def _check(ckpt: Checkpoint) -> None:
         raise DestinationError(
             "CKM715",
             f"{ckpt.path}: is not what its manifest says: {report.problems[0]}",
-            f"see all of it with: ckptmap verify {ckpt.path}",
+            f"see all of it with: ckptmap verify {quote(ckpt.path)}",
         )
 
 

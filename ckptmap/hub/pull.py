@@ -15,6 +15,7 @@ from ckptmap.checkpoint import Checkpoint, open
 from ckptmap.disk.destination import named_place
 from ckptmap.disk.publish import Workspace, clear_published, sync_tree
 from ckptmap.errors import CkptmapError, RunError, SourceError
+from ckptmap.members import left_behind
 from ckptmap.remote.locating import named_as_asked
 from ckptmap.remote.mirror import Mirror, mirrored
 from ckptmap.remote.names import is_hub, parse
@@ -81,7 +82,11 @@ def pull(
     mirror, place = mirrored(parse(src))
     with open(src) as ckpt:
         wanted, left = _chosen(ckpt, mirror, place)
-    notes = [*ckpt.notes, *([f"left on the Hub: {', '.join(left[:6])}"] if left else [])]
+    said = left_behind(ckpt.index.left)  # what is fetched is no longer left, the rest is told below
+    notes = [
+        *(note for note in ckpt.notes if note not in said),
+        *([f"left on the Hub: {', '.join(left[:6])}"] if left else []),
+    ]
     one_file, target = place.is_file(), named_place(dst)
     nbytes = sum(entry.nbytes for entry in wanted.values())
     if _has(target, wanted, one_file):
@@ -106,7 +111,7 @@ def pull(
 
 def _chosen(ckpt: Checkpoint, mirror: Mirror, place: Path) -> tuple[dict[str, Entry], list[str]]:
     """Files by their name in the destination, and those left on the Hub."""
-    mine = set(ckpt.index.files)
+    mine = {*ckpt.index.files, *(str(place / name) for name in ckpt.index.behind)}
     if place.is_file():
         return {place.name: mirror.entry(str(place))}, []
     of_transformers = ckpt.index.container in ("hf", "hf-bin")

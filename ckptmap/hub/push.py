@@ -272,9 +272,12 @@ def _with_card(
 
 
 def _library(folder: Path) -> str | None:
-    """Whose from_pretrained loads it: transformers', where weights have the names it looks for."""
-    named = any(folder.glob("model*.safetensors")) and (folder / "config.json").is_file()
-    return "transformers" if named else None
+    """Whose from_pretrained loads it: the one whose names the weights have."""
+    if not (folder / "config.json").is_file():
+        return None
+    if any(folder.glob("diffusion_pytorch_model*.safetensors")):
+        return "diffusers"
+    return "transformers" if any(folder.glob("model*.safetensors")) else None
 
 
 def _others(target: Target, content: Content) -> list[str]:

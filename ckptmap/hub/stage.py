@@ -290,6 +290,7 @@ def found_or_made(name: HubName, private: bool) -> Repo:
     Raises DestinationError CKM707 without a token, 711 where it was renamed, 712 where it is public
     and should not be.
     """
+    from huggingface_hub.constants import ENDPOINT
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     with told(name.repo, DestinationError, "making it"):
@@ -310,6 +311,6 @@ def found_or_made(name: HubName, private: bool) -> Repo:
         raise DestinationError(
             "CKM712",
             f"hf://{info.id}: is public, and --private was asked for",
-            f"make it private first: hf repo settings {info.id} --private",
+            f"make it private first: {ENDPOINT}/{info.id}/settings",
         )
     return Repo(info.id, info.sha or "", name.revision)

@@ -286,11 +286,13 @@ class Draft:
 
     # ------------------------------------------------------------------ the whole
 
-    def placed(self, max_shard_nbytes: int) -> tuple[list[FilePlan], list[Encode]]:
+    def placed(
+        self, max_shard_nbytes: int, stem: str | None = None
+    ) -> tuple[list[FilePlan], list[Encode]]:
         """Every file with the source of each slot, and what is to be encoded into which slots."""
         state = OutState(
             self.out, _writable(self.extra, self.out), self.records, self.cutter.world_size,
-            max_shard_nbytes,
+            max_shard_nbytes, stem,
         )  # fmt: skip
         targets: dict[Path, list[Target]] = {}
         files = []

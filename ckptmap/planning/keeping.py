@@ -7,7 +7,7 @@ output as well, so that no byte of it is read for anything but to be copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,9 +36,10 @@ class Kept:
         """Is this extra value in one of them?"""
         return str(path[0]) in self.sources
 
-    def said(self, ckpt: Checkpoint) -> list[str]:
-        """The notes of the source, what goes along taken out of what is left behind."""
-        names = {Path(file).name for file in self.sources.values()}
+    def said(self, ckpt: Checkpoint, carried: Collection[str]) -> list[str]:
+        """The notes of the source, what goes along taken out of what is left behind; `carried` are
+        the names of files that go along beside the weights."""
+        names = {*(Path(file).name for file in self.sources.values()), *carried}
         left = [name for name in ckpt.index.left if name.rpartition(" of ")[2] not in names]
         old = left_behind(ckpt.index.left)
         notes = [note for note in ckpt.notes if note not in old]

@@ -108,7 +108,8 @@ class Options:
 class RunOptions:
     """How a plan is run. Nothing of it changes what is written, save of its digests.
 
-    max_memory  bytes of buffers in all, a rank; threads are reduced where they would not fit
+    max_memory  bytes of buffers in all, a rank; threads are reduced where they would not fit, and
+                the last one holds up to 2 MiB whatever is asked for
     threads     None: one a core that is this rank's share, at most 4
     low_disk    keep one file of a source on the Hub at a time, beside the destination
     digest      "xxh3" a stored chunk, or "sha256": the files' too; "none": bytes may move inside the

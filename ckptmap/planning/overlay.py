@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from ckptmap import setups
@@ -66,6 +67,7 @@ class Overlaid(Checkpoint):
             f"merged: {len(adapter.lows)} modules of {adapter.path}"
             + (f"; {trained} whole tensors are the adapter's" if trained else ""),
             *(f"{key}: left in the adapter, {why}" for key, why in adapter.left.items()),
+            *(f"{adapter.path}/{name}: is another adapter, not merged" for name in adapter.others),
             *noted(untied),
         ]
 
@@ -184,7 +186,7 @@ class _Merger:
                 if is_head(fqn) and self.tied is None
                 else per_expert(self.ckpt, name)
             )
-            + f"give the base that it was trained on (keys: ckptmap inspect {self.ckpt.shown}), or"
+            + f"give the base that it was trained on (keys: ckptmap inspect {quote(self.ckpt.shown)}), or"
             f" leave it out with --leave '{name if lazy.fqn.endswith(name) else low}'",
         )
 

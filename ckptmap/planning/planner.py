@@ -139,12 +139,14 @@ class _Planner:
         draft.notes += [f"{why}: name weights with --encode GLOB" for why in empty.values()]
         draft.unresolved += refused_if_strict(left, loose, empty, self.options)
         prove_apart(draft.out.paths)
-        files, encodes = draft.placed(self.options.max_shard_nbytes)
+        carrier = self.aim.setup.carrier
+        stem = None if carrier is None else carrier.stem(carried)
+        files, encodes = draft.placed(self.options.max_shard_nbytes, stem)
         return Plan(
             self.ckpt, self.aim, self.options, self.world_size, draft.steps, files, encodes,
             draft.compares, carried, draft.dropped, draft.tied, draft.unresolved, draft.keys,
             draft.records, self.fingerprints,
-            tuple(as_named(note) for note in (*self.kept.said(self.ckpt), *draft.notes)),
+            tuple(as_named(note) for note in (*self.kept.said(self.ckpt, carried), *draft.notes)),
         )  # fmt: skip
 
     def _siblings(self) -> list[str]:
@@ -337,6 +339,7 @@ class _Planner:
     def _carried(self) -> dict[str, Sibling]:
         carrier = self.aim.setup.carrier
         if carrier is None:
+            self.draft.notes += self._config_stays()
             return self.kept.files
         infos = [form.info for form in distinct(self.draft.out.forms).values()]
         dtypes = {info.dtype for info in infos if info.dtype in FLOATING and len(info.shape) > 1}
@@ -347,10 +350,18 @@ class _Planner:
         self.draft.notes += [*notes, *quantized.unread(), *not_found(self.names)]
         return carried | self.kept.files
 
+    def _config_stays(self) -> list[str]:
+        """It is carried by a setup that has a place for it; else it may only have told names."""
+        given, setup = self.options.config_from, self.aim.setup.name
+        if given is None or isinstance(self.ckpt, Translated):
+            return []
+        return [f"--config-from {given}: is not carried over, {setup} holds no config.json"]
+
     def _quantized(self) -> Quantized:
         schemes = {scheme.name: scheme for scheme in registry.schemes()}
         fresh = any(step.encoding.name != "dense" for step, _ in self.draft.encodes)
         keep = self.aim.scheme is None or bool(self.foreign)
         foreign = {} if self.draft.unresolved else self.foreign
         kept = {fqn: name for fqn, name in foreign.items() if fqn not in self.draft.dropped}
-        return Quantized(self.written, fresh, keep, schemes, kept)
+        dense = set(self.ckpt.encodings) <= {"dense"}
+        return Quantized(self.written, fresh, keep, schemes, kept, dense)

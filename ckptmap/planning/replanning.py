@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from glob import escape
 from pathlib import Path as FilePath
+from shlex import quote
 from typing import Any
 
 from ckptmap.errors import PlanError
@@ -57,7 +58,8 @@ def replan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(
             "CKM209",
             f"{path}: is a plan of schema {schema!r}, expected {SCHEMA}",
-            f"plan again with this ckptmap: ckptmap plan {source} --to {options.to} -o {path}",
+            f"plan again with this ckptmap: ckptmap plan {quote(str(source))} --to {options.to}"
+            f" -o {quote(str(path))}",
         )
     if options.param_order is not None:  # JSON has lists
         options = replace(options, param_order=tuple(map(tuple, options.param_order)))

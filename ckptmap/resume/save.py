@@ -15,7 +15,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from ckptmap import arguments
-from ckptmap.errors import ArgumentError, LoadError
+from ckptmap.errors import ArgumentError
 from ckptmap.leaves import ListIndex
 from ckptmap.resume import flat_codes, module_state, settings, streams
 from ckptmap.resume.assign import Assigner, drifted_buffers, offer
@@ -223,8 +223,8 @@ def _held(
         own = {settings.KEY, streams.KEY, flat_codes.KEY, module_state.KEY, "scheduler"}
         reserved = own & set(extra)
         if reserved:
-            raise LoadError(
-                "CKM508", f"extra: {sorted(reserved)} are ckptmap's own", "use other names"
+            raise ArgumentError(
+                "CKM516", f"extra: {sorted(reserved)} are ckptmap's own", "use other names"
             )
         for key, value in extra.items():
             _values(held, ("extra", key), value)

@@ -261,7 +261,7 @@ def _check_crc(slot: Slot, source: StoredTensor | None, crc: int) -> None:
     extent = place if type(place) is Extent else source.extent
     if extent is not None and extent.crc32 not in (None, crc):
         raise SourceError(
-            "CKM113",
+            "CKM105",
             f"{extent.file}: {key_of(slot)}: bytes are damaged: "
             f"expected CRC-32 {extent.crc32:08x}, found {crc:08x}",
             "copy the checkpoint again from where it was made",

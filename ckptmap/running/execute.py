@@ -79,7 +79,7 @@ def execute(
     ranks       each writes its share; every rank gets the whole result, rank 0 seals
 
     Raises RunError (CKM306 write failed, 308 source changed, 309 overflow, 310 replica differs),
-    SourceError CKM112 or CKM113, DestinationError CKM303, Interrupted CKM307. After any of them
+    SourceError CKM105, DestinationError CKM303, Interrupted CKM307. After any of them
     the same call continues where the journal ends.
     """
     threads = how.threads or min(4, (os.cpu_count() or 1) // ranks.local_world_size)

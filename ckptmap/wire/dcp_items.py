@@ -14,8 +14,10 @@ from typing import Any, TypeAlias
 
 from ckptmap.disk.files import Files, Fingerprint
 from ckptmap.errors import SourceError
-from ckptmap.tensors import Region, StoredTensor, TensorInfo
+from ckptmap.leaves import RESOLVED, UNRESOLVED
+from ckptmap.tensors import Opaque, Region, StoredTensor, TensorInfo
 from ckptmap.wire.dcp_entries import Item
+from ckptmap.wire.safetensors_file import looks_like_safetensors
 from ckptmap.wire.torch_zip_read import Loaded, load
 
 CONTENT_ID = ".data/serialization_id"
@@ -29,7 +31,14 @@ PLAIN_OVERHEAD = range(900, 2300)
 """Bytes of an item that are not data: 1513 to 1577 with torch 2.13, about 1100 without the
 records that it added; a tensor subclass of several storages, or other alignment, is elsewhere."""
 
-
+AS_SAFETENSORS = (
+    "is safetensors, as FileSystemWriter(serialization_format=SAFETENSORS) writes, and its place"
+    " in .metadata that of all tensors of the file: torch does not read it either"
+)
+SAVE_TO_READ = (
+    "save it again without serialization_format, or with HuggingFaceStorageWriter(PATH,"
+    " save_distributed=True)"
+)
 TOGETHER = 256
 """Items whose bytes are read together."""
 
@@ -141,6 +150,9 @@ class Items:
         except SourceError as error:
             text = error.message.removeprefix(file).removeprefix(": ")
             where = f"{file}: item {key!r} at byte {item.offset}"
+            start = min(10, self._nbytes(file) - item.offset)
+            if looks_like_safetensors(self._files.read(file, item.offset, start)):
+                raise SourceError("CKM109", f"{where}: {AS_SAFETENSORS}", SAVE_TO_READ) from error
             raise SourceError(error.code, f"{where}: {text}", error.hint) from error
 
     def _same_kind(self, kind: _Kind, file: str, item: Item) -> Found | None:
@@ -233,10 +245,16 @@ def _between(tail: bytes, free: list[tuple[int, int]]) -> tuple[tuple[int, bytes
 
 
 def _described(value: Any) -> str:
+    if isinstance(value, Opaque) and value.is_unresolved:
+        return UNRESOLVED
     return repr(value)[:80] if hasattr(value, "class_name") else type(value).__name__
 
 
 def _mismatch(file: str, item: Item, key: str, declared: str, found: str) -> SourceError:
+    if found is UNRESOLVED:
+        return SourceError(
+            "CKM112", f"{file}: item {key!r} at byte {item.offset}: is {found}", RESOLVED
+        )
     return SourceError(
         "CKM112",
         f"{file}: item {key!r} at byte {item.offset}: .metadata declares {declared}, "

@@ -6,7 +6,7 @@ import os
 
 from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
-from ckptmap.places import LEGACY_MAGIC, legacy
+from ckptmap.places import LEGACY_MAGIC, LEGACY_NBYTES, legacy
 
 _OTHERS = (
     ("constants.pkl", "a TorchScript archive", "torch.save(torch.jit.load(PATH).state_dict(), ...)"),
@@ -20,8 +20,8 @@ _OTHERS = (
 def before_zip(files: Files, file: str, base: int) -> SourceError | None:
     """What to say of a file in the format of before torch 1.6; None: it is not."""
     with files.descriptor(file) as fd:
-        found = os.pread(fd, len(LEGACY_MAGIC), base)
-    return legacy(file) if found == LEGACY_MAGIC else None
+        found = os.pread(fd, LEGACY_NBYTES, base)
+    return legacy(file) if LEGACY_MAGIC.match(found) else None
 
 
 def other_zip(file: str, base: int) -> SourceError | None:

@@ -269,7 +269,8 @@ def _rebuild_v3(
 ) -> Any:
     """`torch._utils._rebuild_tensor_v3`: of dtype `dtype` over an untyped storage."""
     if not isinstance(storage, StorageRef) or not isinstance(dtype, DType) or metadata:
-        return stub("torch._utils", "_rebuild_tensor_v3")(storage, offset, size, stride, dtype)
+        named = stub("torch._utils", "_rebuild_tensor_v3")
+        return named(storage, offset, size, stride, dtype, metadata)
     return _view(storage, dtype.name, offset, size, stride)
 
 

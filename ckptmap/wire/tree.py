@@ -37,7 +37,7 @@ def _flatten(node: Any, path: Path, leaves: dict[Path, Leaf], where: str, limit:
         raise SourceError(
             "CKM106",
             f"{where}: nested deeper than {MAX_DEPTH}, or holds more than {limit} leaves",
-            "the file is damaged; get a fresh copy",
+            "a dict in it holds itself, or the file is damaged: save it without, or get a fresh copy",
         )
     if isinstance(node, dict) and node and all(isinstance(key, str | int) for key in node):
         for key, value in node.items():
