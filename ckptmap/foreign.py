@@ -27,16 +27,29 @@ MANY_PACKED = 256
 class Foreign:
     """A scheme by the end of the key that gives it away, of one of `dtypes` where they are said;
     `members` are all keys of one tensor, from its stem; without them, all below the stem but the
-    bias are."""
+    bias are. `payload`: the dtypes of the first member, where they are said."""
 
     name: str
     mark: str
     members: tuple[str, ...]
     dtypes: tuple[str, ...] = ()
+    payload: tuple[str, ...] = ()
+
+    def marks(self, key: str, infos: Mapping[str, TensorInfo]) -> bool:
+        if self.dtypes and infos[key].dtype not in self.dtypes:
+            return False
+        first = infos.get(key.removesuffix(self.mark) + self.members[0]) if self.payload else None
+        return not self.payload or (first is not None and first.dtype in self.payload)
 
 
-def _scheme(name: str, mark: str, *members: str, dtypes: tuple[str, ...] = ()) -> Foreign:
-    return Foreign(name, mark, members, dtypes)
+def _scheme(
+    name: str,
+    mark: str,
+    *members: str,
+    dtypes: tuple[str, ...] = (),
+    payload: tuple[str, ...] = (),
+) -> Foreign:
+    return Foreign(name, mark, members, dtypes, payload)
 
 
 # Keys as written by each library; the stem is what stands before the mark. The first that fits
@@ -61,8 +74,13 @@ SCHEMES = (
     _scheme("SpQR", ".dense_weights"),
     _scheme("compressed-tensors", ".weight_packed", ".weight_packed", ".weight_scale",
             ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
+    _scheme("BitNet", ".weight_scale", ".weight", ".weight_scale", payload=("uint8",)),
+    _scheme("scaled dense (BitNet, or compressed-tensors not yet compressed)", ".weight_scale",
+            ".weight", ".weight_scale", ".weight_zero_point", ".weight_g_idx", ".input_scale",
+            ".input_zero_point", ".output_scale", ".output_zero_point",
+            payload=("bfloat16", "float16", "float32")),
     _scheme("scaled int8 or fp8", ".weight_scale", ".weight", ".weight_scale",
-            ".weight_zero_point", ".input_scale"),
+            ".weight_zero_point", ".input_scale", ".input_zero_point"),
     _scheme("block-scaled fp8", "_scale_inv", "", "_scale_inv"),
     _scheme("MXFP4", "_blocks", "_blocks", "_scales"),
     _scheme("torchao safetensors", "._weight_qdata", "._weight_qdata", "._weight_scale",
@@ -151,7 +169,7 @@ def foreign_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, str]:
     modules: dict[str, str] = {}
     for scheme in SCHEMES:
         for key in [key for key in infos if key.endswith(scheme.mark)]:
-            if scheme.dtypes and infos[key].dtype not in scheme.dtypes:
+            if not scheme.marks(key, infos):
                 continue
             stem = key.removesuffix(scheme.mark)
             if not scheme.members:

@@ -100,7 +100,13 @@ def torchao_hf(path: Path, config: Any, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 def compressed(
-    path: Path, weights: Any, form: str, activations: Any = None, dtype: Any = torch.bfloat16
+    path: Path,
+    weights: Any,
+    form: str,
+    activations: Any = None,
+    dtype: Any = torch.bfloat16,
+    cache: Any = None,
+    compress: bool = True,
 ) -> Truth:
     """Saved as llmcompressor does it: scales of the weights as they are, compressed, config."""
     from compressed_tensors.compressors import ModelCompressor
@@ -113,18 +119,24 @@ def compressed(
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)
     config = QuantizationConfig(
         config_groups={"group_0": scheme}, ignore=["lm_head"], format=form,
-        quantization_status="frozen",
+        quantization_status="frozen", kv_cache_scheme=cache,
     )  # fmt: skip
     model = llama(dtype)
     apply_quantization_config(model, config)
     modules = [m for m in model.modules() if getattr(m, "quantization_scheme", None) is not None]
     for module in modules:
-        _calibrate(module, weights)
+        if hasattr(module, "k_scale"):
+            module.k_scale.data.fill_(0.02)
+            module.v_scale.data.fill_(0.003)
+        else:
+            _calibrate(module, weights)
     compressor = ModelCompressor.from_pretrained_model(model)
-    compressor.compress_model(model)
+    if compress:
+        compressor.compress_model(model)
     model.save_pretrained(path)
     compressor.update_config(str(path))
-    compressor.decompress_model(model)
+    if compress:
+        compressor.decompress_model(model)
     return {key: value for key, value in model.state_dict().items() if key.endswith(".weight")}
 
 

@@ -281,3 +281,35 @@ def test_blocks_of_another_number_of_dims_are_requantized(tmp_path: Path) -> Non
         for after in ("ct-fp8", "ct-int8"):
             plan = ckptmap.plan(tmp_path / f"{before}.pt", f"full-{after}")
             assert [step.fidelity for step in plan.steps] == ["requantize"]
+
+
+@pytest.mark.parametrize("to", ["hf-ct-int8", "hf-bf16"])
+def test_a_quantized_cache_is_declared_or_missed_aloud(to: str, tmp_path: Path) -> None:
+    """`k_scale` and `v_scale` of attention: transformers leaves them where no config tells of it."""
+    cache = args("float", strategy="tensor")
+    compressed(tmp_path / "in", *CASES["w4-group"], cache=cache)
+    plan = ckptmap.plan(tmp_path / "in", to)
+    plan.execute(tmp_path / "out")
+    model, info = loaded(tmp_path / "out", output_loading_info=True)
+    said = [note for note in plan.notes if "no longer says kv_cache_scheme of compressed" in note]
+    configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("in", "out")]
+    before, after = (config.get("quantization_config", {}) for config in configs)
+    if "ct" in to:
+        assert not said and not any(info.values()), info
+        assert after["kv_cache_scheme"] == before["kv_cache_scheme"]
+        assert model.model.layers[0].self_attn.v_scale == torch.tensor(0.003).bfloat16()
+        values = {key: tensor.read() for key, tensor in ckptmap.open(tmp_path / "out").items()}
+        assert not torch.equal(
+            logits(model),
+            logits(plain({k: v.bfloat16() for k, v in values.items() if not k.endswith("_scale")})),
+        )
+    else:
+        assert len(said) == 1 and "kv_cache_scheme" not in after
+        assert len(info["unexpected_keys"]) == 2
+
+
+def test_scales_of_a_cache_that_are_left_out_are_not_promised(tmp_path: Path) -> None:
+    compressed(tmp_path / "in", *CASES["w4-group"], cache=args("float", strategy="tensor"))
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf-ct-int8", drop=("*.[kv]_scale",))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["kv_cache_scheme"] is None

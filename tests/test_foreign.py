@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import ckptmap
 from ckptmap.foreign import foreign_tensors
 from ckptmap.tensors import TensorInfo
-from tests.int8_models import QUERY, compressed
+from tests.int8_models import QUERY, compressed, llama, loaded
 from tests.test_open import bits
 
 GOLDEN = Path(__file__).parent / "golden" / "foreign"
@@ -191,3 +191,54 @@ def test_two_scales_of_modelopt() -> None:
              "input_scale": "float32", "bias": "bfloat16"}  # fmt: skip
     infos = {f"fc.{name}": TensorInfo((4, 4), dtype) for name, dtype in names.items()}
     assert foreign_tensors(infos) == dict.fromkeys(set(infos) - {"fc.bias"}, "NVFP4")
+
+
+def test_weights_that_compressed_tensors_did_not_compress_yet(tmp_path: Path) -> None:
+    """Saved while frozen: dense, with the scales that they are quantized by as they are used."""
+    scheme = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="tensor")
+    compressed(tmp_path / "in", scheme, "float-quantized", compress=False)
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    parts = {key for key in stored if ".layers.0." in key and "layernorm" not in key}
+    assert stored[QUERY].dtype == torch.bfloat16 and len(parts) == 3 * 7
+    plan = ckptmap.plan(tmp_path / "in", "hf-fp32")
+    assert {item.key for item in plan.unresolved} == parts
+    assert all("compressed-tensors not yet compressed" in item.reason for item in plan.unresolved)
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
+    assert_same_files(tmp_path / "in", tmp_path / "out")
+
+
+def bitnet(folder: Path, packed: bool) -> None:
+    """As transformers packs it; or dense, quantized by its layers whenever they are used."""
+    from transformers.integrations.bitnet import pack_weights
+
+    model = llama()
+    state = {key: value.contiguous() for key, value in model.state_dict().items()}
+    for key in [key for key in state if packed and key.endswith("_proj.weight")]:
+        weight = state[key].float()
+        scale = 1 / weight.abs().mean().clamp_min(1e-5)
+        state[key] = pack_weights((weight * scale).round().clamp(-1, 1))
+        state[f"{key}_scale"] = scale.bfloat16().view(1)
+    modes = ("bitlinear", "offline") if packed else ("autobitlinear", "online")
+    model.config.quantization_config = {
+        "quant_method": "bitnet", "linear_class": modes[0], "quantization_mode": modes[1],
+        "modules_to_not_convert": ["lm_head"],
+    }  # fmt: skip
+    folder.mkdir()
+    model.config.save_pretrained(folder)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_bitnet(packed: bool, tmp_path: Path) -> None:
+    bitnet(tmp_path / "in", packed)
+    _, info = loaded(tmp_path / "in", output_loading_info=True)
+    assert not any(info.values()), info
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
+    assert_same_files(tmp_path / "in", tmp_path / "out")
+    configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("in", "out")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+    plan = ckptmap.plan(tmp_path / "in", "hf-fp32")
+    assert len(plan.unresolved) == (14 if packed else 0)
+    assert all("part of a BitNet tensor" in item.reason for item in plan.unresolved)
+    lost = [note for note in plan.notes if "no longer says quantization_config of bitnet" in note]
+    assert len(lost) == (0 if packed else 1)

@@ -19,7 +19,7 @@ from ckptmap.blocks.errors import DAMAGED, checked, malformed
 from ckptmap.blocks.records import Record, read_record
 from ckptmap.blocks.rules import Rule, TorchaoFloat8
 from ckptmap.blocks.scaled import DTYPES, Scaled
-from ckptmap.encodings.compressed_config import block_found, declared
+from ckptmap.encodings.compressed_config import beyond_weights, block_found, declared
 from ckptmap.encodings.compressed_packed import Packed
 from ckptmap.encodings.compressed_packed_read import find_packed
 from ckptmap.geometry.grids import Grid
@@ -119,9 +119,17 @@ class _Target:
         return encoding.keeping(info, grid) if fits else None
 
     def quantization_config_of(
-        self, encoded: Mapping[str, tuple[Encoding, TensorInfo]], dense: Collection[str]
+        self,
+        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        dense: Collection[str],
+        beyond: Mapping[str, Any],
     ) -> Mapping[str, Any]:
-        return declared(encoded, dense)
+        return declared(encoded, dense, beyond)
+
+    def beyond_weights(
+        self, config: Mapping[str, Any], names: Collection[str]
+    ) -> Mapping[str, Any]:
+        return beyond_weights(config, names)
 
 
 class CompressedFp8(_Target):

@@ -18,12 +18,18 @@ from ckptmap.tensors import TensorInfo
 Key = tuple[str, int, str, bool, bool, str, tuple[int, ...]]
 
 
+BEYOND = ("kv_cache_scheme", "transform_config")
+"""What a config says of no weight: how keys and values are cached, what rotates activations."""
+
+
 def declared(
-    encoded: Mapping[str, tuple[Encoding, TensorInfo]], dense: Collection[str]
+    encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+    dense: Collection[str],
+    beyond: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     """One group for each way of quantizing; the only one targets every linear layer, several name
     their modules, as on disk and as they are called once loaded. `dense` are ignored. Activations
-    are not quantized."""
+    of linear layers are not quantized; `beyond` weights is said what `beyond_weights` found."""
     others = loaded_as([*encoded, *(f"{module}.weight" for module in dense)])
     groups: dict[Key, list[str]] = {}
     for name, (encoding, info) in encoded.items():
@@ -31,6 +37,7 @@ def declared(
             module = name.removesuffix(".weight")
             groups.setdefault(_key(encoding, info), []).extend((module, *others(module)))
     formats = {key[2] for key in groups}
+    attention = beyond.get("config_groups", {})
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
@@ -38,11 +45,45 @@ def declared(
         "config_groups": {
             f"group_{number}": _group(key, ["Linear"] if len(groups) == 1 else names)
             for number, (key, names) in enumerate(groups.items())
-        },
+        }
+        | {f"group_{len(groups) + n}": group for n, group in enumerate(attention.values())},
         "ignore": sorted(dense),
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
+        **{name: beyond[name] for name in BEYOND if name in beyond},
     }
+
+
+def beyond_weights(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """What a config of this library says of no weight, and is true of a model of these `names`:
+    static scales that it promises must be there. Groups are those of attention."""
+    if config.get("quant_method") != "compressed-tensors":
+        return {}
+    found = {name: config[name] for name in BEYOND if config.get(name)}
+    if not _scaled(found.get("kv_cache_scheme"), "k_scale", names):
+        found.pop("kv_cache_scheme", None)
+    groups = config.get("config_groups")
+    attention = {
+        name: group
+        for name, group in (groups.items() if isinstance(groups, Mapping) else ())
+        if isinstance(group, Mapping) and _of_attention(group.get("targets"))
+        if _scaled(group.get("input_activations"), "q_scale", names)
+    }
+    return found | ({"config_groups": attention} if attention else {})
+
+
+def _of_attention(targets: object) -> bool:
+    """By class, as that library names them."""
+    names = targets if isinstance(targets, list) else []
+    return bool(names) and all(str(name).endswith("Attention") for name in names)
+
+
+def _scaled(activations: object, scale: str, names: Collection[str]) -> bool:
+    if not isinstance(activations, Mapping):
+        return False
+    if activations.get("dynamic") is True:
+        return True
+    return any(name.endswith(f".{scale}") for name in names)
 
 
 def _key(encoding: Scaled, info: TensorInfo) -> Key:

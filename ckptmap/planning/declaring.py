@@ -40,9 +40,18 @@ class DeclaresEach(Protocol):
     declares: Collection[str]
 
     def quantization_config_of(
-        self, encoded: Mapping[str, tuple[Encoding, TensorInfo]], dense: Collection[str]
+        self,
+        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        dense: Collection[str],
+        beyond: Mapping[str, Any],
     ) -> Mapping[str, Any]:
-        """As `Declares.quantization_config`."""
+        """As `Declares.quantization_config`, with what `beyond_weights` found in the source's."""
+
+    def beyond_weights(
+        self, config: Mapping[str, Any], names: Collection[str]
+    ) -> Mapping[str, Any]:
+        """What a config of its library says of anything but weights, such as a quantized cache,
+        by its key, as it is true of a model of these `names`."""
 
 
 @runtime_checkable
@@ -70,6 +79,8 @@ class Quantized:
                parts of a scheme that is not known move as bytes
     schemes    those of the registry, by name
     foreign    parts of schemes that are not known here, which move as bytes beside them
+    dense_source  no weight of the source is in an encoding: what its config says of quantization
+               is done to dense ones, as BitNet does
     """
 
     encodings: Mapping[str, tuple[Encoding, TensorInfo]]
@@ -77,6 +88,7 @@ class Quantized:
     keep: bool
     schemes: Mapping[str, object]
     foreign: Mapping[str, str] = field(default_factory=dict)
+    dense_source: bool = False
 
     def config(
         self, present: Mapping[str, Any] | None, heads: Collection[str] = ()
@@ -94,12 +106,32 @@ class Quantized:
         if present is not None and kept and not self._is_outdated(present, encoded):
             return present
         dense += self._loaded(dense)
-        said = {name: self._said(name, infos, dense) for name, infos in encoded.items()}
+        said = {name: self._said(name, infos, dense, present) for name, infos in encoded.items()}
         if None in said.values():  # only we read those: no other reader is to be promised the rest
             return None
         declared = {name: config for name, config in said.items() if config is not None}
         _check_one_library(declared, encoded)
         return next(iter(declared.values()), None)
+
+    def undeclared(
+        self, present: Mapping[str, Any] | None, wanted: Mapping[str, Any] | None
+    ) -> list[str]:
+        """Notes on what the source's config says of anything but weights, and the output's not."""
+        lost = {
+            key: None
+            for each in self.schemes.values()
+            if isinstance(each, DeclaresEach) and present is not None
+            for key in each.beyond_weights(present, self.encodings)
+            if not (wanted or {}).get(key)
+        }
+        methods = [(config or {}).get("quant_method") for config in (present, wanted)]
+        if methods[0] and methods[0] != methods[1] and self.dense_source and not lost:
+            lost = {QUANTIZATION: None}
+        return [
+            f"config.json no longer says {key} of {methods[0]}: the model"
+            " computes without it, and scales stored for it go along unread"
+            for key in lost
+        ]
 
     def unread(self) -> list[str]:
         """Notes on encodings of this plan that config.json has no word for, so that transformers
@@ -156,13 +188,18 @@ class Quantized:
         return [other for name in modules for other in others(name) if other not in written]
 
     def _said(
-        self, name: str, infos: Mapping[str, TensorInfo], dense: Collection[str]
+        self,
+        name: str,
+        infos: Mapping[str, TensorInfo],
+        dense: Collection[str],
+        present: Mapping[str, Any] | None,
     ) -> Mapping[str, Any] | None:
         """What the scheme of this name says of its weights."""
         for each in self.schemes.values():
             if isinstance(each, DeclaresEach) and name in each.declares:
                 of = {k: v for k, v in self.encodings.items() if v[0].name in each.declares}
-                return each.quantization_config_of(of, dense)
+                beyond = each.beyond_weights(present or {}, self.encodings)
+                return each.quantization_config_of(of, dense, beyond)
         scheme = self.schemes.get(name)
         return scheme.quantization_config(infos, dense) if isinstance(scheme, Declares) else None
 
