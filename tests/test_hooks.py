@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes
@@ -16,6 +17,7 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 import ckptmap
 from ckptmap.errors import CkptmapError
+from ckptmap.resume.hooks import name_by_live
 from ckptmap.resume.hooks_fsdp1 import set_extra_state
 from tests.corpus.ranks import run_ranks
 from tests.live.resume_model import net, train
@@ -167,6 +169,27 @@ def test_moments_in_fp32_of_bf16_weights_stay() -> None:
     assert theirs.state[small]["exp_avg"].dtype == torch.float32
     want = optimizer.state[model.layers[0].norm.weight]["exp_avg"]
     assert torch.equal(theirs.state[small]["exp_avg"], want)
+
+
+def test_state_by_number_beside_an_empty_group(tmp_path: Path) -> None:
+    """As Trainer makes of an adapter: nothing in it is without decay."""
+
+    def groups(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": list(model.parameters())}, {"params": []}])
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = groups(model)
+    model(torch.rand(2, 4)).sum().backward()
+    optimizer.step()
+    weights = dict(sorted(model.state_dict().items()))
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    again = groups(model)
+    with ckptmap.open(tmp_path / "run.pt") as checkpoint:
+        assert checkpoint.optimizer_by_index
+        name_by_live(checkpoint, model, again)
+        ckptmap.load(checkpoint, model, again)
+    for param in model.parameters():
+        assert torch.equal(again.state[param]["exp_avg"], optimizer.state[param]["exp_avg"])
 
 
 def test_the_state_dict_is_not_aliased() -> None:

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import ckptmap
 from ckptmap.errors import CkptmapError, PlanError, SourceError
-from ckptmap.optim.alignment import align
+from ckptmap.optim.alignment import SORTED_TOO, align, align_named
 from ckptmap.optim.order import read_order
 from ckptmap.planning.replanning import replan
+from ckptmap.resume.hooks import install
 from tests.corpus import CASES, Corpus, names
 from tests.corpus.models import Recipe, compiled, optimizer_for, tiny, tiny_llama
 from tests.corpus.ranks import run_ranks
@@ -445,6 +446,78 @@ def test_nothing_is_chosen_where_shapes_allow_two_orders(tmp_path: Path) -> None
         assert_state(ckpt, moments_of(model, optimizer))
 
 
+class Stack(nn.Module):
+    """Twelve layers of one shape each, whose names sort as they stand in a layer, but not 10, 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = (
+            nn.ModuleDict({"attn": nn.Linear(8, 8), "norm": nn.LayerNorm(8)}) for _ in range(12)
+        )
+        self.blocks = nn.ModuleList(pairs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block["attn"](block["norm"](x))
+        return x
+
+
+def decaying(model: nn.Module) -> list[list[str]]:
+    """As minGPT makes its groups: of sets of names, sorted."""
+    names = {name for name, _ in model.named_parameters()}
+    decay = {name for name in names if name.endswith("attn.weight")}
+    return [sorted(decay), sorted(names - decay)]
+
+
+def in_groups(model: nn.Module, order: list[list[str]]) -> torch.optim.Optimizer:
+    named = dict(model.named_parameters())
+    return torch.optim.AdamW([{"params": [named[n] for n in group]} for group in order])
+
+
+def stepped(model: nn.Module, order: list[list[str]], path: Path) -> torch.optim.Optimizer:
+    optimizer = in_groups(model, order)
+    model(torch.rand(3, 8)).square().mean().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return optimizer
+
+
+def test_groups_of_sorted_names_are_not_read_in_the_models_order(tmp_path: Path) -> None:
+    model = Stack()
+    order = decaying(model)
+    optimizer = stepped(model, order, tmp_path / "run.pt")
+    with pytest.raises(PlanError, match="that of sorted names"):
+        ckptmap.plan(tmp_path / "run.pt", "full").require_resolved()
+    with pytest.raises(CkptmapError, match="that of sorted names"):
+        ckptmap.load(tmp_path / "run.pt", model, in_groups(model, order))
+    with ckptmap.open(tmp_path / "run.pt", param_order=order) as ckpt:
+        assert_state(ckpt, moments_of(model, optimizer))
+
+
+def test_a_live_optimizer_in_an_order_of_its_own_is_heard(tmp_path: Path) -> None:
+    """One group: the file alone says nothing against the model's order."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(12)))
+    order = [sorted(name for name, _ in model.named_parameters())]
+    optimizer = stepped(model, order, tmp_path / "run.pt")
+    truth = moments_of(model, optimizer)
+    again = in_groups(model, order)
+    with pytest.raises(CkptmapError, match=r"2 of the optimizer is 2\.weight by .* and 10\.weight"):
+        ckptmap.load(tmp_path / "run.pt", model, again)
+    assert not again.state
+    with ckptmap.open(tmp_path / "run.pt", param_order=order) as ckpt:
+        ckptmap.load(ckpt, model, again)
+    with install(model, third := in_groups(model, order)):
+        saved = torch.load(tmp_path / "run.pt")["optimizer"]
+        saved["state"] = {
+            key: {name: value.double() for name, value in state.items()}
+            for key, state in saved["state"].items()
+        }
+        third.load_state_dict(saved)
+    for found in (again, third):
+        for fqn, state in moments_of(model, found).items():
+            assert torch.equal(state["exp_avg"], truth[fqn]["exp_avg"]), fqn
+
+
 def test_a_frozen_layer_left_out_may_be_any_of_its_kind(tmp_path: Path) -> None:
     model = frozen()
     optimizer = trainable(model)
@@ -479,6 +552,15 @@ def test_alignment_counts_readings_and_skips_places() -> None:
     assert align([["b", "a"]], ["a", "b"], equal) == "the shapes do not fit its order"
     many = align([["a"] * 30] * 4, ["a"] * 120, equal)
     assert many == "the shapes allow many orders"
+
+
+def test_alignment_beside_sorted_names() -> None:
+    equal = str.__eq__
+    names = ["2.a", "2.b", "10.a", "10.b"]
+    assert align_named([["a", "a"], ["b", "b"]], "abab", names, equal) == SORTED_TOO
+    assert align_named([["a", "b", "a", "b"], []], "abab", names, equal) == [[0, 1, 2, 3], []]
+    assert align_named([["a", "c"], ["b", "b"]], "abcb", names, equal) == [[0, 2], [1, 3]]
+    assert align_named([["a", "a"], ["b", "b"]], "abab", sorted(names), equal) == [[0, 2], [1, 3]]
 
 
 def test_order_files(tmp_path: Path) -> None:

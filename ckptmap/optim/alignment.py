@@ -6,10 +6,14 @@ groups [[A, C], [B]] of the sequence A B C    group 0 takes places 0 and 2, grou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 MAX_STATES = 2000
 """Readings followed at once; real models have one or two, more mean that shapes say nothing."""
+
+SORTED_TOO = "the shapes allow the model's order, and that of sorted names (10 before 2)"
+DO_NOT_FIT = "the shapes do not fit its order"
 
 Item = TypeVar("Item")
 Place = TypeVar("Place")
@@ -53,7 +57,35 @@ def align(
     found = ways.get(sizes, 0)
     if found == 1:
         return _walk(steps, sizes)
-    return "the shapes allow several orders" if found else "the shapes do not fit its order"
+    return "the shapes allow several orders" if found else DO_NOT_FIT
+
+
+def align_named(
+    groups: Sequence[Sequence[Item]],
+    sequence: Sequence[Place],
+    names: Sequence[str],
+    fits: Callable[[Item, Place], bool],
+) -> list[list[int]] | str:
+    """As `align`; nothing is chosen where several groups may also be made of sorted names, and
+    would mean other places then.
+
+    minGPT, and what follows it, makes sets of names for decay and no decay and sorts them: layer
+    10 comes before 2. With one group there is nothing to sort: it is `model.parameters()`.
+    """
+    found = align(groups, sequence, fits)
+    if isinstance(found, str) or sum(map(bool, groups)) < 2:
+        return found
+    by_name = sorted(range(len(sequence)), key=names.__getitem__)
+    if all(names[a] < names[b] for group in found for a, b in pairwise(group)):
+        return found
+    anew = align(groups, [sequence[place] for place in by_name], fits)
+    if anew == DO_NOT_FIT or found == _renumbered(anew, by_name):
+        return found
+    return SORTED_TOO
+
+
+def _renumbered(ways: list[list[int]] | str, places: Sequence[int]) -> list[list[int]]:
+    return [] if isinstance(ways, str) else [[places[at] for at in group] for group in ways]
 
 
 def _walk(steps: Sequence[dict[State, int]], end: State) -> list[list[int]]:

@@ -18,7 +18,7 @@ from functools import cached_property
 
 from ckptmap.leaves import Told, by_rank
 from ckptmap.like import Like, Plain, Units
-from ckptmap.optim.alignment import align
+from ckptmap.optim.alignment import align_named
 from ckptmap.optim.flat_places import (
     Held,
     Place,
@@ -29,6 +29,7 @@ from ckptmap.optim.flat_places import (
     unit_places,
 )
 from ckptmap.optim.nested import read_nested
+from ckptmap.optim.order import MODEL_ORDER
 from ckptmap.optim.state import GROUPS, NAMES, PARAMS, STATE, Keys, expanded
 from ckptmap.tensors import (
     Chunk,
@@ -205,7 +206,7 @@ class _State:
             raise _Unresolved(f"the state of index {lost} belongs to no group")
         names = self._names()
         if names is None:
-            return "the order of the saved model dict", self._aligned()
+            return MODEL_ORDER, self._aligned()
         order = {}
         for key, place in zip(listed, self._named(names), strict=True):
             fitted = place.fitted(self._held[key])
@@ -237,7 +238,8 @@ class _State:
 
     def _aligned(self) -> Mapping[str, Place]:
         held = [[self._held[key] for key in params] for params in self.keys.params]
-        ways = align(held, self.places, lambda item, place: place.fitted(item) is not None)
+        keys = [place.key for place in self.places]
+        ways = align_named(held, self.places, keys, lambda item, place: bool(place.fitted(item)))
         if isinstance(ways, str):
             flat = any(place.is_unit for place in self.places)
             kind = "flat parameters" if flat else "weights"

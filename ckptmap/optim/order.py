@@ -15,7 +15,7 @@ from pathlib import Path as FilePath
 
 from ckptmap.errors import SourceError
 from ckptmap.like import is_alphabetical
-from ckptmap.optim.alignment import align
+from ckptmap.optim.alignment import align_named
 from ckptmap.optim.state import NAMES, PARAMS, Optimizer
 from ckptmap.tensors import BUFFERS, FLOATING, TensorInfo
 from ckptmap.wording import counted
@@ -25,6 +25,10 @@ Order = Sequence[Sequence[str]]
 
 Shapes = Mapping[str, tuple[int, ...]]
 """State name -> shape."""
+
+
+MODEL_ORDER = "the order of the saved model dict"
+"""Source of an order: `from_model`."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +126,9 @@ def from_model(optimizer: Optimizer, weights: Sequence[Weight]) -> list[list[str
     there is none.
 
     Buffers lie among the weights and frozen parameters may be in no group, so weights may be
-    skipped; a tied weight counts once. Where shapes allow a second way, or the order is no longer
-    the model's (alphabetical, as safetensors sorts), nothing is chosen.
+    skipped; a tied weight counts once. Where shapes allow a second way, be it that of groups made
+    from sorted names, or the order is no longer the model's (alphabetical, as safetensors sorts),
+    nothing is chosen.
     """
     candidates = _candidates(weights)
     names = [weight.fqn for weight in candidates]
@@ -136,7 +141,7 @@ def from_model(optimizer: Optimizer, weights: Sequence[Weight]) -> list[list[str
     count = sum(map(len, groups))
     if not count or count > len(candidates):
         return f"the optimizer has {count} parameters, the model {len(candidates)}"
-    ways = align(groups, [weight.info.shape for weight in candidates], _all_fit)
+    ways = align_named(groups, [weight.info.shape for weight in candidates], names, _all_fit)
     if isinstance(ways, str):
         return ways
     return [[names[place] for place in places] for places in ways]

@@ -168,7 +168,7 @@ class OptimizerReader:
         if not (self._pickled and self._model.ordered()):
             return "nothing in the checkpoint says which is which"
         found = orders.from_model(self.raw, self._model.weights)
-        return found if isinstance(found, str) else ("the order of the saved model dict", found)
+        return found if isinstance(found, str) else (orders.MODEL_ORDER, found)
 
     def _by_class(self) -> tuple[str, Order] | None:
         config = find_config(self._beside, self.like)

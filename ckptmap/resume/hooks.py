@@ -20,7 +20,7 @@ from ckptmap.resume.holdings import owners
 from ckptmap.resume.hooks_fsdp1 import Fsdp1Hooks, in_module_order, is_own_state
 from ckptmap.resume.live_load import load_live
 from ckptmap.resume.live_state import is_spread, opened
-from ckptmap.resume.optimizers import unwrapped
+from ckptmap.resume.optimizers import is_offloaded, unwrapped
 from ckptmap.resume.peers import Peers
 from ckptmap.resume.report import LoadReport
 from ckptmap.resume.restore import PRECISIONS
@@ -249,8 +249,11 @@ def live_order(
     optimizer: Any, targets: Sequence[Target], model: torch.nn.Module
 ) -> list[list[str]]:
     """What an index means here: the live optimizer's own parameters, as torch takes it; those of
-    a flat parameter one by one, where the model had them."""
-    by_group: dict[int, list[Target]] = {}
+    a flat parameter one by one, where the model had them. A group may be empty, as Trainer's for
+    no decay is of an adapter."""
+    inner = unwrapped(optimizer)
+    listed = [] if is_offloaded(inner) else inner.param_groups
+    by_group: dict[int, list[Target]] = {id(group): [] for group in listed}
     whole = False
     for owner in owners(optimizer, targets):
         found = by_group.setdefault(id(owner.part.group), [])

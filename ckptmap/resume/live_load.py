@@ -11,16 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.geometry.grids import Coded
 from ckptmap.lazy import LazyTensor
 from ckptmap.resume import bnb_live, int8_live
+from ckptmap.resume.holdings import owners
 from ckptmap.resume.live_reshard import Exchange, Need, Unit
 from ckptmap.resume.live_state import Live
 from ckptmap.resume.load_plan import Step
 from ckptmap.resume.match import Matcher
 from ckptmap.resume.memory import LiveReader, LiveStored
 from ckptmap.resume.moments import StateLoader
+from ckptmap.resume.optimizers import unwrapped
+from ckptmap.resume.positions import says_others
 from ckptmap.resume.report import LoadReport
 from ckptmap.resume.restore import StateMatcher, StatePlan
 from ckptmap.resume.target import Target, device_for, fallback_device, is_nf4, like
@@ -195,11 +199,18 @@ def _state(
 ) -> StatePlan | None:
     if optimizer is None:
         return None
-    if order is not None and live.checkpoint.optimizer_by_index:
+    if order is not None and _is_by_position(live.checkpoint, targets, optimizer):
         live.checkpoint.order_optimizer(order)
     plan = StateMatcher(live.checkpoint, targets, optimizer, precision).plan()
     plan.refuse(live.checkpoint.path, strict)
     return plan
+
+
+def _is_by_position(checkpoint: Checkpoint, targets: Sequence[Target], optimizer: Any) -> bool:
+    """Does an index mean the live optimizer's own parameter, as torch takes it?"""
+    if checkpoint.optimizer_by_index:
+        return True
+    return says_others(checkpoint, owners(unwrapped(optimizer), targets))
 
 
 def _state_units(plan: StatePlan, device: torch.device) -> Iterator[Unit]:

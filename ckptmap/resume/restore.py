@@ -18,6 +18,7 @@ from ckptmap.resume.holdings import Owner, owners
 from ckptmap.resume.moments import Policy, Source, StateLoader, StateNotes, derivation, step_of
 from ckptmap.resume.optimizers import is_offloaded, unwrapped
 from ckptmap.resume.peers import rank_and_world
+from ckptmap.resume.positions import refuse_other_order
 from ckptmap.resume.reader import Reader
 from ckptmap.resume.report import StateReport, listed
 from ckptmap.resume.target import Target
@@ -95,6 +96,7 @@ class StateMatcher:
         self._tensors, self._values = checkpoint.optimizer, checkpoint.optimizer_values
         encodings = (lazy.encoding_ for state in self._tensors.values() for lazy in state.values())
         schemes = frozenset(e.name for e in encodings if isinstance(e, LowBit))
+        self._targets = targets
         self._policy = Policy(precision, schemes)
         flat = precision == "keep" and any(owner.is_flat for owner in self._owners)
         place = rank_and_world()
@@ -106,6 +108,7 @@ class StateMatcher:
         """Raises LoadError CKM506 where the checkpoint's state cannot be read or named."""
         plan = self._plan
         self._refuse_unnamed()
+        refuse_other_order(self._checkpoint, self._owners, self._targets)
         stored = self._checkpoint.optimizer_groups
         groups = Groups(self._owners, stored, self._tensors)
         listed_there = {fqn for group in stored for fqn in group["params"]}
