@@ -54,7 +54,7 @@ class LeafReader:
                 yield path, held
                 continue
             if any(map(is_endless, by_rank(leaf))):
-                why = f"a value that holds itself, or nests deeper than {MAX_DEPTH}"
+                why = f"a value that holds itself, nests deeper than {MAX_DEPTH}, or repeats without end"
                 self.refused.append(Refused(join((*root, *path)), why, not hides_tensor(leaf)))
                 continue
             found = next(opaques(leaf), None)

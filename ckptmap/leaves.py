@@ -26,6 +26,8 @@ class ListIndex(int):
 
 MAX_DEPTH = 128
 """Levels of dicts and lists in each other: nothing honest has as many, and what holds itself has more."""
+SPARE_ITEMS = 1_000_000
+"""Items that repetition may add to any value, as `wire.pickle_read` allows a load."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
@@ -131,25 +133,33 @@ def hides_tensor(value: Any) -> bool:
 
 
 def is_endless(value: Any) -> bool:
-    """Does it hold itself, or nest deeper than anything that is read, or written?"""
-    heights: dict[int, int] = {}
+    """Does it hold itself, nest deeper than anything that is read or written, or refer to the same
+    lists so often that written out, as containers are, it would be millions of times its size?"""
+    extents: dict[int, tuple[int, int]] = {}
+    own = 0
 
-    def height(container: Any, depth: int) -> int:
+    def extent(container: Any, depth: int) -> tuple[int, int]:
+        """Levels, and items with all repetitions."""
+        nonlocal own
         if depth > MAX_DEPTH:
             raise RecursionError
-        found = heights.get(id(container))
+        found = extents.get(id(container))
         if found is None:
-            below = [item for item in _held(container) if isinstance(item, _CONTAINERS)]
-            found = 1 + max((height(item, depth + 1) for item in below), default=0)
-            heights[id(container)] = found
-        if depth + found > MAX_DEPTH + 1:
+            held = _held(container)
+            own += len(held)
+            below = [extent(item, depth + 1) for item in held if isinstance(item, _CONTAINERS)]
+            height = 1 + max((levels for levels, _ in below), default=0)
+            found = height, len(held) + sum(numel for _, numel in below)
+            extents[id(container)] = found
+        if depth + found[0] > MAX_DEPTH + 1:
             raise RecursionError
         return found
 
     try:
-        return isinstance(value, _CONTAINERS) and height(value, 0) > MAX_DEPTH
+        height, numel = extent(value, 0) if isinstance(value, _CONTAINERS) else (0, 0)
     except RecursionError:
         return True
+    return height > MAX_DEPTH or numel > SPARE_ITEMS + 16 * own
 
 
 UNRESOLVED = "a view that torch conjugates or negates only when it is used"

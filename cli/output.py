@@ -104,10 +104,8 @@ def printable(text: str) -> str:
 
 def _write(stream: TextIO, text: str) -> None:
     """A line; a reader that has gone away (`| head`) is no failure of ours."""
-    encoding = stream.encoding or "utf-8"
     try:
-        stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-        stream.flush()
+        _write_all(stream, (text + "\n").encode(stream.encoding or "utf-8", "backslashreplace"))
     except BrokenPipeError:
         # What is left in the buffer must go somewhere when the interpreter flushes it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -115,3 +113,16 @@ def _write(stream: TextIO, text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if stream is sys.stdout:
             raise Unprintable(error.strerror) from error
+
+
+def _write_all(stream: TextIO, data: bytes) -> None:
+    """With PYTHONUNBUFFERED a text stream forgets what a disk that fills up has not taken, and says
+    nothing: so bytes are counted."""
+    stream.flush()
+    buffer, left = getattr(stream, "buffer", None), memoryview(data)
+    if buffer is None:  # a stream of text alone, as a test may put in its place
+        stream.write(data.decode(stream.encoding or "utf-8"))
+        return
+    while left:
+        left = left[buffer.write(left) or 0 :]
+    buffer.flush()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -44,10 +44,12 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def limited(name: str, most: int, *args: object) -> subprocess.CompletedProcess[str]:
+def limited(
+    name: str, most: int, *args: object, stdout: int | IO[str] = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", LIMITED, name, str(most), *map(str, args)],
-        capture_output=True, text=True, timeout=60, check=False,
+        stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
     )  # fmt: skip
 
 
@@ -125,12 +127,12 @@ def test_ctrl_c_while_the_command_is_imported_is_silent() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_a_full_disk_behind_stdout(source: Path) -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "ckptmap", "inspect", str(source)], stdout=full,
-            stderr=subprocess.PIPE, text=True, timeout=60, check=False,
-        )  # fmt: skip
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_stdout(
+    unbuffered: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    with open(tmp_path / "listing", "w") as full:
+        done = limited("RLIMIT_FSIZE", 10, "inspect", source, stdout=full)
     assert done.returncode == 3
-    assert done.stderr.startswith("error: stdout cannot be written: No space left on device\n")
+    assert done.stderr.startswith("error: stdout cannot be written: File too large\n")

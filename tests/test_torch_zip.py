@@ -218,14 +218,19 @@ def test_what_holds_itself_is_refused_in_a_line(tmp_path: Path) -> None:
     deep: list[Any] = []
     for _ in range(200):
         deep = [deep]
-    extra = {"endless": (endless,), "run": run, "deep": deep, "fine": [[[1]]] * 2}
+    twice: list[Any] = [1]
+    for _ in range(40):
+        twice = [twice, twice]
+    fine = [[[1.5] * 1000] * 100]
+    extra = {"endless": (endless,), "run": run, "deep": deep, "twice": twice, "fine": fine}
     torch.save({"model": {"w": torch.ones(1)}, **extra}, tmp_path / "x.pt")
     plan = ckptmap.plan(tmp_path / "x.pt", "full")
     said = {item.key: item.reason for item in plan.unresolved}
-    assert list(said) == ["endless", "run", "deep"]
-    assert said["endless"] == said["deep"] == "a value that holds itself, or nests deeper than 128"
+    assert list(said) == ["endless", "run", "deep", "twice"]
+    why = "a value that holds itself, nests deeper than 128, or repeats without end"
+    assert said["endless"] == said["deep"] == said["twice"] == why
     assert said["run"] == "an object of unknown class argparse.Namespace"
-    dropped = ckptmap.plan(tmp_path / "x.pt", "full", drop=["endless", "run", "deep"])
+    dropped = ckptmap.plan(tmp_path / "x.pt", "full", drop=[*said])
     assert not dropped.unresolved
 
 

@@ -160,11 +160,8 @@ def _of_modules(listing: Path) -> dict[str, str]:
         return {}
     paths = [e.get("path") for e in entries if isinstance(e, dict)] if type(entries) is list else []
     found = {}
-    for path in paths:
-        folder = (
-            Path(inside(directory, path, str(listing))) if isinstance(path, str) and path else None
-        )
-        for file in sorted(folder.rglob("*")) if folder is not None else ():
+    for path in (path for path in paths if isinstance(path, str) and path):
+        for file in sorted(Path(inside(directory, path, str(listing))).rglob("*")):
             name = file.relative_to(directory).as_posix()
             if file.is_file():
                 found[name] = inside(directory, name, str(listing), blobs_of(str(file.parent)))

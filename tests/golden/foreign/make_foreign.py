@@ -2,7 +2,7 @@
 
     pip install --target /tmp/ext --no-deps hqq optimum-quanto ninja termcolor gguf auto-round \\
         py-cpuinfo datasets pyarrow dill multiprocess pandas python-dateutil pytz tzdata six
-    PYTHONPATH=/tmp/ext python tests/golden/foreign/make_foreign.py [NAME ...]
+    PYTHONPATH=EXTRAS python tests/golden/foreign/make_foreign.py [NAME ...]
 
 hqq 0.2.8, optimum-quanto 0.2.7, auto-round 0.16.1 (which packs as GPTQ and as AWQ; gptqmodel and
 autoawq build CUDA kernels to be installed) and gguf 0.19.0 were run with torch 2.13 on the CPU.
