@@ -1,6 +1,6 @@
 """Writes what is beside this file: one layer by each of some libraries that no test installs.
 
-    pip install --target /tmp/ext --no-deps hqq optimum-quanto ninja termcolor gguf auto-round \\
+    pip install --target EXTRAS --no-deps hqq optimum-quanto ninja termcolor gguf auto-round \\
         py-cpuinfo datasets pyarrow dill multiprocess pandas python-dateutil pytz tzdata six
     PYTHONPATH=EXTRAS python tests/golden/foreign/make_foreign.py [NAME ...]
 
