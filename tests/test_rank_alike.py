@@ -49,7 +49,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Opaque) and not isinstance(value, type):
         return [value.class_name, *(plain(v) for v in (value.args, value.state, value.info))]
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return [dict, *([plain(key), plain(item)] for key, item in value.items())]
     if isinstance(value, list | tuple):
         return [type(value), *map(plain, value)]
     return value
