@@ -20,7 +20,7 @@ from ckptmap.tensors import Box, TensorInfo, contiguous_strides
 if TYPE_CHECKING:
     import torch
 
-CHUNK_NUMEL = 256 * 1024
+CHUNK_NUMEL = 512 * 1024
 """Elements at a time: larger temporaries leave the cache and pay page faults."""
 LEAST_ABSMAX = 1e-38
 """What a smaller absmax counts as, so that its inverse is finite."""

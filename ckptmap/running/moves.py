@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 PART_BUFFER = 1 << 20
 """Bytes held of each part of an encoded tensor before they are written."""
-ELEMENT_NBYTES = 48
-"""Bytes that one element costs while it is encoded: values in and out, and temporaries."""
-MAX_ELEMENTS = 1 << 19
-"""Elements encoded at once: they stay in the cache."""
+FEED_NBYTES = 2 << 20
+"""Bytes of values encoded at once, in or out: with fewer, threads hand the interpreter to each other
+more often than they compute; more leave the cache."""
+RECODED = 1 << 19
+"""Elements whose codes move at once."""
 COMPARE_NBYTES = 1 << 20
 """Bytes of a tensor and of its replica held at once."""
 
@@ -48,7 +49,7 @@ def encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
         assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"
         alone = encoder.splittable and list(parts) == [""]
         if alone and parts[""].shape == step.tensor.info.shape:
-            return _encode_slots(context, step, encoder, buffer)
+            return _encode_slots(context, step, encoder, parts[""].itemsize, buffer)
         return _encode_parts(context, step, encoder, parts, buffer)
     except Interrupted:
         raise
@@ -60,15 +61,16 @@ def encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
 
 
 def _encode_slots(
-    context: Context, step: Encode, encoder: Encoder, buffer: Buffer
+    context: Context, step: Encode, encoder: Encoder, itemsize: int, buffer: Buffer
 ) -> Sequence[Written]:
     """Slot by slot, box by box, each encoded alone: casts and plain decoding."""
     written = []
+    most = FEED_NBYTES // max(itemsize, step.tensor.info.itemsize)
     for target in step.targets[""]:
         slot = context.slot(target)
         with context.outputs.file(target.file) as output:
             stream = Stream(output, slot.offset, buffer, context.sums(target))
-            feeds = _values(context, step.tensor, slot.box, encoder.step)
+            feeds = _values(context, step.tensor, slot.box, encoder.step, most)
             writes = chain.from_iterable(starmap(encoder.feed, feeds))
             for write in ring.landed(writes, context.device):
                 nbytes = _append(stream, write)
@@ -89,7 +91,8 @@ def _encode_parts(
     """The whole tensor in row-major steps; each part is a stream over the slots that tile it."""
     streams = _part_streams(context, step, parts, buffer)
     whole = Box.whole(step.tensor.info.shape)
-    feeds = _values(context, step.tensor, whole, encoder.step)
+    most = FEED_NBYTES // step.tensor.info.itemsize
+    feeds = _values(context, step.tensor, whole, encoder.step, most)
     writes = chain.from_iterable(starmap(encoder.feed, feeds))
     for write in ring.landed(writes, context.device):
         context.advance(streams[write.part].append(write), step.tensor.fqn)
@@ -117,7 +120,7 @@ def _recode(context: Context, step: Encode, grid: Grid, buffer: Buffer) -> Seque
     parts = step.encoding.parts(step.tensor.info)
     assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"
     streams = _part_streams(context, step, parts, buffer)
-    limit = max(1, min(MAX_ELEMENTS, context.budget // 8))
+    limit = max(1, min(RECODED, context.budget // 8))
     for write in recoded(step.tensor, step.encoding, grid, limit):
         context.advance(streams[write.part].append(write), step.tensor.fqn)
     return [item for stream in streams.values() for item in stream.finish()]
@@ -184,11 +187,12 @@ def _append(stream: Stream, write: Write) -> int:
 
 
 def _values(
-    context: Context, tensor: LazyTensor, box: Box, step: int
+    context: Context, tensor: LazyTensor, box: Box, step: int, most: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(flat offset, 1-D values) of a box in row-major order, each a multiple of `step` elements
-    but the last. The offset is exact where the box is flat-contiguous in the tensor."""
-    most = min(MAX_ELEMENTS, context.budget // 2 // ELEMENT_NBYTES)
+    but the last, and of `most` where that can be. The offset is exact where the box is
+    flat-contiguous in the tensor."""
+    most = min(most, context.budget // 2 // ring.ELEMENT_NBYTES)
     limit = max(step, ring.elements(context.device, context.budget, most))
     held = ring.ring(context.device, limit + step, tensor.torch_dtype)
     strides = contiguous_strides(tensor.shape, 1)
