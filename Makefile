@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ckptmap-ready
 
 export OMP_NUM_THREADS ?= 1
-# Test processes side by side; each test file stays with one of them, in the order of names.
+# Test processes side by side; each test file stays with one of them, the longest first.
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help

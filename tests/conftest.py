@@ -19,6 +19,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell's &,
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONGEST = ("test_resume_exact.py", "test_resume_reshard.py", "test_translate.py")
+"""Files that take minutes, and come late in the order of names: one worker would do the last of them
+while the others wait."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 @dataclass(frozen=True)
 class Device:
     """A device to run on. `fake`: CUDA tensors without values or a GPU, inside `mode()`.
