@@ -103,7 +103,8 @@ CODES: Mapping[str, Code] = {
         "two keys for one name",
         "Two stored keys become the same name once wrapper segments are taken off, or would be "
         "written to the same place, or a name would not be told from a wrapper's.",
-        "Leave one of them behind with --exclude, or name the dict to use with --source-root.",
+        "Rename or delete one of them where it was saved; what a plan refuses can be left behind with "
+        "--exclude, or go elsewhere with --root.",
     ),
     "CKM115": Code(
         "an incomplete quantized tensor",
@@ -254,8 +255,9 @@ CODES: Mapping[str, Code] = {
     "CKM310": Code(
         "a copy that differs",
         "Two places of the source must hold the same bytes, replicas or tied tensors, and do not. "
-        "Nothing was published.",
-        "Find out which is right; the run that saved it had diverged.",
+        "Nothing was published, or loaded.",
+        "Find out which is right: the run that saved it had diverged, or its ranks gave one name to "
+        "different tensors, such as experts of their own.",
     ),
     "CKM311": Code(
         "scales too coarse for their outliers",

@@ -46,7 +46,10 @@ def same_bytes(a: StoredTensor, b: StoredTensor, files_a: Files, files_b: Files)
 
 
 def same_parts(a: LazyTensor, b: LazyTensor) -> str | None:
-    """None where both are stored alike, byte for byte, else the name of the first part that is not."""
+    """None where both are stored alike, byte for byte, else the name of the first part that is not.
+    Raises RunError CKM310 where one of them is not alike in itself."""
+    for lazy in (a, b):
+        lazy.require_replicas()
     for name, part in a.parts.items():
         other = b.parts.get(name)
         if other is None or other.info != part.info:

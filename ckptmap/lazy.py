@@ -12,6 +12,7 @@ from ckptmap.disk.files import Files
 from ckptmap.errors import ArgumentError
 from ckptmap.geometry.gather import fill
 from ckptmap.geometry.grids import Coded
+from ckptmap.geometry.replicas import require_alike
 from ckptmap.protocols import Group
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
@@ -109,15 +110,27 @@ class LazyTensor:
         """The box at `offsets` of `sizes` (default: all), decoded, in the logical dtype.
 
         Only the stored bytes that the box needs are read. Raises ValueError where the box leaves
-        the tensor, PlanError CKM210 where the device is not here.
+        the tensor, PlanError CKM210 where the device is not here, RunError CKM310 where ranks have
+        saved other values of it.
         """
         import torch
 
         arguments.device(device, f"device={str(device)!r}")
         box = self._box(offsets, sizes)
+        self.require_replicas([box])
         out = torch.empty(box.sizes, dtype=self.torch_dtype, device=device)
         self.read_into(box, out)
         return out
+
+    def require_replicas(self, boxes: Iterable[Box] | None = None) -> None:
+        """Raise RunError CKM310 where ranks that hold the same part of it have saved other values,
+        such as experts that each of them names alike; where only bytes can tell, those in `boxes`
+        of a dense tensor do."""
+        for stored in self.beneath:
+            within = None
+            if stored.replicas and boxes is not None and stored is self.parts.get(""):
+                within = tuple(boxes) if self.encoding == "dense" else None
+            require_alike(self.files, self.fqn, stored, within)
 
     def read_into(self, box: Box, out: torch.Tensor) -> None:
         """Fill `out` (box.sizes, logical dtype, contiguous, any device) with the decoded box."""
@@ -194,7 +207,8 @@ class LazyTensor:
 
     def _whole(self, key: object) -> int:
         try:
-            if not isinstance(key, bool) and not str(getattr(key, "dtype", "")).endswith("bool"):
+            truth = isinstance(key, bool) or str(getattr(key, "dtype", "")).endswith("bool")
+            if not truth and not getattr(key, "ndim", 0):  # a tensor [1] keeps the dim of another
                 return index(key)  # type: ignore[arg-type]
         except TypeError:
             pass

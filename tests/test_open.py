@@ -150,7 +150,7 @@ def test_box_outside_the_tensor_is_refused(corpus: Corpus) -> None:
             lazy[::2]
         with pytest.raises(ValueError, match="needs 2 offsets"):
             lazy.read((0,))
-        for key in (None, [0], True, "x", 1.0, torch.tensor(True)):
+        for key in (None, [0], True, "x", 1.0, torch.tensor(True), torch.tensor([1])):
             with pytest.raises(TypeError, match=r"index .*, expected int or slice"):
                 lazy[key]
         with pytest.raises(IndexError, match="2 indices"):

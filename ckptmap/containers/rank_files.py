@@ -7,7 +7,7 @@ the ranks hold under one key is one leaf of the index; a layout joins the parts.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path as FilePath
@@ -17,7 +17,7 @@ from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
 from ckptmap.tensors import Index, Leaf, Path, as_saved
 from ckptmap.wire.gc_pause import paused_gc
-from ckptmap.wire.placement import is_dtensor, mesh_ranks
+from ckptmap.wire.placement import is_dtensor, mesh_ranks, meshes_apart
 from ckptmap.wire.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.wire.sharded import check_writer, is_sharded
 from ckptmap.wire.zip_read import is_zip
@@ -140,9 +140,11 @@ def _load_all(group: _Group) -> RankSet:
 def _check_ranks(group: _Group, trees: Mapping[int, RankTree]) -> None:
     """Ranks are 0..N-1, N as the name says, else as the mesh of a DTensor says."""
     said = _WORLD.search(group.name)
-    mesh = _ranks_inside(group, trees)
-    world = int(said[1] or said[2]) if said else mesh or max(trees) + 1
-    if mesh and mesh != world:
+    mesh, is_all = _ranks_inside(group, trees)
+    world = mesh if is_all else max(mesh, max(trees) + 1)
+    if said:
+        world = int(said[1] or said[2])
+    if mesh and (mesh != world if is_all else mesh > world):
         raise SourceError(
             "CKM110",
             f"{group.name}: its tensors are of {mesh} ranks, its name says {world}",
@@ -167,8 +169,9 @@ def _check_ranks(group: _Group, trees: Mapping[int, RankTree]) -> None:
         )
 
 
-def _ranks_inside(group: _Group, trees: Mapping[int, RankTree]) -> int:
-    """How many ranks the tensors themselves say there are; 0: they do not."""
+def _ranks_inside(group: _Group, trees: Mapping[int, RankTree]) -> tuple[int, bool]:
+    """How many ranks the tensors themselves say there are, 0: they do not; and whether that is all
+    of them: stages that have a mesh each know of themselves alone."""
     said: dict[int, int] = {}
     for rank, tree in trees.items():
         world = check_writer(tree.first(is_sharded), rank, group.files[rank])
@@ -181,8 +184,26 @@ def _ranks_inside(group: _Group, trees: Mapping[int, RankTree]) -> int:
             f"{group.files[second]}: is of a save by {other} ranks, rank {first}'s file by {one}",
             "copy the files of one save into a directory of their own",
         )
-    mesh = mesh_ranks(leaf for tree in trees.values() for leaf in tree.first(is_dtensor))
-    return next(iter(said), len(mesh))
+    if said:
+        return next(iter(said)), True
+    found = {rank: mesh_ranks(tree.first(is_dtensor)) for rank, tree in trees.items()}
+    meshes = _stages(found)
+    if len(meshes) > 1 or (meshes and not all(found.values())):
+        return max(map(max, meshes)) + 1, False
+    mesh = len(next(filter(None, found.values()), ()))
+    return mesh, mesh > 0
+
+
+def _stages(found: Mapping[int, tuple[int, ...]]) -> Collection[tuple[int, ...]]:
+    """The meshes that ranks are of, where each rank is of its own and none of another's."""
+    meshes: dict[tuple[int, ...], set[int]] = {}
+    for rank, ranks in found.items():
+        known = not ranks or ranks in meshes
+        if (ranks and rank not in ranks) or not (known or meshes_apart(ranks, meshes.values())):
+            return ()
+        if not known:
+            meshes[ranks] = set(ranks)
+    return meshes
 
 
 def _like(group: _Group, rank: int) -> str:

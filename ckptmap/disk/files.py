@@ -31,7 +31,11 @@ BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What tells that a file is still the one that was planned on."""
+    """What tells that a file is still the one that was planned on.
+
+    Not the time of its last change of any kind (ctime): a hard link or a mode that a backup sets
+    changes it, and neither a saved plan nor what a killed run wrote would then hold any more.
+    """
 
     nbytes: int
     mtime_ns: int

@@ -15,7 +15,14 @@ from typing import TypeAlias
 from ckptmap.errors import SourceError
 from ckptmap.tensors import Box, Cut, Leaf, Opaque, StoredTensor, TensorInfo, as_inert
 from ckptmap.wire.dtensor_alike import joined_alike
-from ckptmap.wire.placement import Placed, cut_rows, is_dtensor, moved, read_placed
+from ckptmap.wire.placement import (
+    Placed,
+    cut_rows,
+    is_dtensor,
+    meshes_apart,
+    moved,
+    read_placed,
+)
 from ckptmap.wire.rank_trees import RankValues
 
 _ONE_SAVE = "these files are not of one save, or hold 1-D pieces whose shapes are not in them"
@@ -104,14 +111,31 @@ def _join_parts(parts: Sequence[tuple[int, Placed]], key: str) -> StoredTensor |
         geometry = part.geometry
         if 0 not in geometry.sizes or not info.numel:
             pieces += [(box, part.local, local) for box, local in geometry.pieces]
-    _check_complete(info, parts, {box for box, _, _ in pieces}, key)
+    for mine in _by_mesh(parts):
+        _check_complete(info, mine, {box for _, part in mine for box in _boxes(part)}, key)
     return _assemble(info, pieces, key)
 
 
-def _check_meshes(parts: Sequence[tuple[int, Placed]], key: str) -> None:
-    first = parts[0][1]
+def _boxes(part: Placed) -> list[Box]:
+    return [box for box, _ in part.geometry.pieces if box.numel or not part.info.numel]
+
+
+def _by_mesh(parts: Sequence[tuple[int, Placed]]) -> Iterable[Sequence[tuple[int, Placed]]]:
+    """The parts of each mesh, which must be a whole tensor by themselves: half of one stage's and
+    half of another's could be two tensors."""
+    found: dict[tuple[int, ...], list[tuple[int, Placed]]] = {}
     for rank, part in parts:
-        if (part.ranks, part.shape, part.cuts) != (first.ranks, first.shape, first.cuts):
+        found.setdefault(part.ranks, []).append((rank, part))
+    return found.values()
+
+
+def _check_meshes(parts: Sequence[tuple[int, Placed]], key: str) -> None:
+    """Of one mesh; or of several apart, each with all of the tensor: those of pipeline stages."""
+    first, meshes = parts[0][1], {parts[0][1].ranks: set(parts[0][1].ranks)}
+    for rank, part in parts:
+        if part.ranks not in meshes and meshes_apart(part.ranks, meshes.values()):
+            meshes[part.ranks] = set(part.ranks)
+        if part.ranks not in meshes or (part.shape, part.cuts) != (first.shape, first.cuts):
             raise SourceError(
                 "CKM110",
                 f"{key}: rank {rank} was saved on a mesh of {list(part.shape)}, "

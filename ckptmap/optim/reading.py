@@ -19,6 +19,7 @@ from ckptmap.mapping.wrappers import ANYWHERE, HEAD
 from ckptmap.optim import order as orders
 from ckptmap.optim.classes import find_config, from_config
 from ckptmap.optim.order import Order, Weight
+from ckptmap.optim.stages import contradiction, put_together
 from ckptmap.optim.state import (
     GROUPS,
     PARAMS,
@@ -62,13 +63,13 @@ class OptimizerReader:
         where: str,
         beside: str | None = None,
     ) -> None:
-        whole = expanded(leaves)
+        whole = expanded(put_together(leaves))
         told = next((leaf for leaf in whole.values() if isinstance(leaf, Told)), Told())
         whole = {path: leaf for path, leaf in whole.items() if leaf is not told}
         self.form: str | None = None
         self.raw = Optimizer()
-        keys = None
-        for form in forms if whole else ():
+        keys, unlike = None, contradiction(whole)
+        for form in forms if whole and not unlike else ():
             keys = form.read(whole)
             if keys is not None:
                 self.form = form.name
@@ -88,7 +89,7 @@ class OptimizerReader:
         self._tried = False
         self._order = ""
         self._told = told
-        self.why = told.refused or (_several(whole) if self.form is None else "")
+        self.why = told.refused or unlike or (_several(whole) if self.form is None else "")
 
     @property
     def present(self) -> bool:

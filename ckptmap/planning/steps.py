@@ -10,6 +10,7 @@ from typing import overload
 from ckptmap.geometry.booleans import BOOL
 from ckptmap.geometry.columns import Located
 from ckptmap.geometry.grids import Grid
+from ckptmap.geometry.replicas import HINT
 from ckptmap.geometry.tables import Slots
 from ckptmap.lazy import LazyTensor
 from ckptmap.protocols import Encoding, OutFile
@@ -119,4 +120,4 @@ class Compare:
     key: str
     tensor: StoredTensor
     replica: Chunk
-    hint: str = "the ranks did not hold the same values: find out which is right, or drop the key"
+    hint: str = HINT

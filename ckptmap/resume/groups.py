@@ -14,6 +14,7 @@ from ckptmap.lazy import LazyTensor
 from ckptmap.resume.algorithms import algorithm, spoken, unspoken
 from ckptmap.resume.family import Part
 from ckptmap.resume.holdings import Owner
+from ckptmap.resume.report import listed
 
 CHOICES = (
     "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "amsgrad",
@@ -72,6 +73,7 @@ class Groups:
 
     def _match(self, number: int, members: Sequence[Owner]) -> None:
         found = {id(g): g for owner in members if (g := self._group(owner)) is not None}
+        self._note_unlisted(number, members)
         if not found:
             return
         live, part = members[0].part.group, members[0].part
@@ -96,6 +98,18 @@ class Groups:
                     f"group {number} {key}: its parameters had {shown}; kept {plain(live[key])}"
                 )
                 self.inexact.append(self.settings[-1])
+
+    def _note_unlisted(self, number: int, members: Sequence[Owner]) -> None:
+        """State whose group was not saved: DCP keeps the list of one rank, a stage's parameters."""
+        names = [target.fqn for owner in members for target, _ in owner.members
+                 if any(self._state.get(name) for name in target.known)
+                 and not any(name in self._of for name in target.known)]  # fmt: skip
+        if names:
+            self.settings.append(
+                f"group {number}: what was set for {len(names)} of its parameters is not in the"
+                f" checkpoint: {listed(names)}"
+            )
+            self.inexact.append(self.settings[-1])
 
     def _kind(self, group: Mapping[str, Any]) -> str:
         return algorithm(group, self._kept_of(group))

@@ -23,6 +23,7 @@ from ckptmap.resume.target import (
     Target,
     device_for,
     fallback_device,
+    held,
     is_nf4,
 )
 from ckptmap.tensors import ITEMSIZE, Box, TensorInfo
@@ -80,6 +81,7 @@ class Matcher:
                 continue
             for other in names[1:]:
                 self._compare(target, source, checkpoint[other])
+            source.require_replicas(box for box, _ in held(target))
             target.refuse_lost_hooks()
             self._decide(target, source)
         self._compare_views(found)

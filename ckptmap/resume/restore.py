@@ -21,7 +21,7 @@ from ckptmap.resume.peers import rank_and_world
 from ckptmap.resume.positions import refuse_other_order
 from ckptmap.resume.reader import Reader
 from ckptmap.resume.report import StateReport, listed
-from ckptmap.resume.target import Target
+from ckptmap.resume.target import Target, held
 
 PRECISIONS = ("keep", "target", "fp32")
 
@@ -175,6 +175,7 @@ class StateMatcher:
             plan.lossy.append(f"{owner.fqn}: state begins anew")
             plan.steps.append(lambda reader: _forget(owner))
             return
+        _require_replicas(owner, sources)
         self._foresee(owner, sources)
         kept = self._kept_of(owner)
         plan.steps.append(StateLoader(owner, sources, self._policy, plan.notes, betas, kept))
@@ -245,6 +246,16 @@ def _unlisted(owner: Owner, sources: Sequence[Source], known: set[str]) -> list[
     return [
         target.fqn for (target, _), source in members if not source and not known & {*target.known}
     ]
+
+
+def _require_replicas(owner: Owner, sources: Sequence[Source]) -> None:
+    """Raise RunError CKM310 where ranks have saved other values of the same state."""
+    for (target, _), source in zip(owner.members, sources, strict=True):
+        like = tuple(target.tensor.shape)
+        for lazy in source.values():
+            if isinstance(lazy, LazyTensor):
+                boxes = (box for box, _ in held(target)) if lazy.shape == like else None
+                lazy.require_replicas(boxes)
 
 
 def _forget(owner: Owner) -> None:

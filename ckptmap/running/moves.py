@@ -16,13 +16,14 @@ from ckptmap.disk.sink import Buffer, Stream
 from ckptmap.errors import Interrupted, RunError
 from ckptmap.geometry.gather import fill, row_major_boxes
 from ckptmap.geometry.grids import CoarseScales, CountsFlips, Grid
+from ckptmap.geometry.replicas import require_same
 from ckptmap.lazy import LazyTensor, tensor_bytes
 from ckptmap.planning.recoding import recoded
 from ckptmap.planning.steps import Compare, Encode, Target
 from ckptmap.protocols import Encoder, Refusal, Write
 from ckptmap.running import ring
 from ckptmap.running.copying import Context, recorded
-from ckptmap.tensors import Box, StoredTensor, TensorInfo, contiguous_strides
+from ckptmap.tensors import Box, TensorInfo, contiguous_strides
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +36,6 @@ FEED_NBYTES = 2 << 20
 more often than they compute; more leave the cache."""
 RECODED = 1 << 19
 """Elements whose codes move at once."""
-COMPARE_NBYTES = 1 << 20
-"""Bytes of a tensor and of its replica held at once."""
 
 
 def encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
@@ -237,29 +236,10 @@ def _readable(tensor: LazyTensor, box: Box, limit: int) -> Iterator[Box]:
 
 
 def compare(context: Context, step: Compare) -> None:
-    """Raise RunError CKM310 where a replica differs: by CRC-32 where both sides have one for
-    exactly this box, else byte by byte."""
+    """Raise RunError CKM310 where a replica differs."""
     replica, tensor = step.replica, step.tensor
-    for chunk in tensor.chunks:
-        if chunk.box == replica.box and None not in (chunk.crc32, replica.crc32):
-            if chunk.crc32 != replica.crc32:
-                raise _differs(step, chunk.region.file)
-            return
-    other = StoredTensor(tensor.info, [replica])
-    itemsize = tensor.info.itemsize
-    for box in row_major_boxes(replica.box, COMPARE_NBYTES // itemsize):
-        ours, theirs = bytearray(box.numel * itemsize), bytearray(box.numel * itemsize)
-        fill(context.files, tensor, box, memoryview(ours))
-        fill(context.files, other, box, memoryview(theirs))
-        if ours != theirs:
-            raise _differs(step, next(region.file for _, region in tensor.pieces(box)))
-        context.advance(0, step.key)
-
-
-def _differs(step: Compare, file: str) -> RunError:
-    return RunError(
-        "CKM310",
-        f"{step.key}: the replica at {list(step.replica.box.offsets)} in "
-        f"{step.replica.region.file} differs from {file}, expected the same bytes",
-        step.hint,
-    )
+    crc32 = next((chunk.crc32 for chunk in tensor.chunks if chunk.box == replica.box), None)
+    require_same(
+        context.files, step.key, tensor, replica, crc32,
+        hint=step.hint, alive=lambda: context.advance(0, step.key),
+    )  # fmt: skip

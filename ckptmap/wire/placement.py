@@ -7,7 +7,7 @@ torch/distributed/tensor/_utils.py (`compute_local_shape_and_global_offset`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
@@ -242,6 +242,11 @@ def mesh_ranks(leaves: Iterable[Leaf]) -> tuple[int, ...]:
         if is_dtensor(leaf):
             return read_placed(leaf, "mesh").ranks
     return ()
+
+
+def meshes_apart(ranks: tuple[int, ...], others: Iterable[Collection[int]]) -> bool:
+    """Has a mesh none of its ranks in the others? Stages of a pipeline may have one each."""
+    return not any(rank in other for other in others for rank in ranks)
 
 
 def _attributes(value: Any) -> Mapping[Any, Any]:

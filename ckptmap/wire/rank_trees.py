@@ -244,7 +244,26 @@ class RankSet:
         """The first rank's paths in its order, then those that only others have: a plain value
         that all share, else what each rank has."""
         paths = dict.fromkeys(path for parsed, _ in self.kinds for path in parsed.leaves)
+        for path in self._filled_elsewhere(paths):
+            del paths[path]
         return {path: self._leaf(path) for path in paths}
+
+    def _filled_elsewhere(self, paths: Iterable[Path]) -> list[Path]:
+        """Where some ranks hold an empty dict, and others tensors in it: a stage without any."""
+        if len(self.kinds) == 1:
+            return []
+        empty = {
+            path: [parsed.leaves.get(path) for parsed, _ in self.kinds]
+            for parsed, _ in self.kinds
+            for path, leaf in parsed.leaves.items()
+            if isinstance(leaf, dict) and not leaf
+        }
+        heads = {path[:depth] for path in paths for depth in range(len(path))} if empty else set()
+        return [
+            path
+            for path, leaves in empty.items()
+            if path in heads and all(leaf is None or leaf == {} for leaf in leaves)
+        ]
 
     def _leaf(self, path: Path) -> Leaf:
         if len(self.trees) == 1:

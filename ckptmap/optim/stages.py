@@ -1,0 +1,78 @@
+"""Groups that differ from rank to rank: a pipeline stage's optimizer has its own parameters alone.
+
+rank 0 [{"lr": 0.1, "params": ["a"]}], rank 1 [{"lr": 0.1, "params": ["b"]}]
+    -> [{"lr": 0.1, "params": ["a", "b"]}]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptmap.leaves import by_rank
+from ckptmap.optim.state import GROUPS, NAMES, PARAMS
+from ckptmap.tensors import Leaf, Path, PerRank
+
+
+@dataclass(frozen=True)
+class _United:
+    """The groups of this number on some ranks, all set alike; `params` are theirs, each with what
+    `param_names` calls it."""
+
+    number: int
+    settings: Mapping[str, Any]
+    is_named: bool
+    params: dict[str, Any] = field(default_factory=dict)
+
+    def takes(self, number: int, group: Mapping[str, Any]) -> bool:
+        alike = (self.number, self.is_named) == (number, NAMES in group)
+        return alike and self.settings == _settings(group)
+
+    def group(self) -> dict[str, Any]:
+        names = {NAMES: list(self.params.values())} if self.is_named else {}
+        return {**self.settings, PARAMS: list(self.params), **names}
+
+
+def put_together(leaves: Mapping[Path, Leaf]) -> Mapping[Path, Leaf]:
+    """The leaves with one list of groups where each rank has its own, and names what is in it."""
+    leaf = leaves.get((GROUPS,))
+    found = _united(leaf) if isinstance(leaf, PerRank) else None
+    return leaves if found is None else {**leaves, (GROUPS,): [one.group() for one in found]}
+
+
+def contradiction(leaves: Mapping[Path, Leaf]) -> str:
+    """Why groups that differ from rank to rank are not those of one optimizer; "": none differ."""
+    if any(path[0] == GROUPS and isinstance(leaf, PerRank) for path, leaf in leaves.items()):
+        return (
+            "its ranks have param_groups of their own, by numbers, or set one parameter otherwise"
+        )
+    return ""
+
+
+def _united(leaf: PerRank) -> list[_United] | None:
+    """None where groups are not by name, or ranks set one parameter otherwise."""
+    found: list[_United] = []
+    for number, group in _each(leaf):
+        params = group.get(PARAMS) if isinstance(group, dict) else None
+        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
+            return None
+        mine = next((one for one in found if one.takes(number, group)), None)
+        if mine is None:
+            mine = _United(number, _settings(group), NAMES in group)
+            found.append(mine)
+        mine.params.update(zip(params, group.get(NAMES, params), strict=False))
+    names = [name for one in found for name in one.params]
+    return found if len(names) == len(set(names)) else None
+
+
+def _each(leaf: PerRank) -> Iterator[tuple[int, Any]]:
+    """(number, group) of every rank that has any; (0, what it is) of what is no list."""
+    for groups in by_rank(leaf):
+        yield from enumerate(
+            groups if isinstance(groups, list) else [groups] * (groups is not None)
+        )
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in (PARAMS, NAMES)}
