@@ -57,12 +57,17 @@ class LeafReader:
                 why = f"a value that holds itself, nests deeper than {MAX_DEPTH}, or repeats without end"
                 self.refused.append(Refused(join((*root, *path)), why, not hides_tensor(leaf)))
                 continue
+            if isinstance(leaf, StoredTensor):
+                continue
             found = next(opaques(leaf), None)
-            if found is not None and not (is_tensor(leaf) and isinstance(leaf, StoredTensor)):
-                droppable = not hides_tensor(found)
-                self.refused.append(Refused(join((*root, *path)), described(found), droppable))
-            elif not is_tensor(leaf):
-                yield path, leaf
+            if found is None:
+                if not is_tensor(leaf):
+                    yield path, leaf
+                continue
+            # An object with tensors in it, such as a module among Lightning's hyper-parameters, is
+            # left behind by its key as they would be; in the optimizer's state it is a moment.
+            droppable = not root or not hides_tensor(found)
+            self.refused.append(Refused(join((*root, *path)), described(found), droppable))
 
     def optimizer(self, path: Path, leaf: Leaf) -> Any:
         """A leaf of the optimizer's state as LazyTensor or plain value, or REFUSED."""

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import ckptmap
 from ckptmap.errors import CkptmapError, PlanError, SourceError
@@ -240,31 +239,6 @@ def test_an_optimizer_of_any_name(tmp_path: Path) -> None:
     with ckptmap.open(tmp_path / "two.pt") as ckpt:
         assert set(ckpt) == set(saved["model_state"]) and ckpt.optimizer == {}
         assert {path[0] for path in ckpt.other} == {"optimizer_state", "other_state"}
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("suffix", [".pt", ""])
-def test_an_optimizer_by_its_class_beside_random_states(suffix: str, tmp_path: Path) -> None:
-    """As Composer 0.32 saves: all but the random states in `state`, optimizers by class name."""
-    model = tiny(SMALL)
-    optimizer = adamw(model)
-    losses(model, optimizer)
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizers": {"AdamW": moments}, "run_name": "a"}
-    saved = {"state": state, "rng": [{"torch": torch.get_rng_state(), "python": (3, None)}]}
-    path = tmp_path / f"run{suffix}"
-    if suffix:
-        torch.save(saved, path)
-    else:
-        save_dcp(saved, checkpoint_id=path, no_dist=True)
-    ckptmap.convert(path, tmp_path / "out", to="fsdp2", world_size=2)
-    for found in (path, tmp_path / "out"):
-        with ckptmap.open(found) as ckpt:
-            assert set(ckpt) == set(weights)
-            assert_state(ckpt, moments_of(model, optimizer))
-            assert ckpt.extra["state"] == {"run_name": "a"}
-            (random,) = ckpt.other.values()
-            assert_same(random.read(), torch.get_rng_state(), "rng")
 
 
 def test_weights_are_cast_and_moments_are_not(tmp_path: Path) -> None:

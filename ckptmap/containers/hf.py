@@ -31,7 +31,7 @@ SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safeten
 DCP_SHARD = re.compile(r"shard-\d+-.+\.safetensors")
 """torch's HuggingFaceStorageWriter: parts of tensors under whole tensors' names."""
 OTHER_FORM = re.compile(
-    r"(diffusion_)?pytorch_model([-.]\w+)*\.bin|(tf|flax|rust)_model([-.]\w+)*\.(h5|msgpack|ot)"
+    r"((diffusion|open_clip)_)?pytorch_model([-.]\w+)*\.bin|(tf|flax|rust)_model([-.]\w+)*\.(h5|msgpack|ot)"
 )
 """Weights beside safetensors that libraries pass over: of an earlier save they may be other ones."""
 UNFINISHED = re.compile(r".*\.(incomplete|part|partial|tmp|crdownload|aria2)[^.]*")

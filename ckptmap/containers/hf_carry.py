@@ -30,6 +30,7 @@ SIBLINGS = (
     "config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json", "modules.json", "config_sentence_transformers.json",
+    "open_clip_config.json",
 )  # fmt: skip
 PREFIXES = ("tokenizer", "chat_template", "spiece", "sentencepiece", "sentence_")
 CODE = ".py"
@@ -45,6 +46,8 @@ DIFFUSERS = {"_class_name", "_diffusers_version"}
 """What a config.json has of diffusers' models, and of no other library's."""
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 """diffusers/utils/constants.py: SAFETENSORS_WEIGHTS_NAME."""
+OPEN_CLIP, OPEN_CLIP_STEM = "open_clip_config.json", "open_clip_model"
+"""open_clip/constants.py. Beside a config.json it describes the same model in transformers' names."""
 WEIGHTS = (".safetensors", ".bin")
 MAX_SIBLING_NBYTES = 256 << 20
 REPAIR = "download it again, or give another with --config-from PATH"
@@ -99,6 +102,8 @@ class HfCarrier:
             for name, file in carried.items()
             if file.content.startswith(LFS_MAGIC)
         ]
+        if CONFIG not in carried and OPEN_CLIP in carried:
+            return carried, notes
         if CONFIG not in carried:
             notes.append("no config.json is beside the weights; give one with --config-from PATH")
             return carried, notes
@@ -112,9 +117,11 @@ class HfCarrier:
         return carried, notes
 
     def stem(self, carried: Mapping[str, Sibling]) -> str | None:
-        """diffusers looks for no other name than its own."""
+        """diffusers and open_clip look for no other names than their own."""
+        if CONFIG not in carried:
+            return OPEN_CLIP_STEM if OPEN_CLIP in carried else None
         try:
-            config = json.loads(carried[CONFIG].read()) if CONFIG in carried else None
+            config = json.loads(carried[CONFIG].read())
         except ValueError:  # `files` has refused it
             return None
         return DIFFUSERS_STEM if isinstance(config, dict) and config.keys() >= DIFFUSERS else None
