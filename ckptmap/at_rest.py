@@ -27,9 +27,11 @@ def require_at_rest(before: Mapping[str, Fingerprint], hint: str) -> None:
     """Raises RunError CKM308 for a file that is not as it was."""
     now = fingerprints(before)
     for file, then in before.items():
-        if now.get(file) != then:
+        found = now.get(file)
+        if found != then:
             raise RunError(
                 "CKM308",
-                f"{file}: changed while it was read: {then} when opened, now {now.get(file)}",
+                f"{file}: changed while it was read: {then.nbytes} bytes when opened, now "
+                + (f"{found.nbytes}, written anew" if found else "gone"),
                 hint,
             )
