@@ -149,11 +149,14 @@ def _run(plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks)
     target = named_place(dst)
     check_overlap([plan.ckpt.path, *plan.fingerprints], target)
     how = _settled(how, plan, ranks)
-    complete = ranks.rank == 0 and _is_complete(plan, target, how.sync)
+    complete = ranks.rank == 0 and _is_complete(plan, target, how)
     if ranks.of_lead(b"complete" if complete else b""):
         notes = [*plan.notes, "was complete already"]
         if ranks.rank == 0:
-            notes += clear_published(target, plan.digest, how.sync)
+            notes += [
+                *_own_sha256(plan, target, target, how.digest),
+                *clear_published(target, plan.digest, how.sync),
+            ]
         return _report(plan, target, started, plan.nbytes_out, notes)
     if how.overwrite and ranks.rank == 0:
         refuse_stranger(target, {*(file.out.name for file in plan.files), *plan.carried})
@@ -171,6 +174,7 @@ def _run(plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks)
         ranks.barrier()
         if work is not None:
             errors = _proven(plan, done, out_dir, how.digest)
+            notes += _own_sha256(plan, target, out_dir / plan.files[0].out.name, how.digest)
             ranks.check()
             work.publish(how.sync)
             notes += work.notes
@@ -199,16 +203,19 @@ def _discarded_if_coarse(work: Workspace | None) -> Iterator[None]:
         raise
 
 
-def _is_complete(plan: Plan, target: Path, sync: bool) -> bool:
+def _is_complete(plan: Plan, target: Path, how: RunOptions) -> bool:
     """A run of this plan was killed just after it published. Without digests nobody can tell: that
-    run may not have waited for the disk."""
+    run may not have waited for the disk. One that took fewer digests than are asked for is no run of
+    this command."""
     found = manifest_at(target)
     if found is None or found.get("plan") != plan.digest:
         return False
     known = verify(target)
     if not known.ok or NO_DIGESTS in known.checks:
         return False
-    if sync:
+    if how.digest == "sha256" and not all("sha256" in file for file in found["files"].values()):
+        return False
+    if how.sync:
         sync_tree(target)
     return True
 
@@ -286,6 +293,13 @@ def _proven(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict[str,
         return _prove(
             plan, out_dir / plan.files[0].out.name if plan.one_file else out_dir, document
         )
+
+
+def _own_sha256(plan: Plan, target: Path, written: Path, digest: str) -> list[str]:
+    """What the manifest cannot state of the file that it lies in, the report does."""
+    if digest != "sha256" or not plan.one_file:
+        return []
+    return [f"sha256 of {target}: {sha256_of(written)}"]
 
 
 def _prove(plan: Plan, written: Path, document: Mapping[str, Any]) -> dict[str, float]:

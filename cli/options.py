@@ -69,10 +69,20 @@ WorldSize = Annotated[
     _option("--world-size", min=1, help="Ranks to cut for; default: as many as wrote SRC."),
 ]
 Include = Annotated[
-    list[str] | None, _option("--include", metavar="GLOB", help="Only these weights; repeatable.")
+    list[str] | None,
+    _option(
+        "--include",
+        metavar="GLOB",
+        help="Only these weights, by plain names, with --names those in DST; repeatable.",
+    ),
 ]
 Exclude = Annotated[
-    list[str] | None, _option("--exclude", metavar="GLOB", help="Not these weights; repeatable.")
+    list[str] | None,
+    _option(
+        "--exclude",
+        metavar="GLOB",
+        help="Not these weights, by plain names, with --names those in SRC or in DST; repeatable.",
+    ),
 ]
 Drop = Annotated[
     list[str] | None,

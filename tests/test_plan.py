@@ -390,3 +390,17 @@ def test_a_scheme_that_takes_nothing_is_said(tmp_path: Path) -> None:
     for strictly in (False, True):
         made = ckptmap.plan(tmp_path / "taken.safetensors", "full-bnb-nf4", strict=strictly)
         assert not any(said in note for note in made.notes) and not made.unresolved
+
+
+def test_a_scheme_whose_weights_were_all_left_out_does_not_speak_of_the_default(
+    tmp_path: Path,
+) -> None:
+    save_file({"layers.0.q_proj.weight": torch.randn(64, 64)}, tmp_path / "model.safetensors")
+    options: list[tuple[dict[str, str], str]] = [
+        ({"encode": "typo*"}, "by --encode,"),
+        ({"no_encode": "*"}, "by --no-encode,"),
+        ({"encode": "*", "no_encode": "*"}, "by --encode and --no-encode,"),
+    ]
+    for given, said in options:
+        made = ckptmap.plan(tmp_path / "model.safetensors", "full-nf4", **given)
+        assert any(f"no weight becomes nf4 {said}" in note for note in made.notes)

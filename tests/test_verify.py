@@ -213,6 +213,33 @@ def test_sha256_of_files(source: Path, tmp_path: Path) -> None:
     assert ckptmap.verify(out).ok
 
 
+def test_an_output_without_the_digests_asked_for_is_not_taken_for_complete(
+    source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    ckptmap.convert(source, out, to="hf")
+    with pytest.raises(ckptmap.CkptmapError, match="exists"):
+        ckptmap.convert(source, out, to="hf", digest="sha256")
+    ckptmap.convert(source, out, to="hf", digest="sha256", overwrite=True)
+    assert all(
+        len(file["sha256"]) == 64
+        for file in json.loads((out / "ckptmap.manifest.json").read_text())["files"].values()
+    )
+    again = ckptmap.convert(source, out, to="hf", digest="sha256", overwrite=True)
+    assert "was complete already" in again.notes
+
+
+def test_the_sha256_of_one_file_is_in_the_report(source: Path, tmp_path: Path) -> None:
+    """Its manifest lies inside of it, and cannot state that."""
+    import hashlib
+
+    out = tmp_path / "out.pt"
+    for _ in range(2):
+        report = ckptmap.convert(source, out, to="full", digest="sha256")
+        expected = hashlib.sha256(out.read_bytes()).hexdigest()
+        assert f"sha256 of {out}: {expected}" in report.notes
+
+
 def test_diff_names_what_differs(source: Path, tmp_path: Path) -> None:
     out = made(source, tmp_path, "fsdp2")
     assert ckptmap.diff(source, out, values=True).equal

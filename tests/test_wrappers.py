@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckptmap
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.mapping.wrappers import ANYWHERE, describe_wrappers, strip_wrappers, wrap_prefix
 
@@ -43,6 +47,18 @@ def test_strips_by_segment(keys: list[str], plain: list[str], patterns: tuple[st
 def test_collision_is_refused() -> None:
     with pytest.raises(SourceError, match=r"'a\.w' and '_orig_mod\.a\.w' are both 'a\.w'"):
         strip_wrappers(["a.w", "_orig_mod.a.w"])
+
+
+def test_no_option_mends_a_collision_and_none_is_named(tmp_path: Path) -> None:
+    """It is found when the file is opened, before any option of a plan is asked."""
+    state = {"_orig_mod.a.weight": torch.ones(2), "a.weight": torch.zeros(2)}
+    torch.save(state, tmp_path / "model.pt")
+    with pytest.raises(SourceError, match=r"are both 'a\.weight'") as refused:
+        ckptmap.plan(tmp_path / "model.pt", "hf", exclude=("a.weight",))
+    assert refused.value.code == "CKM114" and "--" not in refused.value.hint
+    del state["a.weight"]
+    torch.save(state, tmp_path / "model.pt")
+    assert list(ckptmap.open(tmp_path / "model.pt")) == ["a.weight"]
 
 
 def test_key_of_wrappers_only_is_refused() -> None:

@@ -51,7 +51,7 @@ def strip_wrappers(keys: Collection[str], where: str = "checkpoint") -> dict[str
                 "CKM114",
                 f"{where}: keys {taken[fqn]!r} and {key!r} are both {fqn!r} without their"
                 " wrapper segments",
-                "drop one of them with --exclude",
+                "rename the one that the model does not have, or delete it, and save it again",
             )
         taken[fqn] = key
         result[key] = fqn

@@ -134,8 +134,9 @@ def _rounded(info: TensorInfo) -> TensorInfo:
     return TensorInfo(tuple(-(-extent // ROUND) * ROUND for extent in info.shape), info.dtype)
 
 
-def none_taken(steps: Steps, scheme: Scheme | None) -> dict[str, str]:
-    """The scheme that was asked for, where it takes nothing: Conv1D, or what is quantized already."""
+def none_taken(steps: Steps, scheme: Scheme | None, options: Options) -> dict[str, str]:
+    """The scheme that was asked for, where it takes nothing: Conv1D, what is quantized already, or
+    what patterns of the user's leave of it."""
     probe = None if scheme is None else scheme.encoding(TensorInfo((ROUND, ROUND), "float32"))
     if scheme is None or isinstance(probe, Refusal | None) or probe.name == "dense":  # a cast
         return {}
@@ -143,9 +144,10 @@ def none_taken(steps: Steps, scheme: Scheme | None) -> dict[str, str]:
     if not ways or any(way.target.partition("(")[0] == scheme.name for way in ways):
         return {}
     found = ", ".join(sorted({way.target for way in ways}))
-    return {
-        scheme.name: f"no weight becomes {scheme.name} by default, all stay as they are ({found})"
-    }
+    given = [name for name in ("encode", "no_encode") if getattr(options, name)]
+    by = " and ".join(f"--{name.replace('_', '-')}" for name in given) or "default"
+    why = f"no weight becomes {scheme.name} by {by}, all stay as they are ({found})"
+    return {scheme.name: why}
 
 
 def refused_if_strict(

@@ -135,7 +135,7 @@ class _Planner:
         draft.notes += listed("tied, written under each name", apart)
         left = left_by_shape(self.ckpt, draft.steps, self.aim.scheme, self.options)
         draft.notes += listed("stays as it is", {**left, **self.beside_ties})
-        empty = {} if left else none_taken(draft.steps, self.aim.scheme)
+        empty = {} if left else none_taken(draft.steps, self.aim.scheme, self.options)
         draft.notes += [f"{why}: name weights with --encode GLOB" for why in empty.values()]
         draft.unresolved += refused_if_strict(left, loose, empty, self.options)
         prove_apart(draft.out.paths)
