@@ -141,10 +141,10 @@ def clocked(run: Callable[[], Any]) -> float:
 
 
 def staged(encoding: Any, info: Any, pinned: Any, device: str) -> Callable[[], Any]:
-    """Boxes from pinned memory by `ckptmap.running.ring`'s lanes, two ahead, encoded as they come."""
+    """Boxes from pinned memory by `ckptmap.execution.cuda_ring`'s lanes, two ahead, encoded as they come."""
     import torch
 
-    from ckptmap.running.ring import DEPTH, Lanes
+    from ckptmap.execution.cuda_ring import DEPTH, Lanes
 
     flat = pinned.view(-1)
 

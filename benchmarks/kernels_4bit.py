@@ -96,19 +96,19 @@ def _take(out: Any, write: Any) -> None:
 
 
 def ours_nf4(w: Any) -> Kernel:
-    from ckptmap.encodings.nf4_encoding import NF4
+    from ckptmap.quantization.nf4.encoding import NF4
 
     return _ours(NF4(BLOCK, SCALER_BLOCK), w)
 
 
 def ours_bnb_nf4(w: Any) -> Kernel:
-    from ckptmap.encodings.bnb_fourbit import FourBit
+    from ckptmap.quantization.bnb.fourbit import FourBit
 
     return _ours(FourBit("nf4"), w)
 
 
 def ours_bnb_fp4(w: Any) -> Kernel:
-    from ckptmap.encodings.bnb_fourbit import FourBit
+    from ckptmap.quantization.bnb.fourbit import FourBit
 
     return _ours(FourBit("fp4"), w)
 
@@ -159,13 +159,13 @@ def _decode(encoding: Any, w: Any) -> Kernel:
 
 
 def ours_decode_nf4(w: Any) -> Kernel:
-    from ckptmap.encodings.nf4_encoding import NF4
+    from ckptmap.quantization.nf4.encoding import NF4
 
     return _decode(NF4(BLOCK, SCALER_BLOCK), w)
 
 
 def ours_decode_bnb(w: Any) -> Kernel:
-    from ckptmap.encodings.bnb_fourbit import FourBit
+    from ckptmap.quantization.bnb.fourbit import FourBit
 
     return _decode(FourBit("nf4"), w)
 

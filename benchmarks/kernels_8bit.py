@@ -34,19 +34,19 @@ def _row(w: Any) -> tuple[int, int]:
 
 
 def _int8(w: Any) -> Any:
-    from ckptmap.encodings.int8 import Int8
+    from ckptmap.quantization.torchao.int8 import Int8
 
     return Int8(_row(w))
 
 
 def _bnb(w: Any) -> Any:
-    from ckptmap.encodings.bnb_int8 import BnbInt8
+    from ckptmap.quantization.bnb.int8 import BnbInt8
 
     return BnbInt8()
 
 
 def _fp8(w: Any) -> Any:
-    from ckptmap.encodings.fp8 import BLOCK, Fp8
+    from ckptmap.quantization.deepseek_fp8 import BLOCK, Fp8
 
     return Fp8(BLOCK)
 
@@ -60,7 +60,7 @@ def ours_bnb(w: Any) -> Kernel:
 
 
 def ours_float8(w: Any) -> Kernel:
-    from ckptmap.encodings.float8 import Float8
+    from ckptmap.quantization.torchao.float8 import Float8
 
     return kernels._ours(Float8(_row(w)), w)
 
@@ -70,7 +70,7 @@ def ours_fp8(w: Any) -> Kernel:
 
 
 def ours_packed(w: Any) -> Kernel:
-    from ckptmap.encodings.compressed_packed import Packed
+    from ckptmap.quantization.compressed_tensors.packed import Packed
 
     return kernels._ours(Packed(_row(w), str(w.dtype).removeprefix("torch.")), w)
 

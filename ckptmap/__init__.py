@@ -15,21 +15,22 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.version import __version__
 
 if TYPE_CHECKING:
-    from ckptmap.checkpoint import Checkpoint, open
-    from ckptmap.conversion import Report, convert
-    from ckptmap.difference import diff
+    from ckptmap.checkpoint.checkpoint import Checkpoint, open
     from ckptmap.errors import CkptmapError
-    from ckptmap.hub.pull import pull
-    from ckptmap.hub.push import push
-    from ckptmap.lazy import LazyTensor
-    from ckptmap.merging import merge
+    from ckptmap.live.load.load import load
+    from ckptmap.live.save.save import save
+    from ckptmap.live.state_dict import hooks as hooks
+    from ckptmap.live.state_dict.translate import translate
+    from ckptmap.operations.convert import convert
+    from ckptmap.operations.diff import diff
+    from ckptmap.operations.hub.pull import pull
+    from ckptmap.operations.hub.push import push
+    from ckptmap.operations.merge import merge
+    from ckptmap.operations.verify import verify
+    from ckptmap.planning.plan import Plan
     from ckptmap.planning.planner import plan
-    from ckptmap.planning.plans import Plan
-    from ckptmap.resume import hooks as hooks
-    from ckptmap.resume.load import load
-    from ckptmap.resume.save import save
-    from ckptmap.resume.translate import translate
-    from ckptmap.verification import verify
+    from ckptmap.planning.report import Report
+    from ckptmap.storage.lazy_tensor import LazyTensor
 
 __all__ = [
     "Checkpoint", "CkptmapError", "LazyTensor", "Plan", "Report", "__version__", "convert",
@@ -38,15 +39,19 @@ __all__ = [
 
 # No module may bear the name of a function here: importing it would shadow the function.
 _HOMES = {
-    "Checkpoint": "checkpoint", "CkptmapError": "errors", "LazyTensor": "lazy",
-    "Plan": "planning.plans", "Report": "conversion", "convert": "conversion",
-    "diff": "difference", "load": "resume.load", "merge": "merging", "open": "checkpoint",
-    "plan": "planning.planner", "pull": "hub.pull", "push": "hub.push", "save": "resume.save",
-    "translate": "resume.translate", "verify": "verification",
+    "Checkpoint": "checkpoint.checkpoint", "CkptmapError": "errors", "LazyTensor": "storage.lazy_tensor",
+    "Plan": "planning.plan", "Report": "planning.report", "convert": "operations.convert",
+    "diff": "operations.diff", "load": "live.load.load", "merge": "operations.merge", "open": "checkpoint.checkpoint",
+    "plan": "planning.planner", "pull": "operations.hub.pull", "push": "operations.hub.push", "save": "live.save.save",
+    "translate": "live.state_dict.translate", "verify": "operations.verify",
 }  # fmt: skip
 
 
-_ROOMS = {"hooks": "resume.hooks", "integrations": "integrations"}
+_ROOMS = {
+    "hooks": "live.state_dict.hooks",
+    "integrations": "integrations",
+    "ranks": "execution.ranks",
+}
 """Modules by the name that they have here."""
 
 

@@ -10,51 +10,49 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from ckptmap.like import Unflattener
-from ckptmap.optim.state import KeyForm
 from ckptmap.protocols import Container, Directory, Layout, Place, Scheme, Setup, Writer
 
 CONTAINERS = (  # asked in this order: a directory's own marks before what its files look like
-    "ckptmap.containers.dcp_megatron:DcpMegatron",
-    "ckptmap.containers.dcp:Dcp",
-    "ckptmap.containers.hf:HfDirectory",
-    "ckptmap.containers.hf_bin:HfBin",
-    "ckptmap.containers.dcp_hf:DcpHf",
-    "ckptmap.containers.consolidated:Consolidated",
-    "ckptmap.containers.megatron:Megatron",
-    "ckptmap.containers.rank_files:RankFiles",
-    "ckptmap.containers.safetensors:SafetensorsFile",
-    "ckptmap.containers.torch_zip:TorchZip",
+    "ckptmap.formats.megatron.dcp_reader:DcpMegatron",
+    "ckptmap.formats.dcp.reader:Dcp",
+    "ckptmap.formats.huggingface.format:HfDirectory",
+    "ckptmap.formats.huggingface.bin_format:HfBin",
+    "ckptmap.formats.dcp.safetensors_reader:DcpHf",
+    "ckptmap.formats.meta.reader:Consolidated",
+    "ckptmap.formats.megatron.reader:Megatron",
+    "ckptmap.formats.rank_files.reader:RankFiles",
+    "ckptmap.formats.safetensors.format:SafetensorsFile",
+    "ckptmap.formats.torch_save.format:TorchZip",
 )
 DIRECTORIES = (
-    "ckptmap.directories.trainer:Trainer",
-    "ckptmap.directories.verl:Verl",
-    "ckptmap.directories.accelerate:Accelerate",
-    "ckptmap.directories.lightning:Lightning",
+    "ckptmap.formats.frameworks.trainer:Trainer",
+    "ckptmap.formats.frameworks.verl:Verl",
+    "ckptmap.formats.frameworks.accelerate:Accelerate",
+    "ckptmap.formats.frameworks.lightning:Lightning",
 )
 WRITERS = (
-    "ckptmap.containers.hf:HfWriter",
-    "ckptmap.containers.torch_zip:TorchZipWriter",
-    "ckptmap.containers.dcp_write:DcpWriter",
-    "ckptmap.containers.rank_files_write:RankFilesWriter",
-    "ckptmap.containers.fsdp1_local_write:Fsdp1LocalWriter",
-    "ckptmap.containers.dcp_hf_write:DcpHfWriter",
-    "ckptmap.directories.writing:AccelerateWriter",
-    "ckptmap.directories.writing:AccelerateFullWriter",
-    "ckptmap.directories.writing:TrainerWriter",
+    "ckptmap.formats.huggingface.format:HfWriter",
+    "ckptmap.formats.torch_save.format:TorchZipWriter",
+    "ckptmap.formats.dcp.writer:DcpWriter",
+    "ckptmap.formats.rank_files.writer:RankFilesWriter",
+    "ckptmap.formats.rank_files.fsdp1_local_writer:Fsdp1LocalWriter",
+    "ckptmap.formats.dcp.safetensors_writer:DcpHfWriter",
+    "ckptmap.formats.frameworks.writing:AccelerateWriter",
+    "ckptmap.formats.frameworks.writing:AccelerateFullWriter",
+    "ckptmap.formats.frameworks.writing:TrainerWriter",
 )
 LAYOUTS = (
-    "ckptmap.layouts.full:Full",
-    "ckptmap.layouts.shard:Shard0",
-    "ckptmap.layouts.sharded_tensor:ShardedTensorLayout",
-    "ckptmap.layouts.dtensor:DTensorLayout",
-    "ckptmap.layouts.mesh:Mesh",
-    "ckptmap.layouts.flat_cut:FlatCut",
+    "ckptmap.sharding.full:Full",
+    "ckptmap.sharding.shard0:Shard0",
+    "ckptmap.formats.rank_files.sharded_tensor_layout:ShardedTensorLayout",
+    "ckptmap.formats.rank_files.dtensor_layout:DTensorLayout",
+    "ckptmap.sharding.device_mesh:Mesh",
+    "ckptmap.sharding.fsdp1_units:FlatCut",
 )
 KEY_FORMS = (  # of optimizer state, asked in this order
     "ckptmap.optim.flattened:Flattened",
@@ -62,44 +60,45 @@ KEY_FORMS = (  # of optimizer state, asked in this order
     "ckptmap.optim.fqn:ByFqn",
 )
 UNFLATTENERS = (  # one after the other: the optimizer's goes by what became of the weights
-    "ckptmap.layouts.flat_param:FlatParams",
+    "ckptmap.sharding.flat_param:FlatParams",
     "ckptmap.optim.flat:FlatOptimizer",
 )
 SCHEMES = (
-    "ckptmap.encodings.nf4:NF4Scheme",
-    "ckptmap.encodings.bnb_nf4:BnbNF4",
-    "ckptmap.encodings.bnb_nf4:BnbNF4Double",
-    "ckptmap.encodings.bnb_fp4:BnbFP4",
-    "ckptmap.encodings.bnb_fp4:BnbFP4Double",
-    "ckptmap.encodings.int8:Int8Scheme",
-    "ckptmap.encodings.float8:Float8Scheme",
-    "ckptmap.encodings.bnb_int8:BnbInt8Scheme",
-    "ckptmap.encodings.compressed:CompressedInt8",
-    "ckptmap.encodings.compressed:CompressedFp8",
-    "ckptmap.encodings.fp8:Fp8Scheme",
-    "ckptmap.encodings.dense_trained:TrainedDense",
+    "ckptmap.quantization.nf4.scheme:NF4Scheme",
+    "ckptmap.quantization.bnb.schemes:BnbNF4",
+    "ckptmap.quantization.bnb.schemes:BnbNF4Double",
+    "ckptmap.quantization.bnb.schemes:BnbFP4",
+    "ckptmap.quantization.bnb.schemes:BnbFP4Double",
+    "ckptmap.quantization.torchao.int8:Int8Scheme",
+    "ckptmap.quantization.torchao.float8:Float8Scheme",
+    "ckptmap.quantization.bnb.int8:BnbInt8Scheme",
+    "ckptmap.quantization.compressed_tensors.scheme:CompressedInt8",
+    "ckptmap.quantization.compressed_tensors.scheme:CompressedFp8",
+    "ckptmap.quantization.deepseek_fp8:Fp8Scheme",
+    "ckptmap.quantization.torchao.trained:TrainedDense",
     "ckptmap.optim.lowbit_torchao:Adam8bit",
     "ckptmap.optim.lowbit_torchao:Adam4bit",
     "ckptmap.optim.lowbit_torchao:AdamFp8",
     "ckptmap.optim.lowbit_bnb:Bnb8bit",
-    "ckptmap.encodings.dense:CastBf16",
-    "ckptmap.encodings.dense:CastFp32",
-    "ckptmap.encodings.dense:CastFp16",
+    "ckptmap.quantization.dense:CastBf16",
+    "ckptmap.quantization.dense:CastFp32",
+    "ckptmap.quantization.dense:CastFp16",
 )
 SETUPS = (
-    "ckptmap.containers.hf:HF",
-    "ckptmap.containers.torch_zip:FULL",
-    "ckptmap.containers.torch_zip:DDP",
-    "ckptmap.containers.torch_zip:COMPILED",
-    "ckptmap.containers.dcp_write:FSDP1",
-    "ckptmap.containers.fsdp1_local_write:FSDP1_LOCAL",
-    "ckptmap.containers.dcp_write:FSDP2",
-    "ckptmap.containers.rank_files_write:FSDP2_RANKS",
-    "ckptmap.containers.dcp_hf_write:DCP_HF",
-    "ckptmap.directories.writing:ACCELERATE",
-    "ckptmap.directories.writing:ACCELERATE_FULL",
-    "ckptmap.directories.writing:TRAINER",
+    "ckptmap.formats.huggingface.format:HF",
+    "ckptmap.formats.torch_save.format:FULL",
+    "ckptmap.formats.torch_save.format:DDP",
+    "ckptmap.formats.torch_save.format:COMPILED",
+    "ckptmap.formats.dcp.writer:FSDP1",
+    "ckptmap.formats.rank_files.fsdp1_local_writer:FSDP1_LOCAL",
+    "ckptmap.formats.dcp.writer:FSDP2",
+    "ckptmap.formats.rank_files.writer:FSDP2_RANKS",
+    "ckptmap.formats.dcp.safetensors_writer:DCP_HF",
+    "ckptmap.formats.frameworks.writing:ACCELERATE",
+    "ckptmap.formats.frameworks.writing:ACCELERATE_FULL",
+    "ckptmap.formats.frameworks.writing:TRAINER",
 )
+RUNNER = "ckptmap.operations.convert:run"
 
 
 @cache
@@ -165,16 +164,19 @@ def layouts() -> tuple[Layout, ...]:
     return tuple(_all(LAYOUTS, "layouts"))
 
 
-def unflatteners() -> tuple[Unflattener, ...]:
+def unflatteners() -> tuple[Any, ...]:
+    """Of `ckptmap.sharding.reference_model.Unflattener`, which `unflatteners` there gives typed."""
     return tuple(_all(UNFLATTENERS, "unflatteners"))
 
 
-def key_forms() -> tuple[KeyForm, ...]:
+def key_forms() -> tuple[Any, ...]:
+    """Of `ckptmap.optim.state.KeyForm`, which `key_forms` there gives typed."""
     return tuple(_all(KEY_FORMS, "key_forms"))
 
 
-def key_form(name: str) -> KeyForm | None:
-    return next((found for found in key_forms() if found.name == name), None)
+def runner() -> Callable[..., Any]:
+    """What executes a plan: `ckptmap.operations.convert.run`, which stands above plans."""
+    return cast(Callable[..., Any], _load(RUNNER))
 
 
 def setups() -> tuple[Setup, ...]:

@@ -10,7 +10,7 @@ from ckptmap.planning.options import MAX_SHARD_NBYTES, Options
 from .options import parse_nbytes
 
 if TYPE_CHECKING:
-    from ckptmap.checkpoint import Checkpoint
+    from ckptmap.checkpoint.checkpoint import Checkpoint
 
 REPEATABLE = ("include", "exclude", "drop", "encode", "no_encode", "fsdp_units")
 

@@ -12,10 +12,10 @@ from . import options as ask
 from .output import Output
 
 if TYPE_CHECKING:
-    from ckptmap.conversion import Report
+    from ckptmap.execution.ranks import Ranks
     from ckptmap.planning.options import Options, RunOptions
-    from ckptmap.planning.plans import Plan
-    from ckptmap.ranks import Ranks
+    from ckptmap.planning.plan import Plan
+    from ckptmap.planning.report import Report
 
 EXAMPLES = (
     "ckptmap convert runs/step-2000 out/ --to hf --config-from base-model/",
@@ -128,10 +128,10 @@ def command(
     continued by the same command. Under torchrun the ranks share the work:
     torchrun --nproc-per-node 8 -m ckptmap convert SRC DST --to hf
     """
+    from ckptmap.execution.ranks import ShownElsewhere, join
     from ckptmap.planning.options import RunOptions
-    from ckptmap.ranks import ShownElsewhere, join
-    from ckptmap.remote.locating import silence
-    from ckptmap.remote.names import is_hub
+    from ckptmap.storage.hub.resolve import silence
+    from ckptmap.storage.hub.uri import is_hub
 
     from .asked import options
 
@@ -171,7 +171,7 @@ def command(
 
 def _leave() -> None:
     """End this rank now: gloo may abort a process that ends the ordinary way, all work done."""
-    from ckptmap.disk.files import let_go
+    from ckptmap.storage.files import let_go
 
     sys.stdout.flush()
     sys.stderr.flush()
@@ -201,8 +201,8 @@ def _saved(src: str, plan_file: str) -> Plan:
     from shlex import quote
 
     from ckptmap.errors import PlanError
-    from ckptmap.planning.replanning import replan
-    from ckptmap.remote.locating import locate
+    from ckptmap.planning.replan import replan
+    from ckptmap.storage.hub.resolve import locate
 
     plan = replan(plan_file)
     here = locate(src)
@@ -221,7 +221,7 @@ def executed(plan: Plan, dst: str, how: RunOptions, out: Output, ranks: Ranks) -
     """With its progress on stderr; of several ranks, rank 0's."""
     from dataclasses import replace
 
-    from ckptmap.conversion import run
+    from ckptmap.operations.convert import run
 
     from .progress import Progress
 

@@ -14,7 +14,7 @@ from . import options as ask
 from .output import Output
 
 if TYPE_CHECKING:
-    from ckptmap.planning.holding import Holds
+    from ckptmap.planning.live_support import Holds
 
 EXAMPLES = (
     "ckptmap doctor",
@@ -74,7 +74,7 @@ def holding(source: str | None, to: str | None) -> list[dict[str, Any]]:
     for all setups. Raises what `open` and `parse` raise.
     """
     from ckptmap import registry
-    from ckptmap.planning.holding import rows
+    from ckptmap.planning.live_support import rows
     from ckptmap.setups import parse
 
     aim = parse(to) if to is not None else None
@@ -111,7 +111,7 @@ def _encodings(source: str) -> set[str]:
     """Of a checkpoint, or of a `--to` name; those that live models know."""
     from pathlib import Path
 
-    from ckptmap.checkpoint import open
+    from ckptmap.checkpoint.checkpoint import open
     from ckptmap.errors import PlanError
     from ckptmap.setups import parse
 
@@ -184,7 +184,7 @@ def _devices() -> list[str]:
         import torch
     except ImportError:
         return []
-    from ckptmap.wording import human
+    from ckptmap.core.text import human
 
     found = ["cpu"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -195,7 +195,7 @@ def _devices() -> list[str]:
 
 def _fixes() -> list[dict[str, Any]]:
     """Places that depend on versions of torch and torchao: does each work here?"""
-    from ckptmap.resume.fixes import states
+    from ckptmap.live.quantized.library_fixes import states
 
     return [
         {

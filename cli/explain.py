@@ -22,7 +22,7 @@ def command(
     json: ask.Json = False,
 ) -> None:
     """Say what an error code means and what to do about it."""
-    from ckptmap.codes import CODES
+    from ckptmap.error_codes import CODES
 
     out = Output(json)
     if code is None:

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ckptmap import arguments
-from ckptmap.disk.files import as_named, let_go
+from ckptmap.core import arguments
 from ckptmap.errors import CkptmapError, Interrupted
-from ckptmap.shortage import shortage
+from ckptmap.storage.files import as_named, let_go
+from ckptmap.storage.limits import shortage
 
 from .glance import at_once
 from .output import Output, Unprintable

@@ -165,7 +165,7 @@ def _test(out: Output, what: str, config: str | None) -> None:
 
 
 def _new(out: Output, source: str | None, to: str | None, values: bool) -> None:
-    from ckptmap.planning.mapping_draft import draft
+    from ckptmap.operations.draft_mapping import draft
 
     if source is None or to is None:
         raise typer.BadParameter("new: give --from SRC and --to DST, two checkpoints of one model")

@@ -95,9 +95,9 @@ def command(
 
     Merged in fp32 and rounded once. BASE may be quantized; DST appears when it is complete.
     """
-    from ckptmap.merging import plan_merge, with_survival
+    from ckptmap.execution.ranks import ALONE
+    from ckptmap.operations.merge import plan_merge, with_survival
     from ckptmap.planning.options import RunOptions
-    from ckptmap.ranks import ALONE
 
     given: dict[str, Any] = {
         "world_size": world_size, "mesh": mesh, "tp_plan": tp_plan, "config_from": config_from,

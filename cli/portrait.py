@@ -8,17 +8,17 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptmap.checkpoint import Checkpoint
-from ckptmap.collapse import Look, table
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.core.interning import distinct, each
+from ckptmap.core.name_table import Look, table
+from ckptmap.core.state_paths import join
+from ckptmap.core.text import counted, human
 from ckptmap.errors import CkptmapError
-from ckptmap.geometry.alike import distinct, each
-from ckptmap.lazy import LazyTensor
-from ckptmap.leaves import join
 from ckptmap.mapping.config import config_beside
 from ckptmap.mapping.detect import recognise
 from ckptmap.mapping.schemes import Entry
+from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import TensorInfo
-from ckptmap.wording import counted, human
 
 SHOWN = 8
 """Entries of `extra`, wrappers and ties that the text spells out; JSON has all."""

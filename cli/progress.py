@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from ckptmap.wording import human
+from ckptmap.core.text import human
 
 from .output import printable
 

@@ -48,7 +48,7 @@ def command(
     is `ckptmap convert`, which has all options of a conversion. A run that was stopped is continued
     by the same command.
     """
-    from ckptmap.remote.locating import silence
+    from ckptmap.storage.hub.resolve import silence
 
     out = Output(json, quiet)
     if quiet:

@@ -71,7 +71,7 @@ def command(
     command, in the same pull request. REPO is made where there is none.
     """
     import ckptmap
-    from ckptmap.remote.locating import silence
+    from ckptmap.storage.hub.resolve import silence
 
     from .progress import Progress
 

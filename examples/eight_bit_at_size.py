@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torchao.optim import AdamW8bit
 
 import ckptmap
-from ckptmap.resume import fix_lowbit
+from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
 
 HIDDEN, INNER, KV, WORDS = 8192 // 32, 28672 // 32, 1024 // 32, 1000
 MAX_MEMORY = 1 << 20

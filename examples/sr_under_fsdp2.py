@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torchao.optim import AdamW8bit
 
 import ckptmap
-from ckptmap.resume import fix_lowbit
+from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
 
 
 def start(seed: int) -> tuple[torch.nn.Module, AdamW8bit]:

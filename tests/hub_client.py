@@ -32,8 +32,8 @@ def connected(home: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
     import huggingface_hub.utils._http
     from huggingface_hub import constants
 
-    from ckptmap.disk.files import let_go
-    from ckptmap.remote import mirror
+    from ckptmap.storage.files import let_go
+    from ckptmap.storage.hub import mirror
 
     huggingface_hub.utils.disable_progress_bars()
     with Hub() as hub:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ckptmap.blocks.scaled import Scaled
 from ckptmap.protocols import Refusal
+from ckptmap.quantization.blockwise.scaled import Scaled
 from ckptmap.tensors import Box, TensorInfo
 
 Truth = dict[str, torch.Tensor]

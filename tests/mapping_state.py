@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.geometry.lattice import Lattice
+from ckptmap.core.lattice import Lattice
 from ckptmap.mapping.chain import translate
 from ckptmap.mapping.resolve import Made, Resolution
 from ckptmap.mapping.rules import HUB, Scheme

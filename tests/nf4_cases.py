@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ckptmap.encodings.nf4_encoding import NF4, PARTS, NF4Encoder, default_encoding
 from ckptmap.protocols import Refusal
+from ckptmap.quantization.nf4.encoding import NF4, PARTS, NF4Encoder, default_encoding
 from ckptmap.tensors import Box, TensorInfo
 
 MODULE: Any = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")

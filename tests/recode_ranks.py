@@ -6,7 +6,7 @@ import sys
 
 import ckptmap
 from ckptmap.errors import CkptmapError
-from ckptmap.ranks import join
+from ckptmap.execution.ranks import join
 
 
 def main(source: str, outliers: str, folder: str) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import ckptmap
-from ckptmap.disk.calm import quiet_torchao
 from ckptmap.errors import CkptmapError
+from ckptmap.storage.process_state import quiet_torchao
 
 Call = Callable[[Path, Any, Any], Any]
 

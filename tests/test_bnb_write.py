@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import ckptmap
-from ckptmap.encodings.bnb_fourbit import FourBit, Nested
-from ckptmap.encodings.nf4_encoding import NF4
 from ckptmap.errors import PlanError, RunError
+from ckptmap.quantization.bnb.fourbit import FourBit, Nested
+from ckptmap.quantization.nf4.encoding import NF4
 from ckptmap.tensors import TensorInfo
 from tests.bnb_cases import decoded_weights, llama, logits, quantized, refused, same, weight
 from tests.conftest import Device

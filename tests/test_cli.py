@@ -21,7 +21,7 @@ from ckptmap_cli.app import COMMANDS
 from ckptmap_cli.main import main
 from safetensors.torch import load_file, save_file
 
-from ckptmap.codes import CODES
+from ckptmap.error_codes import CODES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -497,12 +497,12 @@ def test_an_unexpected_error_is_a_line_too(
 
 STUCK = """
 import sys, time
-from ckptmap import conversion
+from ckptmap.operations import convert
 from ckptmap_cli.main import main
 def stuck(*args, **kwargs):
     print("working", flush=True)
     time.sleep(60)
-conversion.run = stuck
+convert.run = stuck
 sys.exit(main(sys.argv[1:]))
 """
 

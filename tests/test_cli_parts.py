@@ -16,8 +16,8 @@ from ckptmap_cli.options import parse_nbytes
 from ckptmap_cli.output import dumps, printable
 from ckptmap_cli.progress import Progress
 
-from ckptmap.codes import CODES
-from ckptmap.collapse import Look, fold
+from ckptmap.core.name_table import Look, fold
+from ckptmap.error_codes import CODES
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -14,16 +14,17 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import save as dcp_save
 
 import ckptmap
-from ckptmap.disk.files import Files
+from ckptmap.core.interning import distinct, each
+from ckptmap.core.tensor_columns import Extents, Located
 from ckptmap.errors import SourceError
-from ckptmap.geometry.alike import distinct, each
-from ckptmap.geometry.columns import Extents, Located
-from ckptmap.structure import check_structure
+from ckptmap.execution import manifest
+from ckptmap.formats.safetensors.header import Header, _any, _written
+from ckptmap.formats.torch_save.columns import plain_tensors
+from ckptmap.formats.torch_save.reader import open_zip, parse
+from ckptmap.formats.zip.reader import Records
+from ckptmap.operations.check_structure import check_structure
+from ckptmap.storage.files import Files
 from ckptmap.tensors import Extent, TensorInfo
-from ckptmap.wire.safetensors import Header, _any, _written
-from ckptmap.wire.torch_zip_plain import plain_tensors
-from ckptmap.wire.torch_zip_read import open_zip, parse
-from ckptmap.wire.zip_read import Records
 
 COUNT = 400
 
@@ -187,7 +188,7 @@ def test_the_look_at_columns_finds_what_lies_elsewhere(
     plan = ckptmap.plan(tmp_path / "m.pt", to)
     ckptmap.convert(tmp_path / "m.pt", tmp_path / "out", to=to)
     digests = [["0" * 16] * len(file.slots) for file in plan.files]
-    document = ckptmap.manifest.build(plan, type("Done", (), {"digests": digests})())
+    document = manifest.build(plan, type("Done", (), {"digests": digests})())
     with ckptmap.open(tmp_path / "out") as ckpt:
         assert check_structure(ckpt, document) == []
         leaves = ckpt.index.leaves

@@ -13,8 +13,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from safetensors.torch import load_file, save_file
 
 import ckptmap
-from ckptmap.encodings.compressed import PlainFp8
-from ckptmap.encodings.compressed_packed import Packed, Packing, packed_rows
+from ckptmap.quantization.compressed_tensors.packed import Packed, Packing, packed_rows
+from ckptmap.quantization.compressed_tensors.scheme import PlainFp8
 from ckptmap.tensors import Box, TensorInfo
 from tests.int8_models import (
     QUERY,

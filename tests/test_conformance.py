@@ -13,12 +13,12 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 
 from ckptmap import registry
-from ckptmap.containers.rank_files import RankFiles
-from ckptmap.containers.rank_files_write import RankFilesWriter
-from ckptmap.layouts.mesh import Mesh
-from ckptmap.optim.state import KeyForm, expanded
-from ckptmap.places import look
+from ckptmap.formats.probe import look
+from ckptmap.formats.rank_files.reader import RankFiles
+from ckptmap.formats.rank_files.writer import RankFilesWriter
+from ckptmap.optim.state import KeyForm, expanded, key_forms
 from ckptmap.protocols import Layout, OutState, OutTensor
+from ckptmap.sharding.device_mesh import Mesh
 from ckptmap.tensors import Leaf, Opaque, PerRank, TensorInfo
 from ckptmap.testing import (
     ContainerKit,
@@ -176,12 +176,12 @@ def test_layout(layout: Layout, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- key forms
 
 
-@pytest.mark.parametrize("form", registry.key_forms(), ids=lambda form: form.name)
+@pytest.mark.parametrize("form", key_forms(), ids=lambda form: form.name)
 def test_key_form(form: KeyForm) -> None:
     """It passes, and no form that is asked before it takes what it writes."""
     check_key_form(form)
     leaves = expanded(dict(form.write(plain())))
-    claims = [other.name for other in registry.key_forms() if other.read(leaves) is not None]
+    claims = [other.name for other in key_forms() if other.read(leaves) is not None]
     assert claims[0] == form.name
 
 

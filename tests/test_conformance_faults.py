@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from ckptmap import registry
-from ckptmap.containers.safetensors import SafetensorsFile
-from ckptmap.containers.torch_zip import FULL, TorchZip, TorchZipWriter
-from ckptmap.places import look
+from ckptmap.formats.probe import look
+from ckptmap.formats.safetensors.format import SafetensorsFile
+from ckptmap.formats.torch_save.format import FULL, TorchZip, TorchZipWriter
 from ckptmap.protocols import OutFile, OutState, Place
 from ckptmap.tensors import Chunk, Index, StoredTensor, TensorInfo
 from ckptmap.testing import (

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from ckptmap.directories.verl import Verl
-from ckptmap.encodings.dense import CastBf16, DenseAs, flat
-from ckptmap.encodings.nf4 import NF4Scheme
-from ckptmap.encodings.nf4_encoding import NF4
-from ckptmap.layouts.shard import Shard0
+from ckptmap.formats.frameworks.verl import Verl
 from ckptmap.optim.flattened import Flattened
 from ckptmap.optim.fqn import ByFqn
 from ckptmap.optim.index import ByIndex
 from ckptmap.optim.state import KeyForm, Keys, Optimizer
 from ckptmap.protocols import Place, Write
+from ckptmap.quantization.dense import CastBf16, DenseAs, flat
+from ckptmap.quantization.nf4.encoding import NF4
+from ckptmap.quantization.nf4.scheme import NF4Scheme
+from ckptmap.sharding.shard0 import Shard0
 from ckptmap.tensors import Box, Chunk, StoredTensor, TensorInfo
 from ckptmap.testing import (
     SchemeKit,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import ckptmap
 from ckptmap.errors import CkptmapError, RunError, SourceError
-from ckptmap.wire.meta_params import read_params
+from ckptmap.formats.meta.params_json import read_params
 from tests.golden.mappings.tables import digest, read, rows
 from tests.golden.parallel import make_meta
 from tests.mapping_configs import TINY

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmap.geometry.coverage import prove_rows, prove_tiling
+from ckptmap.core.tiling import prove_rows, prove_tiling
 from ckptmap.tensors import Box
 
 

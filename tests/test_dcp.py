@@ -18,17 +18,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptmap
-from ckptmap.containers.dcp import Dcp
-from ckptmap.containers.dcp_write import DcpWriter
+from ckptmap.core.row_chunks import Rows
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.geometry.rows import Rows
-from ckptmap.layouts.shard import Shard0
-from ckptmap.places import look
+from ckptmap.formats.dcp.entries import Item, Metadata, TensorEntry
+from ckptmap.formats.dcp.metadata_reader import read_metadata
+from ckptmap.formats.dcp.metadata_writer import emit_metadata
+from ckptmap.formats.dcp.reader import Dcp
+from ckptmap.formats.dcp.writer import DcpWriter
+from ckptmap.formats.probe import look
 from ckptmap.protocols import OutState, OutTensor
+from ckptmap.sharding.shard0 import Shard0
 from ckptmap.tensors import Box, Cut, Index, Opaque, StoredTensor, TensorInfo
-from ckptmap.wire.dcp_entries import Item, Metadata, TensorEntry
-from ckptmap.wire.dcp_metadata import read_metadata
-from ckptmap.wire.dcp_metadata_write import emit_metadata
 from tests.corpus.ranks import run_ranks
 from tests.writing import materialise, out_tensors, read_leaf, same
 
@@ -407,7 +407,7 @@ def test_random_trees_round_trip(
     leaves = dict(index_of(tmp_path / "d").leaves)
     for path, tensor in tensors.items():
         assert same(read_leaf(leaves.pop(path)), tensor)
-    from ckptmap.containers.dcp_write import _flattened
+    from ckptmap.formats.dcp.writer import _flattened
 
     assert leaves == {p: v for path, value in extra.items() for p, v in _flattened(path, value)}
 
@@ -806,8 +806,8 @@ def test_a_record_that_is_none(tmp_path: FilePath) -> None:
 
 def test_no_torch_is_imported(good: FilePath) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom ckptmap.places import look\n"
-        "from ckptmap.containers.dcp import Dcp\nfrom ckptmap.containers import dcp_write, hf\n"
+        "import sys\nfrom pathlib import Path\nfrom ckptmap.formats.probe import look\n"
+        "from ckptmap.formats.dcp.reader import Dcp\nfrom ckptmap.formats.dcp import writer as dcp_write; from ckptmap.formats.huggingface import format as hf\n"
         f"index = Dcp().index(look(Path({str(good)!r})))\n"
         "assert len(index.leaves) == 3 and index.leaves[('w',)].chunks\n"
         "assert not {'torch', 'numpy', 'safetensors', 'torchao'} & set(sys.modules)"

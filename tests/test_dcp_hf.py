@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptmap
-from ckptmap.containers.dcp_hf_ranks import Part, rows_of
 from ckptmap.errors import SourceError
+from ckptmap.formats.dcp.safetensors_ranks import Part, rows_of
+from ckptmap.formats.safetensors.header import METADATA
 from ckptmap.tensors import Box, Chunk, Region, TensorInfo
-from ckptmap.wire.safetensors import METADATA
 from tests.corpus.ranks import run_ranks
 from tests.corpus.writers_directories import SAMPLES, sample
 from tests.test_open import assert_same

@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ckptmap.errors import SourceError
-from ckptmap.wire import dcp_metadata
-from ckptmap.wire.dcp_entries import Metadata, Whole
-from ckptmap.wire.dcp_metadata import read_metadata
-from ckptmap.wire.dcp_metadata_short import shortened
+from ckptmap.formats.dcp import metadata_reader as dcp_metadata
+from ckptmap.formats.dcp.entries import Metadata, Whole
+from ckptmap.formats.dcp.metadata_reader import read_metadata
+from ckptmap.formats.dcp.metadata_shortcut import shortened
 from tests.corpus import Corpus, names
 
 RANKS = ("fsdp2_dcp_w2", "fsdp2_dcp_w4", "fsdp1_dcp_w2", "fsdp1_dcp_bf16_w2")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckptmap.encodings.dense import CastBf16, CastFp16, CastFp32, Dense, DenseAs
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Refusal, Scheme
+from ckptmap.quantization.dense import CastBf16, CastFp16, CastFp32, Dense, DenseAs
 from ckptmap.tensors import Box, TensorInfo
 from tests.conftest import Device
 

@@ -25,20 +25,20 @@ import pytest
 import torch
 import xxhash
 
-from ckptmap.disk import sink
-from ckptmap.disk.files import Files
-from ckptmap.disk.journal import Journal, Written
-from ckptmap.disk.sink import ALIGN, Buffer, OutputFile, Stream, Sums
-from ckptmap.encodings.dense import Dense, DenseAs
 from ckptmap.errors import DestinationError, Interrupted, RunError, SourceError
-from ckptmap.lazy import LazyTensor, tensor_bytes
+from ckptmap.execution import copy as copying
+from ckptmap.execution import execute as execute_module
+from ckptmap.execution.execute import execute
+from ckptmap.execution.results import Executed
 from ckptmap.planning.options import RunOptions
 from ckptmap.planning.steps import Compare, Encode, FilePlan, Target
 from ckptmap.protocols import Encoding, Group, OutFile, Slot, Write
-from ckptmap.running import copying
-from ckptmap.running import execute as execute_module
-from ckptmap.running.execute import execute
-from ckptmap.running.results import Executed
+from ckptmap.quantization.dense import Dense, DenseAs
+from ckptmap.storage import output_files as sink
+from ckptmap.storage.files import Files
+from ckptmap.storage.journal import Journal, Written
+from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
+from ckptmap.storage.output_files import ALIGN, Buffer, OutputFile, Stream, Sums
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo, contiguous_strides
 
 HEAD = b"head" * 5
@@ -750,9 +750,9 @@ def test_no_torch_for_byte_moves_and_speed_of_small_slots(tmp_path: Path) -> Non
     code = f"""
 import sys, time
 from pathlib import Path
-from ckptmap.running.execute import execute
-from ckptmap.disk.files import Files
-from ckptmap.disk.journal import Journal
+from ckptmap.execution.execute import execute
+from ckptmap.storage.files import Files
+from ckptmap.storage.journal import Journal
 from ckptmap.protocols import OutFile, Slot
 from ckptmap.planning.options import RunOptions
 from ckptmap.planning.steps import FilePlan

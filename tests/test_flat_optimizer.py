@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import ckptmap
-from ckptmap.disk.files import Files
 from ckptmap.errors import CkptmapError, PlanError
-from ckptmap.wire.module_list import fsdp1_units
-from ckptmap.wire.torch_zip_read import load
+from ckptmap.formats.torch_save.module_metadata import fsdp1_units
+from ckptmap.formats.torch_save.reader import load
+from ckptmap.storage.files import Files
 from tests.corpus import Case
 from tests.corpus.ranks import run_ranks
 from tests.corpus.writers_fsdp1_local import RAW

@@ -12,9 +12,9 @@ from torchao.quantization import Float8Tensor, Float8WeightOnlyConfig, PerRow, P
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 import ckptmap
-from ckptmap.encodings.float8 import Float8
-from ckptmap.encodings.fp8 import Fp8
 from ckptmap.errors import RunError
+from ckptmap.quantization.deepseek_fp8 import Fp8
+from ckptmap.quantization.torchao.float8 import Float8
 from ckptmap.tensors import Box, TensorInfo
 from tests.int8_models import (
     QUERY,
@@ -257,7 +257,7 @@ def test_what_is_not_finite_is_refused(encoding: Any) -> None:
 
 
 def test_a_target_takes_what_whole_tiles_cut() -> None:
-    from ckptmap.encodings.fp8 import Fp8Scheme
+    from ckptmap.quantization.deepseek_fp8 import Fp8Scheme
 
     scheme = Fp8Scheme()
     assert scheme.target("a.q_proj.weight", TensorInfo((256, 128), "bfloat16")) is not None

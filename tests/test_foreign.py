@@ -12,7 +12,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from safetensors.torch import load_file, save_file
 
 import ckptmap
-from ckptmap.foreign import foreign_tensors
+from ckptmap.quantization.unsupported_schemes import foreign_tensors
 from ckptmap.tensors import TensorInfo
 from tests.int8_models import QUERY, compressed, llama, loaded
 from tests.test_open import bits

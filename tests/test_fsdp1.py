@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckptmap
+from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import SourceError
-from ckptmap.geometry.coverage import prove_tiling
-from ckptmap.like import is_alphabetical
-from ckptmap.wire.flat_rectangles import rectangles
+from ckptmap.sharding.flat_slices import rectangles
+from ckptmap.sharding.reference_model import is_alphabetical
 from tests.corpus import Case, names
 from tests.corpus.case import CASES
 from tests.corpus.models import tiny_llama
@@ -312,7 +312,7 @@ def test_config_json_unflattens_what_fsdp1_saved(
 def test_config_json_gives_shapes_order_and_ties(tmp_path: Path) -> None:
     """The config names them as the model itself does; a class that transformers has not is refused."""
     transformers = pytest.importorskip("transformers")
-    from ckptmap.like import like_config
+    from ckptmap.sharding.reference_model import like_config
 
     for tied in (False, True):
         model = tiny_llama(tied=tied)

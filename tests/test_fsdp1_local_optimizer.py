@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ckptmap
+from ckptmap.checkpoint.fsdp1_units import units_of
 from ckptmap.errors import CkptmapError, PlanError, RunError
-from ckptmap.flat_units import units_of
 from tests.corpus.models import Tiny, moments, tiny, trained
 from tests.corpus.ranks import run_ranks
 from tests.live.fsdp1_local_resume import NESTED_UNITS, UNITS

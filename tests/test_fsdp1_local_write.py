@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptmap
+from ckptmap.checkpoint.module_order import is_traversal
 from ckptmap.errors import CkptmapError
-from ckptmap.traversal import is_traversal
-from ckptmap.wire.crc_join import join_crc
+from ckptmap.storage.crc32 import crc32_combine
 from tests.corpus.models import Recipe, tiny, tiny_llama
 from tests.corpus.ranks import run_ranks
 from tests.test_open import assert_same
@@ -224,11 +224,11 @@ def test_what_can_be_an_order_of_modules(names: list[str], expected: bool) -> No
 def test_checksums_of_parts_join(parts: list[bytes]) -> None:
     joined = 0
     for part in parts:
-        joined = join_crc(joined, zlib.crc32(part), len(part))
+        joined = crc32_combine(joined, zlib.crc32(part), len(part))
     assert joined == zlib.crc32(b"".join(parts))
 
 
 def test_checksums_of_long_parts_join() -> None:
     first, second = bytes(range(256)) * 40, bytes(3_000_001)
-    joined = join_crc(zlib.crc32(first), zlib.crc32(second), len(second))
+    joined = crc32_combine(zlib.crc32(first), zlib.crc32(second), len(second))
     assert joined == zlib.crc32(first + second)

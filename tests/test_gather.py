@@ -13,14 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmap.disk import files
-from ckptmap.disk.files import Files
+from ckptmap.core.row_chunks import Rows
+from ckptmap.core.tiling import prove_rows
 from ckptmap.errors import RunError, SourceError
-from ckptmap.geometry import gather
-from ckptmap.geometry.coverage import prove_rows
-from ckptmap.geometry.gather import fill, row_major_boxes, run_of
-from ckptmap.geometry.rows import Rows
-from ckptmap.lazy import tensor_bytes
+from ckptmap.storage import files, gather
+from ckptmap.storage.files import Files
+from ckptmap.storage.gather import fill, row_major_boxes, run_of
+from ckptmap.storage.lazy_tensor import tensor_bytes
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 
 DTYPES = ["uint8", "bfloat16", "float32", "int64", "complex128"]
@@ -281,5 +280,5 @@ def test_large_transpose_in_bounded_memory(folder: Path) -> None:
 def test_no_torch_is_needed() -> None:
     import subprocess
 
-    code = "import sys, ckptmap.geometry.gather; sys.exit('torch' in sys.modules)"
+    code = "import sys, ckptmap.storage.gather; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

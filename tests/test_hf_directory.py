@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 import ckptmap
-from ckptmap.containers.hf import HfDirectory, HfWriter
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.layouts.full import Full
-from ckptmap.places import look
+from ckptmap.formats.huggingface.format import HfDirectory, HfWriter
+from ckptmap.formats.huggingface.shard_index import split_shards
+from ckptmap.formats.probe import look
+from ckptmap.formats.safetensors.header import emit
 from ckptmap.protocols import OutState, OutTensor
+from ckptmap.sharding.full import Full
 from ckptmap.tensors import Box, TensorInfo
-from ckptmap.wire.hf_index import split_shards
-from ckptmap.wire.safetensors import emit
 from tests.writing import materialise, out_tensors, read_leaf, same
 
 torch = pytest.importorskip("torch")

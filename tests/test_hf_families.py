@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import ckptmap
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.loaded_names import UNKNOWN
+from ckptmap.formats.huggingface.loaded_names import UNKNOWN
 from tests.bnb_cases import refused
 
 TEXT = dict(

@@ -17,8 +17,8 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 import ckptmap
 from ckptmap.errors import CkptmapError
-from ckptmap.resume.hooks import name_by_live
-from ckptmap.resume.hooks_fsdp1 import set_extra_state
+from ckptmap.live.state_dict.fsdp1_hooks import set_extra_state
+from ckptmap.live.state_dict.hooks import name_by_live
 from tests.corpus.ranks import run_ranks
 from tests.live.resume_model import net, train
 

@@ -108,7 +108,7 @@ def test_what_lies_beside_is_fetched_when_it_is_written(
 def test_low_disk_keeps_one_shard_at_a_time(
     hub: Hub, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptmap.remote.mirror import Mirror
+    from ckptmap.storage.hub.mirror import Mirror
 
     hub.add("org/m", large)
     most, fetch = [0], Mirror.fetch

@@ -595,7 +595,7 @@ def test_the_command(hub: Hub, model: Path, capsys: pytest.CaptureFixture[str]) 
 def test_large_files_go_in_several_commits(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptmap.hub import stage
+    from ckptmap.operations.hub import staging as stage
 
     monkeypatch.setattr(stage, "BATCH_NBYTES", 3_000_000)
     folder = wide(tmp_path / "m")

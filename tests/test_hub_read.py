@@ -12,9 +12,9 @@ from ckptmap_cli.main import main
 from safetensors.torch import load_file
 
 import ckptmap
-from ckptmap.disk.files import Files, whole
 from ckptmap.errors import SourceError
-from ckptmap.remote.names import HubName, parse
+from ckptmap.storage.files import Files, whole
+from ckptmap.storage.hub.uri import HubName, parse
 from tests.hub_client import llama, wide
 from tests.hub_server import Hub
 from tests.hub_state import MAIN, Blob
@@ -196,7 +196,7 @@ def test_diff_with_values(hub: Hub, large: Path, tmp_path: Path) -> None:
 
 
 def test_a_hole_is_never_read(hub: Hub, large: Path) -> None:
-    """Whoever reads a placeholder past `ckptmap.disk.files` finds no bytes of it; through it, all."""
+    """Whoever reads a placeholder past `ckptmap.storage.files` finds no bytes of it; through it, all."""
     hub.add("org/m", large)
     ckpt = ckptmap.open("hf://org/m")
     placeholder, local = ckpt.index.files[0], sorted(large.glob("*.safetensors"))[0]
@@ -211,7 +211,7 @@ def test_a_hole_is_never_read(hub: Hub, large: Path) -> None:
 
 
 def test_nobody_reads_sources_past_files() -> None:
-    """All that reads a source goes through `ckptmap.disk.files`: there alone what is elsewhere is
+    """All that reads a source goes through `ckptmap.storage.files`: there alone what is elsewhere is
     brought. A new place that opens files itself is looked at, then listed."""
     import re
 

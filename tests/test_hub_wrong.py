@@ -10,7 +10,7 @@ from ckptmap_cli.main import main
 
 import ckptmap
 from ckptmap.errors import CkptmapError, RunError, SourceError
-from ckptmap.remote.locating import locate
+from ckptmap.storage.hub.resolve import locate
 from tests.hub_client import wide
 from tests.hub_server import Fault, Hub
 from tests.hub_state import MAIN, Blob

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptmap
-from ckptmap.encodings.bnb_int8 import BnbInt8
 from ckptmap.errors import RunError
+from ckptmap.quantization.bnb.int8 import BnbInt8
 from ckptmap.tensors import Box
 from tests.int8_models import (
     QUERY,

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmap import registry
-from ckptmap.blocks.pickled import as_json
-from ckptmap.encodings.bnb_int8 import BnbInt8
-from ckptmap.encodings.compressed import PlainFp8, PlainInt8
-from ckptmap.encodings.compressed_packed import Packed
-from ckptmap.encodings.float8 import Float8
-from ckptmap.encodings.fp8 import Fp8
-from ckptmap.encodings.int8 import Int8
 from ckptmap.errors import CkptmapError
 from ckptmap.protocols import Refusal, part_key
+from ckptmap.quantization.bnb.int8 import BnbInt8
+from ckptmap.quantization.compressed_tensors.packed import Packed
+from ckptmap.quantization.compressed_tensors.scheme import PlainFp8, PlainInt8
+from ckptmap.quantization.deepseek_fp8 import Fp8
+from ckptmap.quantization.torchao.float8 import Float8
+from ckptmap.quantization.torchao.int8 import Int8
+from ckptmap.quantization.torchao.pickled import as_json
 from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
 from ckptmap.testing.parts import stored
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import ckptmap
-from ckptmap.resume.load import load
-from ckptmap.resume.save import save
+from ckptmap.live.load.load import load
+from ckptmap.live.save.save import save
 from tests.corpus.ranks import run_ranks
 from tests.live.int8 import SOURCES, TRAINED, check, net, trained, training, write
 
@@ -166,7 +166,7 @@ def test_fsdp2_and_ddp(world: int, folder: Path) -> None:
 
 
 def test_doctor_knows_whether_shards_can_be_made() -> None:
-    from ckptmap.resume import fixes
+    from ckptmap.live.quantized import library_fixes as fixes
 
     (state,) = [state for state in fixes.states() if state.name == "shard an Int8Tensor"]
     assert state.problem == "" and state.within_tested

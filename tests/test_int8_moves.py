@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 
 import ckptmap
 from ckptmap import registry
-from ckptmap.blocks.scaled import Scaled
-from ckptmap.encodings.bnb_int8 import BnbInt8
-from ckptmap.encodings.compressed import PlainFp8
-from ckptmap.encodings.compressed_packed import Packed
-from ckptmap.encodings.float8 import Float8
-from ckptmap.encodings.fp8 import Fp8
-from ckptmap.encodings.int8 import Int8
-from ckptmap.lazy import LazyTensor
 from ckptmap.protocols import Refusal
+from ckptmap.quantization.blockwise.scaled import Scaled
+from ckptmap.quantization.bnb.int8 import BnbInt8
+from ckptmap.quantization.compressed_tensors.packed import Packed
+from ckptmap.quantization.compressed_tensors.scheme import PlainFp8
+from ckptmap.quantization.deepseek_fp8 import Fp8
+from ckptmap.quantization.torchao.float8 import Float8
+from ckptmap.quantization.torchao.int8 import Int8
+from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
 from tests.corpus.ranks import run_ranks
 from tests.int8_models import decoded, dense, encoded, info_of, loaded, weights
@@ -284,7 +284,7 @@ def test_codes_that_lost_their_scales_are_named_and_restored(work: Path, tmp_pat
 
 
 def test_fsdp1_holds_none_of_them(work: Path) -> None:
-    """The facts that `ckptmap.planning.holding` refuses by; when this fails, look at its table again."""
+    """The facts that `ckptmap.planning.live_support` refuses by; when this fails, look at its table again."""
     said = json.loads((work / "fsdp1.json").read_text())
     assert said["int8"] == "Cannot flatten integer dtype tensors"
     assert "Must flatten tensors with uniform dtype" in said["float8"]

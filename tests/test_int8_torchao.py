@@ -16,17 +16,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig, PerRow, quantize_
 
 import ckptmap
-from ckptmap.blocks import values as decoding
-from ckptmap.blocks.encoder import ScaledEncoder
-from ckptmap.blocks.scaled import Scaled
-from ckptmap.encodings.bnb_int8 import BnbInt8
-from ckptmap.encodings.compressed import PlainFp8
-from ckptmap.encodings.compressed_packed import Packed
-from ckptmap.encodings.float8 import Float8
-from ckptmap.encodings.fp8 import Fp8
-from ckptmap.encodings.int8 import Int8, Int8Scheme
 from ckptmap.errors import RunError
 from ckptmap.protocols import Refusal
+from ckptmap.quantization.blockwise import dequantize as decoding
+from ckptmap.quantization.blockwise.encoder import ScaledEncoder
+from ckptmap.quantization.blockwise.scaled import Scaled
+from ckptmap.quantization.bnb.int8 import BnbInt8
+from ckptmap.quantization.compressed_tensors.packed import Packed
+from ckptmap.quantization.compressed_tensors.scheme import PlainFp8
+from ckptmap.quantization.deepseek_fp8 import Fp8
+from ckptmap.quantization.torchao.float8 import Float8
+from ckptmap.quantization.torchao.int8 import Int8, Int8Scheme
 from ckptmap.tensors import Box, TensorInfo
 from tests.conftest import Device
 from tests.int8_models import (
@@ -179,7 +179,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = encoded(encoding, w)
     values = decoded(encoding, info_of(w), whole)
     monkeypatch.setattr(decoding, "CHUNK_NUMEL", 96 * 7)
-    monkeypatch.setattr("ckptmap.blocks.quantizer.CHUNK_NUMEL", 96 * 7)
+    monkeypatch.setattr("ckptmap.quantization.blockwise.quantizer.CHUNK_NUMEL", 96 * 7)
     assert all(torch.equal(part, whole[name]) for name, part in encoded(encoding, w).items())
     assert torch.equal(decoded(encoding, info_of(w), whole), values)
 

@@ -18,7 +18,7 @@ from ckptmap.errors import CkptmapError
 from ckptmap.integrations.accelerate import install
 from ckptmap.integrations.lightning import hooks
 from ckptmap.integrations.transformers import callback, export, resume
-from ckptmap.resume.optimizers import unwrapped
+from ckptmap.live.optimizer.unwrap import unwrapped
 from tests.corpus.ranks import ROOT, run_ranks
 from tests.live.resume_model import net, train
 from tests.mapping_configs import TINY

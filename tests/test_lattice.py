@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmap.geometry.lattice import Lattice, Piece, compose
+from ckptmap.core.lattice import Lattice, Piece, compose
 from ckptmap.tensors import Box
 
 

@@ -20,15 +20,15 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import save as dcp_save
 
 import ckptmap
-from ckptmap.disk import sink
-from ckptmap.disk.files import Files
+from ckptmap.checkpoint.groups import Groups
 from ckptmap.errors import SourceError
-from ckptmap.groups import Groups
-from ckptmap.manifest import emit
+from ckptmap.execution.manifest import emit
+from ckptmap.formats.zip.reader import read_records
+from ckptmap.operations.verify import verify
 from ckptmap.protocols import Group
+from ckptmap.storage import output_files as sink
+from ckptmap.storage.files import Files
 from ckptmap.tensors import Chunk, Extent, Region, StoredTensor, TensorInfo
-from ckptmap.verification import verify
-from ckptmap.wire.zip_read import read_records
 
 MANY = 3000
 

@@ -15,7 +15,7 @@ import torch
 
 from ckptmap import convert
 from ckptmap.errors import DestinationError, SourceError
-from ckptmap.shortage import short_of, shortage
+from ckptmap.storage.limits import short_of, shortage
 
 LIMITED = """
 import resource, sys

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
-from ckptmap.checkpoint import open as open_checkpoint
-from ckptmap.conversion import convert
+from ckptmap.checkpoint.checkpoint import open as open_checkpoint
 from ckptmap.errors import CkptmapError, LoadError, RunError, SourceError
-from ckptmap.resume import fixes
-from ckptmap.resume.load import load
-from ckptmap.resume.save import save
+from ckptmap.live.load.load import load
+from ckptmap.live.quantized import library_fixes as fixes
+from ckptmap.live.save.save import save
+from ckptmap.operations.convert import convert
 from tests.corpus.ranks import run_ranks
 from tests.live.model import (
     QUANTIZED,

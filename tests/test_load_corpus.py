@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptmap.resume.load import load
+from ckptmap.live.load.load import load
 from tests.corpus import CASES, Case, Corpus
 from tests.live.model import same
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from ckptmap import fourbit
-from ckptmap.encodings import nf4_codes
-from ckptmap.geometry.counting import Counter, FineCounter
 from ckptmap.optim import lowbit_codes
+from ckptmap.quantization.blockwise import fourbit
+from ckptmap.quantization.blockwise.thresholds import Counter, FineCounter
+from ckptmap.quantization.nf4 import kernels as nf4_codes
 from tests.conftest import Device
 
 EDGES = {

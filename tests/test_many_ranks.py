@@ -22,14 +22,14 @@ from safetensors.torch import save_file
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 import ckptmap
-from ckptmap.conversion import run
-from ckptmap.disk.heartbeat import Heartbeat, Stopped
-from ckptmap.disk.journal import Journal, Written
-from ckptmap.disk.sink import ALIGN, OutputFile
 from ckptmap.errors import DestinationError, PlanError
-from ckptmap.planning.plans import Plan
-from ckptmap.ranks import ALONE, GlooRanks, Ranks, join
-from ckptmap.running.split import Share, split
+from ckptmap.execution.assign_ranks import Share, split
+from ckptmap.execution.heartbeat import Heartbeat, Stopped
+from ckptmap.execution.ranks import ALONE, GlooRanks, Ranks, join
+from ckptmap.operations.convert import run
+from ckptmap.planning.plan import Plan
+from ckptmap.storage.journal import Journal, Written
+from ckptmap.storage.output_files import ALIGN, OutputFile
 from tests.corpus.ranks import ROOT
 from tests.test_restart import leftovers, tree
 
@@ -44,7 +44,7 @@ SETUPS: dict[str, dict[str, Any]] = {
 PROGRAM = """
 import json, sys
 import ckptmap
-from ckptmap.ranks import join
+from ckptmap.execution.ranks import join
 src, folder, setups = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 with join(60) as ranks:
     for to, options in setups.items():

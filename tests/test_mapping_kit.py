@@ -19,7 +19,7 @@ from ckptmap.errors import PlanError
 from ckptmap.mapping.files import load
 from ckptmap.mapping.memory import translate_names
 from ckptmap.mapping.schemes import VARIABLE, available, find
-from ckptmap.planning.mapping_draft import draft
+from ckptmap.operations.draft_mapping import draft
 from ckptmap.testing import MappingKit
 from ckptmap.testing.mappings import DTYPES, iota, read_table, table, write_table
 from tests.mapping_state import config_of, hub_state, state_of

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmap.errors import PlanError
-from ckptmap.lazy import info_of
 from ckptmap.mapping.chain import translate
 from ckptmap.mapping.dims import Dims, Unknown, parse
 from ckptmap.mapping.files import load, loads
 from ckptmap.mapping.memory import applied
 from ckptmap.mapping.names import parse_names, skeleton
 from ckptmap.mapping.rules import Scheme
+from ckptmap.storage.lazy_tensor import info_of
 
 State = dict[str, torch.Tensor]
 

@@ -20,15 +20,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import ckptmap
-from ckptmap.adapters import read_config
-from ckptmap.disk.files import Files
+from ckptmap.checkpoint.groups import DENSE
+from ckptmap.checkpoint.lora.adapter_files import read_config
+from ckptmap.checkpoint.lora.merged import overlaid
+from ckptmap.checkpoint.lora.merged_tensor import MAGNITUDE, A, B, Merged, Norms, dora
 from ckptmap.errors import ArgumentError, PlanError, RunError, SourceError
-from ckptmap.groups import DENSE
-from ckptmap.lazy import LazyTensor
-from ckptmap.lora import MAGNITUDE, A, B, Merged, Norms, dora
-from ckptmap.merging import MergeReport, merge, plan_merge
-from ckptmap.planning.overlay import overlaid
+from ckptmap.operations.merge import MergeReport, merge, plan_merge
 from ckptmap.protocols import Group
+from ckptmap.storage.files import Files
+from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, TensorInfo
 from tests import bnb_cases
 from tests.bnb_cases import logits, quantized, refused, same

@@ -12,12 +12,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import ckptmap
+from ckptmap.checkpoint.groups import DENSE
+from ckptmap.checkpoint.lora.merged_tensor import A, B, Stacked
 from ckptmap.errors import SourceError
-from ckptmap.groups import DENSE
-from ckptmap.lazy import LazyTensor
-from ckptmap.lora import A, B, Stacked
-from ckptmap.merging import merge
+from ckptmap.operations.merge import merge
 from ckptmap.protocols import Group
+from ckptmap.storage.lazy_tensor import LazyTensor
 from tests.bnb_cases import refused, same
 from tests.merge_cases import adapted, merged_by_peft
 

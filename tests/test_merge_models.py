@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import ckptmap
 from ckptmap.errors import LoadError, RunError, SourceError
-from ckptmap.merging import merge, plan_merge
-from ckptmap.verification import verify
+from ckptmap.operations.merge import merge, plan_merge
+from ckptmap.operations.verify import verify
 from tests.bnb_cases import refused
 from tests.merge_cases import LINEARS, llama
 from tests.test_hf_families import llava, t5

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import ckptmap
 from ckptmap.errors import SourceError
-from ckptmap.layouts.dtensor import DTensorLayout
+from ckptmap.formats.rank_files.dtensor_layout import DTensorLayout
+from ckptmap.sharding.dtensor_spec import cut_runs
 from ckptmap.tensors import Box, Chunk, Opaque, Region, StoredTensor, TensorInfo
-from ckptmap.wire.placement import cut_runs
 from tests.corpus import names
 from tests.test_open import assert_same
 
@@ -41,8 +41,8 @@ def test_any_mesh_is_read_and_converted(name: str, corpus: Any, tmp_path: Path) 
 
 def test_the_corpus_has_strided_shards(corpus: Any) -> None:
     """Else the tests above prove less than they say."""
-    from ckptmap.containers.rank_files import RankFiles
-    from ckptmap.places import look
+    from ckptmap.formats.probe import look
+    from ckptmap.formats.rank_files.reader import RankFiles
 
     leaves = RankFiles().index(look(corpus["fsdp_tp_ranks_w4"].path)).leaves
     placements = {

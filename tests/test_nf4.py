@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmap.encodings import nf4_codes
-from ckptmap.encodings.nf4 import NF4
-from ckptmap.encodings.nf4_encoding import FACTOR, PARTS, NF4Encoder, default_encoding
 from ckptmap.errors import RunError
 from ckptmap.protocols import Refusal
+from ckptmap.quantization.nf4 import kernels as nf4_codes
+from ckptmap.quantization.nf4.encoding import FACTOR, PARTS, NF4Encoder, default_encoding
+from ckptmap.quantization.nf4.scheme import NF4
 from ckptmap.tensors import Box, TensorInfo
 from tests.conftest import Device
 from tests.nf4_cases import (

@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from ckptmap.checkpoint import open as open_checkpoint
-from ckptmap.disk.files import Files
-from ckptmap.encodings import nf4_codes
-from ckptmap.encodings.nf4 import NF4, NF4Scheme
-from ckptmap.encodings.nf4_encoding import PARTS, default_encoding
-from ckptmap.encodings.nf4_live import from_torchao, live_scaler_block, regroup, to_torchao
+from ckptmap.checkpoint.checkpoint import open as open_checkpoint
 from ckptmap.errors import LoadError, SourceError
-from ckptmap.lazy import LazyTensor
+from ckptmap.formats.torch_save.reader import load
+from ckptmap.live.quantized.nf4_torchao import from_torchao, live_scaler_block, regroup, to_torchao
 from ckptmap.protocols import Group, Refusal, Scheme
+from ckptmap.quantization.nf4 import kernels as nf4_codes
+from ckptmap.quantization.nf4.encoding import PARTS, default_encoding
+from ckptmap.quantization.nf4.scheme import NF4, NF4Scheme
+from ckptmap.storage.files import Files
+from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, Chunk, Cut, Opaque, Region, StoredTensor, TensorInfo
-from ckptmap.wire.torch_zip_read import load
 from tests.nf4_cases import DTYPES, MODULE, decode, info_of, quantize, slices, weights
 
 SCHEME: Scheme = NF4Scheme()

@@ -17,12 +17,13 @@ from ckptmap_cli.main import main
 from safetensors.torch import save_file
 
 import ckptmap
-from ckptmap.disk import publish, ways
-from ckptmap.disk.sink import ALIGN, BUFFERED, Buffer
-from ckptmap.disk.sink import _address as address
 from ckptmap.errors import DestinationError
-from ckptmap.running import execute as execute_module
-from ckptmap.verification import verify
+from ckptmap.execution import execute as execute_module
+from ckptmap.operations.verify import verify
+from ckptmap.storage import publish
+from ckptmap.storage import write_path as ways
+from ckptmap.storage.output_files import ALIGN, BUFFERED, Buffer
+from ckptmap.storage.output_files import _address as address
 from tests.hub_client import llama
 from tests.hub_server import Hub
 from tests.merge_cases import LINEARS, saved

@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 import ckptmap
 from ckptmap.errors import CkptmapError, PlanError, SourceError
+from ckptmap.live.state_dict.hooks import install
 from ckptmap.optim.alignment import SORTED_TOO, align, align_named
 from ckptmap.optim.order import read_order
-from ckptmap.planning.replanning import replan
-from ckptmap.resume.hooks import install
+from ckptmap.planning.replan import replan
 from tests.corpus import CASES, Corpus, names
 from tests.corpus.models import Recipe, compiled, optimizer_for, tiny, tiny_llama
 from tests.corpus.ranks import run_ranks

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import ckptmap
-from ckptmap.disk.files import Files
-from ckptmap.wire.placement import is_dtensor
-from ckptmap.wire.sharded import is_sharded
-from ckptmap.wire.torch_zip_read import load
+from ckptmap.formats.torch_save.reader import load
+from ckptmap.sharding.dtensor_spec import is_dtensor
+from ckptmap.sharding.sharded_tensor_spec import is_sharded
+from ckptmap.storage.files import Files
 
 BUFFERS = {"table", "row"}
 

@@ -15,10 +15,10 @@ from ckptmap_cli.main import main
 from safetensors.torch import load_file, save_file
 
 import ckptmap
-from ckptmap.checkpoint import Checkpoint
+from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import PlanError, RunError, SourceError
-from ckptmap.planning.drafting import Draft
-from ckptmap.planning.replanning import replan
+from ckptmap.planning.replan import replan
+from ckptmap.planning.tensor_plan import Draft
 from tests.corpus import CASES, Corpus
 from tests.test_open import assert_same
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptmap.disk import publish
-from ckptmap.disk.destination import check_overlap, check_space
-from ckptmap.disk.journal import Journal
-from ckptmap.disk.locks import Owner, read_owner
-from ckptmap.disk.publish import Workspace
 from ckptmap.errors import DestinationError, RunError
+from ckptmap.storage import publish
+from ckptmap.storage.destination import check_overlap, check_space
+from ckptmap.storage.journal import Journal
+from ckptmap.storage.locks import Owner, read_owner
+from ckptmap.storage.publish import Workspace
 
 A, B = "a" * 16, "b" * 16
 
@@ -190,7 +190,7 @@ def test_unwritable_parent(tmp_path: Path) -> None:
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o555)
     code = (
-        "import os; from pathlib import Path; from ckptmap.disk.publish import Workspace\n"
+        "import os; from pathlib import Path; from ckptmap.storage.publish import Workspace\n"
         "if os.getuid() == 0: os.setuid(65534)\n"
         f"Workspace.open(Path({str(folder / 'new' / 'out')!r}), {A!r}, False, False)"
     )
@@ -334,7 +334,7 @@ def test_failing_rename_leaves_the_old(tmp_path: Path, monkeypatch: pytest.Monke
 KILLED = """
 import sys
 from pathlib import Path
-from ckptmap.disk.publish import Workspace
+from ckptmap.storage.publish import Workspace
 dst = Path(sys.argv[1])
 for turn in range(100000):
     with Workspace.open(dst, "{:012x}".format(turn), False, True) as work:
@@ -349,7 +349,7 @@ for turn in range(100000):
 def test_killed_at_any_point_of_publishing(tmp_path: Path, exchange: bool) -> None:
     """SIGKILL while a process overwrites in a loop: the destination is always one whole turn."""
     dst = tmp_path / "out"
-    patch = "import ckptmap.disk.publish as p; p._renameat2 = lambda *_: False\n"
+    patch = "import ckptmap.storage.publish as p; p._renameat2 = lambda *_: False\n"
     code = KILLED if exchange else patch + KILLED
     for attempt in range(8):
         child = subprocess.Popen(
@@ -446,7 +446,7 @@ def test_race_for_a_stale_lock(tmp_path: Path) -> None:
 
 def test_race_of_processes(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from ckptmap.disk.publish import Workspace\n"
+        "import sys, time; from pathlib import Path; from ckptmap.storage.publish import Workspace\n"
         "from ckptmap.errors import DestinationError\n"
         "try:\n"
         f"    with Workspace.open(Path({str(tmp_path / 'out')!r}), {A!r}, False, False) as work:\n"
@@ -474,7 +474,7 @@ def test_what_cannot_be_removed_afterwards_is_no_failure(
     with Workspace.open(dst, A, one_file=False, overwrite=False) as work:
         fill_dir(work)
         monkeypatch.setattr(publish, "_discard", refuse)
-        monkeypatch.setattr("ckptmap.disk.locks.Lock.release", refuse)
+        monkeypatch.setattr("ckptmap.storage.locks.Lock.release", refuse)
         work.publish()
     assert (dst / "index").read_text() == "new" and "could not be removed" in work.notes[-1]
 

@@ -15,22 +15,22 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptmap.containers.rank_files import RankFiles
-from ckptmap.disk.files import Files
+from ckptmap.core.row_chunks import Rows
+from ckptmap.core.state_tree import flatten
 from ckptmap.errors import SourceError
-from ckptmap.geometry.rows import Rows
-from ckptmap.layouts.dtensor import DTensorLayout
-from ckptmap.places import look
+from ckptmap.formats.pickle.reader import load as read_pickle
+from ckptmap.formats.pickle.template import Hole, Template, opcodes
+from ckptmap.formats.probe import look
+from ckptmap.formats.rank_files import rank_trees
+from ckptmap.formats.rank_files.dtensor_layout import DTensorLayout
+from ckptmap.formats.rank_files.dtensor_shortcut import joined_alike
+from ckptmap.formats.rank_files.rank_trees import RankReader, RankValues
+from ckptmap.formats.rank_files.reader import RankFiles
+from ckptmap.formats.torch_save.reader import load
+from ckptmap.formats.zip.directory_template import AlikeDirectories
+from ckptmap.formats.zip.reader import Records, read_records
+from ckptmap.storage.files import Files
 from ckptmap.tensors import Index, Opaque, PerRank, StoredTensor
-from ckptmap.wire import rank_trees
-from ckptmap.wire.dtensor_alike import joined_alike
-from ckptmap.wire.pickle_alike import Hole, Template, opcodes
-from ckptmap.wire.pickle_read import load as read_pickle
-from ckptmap.wire.rank_trees import RankReader, RankValues
-from ckptmap.wire.torch_zip_read import load
-from ckptmap.wire.tree import flatten
-from ckptmap.wire.zip_alike import AlikeDirectories
-from ckptmap.wire.zip_read import Records, read_records
 from tests.corpus import names
 
 RANK_CASES = names(container="ranks")

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 import ckptmap
 from ckptmap import registry
-from ckptmap.containers.rank_files import RankFiles
-from ckptmap.containers.torch_zip import TorchZip
 from ckptmap.errors import SourceError
-from ckptmap.layouts.dtensor import DTensorLayout
-from ckptmap.layouts.full import Full
-from ckptmap.layouts.shard import Shard0
-from ckptmap.places import look
+from ckptmap.formats.probe import look
+from ckptmap.formats.rank_files.dtensor_layout import DTensorLayout
+from ckptmap.formats.rank_files.reader import RankFiles
+from ckptmap.formats.torch_save.format import TorchZip
+from ckptmap.sharding.full import Full
+from ckptmap.sharding.shard0 import Shard0
 from ckptmap.tensors import (
     Box,
     Chunk,

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 import ckptmap
 from ckptmap.errors import PlanError
-from ckptmap.layouts.mesh import Mesh
 from ckptmap.protocols import Placement
+from ckptmap.sharding.device_mesh import Mesh
+from ckptmap.sharding.mesh_boxes import held_boxes
 from ckptmap.tensors import TensorInfo
-from ckptmap.wire.mesh_cut import held_boxes
 from tests.corpus import names
 from tests.corpus.ranks import run_ranks
 from tests.test_open import assert_same

@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 import ckptmap
-from ckptmap.encodings import bnb_nested, nf4_recode
-from ckptmap.encodings.nf4_encoding import NF4
-from ckptmap.encodings.nf4_live import to_torchao
 from ckptmap.errors import PlanError, RunError
-from ckptmap.geometry.scale_grids import ScaleGrid
+from ckptmap.live.quantized.nf4_torchao import to_torchao
+from ckptmap.quantization.blockwise.scale_levels import ScaleGrid
+from ckptmap.quantization.bnb import double_quant as bnb_nested
+from ckptmap.quantization.nf4 import recode as nf4_recode
+from ckptmap.quantization.nf4.encoding import NF4
 from ckptmap.tensors import Box
 from tests.bnb_cases import (
     HEAVY,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 
 import ckptmap
-from ckptmap.encodings.bnb_fourbit import FourBit
+from ckptmap.quantization.bnb.fourbit import FourBit
 from ckptmap.tensors import Box, TensorInfo
 from ckptmap.testing.codes import check_codes
 from tests.bnb_cases import (

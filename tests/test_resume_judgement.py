@@ -13,9 +13,9 @@ from torch import nn
 
 import ckptmap
 from ckptmap.errors import LoadError
-from ckptmap.resume.families import TorchAdam
-from ckptmap.resume.family import Part
-from ckptmap.resume.moments import counted
+from ckptmap.live.optimizer.base import Part
+from ckptmap.live.optimizer.state_loader import counted
+from ckptmap.live.optimizer.torch_and_torchao import TorchAdam
 from tests.conftest import Device
 from tests.corpus.ranks import run_ranks
 from tests.live.resume_optimizers import torchao

@@ -14,7 +14,7 @@ from torch import nn
 
 import ckptmap
 from ckptmap.errors import ArgumentError, DestinationError, LoadError, PlanError
-from ckptmap.resume import streams
+from ckptmap.live.model import rng_state as streams
 from tests.corpus.ranks import run_ranks
 from tests.live.resume_model import net, train
 from tests.live.resume_optimizers import ALL, same_state

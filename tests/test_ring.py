@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ckptmap
-from ckptmap.encodings.nf4 import NF4Scheme
+from ckptmap.execution import cuda_ring as ring
 from ckptmap.protocols import Encoding, Write
-from ckptmap.running import ring
+from ckptmap.quantization.nf4.scheme import NF4Scheme
 from ckptmap.tensors import Box, TensorInfo
 from tests.conftest import Device
 

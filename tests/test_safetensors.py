@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmap.containers.safetensors import SafetensorsFile
-from ckptmap.disk.files import Files
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.places import look
+from ckptmap.formats.probe import look
+from ckptmap.formats.safetensors.format import SafetensorsFile
+from ckptmap.formats.safetensors.header import NAMES, emit, parse, parse_header
+from ckptmap.storage.files import Files
 from ckptmap.tensors import ITEMSIZE, StoredTensor, TensorInfo
-from ckptmap.wire.safetensors import NAMES, emit, parse, parse_header
 
 GOLDEN = (
     b"\x90\x00\x00\x00\x00\x00\x00\x00"

@@ -11,7 +11,7 @@ import transformers
 
 import ckptmap
 from ckptmap.errors import PlanError
-from ckptmap.tied_heads import of_config, unstored
+from ckptmap.formats.huggingface.tied_heads import of_config, unstored
 from tests.bnb_cases import refused
 
 BERT = dict(

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 import ckptmap
-from ckptmap.containers.torch_zip import TorchZip, TorchZipWriter
+from ckptmap.core.state_tree import ListIndex, nest
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.layouts.full import Full
-from ckptmap.places import look
+from ckptmap.formats.probe import look
+from ckptmap.formats.torch_save.format import TorchZip, TorchZipWriter
 from ckptmap.protocols import OutState, OutTensor
+from ckptmap.sharding.full import Full
 from ckptmap.tensors import ITEMSIZE, Box, Index, Opaque, StoredTensor, TensorInfo
-from ckptmap.wire.tree import ListIndex, nest
 from tests.writing import info_of, materialise, out_tensors, read_leaf, same
 
 

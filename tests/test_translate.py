@@ -17,10 +17,10 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 import ckptmap
 from ckptmap.errors import CkptmapError, LoadError, RunError
-from ckptmap.resume.live_reshard import Exchange, around, batches, rounds
-from ckptmap.resume.live_state import opened
-from ckptmap.resume.memory import LiveReader, Memory
-from ckptmap.resume.peers import Peers
+from ckptmap.live.model.peers import Peers
+from ckptmap.live.state_dict.as_checkpoint import opened
+from ckptmap.live.state_dict.memory_files import LiveReader, Memory
+from ckptmap.live.state_dict.reshard import Exchange, around, batches, rounds
 from ckptmap.tensors import Box, Path, TensorInfo
 from tests.corpus.ranks import run_ranks
 from tests.live.resume_model import net

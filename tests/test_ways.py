@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptmap.crc import crc32
-from ckptmap.disk import ways
-from ckptmap.disk.sink import BUFFERED, Buffer, OutputFile, Stream, Sums
-from ckptmap.disk.ways import FAST, WINDOW, Fastest, Pace, Ways
+from ckptmap.storage import write_path as ways
+from ckptmap.storage.crc32 import crc32
+from ckptmap.storage.output_files import BUFFERED, Buffer, OutputFile, Stream, Sums
+from ckptmap.storage.write_path import FAST, WINDOW, Fastest, Pace, Ways
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, times: Iterable[float]) -> None:
@@ -79,6 +79,6 @@ def test_crc_is_that_of_zlib_with_and_without_isa_l() -> None:
     assert crc32(memoryview(data)[7:], crc32(data[:7])) == zlib.crc32(data)
     without = (
         "import sys, zlib; sys.modules['isal'] = None; "
-        "from ckptmap.crc import crc32; assert crc32 is zlib.crc32"
+        "from ckptmap.storage.crc32 import crc32; assert crc32 is zlib.crc32"
     )
     subprocess.run([sys.executable, "-c", without], check=True, timeout=60)

@@ -19,14 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.serialization import config
 
-from ckptmap.disk.files import Files
 from ckptmap.errors import SourceError
+from ckptmap.formats.pickle.reader import Device, DType, Size, load
+from ckptmap.formats.pickle.writer import Call, Global, Instance, StorageTensor, dump
+from ckptmap.formats.torch_save.reader import load as load_zip
+from ckptmap.formats.torch_save.writer import layout_zip
+from ckptmap.formats.zip.reader import read_records
+from ckptmap.storage.files import Files
 from ckptmap.tensors import ITEMSIZE, Opaque
-from ckptmap.wire.pickle_read import Device, DType, Size, load
-from ckptmap.wire.pickle_write import Call, Global, Instance, StorageTensor, dump
-from ckptmap.wire.torch_zip_read import load as load_zip
-from ckptmap.wire.torch_zip_write import layout_zip
-from ckptmap.wire.zip_read import read_records
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 NUMBERS = ("b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8")

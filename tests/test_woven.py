@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptmap.disk.files import Files
-from ckptmap.geometry.gather import fill, run_of
-from ckptmap.geometry.lattice import Lattice, Piece
-from ckptmap.geometry.woven import Pieced, Woven, woven
+from ckptmap.core.lattice import Lattice, Piece
+from ckptmap.core.woven import Pieced, Woven, woven
+from ckptmap.storage.files import Files
+from ckptmap.storage.gather import fill, run_of
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 from tests.test_lattice import positions
 

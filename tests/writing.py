@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
-from ckptmap.disk.files import Files
-from ckptmap.geometry.gather import fill
-from ckptmap.lazy import tensor_bytes
 from ckptmap.protocols import Layout, OutFile, OutTensor
+from ckptmap.storage.files import Files
+from ckptmap.storage.gather import fill
+from ckptmap.storage.lazy_tensor import tensor_bytes
 from ckptmap.tensors import Box, Path, StoredTensor, TensorInfo
 
 if TYPE_CHECKING:

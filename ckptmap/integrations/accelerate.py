@@ -16,12 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptmap.checkpoint import open as open_checkpoint
-from ckptmap.checkpoint import open_as
+from ckptmap.checkpoint.checkpoint import open as open_checkpoint
+from ckptmap.checkpoint.checkpoint import open_as
 from ckptmap.integrations.accelerate_several import Numbered, Prepared, prepared
+from ckptmap.live.load.load import MAX_MEMORY, load
+from ckptmap.live.state_dict.handle import Handle
+from ckptmap.live.state_dict.hooks import name_by_live
 from ckptmap.mapping.wrappers import strip_wrappers
-from ckptmap.resume.hooks import Handle, name_by_live
-from ckptmap.resume.load import MAX_MEMORY, load
 
 WHERE = "accelerate"
 OWN = "random_states_*.pkl"

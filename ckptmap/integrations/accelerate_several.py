@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.errors import LoadError
+from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.protocols import Member, Members, Place
-from ckptmap.resume.optimizers import unwrapped
 
 OPTIMIZER = "optimizer"
 _RANK = re.compile(r"_rank\d+\.bin$")

@@ -15,19 +15,19 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.lazy import LazyTensor
-from ckptmap.resume import int8_live
-from ckptmap.resume.family import codes_of
-from ckptmap.resume.in_place import fill
-from ckptmap.resume.live_state import Leaf, assigned
-from ckptmap.resume.load import MAX_MEMORY
-from ckptmap.resume.peers import Peers
-from ckptmap.resume.reader import Reader
-from ckptmap.resume.target import is_nf4
+from ckptmap.live.load.load import MAX_MEMORY
+from ckptmap.live.model.peers import Peers
+from ckptmap.live.model.reader import Reader
+from ckptmap.live.model.target import is_nf4
+from ckptmap.live.optimizer.base import codes_of
+from ckptmap.live.quantized import int8 as int8_live
+from ckptmap.live.state_dict.as_checkpoint import Leaf, assigned
+from ckptmap.live.state_dict.in_place import fill
+from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path
 
 if TYPE_CHECKING:
-    from ckptmap.checkpoint import Checkpoint
+    from ckptmap.checkpoint.checkpoint import Checkpoint
 
 RECORD = ".__ckptmap__"
 PURPOSE = "planner"
@@ -171,7 +171,7 @@ def _filled(values: Mapping[str, Any], path: str, max_memory: int) -> None:
     """Raises LoadError CKM501 where the checkpoint has no such tensor."""
     import torch
 
-    from ckptmap.checkpoint import open as open_checkpoint
+    from ckptmap.checkpoint.checkpoint import open as open_checkpoint
 
     with open_checkpoint(path) as checkpoint, torch.no_grad():
         reader, known = Reader(checkpoint.files, max_memory), by_key(checkpoint)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.live.state_dict.translate import MAX_MEMORY, translate
 from ckptmap.mapping.wrappers import strip_wrappers
-from ckptmap.resume.translate import MAX_MEMORY, translate
 
 if TYPE_CHECKING:
     import torch

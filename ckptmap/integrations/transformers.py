@@ -21,17 +21,19 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.conversion import convert
 from ckptmap.errors import LoadError
-from ckptmap.remote.locating import locate
-from ckptmap.resume import naming, peft_live, streams
-from ckptmap.resume.finding import find_targets
-from ckptmap.resume.hooks import name_by_live
-from ckptmap.resume.load import MAX_MEMORY, load
-from ckptmap.resume.optimizers import unwrapped
-from ckptmap.resume.peers import Peers
-from ckptmap.resume.report import LoadReport
-from ckptmap.resume.save import save
+from ckptmap.live.load.load import MAX_MEMORY, load
+from ckptmap.live.model import peft as peft_live
+from ckptmap.live.model import renamed as naming
+from ckptmap.live.model import rng_state as streams
+from ckptmap.live.model.find_targets import find_targets
+from ckptmap.live.model.peers import Peers
+from ckptmap.live.model.report import LoadReport
+from ckptmap.live.optimizer.unwrap import unwrapped
+from ckptmap.live.save.save import save
+from ckptmap.live.state_dict.hooks import name_by_live
+from ckptmap.operations.convert import convert
+from ckptmap.storage.hub.resolve import locate
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptmap.geometry.lattice import Lattice, Piece
+from ckptmap.core.lattice import Lattice, Piece
 from ckptmap.mapping.rules import Term
 from ckptmap.tensors import Box, TensorInfo
 

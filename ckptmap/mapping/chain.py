@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ckptmap.core.lattice import Lattice, Piece, compose
 from ckptmap.errors import PlanError
-from ckptmap.geometry.lattice import Lattice, Piece, compose
 from ckptmap.mapping.cells import is_whole
 from ckptmap.mapping.resolve import Made, Resolution, resolve
 from ckptmap.mapping.rules import Scheme

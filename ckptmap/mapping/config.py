@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptmap.disk.files import whole
 from ckptmap.errors import PlanError
-from ckptmap.remote.locating import locate
-from ckptmap.wire.meta_params import PARAMS, read_params
+from ckptmap.formats.meta.params_json import PARAMS, read_params
+from ckptmap.storage.files import whole
+from ckptmap.storage.hub.resolve import locate
 
 CONFIG = "config.json"
 MAX_NBYTES = 64 << 20

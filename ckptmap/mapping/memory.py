@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.core.lattice import Lattice
 from ckptmap.errors import PlanError
-from ckptmap.geometry.lattice import Lattice
-from ckptmap.lazy import info_of
 from ckptmap.mapping import values
 from ckptmap.mapping.chain import pieces_of, translate
 from ckptmap.mapping.config import as_config
 from ckptmap.mapping.detect import choose
 from ckptmap.mapping.resolve import Made, Resolution
+from ckptmap.storage.lazy_tensor import info_of
 
 if TYPE_CHECKING:
     import torch

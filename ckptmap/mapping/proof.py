@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import combinations, count
 
+from ckptmap.core.lattice import Piece, compose
 from ckptmap.errors import PlanError
-from ckptmap.geometry.lattice import Piece, compose
 from ckptmap.mapping import values
 from ckptmap.mapping.cells import Built, Source
 from ckptmap.mapping.dims import KNOWN, Dims, Expr, Unknown, Value

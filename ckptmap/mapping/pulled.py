@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.geometry.grids import Coded, Grid
-from ckptmap.geometry.lattice import Lattice, Piece
-from ckptmap.lazy import LazyTensor
+from ckptmap.core.code_grids import Coded, Grid
+from ckptmap.core.lattice import Lattice, Piece
 from ckptmap.mapping import values
 from ckptmap.mapping.chain import pieces_of
 from ckptmap.mapping.resolve import Made
 from ckptmap.mapping.rows import of_part, unit_of
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
+from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
 if TYPE_CHECKING:

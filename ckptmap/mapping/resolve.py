@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ckptmap.core.lattice import Piece
 from ckptmap.errors import PlanError
-from ckptmap.geometry.lattice import Piece
 from ckptmap.mapping import values
 from ckptmap.mapping.cells import Built, Source
 from ckptmap.mapping.dims import Dims, Unknown

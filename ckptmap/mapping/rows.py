@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd, prod
 
-from ckptmap.geometry.lattice import Lattice, Piece
+from ckptmap.core.lattice import Lattice, Piece
 from ckptmap.mapping.resolve import Made
 
 

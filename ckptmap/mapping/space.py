@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 
+from ckptmap.core.lattice import Piece
+from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import PlanError
-from ckptmap.geometry.coverage import prove_tiling
-from ckptmap.geometry.lattice import Piece
 from ckptmap.mapping.axes import Axes, Slice
 from ckptmap.mapping.cells import Built, Cell, Source, is_whole
 from ckptmap.mapping.dims import Dims, Unknown

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptmap.geometry.woven import woven
-from ckptmap.lazy import LazyTensor
+from ckptmap.core.woven import woven
 from ckptmap.mapping.pulled import Pulled, pulled
 from ckptmap.mapping.resolve import Made
 from ckptmap.mapping.rows import of_part, unit_of
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from ckptmap.errors import PlanError
-from ckptmap.lazy import LazyTensor
 from ckptmap.optim.state import PARAMS, Optimizer, Same, StateLeaf
 from ckptmap.protocols import FlatUnit
+from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path
 
 UnitOf = Callable[[str], FlatUnit | None]

@@ -16,8 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
-from ckptmap.leaves import Told, by_rank
-from ckptmap.like import Like, Plain, Units
+from ckptmap.core.state_paths import Told, by_rank
 from ckptmap.optim.alignment import align_named
 from ckptmap.optim.flat_places import (
     Held,
@@ -31,6 +30,9 @@ from ckptmap.optim.flat_places import (
 from ckptmap.optim.nested import read_nested
 from ckptmap.optim.order import MODEL_ORDER
 from ckptmap.optim.state import GROUPS, NAMES, PARAMS, STATE, Keys, expanded
+from ckptmap.sharding.flat_slices import InUnit, Slices, rectangles
+from ckptmap.sharding.reference_model import Like, Plain, Units
+from ckptmap.sharding.sharded_tensor_spec import is_sharded
 from ckptmap.tensors import (
     Chunk,
     Leaf,
@@ -41,8 +43,6 @@ from ckptmap.tensors import (
     StoredTensor,
     TensorInfo,
 )
-from ckptmap.wire.flat_rectangles import InUnit, Slices, rectangles
-from ckptmap.wire.sharded import is_sharded
 
 
 class FlatOptimizer:

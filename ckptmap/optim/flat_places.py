@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ckptmap.disk.files import Files
-from ckptmap.like import Plain
 from ckptmap.mapping.wrappers import ANYWHERE
+from ckptmap.sharding.dtensor_spec import is_dtensor, read_placed
+from ckptmap.sharding.flat_slices import InUnit, Slices
+from ckptmap.sharding.reference_model import Plain
+from ckptmap.sharding.sharded_tensor_spec import is_sharded, read_sharded
+from ckptmap.storage.files import Files
 from ckptmap.tensors import BUFFERS, FLOATING, Leaf, Opaque, PerRank, StoredTensor, TensorInfo
-from ckptmap.wire.flat_rectangles import InUnit, Slices
-from ckptmap.wire.placement import is_dtensor, read_placed
-from ckptmap.wire.sharded import is_sharded, read_sharded
 
 Counts = tuple[int, ...]
 """Elements that each rank holds."""

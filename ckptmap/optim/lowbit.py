@@ -16,10 +16,10 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.blocks.values import window
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.optim import lowbit_codes
 from ckptmap.protocols import Encoder, Group, Refusal
+from ckptmap.quantization.blockwise.dequantize import window
 from ckptmap.tensors import Box, StoredTensor, TensorInfo, contiguous_strides
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptmap import fourbit
-from ckptmap.geometry.counting import FineCounter
+from ckptmap.quantization.blockwise import fourbit
+from ckptmap.quantization.blockwise.thresholds import FineCounter
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ckptmap.blocks.pickled import state_of
 from ckptmap.optim.lowbit import (
     CODES,
     LOGICAL,
@@ -27,6 +26,7 @@ from ckptmap.optim.lowbit import (
     malformed,
 )
 from ckptmap.protocols import Group, Refusal
+from ckptmap.quantization.torchao.pickled import state_of
 from ckptmap.tensors import Box, Chunk, Cut, Opaque, StoredTensor, TensorInfo
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckptmap.lazy import LazyTensor
-from ckptmap.leaves import ListIndex
+from ckptmap.core.state_paths import ListIndex
 from ckptmap.optim.state import GROUPS, PARAMS, STATE, Group, Keys, Optimizer
+from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Leaf, Path
 
 

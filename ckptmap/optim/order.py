@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
+from ckptmap.core.text import counted
 from ckptmap.errors import SourceError
-from ckptmap.like import is_alphabetical
 from ckptmap.optim.alignment import align_named
 from ckptmap.optim.state import NAMES, PARAMS, Optimizer
+from ckptmap.sharding.reference_model import is_alphabetical
 from ckptmap.tensors import BUFFERS, FLOATING, TensorInfo
-from ckptmap.wording import counted
 
 Order = Sequence[Sequence[str]]
 """Names of the parameters of each group, in the groups' order."""

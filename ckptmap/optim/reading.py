@@ -13,11 +13,10 @@ from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Any
 
+from ckptmap.core.state_paths import Told
 from ckptmap.errors import SourceError
-from ckptmap.leaves import Told
 from ckptmap.mapping.wrappers import ANYWHERE, HEAD
 from ckptmap.optim import order as orders
-from ckptmap.optim.classes import find_config, from_config
 from ckptmap.optim.order import Order, Weight
 from ckptmap.optim.stages import contradiction, put_together
 from ckptmap.optim.state import (
@@ -30,6 +29,7 @@ from ckptmap.optim.state import (
     expanded,
     plain_names,
 )
+from ckptmap.sharding.parameter_order import find_config, from_config
 from ckptmap.tensors import Leaf, Path, TensorInfo
 
 AS_GIVEN = "as given"

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckptmap.errors import PlanError
-from ckptmap.lazy import LazyTensor
 from ckptmap.optim.state import NAMES, PARAMS, Group, Optimizer
+from ckptmap.storage.lazy_tensor import LazyTensor
 
 
 def regrouped(optimizer: Optimizer, order: Sequence[Sequence[str]]) -> Optimizer:

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from ckptmap.errors import PlanError
-from ckptmap.lazy import LazyTensor
 from ckptmap.mapping.pulled import Pulled
 from ckptmap.mapping.resolve import Made, Resolution
 from ckptmap.mapping.view import held
 from ckptmap.optim.state import NAMES, PARAMS, Group, Optimizer, Same, StateLeaf
 from ckptmap.protocols import Encoding
 from ckptmap.protocols import Group as TensorGroup
+from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path, StoredTensor, TensorInfo
 
 STAYS = ("add", "cast")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptmap.leaves import by_rank
+from ckptmap.core.state_paths import by_rank
 from ckptmap.optim.state import GROUPS, NAMES, PARAMS
 from ckptmap.tensors import Leaf, Path, PerRank
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from ckptmap import registry
 from ckptmap.errors import SourceError
-from ckptmap.lazy import LazyTensor
+from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Leaf, Path
 
 STATE, GROUPS, PARAMS, NAMES = "state", "param_groups", "params", "param_names"
@@ -59,6 +60,11 @@ class KeyForm(Protocol):
         LazyTensors and plain values.
 
         Raises PlanError CKM207 where the form cannot name one of them."""
+
+
+def key_forms() -> tuple[KeyForm, ...]:
+    """Every key form that is registered, in the order in which they are asked."""
+    return registry.key_forms()
 
 
 @dataclass(frozen=True)

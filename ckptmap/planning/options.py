@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptmap import arguments
-from ckptmap.remote.locating import local
-from ckptmap.remote.names import is_hub
+from ckptmap.core import arguments
+from ckptmap.storage.hub.resolve import local
+from ckptmap.storage.hub.uri import is_hub
 
 MAX_SHARD_NBYTES = 5_000_000_000
 MAX_MEMORY = 64 << 20

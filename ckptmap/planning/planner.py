@@ -15,21 +15,18 @@ from pathlib import Path as FilePath
 from typing import Any, TypeVar
 
 from ckptmap import registry, setups
-from ckptmap.checkpoint import Checkpoint
-from ckptmap.collapse import listed
-from ckptmap.disk.files import Fingerprint, as_named
-from ckptmap.disk.siblings import Sibling
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.extra_state import NONE, States, noted, states_of
+from ckptmap.checkpoint.groups import DENSE
+from ckptmap.checkpoint.renamed import Translated
+from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.interning import distinct, each
+from ckptmap.core.name_table import listed
+from ckptmap.core.state_paths import join
+from ckptmap.core.tensor_columns import Located
 from ckptmap.errors import PlanError
-from ckptmap.extra_state import NONE, States, noted, states_of
-from ckptmap.foreign import NAKED, NAKED_INT8, RESTORE, foreign_tensors
-from ckptmap.geometry.alike import distinct, each
-from ckptmap.geometry.columns import Located
-from ckptmap.groups import DENSE
-from ckptmap.leaves import join
-from ckptmap.planning import optimizer_part
-from ckptmap.planning.apart import prove_apart, require_told_apart
-from ckptmap.planning.asked import Asked, not_found
-from ckptmap.planning.choosing import (
+from ckptmap.planning import optimizer_state as optimizer_part
+from ckptmap.planning.encoding_choice import (
     beside_ties,
     encoding_for,
     left_by_shape,
@@ -38,20 +35,22 @@ from ckptmap.planning.choosing import (
     unmatched,
     written_apart,
 )
-from ckptmap.planning.cutting import Cutter
-from ckptmap.planning.declaring import Quantized, passed_on
-from ckptmap.planning.drafting import Draft
-from ckptmap.planning.keeping import kept_whole
-from ckptmap.planning.model_order import model_order, with_units
+from ckptmap.planning.kept_files import kept_whole
+from ckptmap.planning.module_order import model_order, with_units
+from ckptmap.planning.name_conflicts import prove_apart, require_told_apart
 from ckptmap.planning.options import Options
-from ckptmap.planning.plans import Plan, Unresolved
-from ckptmap.planning.sourcing import Sourced, sourced
-from ckptmap.protocols import Encoding
-from ckptmap.remote.locating import named_as_asked
+from ckptmap.planning.plan import Plan, Unresolved
+from ckptmap.planning.quantization_config import Quantized, passed_on
+from ckptmap.planning.selection import Asked, not_found
+from ckptmap.planning.sharding import Cutter
+from ckptmap.planning.source import Sourced, sourced
+from ckptmap.planning.tensor_plan import Draft
+from ckptmap.protocols import CarriedFile, Encoding
+from ckptmap.quantization.unsupported_schemes import NAKED, NAKED_INT8, RESTORE, foreign_tensors
 from ckptmap.setups import Aim
+from ckptmap.storage.files import Fingerprint, as_named
+from ckptmap.storage.hub.resolve import named_as_asked
 from ckptmap.tensors import FLOATING, Extent, Path, TensorInfo
-from ckptmap.translation import Translated
-from ckptmap.wire.gc_pause import paused_gc
 
 T = TypeVar("T")
 
@@ -336,11 +335,11 @@ class _Planner:
         self.draft.tied[fqn] = kept
         self.draft.must_equal(other, lazy, f"{fqn} (tied to {kept})", APART)
 
-    def _carried(self) -> dict[str, Sibling]:
+    def _carried(self) -> dict[str, CarriedFile]:
         carrier = self.aim.setup.carrier
         if carrier is None:
             self.draft.notes += self._config_stays()
-            return self.kept.files
+            return dict(self.kept.files)
         infos = [form.info for form in distinct(self.draft.out.forms).values()]
         dtypes = {info.dtype for info in infos if info.dtype in FLOATING and len(info.shape) > 1}
         quantized = self._quantized()
@@ -348,7 +347,7 @@ class _Planner:
             self.siblings, self.options.config_from, sorted(dtypes), quantized, self.ckpt.untied
         )
         self.draft.notes += [*notes, *quantized.unread(), *not_found(self.names)]
-        return carried | self.kept.files
+        return {**carried, **self.kept.files}
 
     def _config_stays(self) -> list[str]:
         """It is carried by a setup that has a place for it; else it may only have told names."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
 
-from ckptmap.geometry.booleans import BOOL
-from ckptmap.geometry.columns import Located
-from ckptmap.geometry.grids import Grid
-from ckptmap.geometry.replicas import HINT
-from ckptmap.geometry.tables import Slots
-from ckptmap.lazy import LazyTensor
+from ckptmap.core.bool_bytes import BOOL
+from ckptmap.core.code_grids import Grid
+from ckptmap.core.slot_columns import Slots
+from ckptmap.core.tensor_columns import Located
 from ckptmap.protocols import Encoding, OutFile
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.replicas import HINT
 from ckptmap.tensors import Chunk, StoredTensor, TensorInfo
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ckptmap import registry
-from ckptmap.checkpoint import Checkpoint
-from ckptmap.checkpoint import open as open_checkpoint
-from ckptmap.disk.files import Files
-from ckptmap.like import Unflattener
-from ckptmap.members import merged
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.checkpoint import open as open_checkpoint
+from ckptmap.checkpoint.framework_members import merged
+from ckptmap.formats.probe import look
 from ckptmap.optim.state import KeyForm
-from ckptmap.places import look
 from ckptmap.protocols import Container, Directory, Layout, Scheme, Setup, Writer
+from ckptmap.sharding.reference_model import Unflattener
+from ckptmap.storage.files import Files
 from ckptmap.tensors import Index, StoredTensor
 
 Adapter: TypeAlias = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from ckptmap.geometry.grids import Coded, Grid, Recodes
-from ckptmap.lazy import info_of
+from ckptmap.core.code_grids import Coded, Grid, Recodes
 from ckptmap.protocols import Encoding, Refusal
+from ckptmap.storage.lazy_tensor import info_of
 from ckptmap.tensors import Box, TensorInfo
 from ckptmap.testing.base import expect
 from ckptmap.testing.parts import Assembly, Parts

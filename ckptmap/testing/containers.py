@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptmap import manifest as manifests
-from ckptmap.conversion import convert
+from ckptmap.checkpoint.roles import is_tensor
 from ckptmap.errors import PlanError, SourceError
+from ckptmap.execution import manifest as manifests
 from ckptmap.mapping.wrappers import strip_wrappers
+from ckptmap.operations.convert import convert
 from ckptmap.protocols import Container, Directory, OutState, Setup, Writer
-from ckptmap.roots import is_tensor
 from ckptmap.tensors import Path as LeafPath
 from ckptmap.testing import samples
 from ckptmap.testing.base import bytes_read, claims, expect, indexed, opened, run_all

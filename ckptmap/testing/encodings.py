@@ -11,11 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.checkpoint import open as open_checkpoint
-from ckptmap.conversion import convert
-from ckptmap.disk.files import Files
-from ckptmap.lazy import LazyTensor, info_of
+from ckptmap.checkpoint.checkpoint import open as open_checkpoint
+from ckptmap.operations.convert import convert
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Scheme
+from ckptmap.storage.files import Files
+from ckptmap.storage.lazy_tensor import LazyTensor, info_of
 from ckptmap.tensors import ITEMSIZE, Box, Opaque, TensorInfo
 from ckptmap.testing.base import expect, registered, run_all
 from ckptmap.testing.codes import check_codes

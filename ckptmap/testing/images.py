@@ -8,8 +8,8 @@ from itertools import islice, pairwise
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from ckptmap.crc import crc32
 from ckptmap.protocols import OutFile, OutState, Writer
+from ckptmap.storage.crc32 import crc32
 from ckptmap.tensors import Path
 from ckptmap.testing.base import expect
 from ckptmap.testing.samples import cut, raw

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.geometry.coverage import prove_tiling
 from ckptmap.protocols import Layout, MeshLayout
 from ckptmap.tensors import Box, Leaf, StoredTensor, TensorInfo
 from ckptmap.testing.base import expect, required

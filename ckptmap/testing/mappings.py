@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import CkptmapError, PlanError
-from ckptmap.lazy import info_of, tensor_bytes
 from ckptmap.mapping.chain import translate
 from ckptmap.mapping.expected import TYPICAL, expected
 from ckptmap.mapping.files import load
 from ckptmap.mapping.memory import applied
 from ckptmap.mapping.rules import Scheme
+from ckptmap.storage.lazy_tensor import info_of, tensor_bytes
 from ckptmap.tensors import ITEMSIZE, TensorInfo
 from ckptmap.testing.base import expect
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptmap.lazy import info_of
 from ckptmap.protocols import Encoding, Write, part_key
+from ckptmap.storage.lazy_tensor import info_of
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 from ckptmap.testing.base import expect
 from ckptmap.testing.samples import raw

@@ -12,9 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptmap import manifest as manifests
+from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import CkptmapError, SourceError
-from ckptmap.geometry.coverage import prove_tiling
+from ckptmap.execution import manifest as manifests
 from ckptmap.protocols import Container, Directory
 from ckptmap.testing.base import claims, expect, opened, run_all, stored_tensors
 from ckptmap.testing.samples import cut, random_box, same

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan
-from ckptmap.planning.plans import Plan
 from ckptmap.protocols import Container, Directory, OutFile, OutState, Setup, Writer
 from ckptmap.testing import samples
 from ckptmap.testing.base import expect, registered

@@ -27,8 +27,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ckptmap
-from ckptmap import manifest, registry
-from ckptmap.planning import plans
+from ckptmap import registry
+from ckptmap.execution import manifest
+from ckptmap.planning import plan as plans
 from tests.golden.mappings.tables import ROOT as MAPPINGS
 from tests.mapping_state import hub_state, state_of
 

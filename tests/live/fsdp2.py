@@ -23,8 +23,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from ckptmap.errors import LoadError
-from ckptmap.resume.load import load
-from ckptmap.resume.report import LoadReport
+from ckptmap.live.load.load import load
+from ckptmap.live.model.report import LoadReport
 from tests.live.model import (
     QUANTIZED,
     meta_net,

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptmap
-from ckptmap.blocks.pickled import TRAINED_DENSE
-from ckptmap.resume.load import load
-from ckptmap.resume.save import save
-from ckptmap.resume.target import TRAINED_INT8
+from ckptmap.live.load.load import load
+from ckptmap.live.model.target import TRAINED_INT8
+from ckptmap.live.save.save import save
+from ckptmap.quantization.torchao.pickled import TRAINED_DENSE
 from ckptmap.tensors import Box
 from tests.int8_ranks import float8_all_gather
 

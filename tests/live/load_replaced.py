@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 
 from ckptmap.errors import LoadError
-from ckptmap.resume.load import load
-from ckptmap.resume.save import save
+from ckptmap.live.load.load import load
+from ckptmap.live.save.save import save
 
 
 def linear(device: str = "cpu") -> nn.Linear:

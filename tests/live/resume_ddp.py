@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptmap
 from ckptmap.errors import LoadError
-from ckptmap.resume.replicas import compare_nf4, prepare_ddp
+from ckptmap.live.quantized.ddp_replicas import compare_nf4, prepare_ddp
 from tests.live.model import QUANTIZED, inner, net, quantize, same, tokens
 
 

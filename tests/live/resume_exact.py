@@ -22,7 +22,7 @@ from tests.live.resume_optimizers import ALL, LOW_BIT, ROUNDING, inner
 
 
 def run(name: str, wrap: str, mode: str, seed: int) -> tuple[Any, Any, Any]:
-    from ckptmap.resume import fix_lowbit
+    from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
 
     fix_lowbit.apply()
     model = built(wrap, mode, seed, torch.bfloat16)

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import ckptmap
-from ckptmap.resume import fix_lowbit
+from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
 from tests.live.resume_model import built, train
 from tests.live.resume_optimizers import ALL, same_state
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ckptmap
-from ckptmap.resume import fix_lowbit
+from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
 from tests.live.resume_model import WRAPS, built, net, train
 from tests.live.resume_optimizers import ALL, same_state
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import ckptmap
+from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
 from ckptmap.optim.lowbit import LowBit
-from ckptmap.resume import fix_lowbit
 from tests.live.resume_model import built, train
 from tests.live.resume_optimizers import ALL
 

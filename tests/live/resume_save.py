@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import ckptmap
 from ckptmap.errors import CkptmapError, RunError
-from ckptmap.resume.save import save
+from ckptmap.live.save.save import save
 from tests.live.resume_model import built, net, train
 
 

@@ -22,10 +22,10 @@ from torch.distributed.tensor.parallel import (
 
 import ckptmap
 from ckptmap.errors import LoadError
-from ckptmap.resume import fix_lowbit
-from ckptmap.resume.finding import find_targets
-from ckptmap.resume.fixes import states
-from ckptmap.resume.streams import shard_of
+from ckptmap.live.model.find_targets import find_targets
+from ckptmap.live.model.rng_state import shard_of
+from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
+from ckptmap.live.quantized.library_fixes import states
 from tests.live.resume_model import built, train
 from tests.live.resume_optimizers import ALL
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import ckptmap
-from ckptmap.ranks import join
+from ckptmap.execution.ranks import join
 
 
 def main(src: str, dst: str) -> None:

@@ -1,0 +1,180 @@
+"""Two logical tensors, compared box by box in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptmap.protocols import Write
+from ckptmap.storage.files import Files
+from ckptmap.storage.gather import fill, row_major_boxes
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import Box, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK_NBYTES = 4 << 20
+BLOCK_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two tensors of one shape differ: where first, by how much, in how many elements."""
+
+    count: int
+    max_abs: float
+    relative: float
+    """rms of the difference over rms of the first."""
+    index: tuple[int, ...]
+    lost: int = 0
+    """Elements that are finite in the first, and NaN or infinite in the second."""
+
+
+def same_bytes(a: StoredTensor, b: StoredTensor, files_a: Files, files_b: Files) -> Box | None:
+    """None where both hold the same bytes, else the first box where they do not."""
+    limit = max(1, BLOCK_NBYTES // a.info.itemsize)
+    for box in row_major_boxes(Box.whole(a.info.shape), limit):
+        one, two = (bytearray(box.numel * a.info.itemsize) for _ in range(2))
+        fill(files_a, a, box, memoryview(one))
+        fill(files_b, b, box, memoryview(two))
+        if one != two:
+            return box
+    return None
+
+
+def same_parts(a: LazyTensor, b: LazyTensor) -> str | None:
+    """None where both are stored alike, byte for byte, else the name of the first part that is not.
+    Raises RunError CKM310 where one of them is not alike in itself."""
+    for lazy in (a, b):
+        lazy.require_replicas()
+    for name, part in a.parts.items():
+        other = b.parts.get(name)
+        if other is None or other.info != part.info:
+            return name or "values"
+        if same_bytes(part, other, a.files, b.files) is not None:
+            return name or "values"
+    return None
+
+
+def difference(a: LazyTensor, b: LazyTensor) -> Difference | None:
+    """The decoded values of both, in the second's dtype if only that differs; None: bit-equal.
+
+    NaNs of the same bits are equal.
+    """
+    import torch
+
+    count, lost, worst, first = 0, 0, 0.0, None
+    squares_diff = squares = 0.0
+    for box in row_major_boxes(Box.whole(a.shape), BLOCK_NUMEL):
+        source, two = (_countable(lazy.read(box.offsets, box.sizes)) for lazy in (a, b))
+        one = source.to(two.dtype) if source.dtype != two.dtype else source
+        unequal = _unequal(one, two)
+        squares += _squares(one)
+        if not bool(unequal.any()):
+            continue
+        count += int(unequal.sum())
+        if first is None:
+            at = torch.nonzero(unequal)[0].tolist() if unequal.ndim else []
+            first = tuple(o + i for o, i in zip(box.offsets, at, strict=True))
+        gap = one.double() - two.double() if not one.is_complex() else (one - two).abs().double()
+        worst = max(worst, float(gap.nan_to_num(nan=float("inf")).abs().max()))
+        square = float((gap * gap).sum())
+        squares_diff += square
+        lost += 0 if math.isfinite(square) else _lost(source, two)
+    if first is None:
+        return None
+    return Difference(count, worst, _relative(squares_diff, squares), first, lost)
+
+
+def _relative(squares_diff: float, squares: float) -> float:
+    """Of zeros, no more than the sign may differ: that is no error, anything else endless."""
+    if squares_diff == 0:
+        return 0.0
+    return (squares_diff / squares) ** 0.5 if squares else float("inf")
+
+
+def _countable(values: torch.Tensor) -> torch.Tensor:
+    """torch has no arithmetic, and no cast, for pairs of 4-bit floats: the bytes that hold them."""
+    import torch
+
+    return values.view(torch.uint8) if values.dtype == torch.float4_e2m1fn_x2 else values
+
+
+def worst(errors: Mapping[str, float]) -> str:
+    """The name of the largest; NaN, which compares as nothing, is larger than any."""
+    return max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+
+
+def sampled_error(a: LazyTensor, b: LazyTensor, numel: int) -> tuple[float, int]:
+    """rms of b - a over rms of a, on up to 4 evenly spaced runs of rows, `numel` values in all; and
+    how many of these are finite in a, and NaN or infinite in b."""
+    squares_diff = squares = 0.0
+    lost = 0
+    boxes = list(_sample(a.shape, numel, runs=4))
+    for box in boxes:
+        one, two = a.read(box.offsets, box.sizes), b.read(box.offsets, box.sizes)
+        squares += _squares(one)
+        square = _squares(one.double() - two.double())
+        squares_diff += square
+        lost += 0 if math.isfinite(square) else _lost(one, two)
+    return _relative(squares_diff, squares), lost
+
+
+def _sample(shape: tuple[int, ...], numel: int, runs: int) -> Iterator[Box]:
+    if not shape or 0 in shape:
+        return
+    inner = math.prod(shape[1:])
+    rows = max(1, min(shape[0], numel // inner) // runs)
+    starts = {(shape[0] - rows) * i // max(1, runs - 1) for i in range(runs)}
+    for start in sorted(starts):
+        yield Box((start, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+
+
+def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Elementwise, by bits: NaN equals the same NaN, -0.0 does not equal 0.0."""
+    import torch
+
+    itemsize = a.element_size()
+    if a.dtype == torch.bool or itemsize > 8:
+        return a != b
+    ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
+    return a.view(ints) != b.view(ints)
+
+
+def _lost(one: torch.Tensor, two: torch.Tensor) -> int:
+    before, after = _wide(one).isfinite(), _wide(two).isfinite()
+    return int((before & ~after).sum())
+
+
+def _squares(values: torch.Tensor) -> float:
+    wide = _wide(values)
+    return float((wide * wide).sum())
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    return values.abs().double() if values.is_complex() else values.double()
+
+
+def holds(lazy: LazyTensor, write: Write) -> bool:
+    """Does a flat range of a stored part hold these values, bit for bit?"""
+    import torch
+
+    stored, box = lazy.parts[write.part].info, write.box
+    if len(stored.shape) == 1:
+        found = lazy.read_part(write.part, box)
+    else:  # the rows that cover the range, then the range of them
+        (start,), (count,) = box.offsets, box.sizes
+        row = math.prod(stored.shape[1:])
+        first, last = (start // row, -(-(start + count) // row)) if stored.shape else (0, 0)
+        zeros = (0,) * len(stored.shape[1:])
+        rows = (
+            Box((first, *zeros), (last - first, *stored.shape[1:])) if stored.shape else Box((), ())
+        )
+        found = lazy.read_part(write.part, rows).view(-1)[start - first * row :][:count]
+    return torch.equal(
+        found.contiguous().view(-1).view(torch.uint8),
+        write.values.cpu().contiguous().view(-1).view(torch.uint8),
+    )

@@ -1,0 +1,135 @@
+"""What modules keep beside tensors, as it lies in state dicts: `get_extra_state()` of torch.nn.Module.
+
+    {"0.weight": ..., "0._extra_state": {"steps": 3, "seen": tensor}}    ("0._extra_state", "steps")
+
+A tensor alone under such a key is held as a weight is; all else is one value with tensors in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptmap.core.state_paths import ListIndex
+from ckptmap.errors import CkptmapError
+from ckptmap.formats.pickle.writer import Global, Instance
+from ckptmap.mapping.wrappers import strip_wrappers
+from ckptmap.tensors import Leaf, Opaque, Path
+
+SEGMENT = "_extra_state"
+"""The last segment of its key in a state dict."""
+OWN = "module_extra_state"
+"""Where `ckptmap.save` keeps it, by plain key."""
+
+
+def is_extra_state(key: object) -> bool:
+    return isinstance(key, str) and key.rpartition(".")[2] == SEGMENT
+
+
+def state_at(path: Path) -> int | None:
+    """Which segment of a path is the key of a module's extra state."""
+    return next((at for at, segment in enumerate(path) if is_extra_state(segment)), None)
+
+
+_BUFFER = Global("_io", "BytesIO")
+
+
+def buffer(path: Path, leaf: Leaf) -> Instance | None:
+    """What Transformer Engine and others keep: an io.BytesIO of bytes, inert. None: it is none."""
+    if not isinstance(leaf, Opaque) or leaf.class_name != "_io.BytesIO" or state_at(path) is None:
+        return None
+    state = leaf.state
+    if leaf.args or not isinstance(state, tuple) or len(state) != 3:
+        return None
+    data, at, more = state
+    if type(data) is not bytes or type(at) is not int or at < 0 or more:
+        return None
+    return Instance(_BUFFER, (data, at, None))
+
+
+def as_live(value: Any) -> Any:
+    """The io.BytesIO that `buffer` found; any other value as it is."""
+    if not isinstance(value, Instance) or value.cls != _BUFFER:
+        return value
+    from io import BytesIO
+
+    data, at, _ = value.state
+    made = BytesIO(data)
+    made.seek(at)
+    return made
+
+
+def noted(values: Mapping[Path, Any]) -> list[str]:
+    found = [".".join(map(str, path)) for path, v in values.items() if isinstance(v, Instance)]
+    if not found:
+        return []
+    more = f" and {len(found) - 1} more are" if len(found) > 1 else " is"
+    return [f"{found[0]}{more} io.BytesIO: torch.load takes that with weights_only=False alone"]
+
+
+@dataclass(frozen=True)
+class States:
+    """Which extra values are extra state of the model that is converted, and where they go.
+
+    at    path -> which of its segments is the key
+    keys  key -> key in the output
+    """
+
+    at: Mapping[Path, int]
+    keys: Mapping[str, str]
+
+    def __contains__(self, path: object) -> bool:
+        return path in self.at
+
+    def place(self, path: Path, root: Path) -> Path:
+        """In the output: in the model's dict at `root`, all else in `extra`, a dict even of what
+        lay in a list beside the model."""
+        at = self.at.get(path)
+        if at is not None:
+            return (*root, self.keys[str(path[at])], *path[at + 1 :])
+        return ("extra", int(path[0]) if isinstance(path[0], ListIndex) else path[0], *path[1:])
+
+
+NONE = States({}, {})
+
+
+def found_in(paths: Collection[Path], root: Path) -> tuple[dict[Path, int], dict[str, str]]:
+    """Those that lie in the dict of the model at `root`, or where `ckptmap.save` keeps them, and
+    the plain name of each key. What another model's dict holds is none."""
+    found: dict[Path, int] = {}
+    taken: dict[str, Path] = {}
+    for home in ((), root, (OWN,)):
+        for path in paths:
+            at = state_at(path)
+            if at is None or path[:at] != home:
+                continue
+            if taken.setdefault(str(path[at]), home) == home:
+                found[path] = at
+    return found, strip_wrappers(taken, "state dict") if taken else {}
+
+
+def plainly(paths: Collection[Path], root: Path) -> dict[Path, Path]:
+    """Those of the model's modules, by plain key: however the model was wrapped, and wherever in the
+    file it lies. None where wrappers hide two of one name."""
+    try:
+        found, plain = found_in(paths, root)
+    except CkptmapError:
+        return {}
+    return {path: (plain[str(path[at])], *path[at + 1 :]) for path, at in found.items()}
+
+
+def states_of(paths: Collection[Path], root: Path, names: Mapping[str, str], prefix: str) -> States:
+    """`names`: of the weights, plain name -> name in the output; `prefix`: of a key with no weight
+    beside it."""
+    found, plain = found_in(paths, root)
+    return States(found, {key: _output_key(fqn, names, prefix) for key, fqn in plain.items()})
+
+
+def _output_key(key: str, names: Mapping[str, str], prefix: str) -> str:
+    module = key.removesuffix(SEGMENT)
+    for fqn in names:
+        rest = fqn.removeprefix(module)
+        if fqn.startswith(module) and names[fqn].endswith(rest):
+            return names[fqn].removesuffix(rest) + SEGMENT
+    return prefix + key

@@ -1,0 +1,254 @@
+"""A framework's directory as one index: its members under `model`, `optimizer` and `extra`.
+
+A member is a checkpoint of its own, read by the container that claims it.
+
+    pytorch_model_fsdp_0/ {"model": {fqn: t}}            -> ("model", fqn): t
+    optimizer_0/          {"optimizer": {"state": ...}}  -> ("optimizer", "state", ...): t
+    scheduler.bin         {"last_epoch": 7, ...}         -> ("extra", "scheduler"): {...}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
+from typing import Any
+
+from ckptmap import registry
+from ckptmap.core.state_paths import within
+from ckptmap.core.state_tree import holds_tensor, nest
+from ckptmap.errors import SourceError
+from ckptmap.formats.probe import look, refuse_place
+from ckptmap.protocols import Directory, Member, Place
+from ckptmap.storage.files import whole
+from ckptmap.tensors import Index, Leaf, Opaque, Path, PerRank, StoredTensor
+
+MAX_DOCUMENT_NBYTES = 256 << 20
+"""A trainer's log of a long run is a few MB."""
+
+
+@dataclass
+class _Merge:
+    """The index as it grows, member by member."""
+
+    leaves: dict[Path, Leaf] = field(default_factory=dict)
+    records: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: dict[str, None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    wholes: dict[str, str] = field(default_factory=dict)
+    units: dict[Path, Sequence[str]] = field(default_factory=dict)
+    world: int = 1
+    listed: Callable[[StoredTensor], bool] | None = None
+    """Of the weights."""
+    seen: dict[str, str] = field(default_factory=dict)
+    """Role -> the name of the member that has it."""
+
+
+def index_of(place: Place) -> Index:
+    """By the framework whose directory it is, else by the container that claims it: one does."""
+    directory = registry.directory_for(place)
+    if directory is not None:
+        return merged(directory, place)
+    container = registry.container_for(place)
+    assert container is not None, f"{place.path}: found, but nobody claims it"
+    return container.index(place)
+
+
+def merged(directory: Directory, place: Place) -> Index:
+    """One index of all members. Raises SourceError where one is malformed, CKM111 where two
+    hold the same role."""
+    found = directory.members(place)
+    merge = _Merge(left=list(found.left))
+    for member in found.members:
+        if member.role == "extra":
+            _add_extra(merge, member)
+        elif member.role in merge.seen:
+            _add_copy(merge, member)
+        else:
+            _add(merge, member)
+    for key, name in found.documents.items():
+        file = FilePath(place.path).absolute() / name
+        merge.leaves["extra", key] = _document(file)
+        merge.files[str(file)] = None
+    for name in found.left:
+        file = FilePath(place.path).absolute() / name
+        if file.is_file():
+            merge.wholes.setdefault(file.stem, str(file))
+    return Index(
+        directory.name,
+        merge.leaves,
+        tuple(merge.files),
+        records=merge.records,
+        world=max(found.world, merge.world),
+        notes=tuple(merge.notes),
+        beside=found.beside,
+        units=merge.units,
+        left=tuple(merge.left),
+        wholes=merge.wholes,
+        listed=merge.listed,
+    )
+
+
+def left_behind(left: Sequence[str]) -> list[str]:
+    """What is said of it."""
+    return [f"left behind: {', '.join(left)}"] if left else []
+
+
+def _opened(member: Member) -> Index | None:
+    """The member's own index; None: no container knows it. Raises SourceError CKM104 for an empty
+    file: no framework writes one."""
+    place = look(FilePath(member.path).absolute())
+    if not place.is_dir and not place.head:
+        raise SourceError(
+            "CKM104",
+            f"{member.path}: is empty (0 bytes): the save did not finish",
+            "use an earlier checkpoint; or move that file away, to go on without what it held",
+        )
+    if member.names:
+        place = replace(place, names=member.names)
+    container = registry.container_for(place)
+    return None if container is None else container.index(place)
+
+
+def _required(merge: _Merge, member: Member) -> Index:
+    index = _opened(member)
+    if index is None:
+        why = refuse_place(look(FilePath(member.path)), registry.knows)
+        found = why.message.removeprefix(f"{member.path}: ").removeprefix("is ")
+        raise SourceError(
+            "CKM111",
+            f"{member.path}: expected the {member.role}'s part of a checkpoint, found {found}",
+            why.hint,
+        )
+    merge.files |= dict.fromkeys(index.files)
+    merge.notes += [f"{_name(member)}: {note}" for note in index.notes]
+    return index
+
+
+def _add(merge: _Merge, member: Member) -> None:
+    """Weights or optimizer state; what lies beside their root is extra."""
+    index = _required(merge, member)
+    merge.seen[member.role] = _name(member)
+    merge.world = max(merge.world, index.world)
+    if member.role in ("model", "all"):
+        merge.listed = index.listed
+    if member.role == "all":
+        merge.leaves |= index.leaves
+        merge.records |= index.records
+        merge.units |= index.units
+        return
+    for path, leaf in index.leaves.items():
+        merge.leaves[_place(member, path)] = leaf
+    depth = len(member.root)
+    for path, units in index.units.items():
+        if path[:depth] == member.root:
+            merge.units[member.role, *path[depth:]] = units
+    old = ".".join(map(str, member.root))
+    for key, record in index.records.items():
+        bare = key.removeprefix(old + ".") if old else key
+        merge.records[f"{member.role}.{bare}"] = record
+
+
+def _place(member: Member, path: Path) -> Path:
+    depth = len(member.root)
+    if path[:depth] == member.root and len(path) > depth:
+        return (member.role, *path[depth:])
+    return ("extra", _name(member), *path)
+
+
+def _add_copy(merge: _Merge, member: Member) -> None:
+    """The same role a second time: tensors of one name must be equal, which the run proves."""
+    if member.role != "model":
+        raise SourceError(
+            "CKM111",
+            f"{member.path}: the {member.role} is stored twice, also as {merge.seen[member.role]}",
+            "move the copy of an earlier save away",
+        )
+    count = 0
+    for path, other in _required(merge, member).leaves.items():
+        target = _place(member, path)
+        both = _with_replica(merge.leaves.get(target), other)
+        if both is not None:
+            count += 1
+            merge.leaves[target] = both
+    merge.notes.append(
+        f"the weights are there twice: {merge.seen['model']} is used, and {count} tensors of "
+        f"{_name(member)} are compared with it"
+    )
+
+
+def _with_replica(mine: Leaf, other: Leaf) -> StoredTensor | None:
+    """The first, with the second to be compared with it; None: they are not of one kind."""
+    if not isinstance(mine, StoredTensor) or not isinstance(other, StoredTensor):
+        return None
+    if mine.info != other.info:
+        return None
+    replicas = (*mine.replicas, *other.chunks)
+    return StoredTensor(mine.info, lambda: mine.chunks, replicas, share=mine.share)
+
+
+def _add_extra(merge: _Merge, member: Member) -> None:
+    """Plain values as one leaf a key; what holds foreign classes, or differs by rank, stays."""
+    index = _opened(member)
+    if member.key and not member.names:
+        merge.wholes[member.key] = str(FilePath(member.path).absolute())
+    if index is None:
+        merge.left.append(_name(member))
+        return
+    merge.files |= dict.fromkeys(index.files)
+    values = index.leaves.values()
+    if not member.key or any(map(holds_tensor, values)) or any(map(_stays, values)):
+        groups = _by_first(index.leaves)
+    else:
+        groups = {(): dict(index.leaves)}
+    top: Path = ("extra", member.key) if member.key else ("extra",)
+    for head, leaves in groups.items():
+        at = (*top, *head)
+        if at == ("extra",):
+            merge.left += [_name(member)] if any(leaves.values()) else []
+        elif any(map(_stays, leaves.values())):
+            inside = f"{head[0]} of " if head else ""
+            merge.left.append(inside + _name(member))
+        elif any(map(holds_tensor, leaves.values())):
+            merge.leaves |= {(*top, *path): leaf for path, leaf in leaves.items()}
+        else:
+            below = [(path[len(head) :], leaf) for path, leaf in leaves.items()]
+            merge.leaves[at] = nest(below)
+
+
+def _by_first(leaves: Mapping[Path, Leaf]) -> dict[Path, dict[Path, Leaf]]:
+    groups: dict[Path, dict[Path, Leaf]] = {}
+    for path, leaf in leaves.items():
+        groups.setdefault(path[:1], {})[path] = leaf
+    return groups
+
+
+def _stays(leaf: Leaf) -> bool:
+    """Is there an object of a class that is never called, or one value a rank?"""
+    return any(isinstance(value, Opaque | PerRank) for value in within(leaf))
+
+
+def _name(member: Member) -> str:
+    """As the user sees it: a file, a directory, or the first of a set of files."""
+    if not member.names:
+        return FilePath(member.path).name
+    more = f" and {len(member.names) - 1} more" if len(member.names) > 1 else ""
+    return f"{member.names[0]}{more}"
+
+
+def _document(file: FilePath) -> Any:
+    """A JSON file's value. Raises SourceError CKM101 or CKM103."""
+    try:
+        if file.stat().st_size > MAX_DOCUMENT_NBYTES:
+            raise ValueError(f"{file.stat().st_size} bytes long")
+        return json.loads(whole(file).read_bytes())
+    except OSError as error:
+        raise SourceError(
+            "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise SourceError(
+            "CKM103", f"{file}: is no JSON: {error}", "copy the checkpoint again"
+        ) from error

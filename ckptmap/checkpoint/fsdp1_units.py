@@ -1,0 +1,100 @@
+"""Which modules FSDP1 wraps, as another checkpoint shows it: `--like`, for `fsdp1-local` and for a raw
+optimizer beside weights that do not tell.
+
+LOCAL_STATE_DICT names them by their flat parameters, `layers.0._flat_param`; rank files of the other
+types by the modules that a raw state dict lists. No shapes are needed, and no value is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmap import registry
+from ckptmap.checkpoint.framework_members import index_of
+from ckptmap.core.state_paths import by_rank
+from ckptmap.formats.probe import find, look
+from ckptmap.mapping.wrappers import ANYWHERE
+from ckptmap.sharding.sharded_tensor_spec import is_sharded, read_sharded
+from ckptmap.tensors import Index, Leaf, Region, StoredTensor
+from ckptmap.tensors import Path as Key
+
+FLAT = "_flat_param"
+
+
+@dataclass(frozen=True)
+class Units:
+    """Modules by plain FQN, "" the root; `named`: with `use_orig_params=True`."""
+
+    modules: tuple[str, ...]
+    named: bool
+
+
+def units_of(path: str) -> Units | None:
+    """The units of the checkpoint at `path`; None: it shows none. Raises SourceError."""
+    file = Path(path)
+    if not file.is_dir():
+        return None
+    place, _ = find(look(file), registry.knows)
+    index = index_of(place)
+    flat = {key: leaf for key, leaf in index.leaves.items() if _is_flat(key, leaf)}
+    if flat:
+        modules = [str(key[-1]).removesuffix(FLAT).rstrip(".") for key in flat]
+        return Units(tuple(map(_plain, modules)), _has_views(index, flat))
+    listed = next(iter(index.units.values()), ())
+    return Units(tuple(map(_plain, listed)), False) if listed else None
+
+
+class LikeUnits(Mapping[Key, Sequence[str]]):
+    """A checkpoint's own units by the path of the weights, and for all others those of the checkpoint
+    at `like`, which is looked at when they are asked for."""
+
+    def __init__(self, own: Mapping[Key, Sequence[str]], like: str) -> None:
+        self._own, self._like = own, like
+
+    def __getitem__(self, key: Key) -> Sequence[str]:
+        if key in self._own:
+            return self._own[key]
+        found = units_of(self._like)
+        if found is None:
+            raise KeyError(key)
+        return found.modules
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
+def _is_flat(key: Key, leaf: Leaf) -> bool:
+    return bool(key) and str(key[-1]).split(".")[-1] == FLAT and any(map(is_sharded, by_rank(leaf)))
+
+
+def _plain(module: str) -> str:
+    return ".".join(segment for segment in module.split(".") if segment not in ANYWHERE)
+
+
+def _has_views(index: Index, flat: dict[Key, Leaf]) -> bool:
+    """Are there other tensors in the bytes of the flat parameters?"""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for key, leaf in flat.items():
+        for value in filter(is_sharded, by_rank(leaf)):
+            for _, tensor in read_sharded(value, str(key[-1])).shards:
+                for region in _regions(tensor):
+                    span = (region.offset, region.offset + region.nbytes)
+                    spans.setdefault(region.file, []).append(span)
+    return any(
+        start <= region.offset < end
+        for key, leaf in index.leaves.items()
+        if key not in flat
+        for value in by_rank(leaf)
+        if isinstance(value, StoredTensor) and value.info.numel
+        for region in _regions(value)
+        for start, end in spans.get(region.file, ())
+    )
+
+
+def _regions(tensor: StoredTensor) -> Iterator[Region]:
+    return (chunk.region for chunk in tensor.chunks)

@@ -1,0 +1,127 @@
+"""From leaves to logical tensors: which stored parts make one, by the schemes that know them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ckptmap import registry
+from ckptmap.checkpoint.groups import Groups
+from ckptmap.core.code_grids import Repairs
+from ckptmap.core.interning import distinct
+from ckptmap.core.state_paths import class_of, described, join, opaques
+from ckptmap.core.tensor_columns import Extents
+from ckptmap.errors import SourceError
+from ckptmap.protocols import Group
+from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor, TensorInfo
+
+VALUES = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "complex128"})
+"""A scheme is asked only where there is a record, or a tensor of another dtype: for codes."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A leaf that no plan can carry: shown, and refused unless dropped by key."""
+
+    key: str
+    reason: str
+    droppable: bool
+
+
+def grouped(
+    leaves: Mapping[Path, Leaf],
+    records: Mapping[str, Mapping[str, Any]],
+    root: Path,
+    where: str,
+    refused: list[Refused],
+    said: Mapping[str, str],
+) -> Groups:
+    """Logical tensors by stored key, in stored order; what no scheme knows goes to `refused`.
+
+    `records` are by FQN from above `root`; what strings beside the tensors say is a record, too:
+    `{"value": text}` by their key. Raises SourceError CKM114 for a key that is there
+    twice, and what a scheme says of malformed parts.
+    """
+    if isinstance(leaves, Extents) and not records and _is_plain(leaves.kinds().values()):
+        return Groups(leaves)
+    stored = {join(path): leaf for path, leaf in leaves.items() if isinstance(leaf, StoredTensor)}
+    infos = distinct([tensor.info for tensor in stored.values()]).values()
+    if len(stored) == len(leaves) and not records and _is_plain(infos):
+        return Groups(cast("dict[str, Group | StoredTensor]", stored))
+    order: dict[str, Group | None] = {}
+    for path, leaf in leaves.items():
+        key = join(path)
+        if key in order:
+            raise SourceError("CKM114", f"{where}: key {key!r} occurs twice", "rename one")
+        group = None
+        if not isinstance(leaf, StoredTensor):
+            group = _adopted(key, leaf, refused)
+            if group is None:
+                continue
+        order[key] = group
+    prefix = join(root) + "." if root else ""
+    mine = {k.removeprefix(prefix): r for k, r in records.items() if k.startswith(prefix)}
+    mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
+    for group, consumed in (
+        found for scheme in registry.schemes() for found in scheme.group(stored, mine)
+    ):
+        for key in consumed:
+            del stored[key]
+        order[consumed[0]] = group
+    return _in_order(order, stored)
+
+
+def strings_beside(rest: Mapping[Path, Any], root: Path) -> dict[str, str]:
+    """Strings of a model's dict by key, as bitsandbytes 0.38 to 0.42 names the order of its codes."""
+    depth = len(root)
+    return {
+        join(path[depth:]): leaf
+        for path, leaf in rest.items()
+        if isinstance(leaf, str) and len(path) > depth and path[:depth] == root
+    }
+
+
+def _in_order(order: Mapping[str, Group | None], stored: Mapping[str, StoredTensor]) -> Groups:
+    held: dict[str, Group | StoredTensor] = {}
+    for key, group in order.items():
+        if group is not None:
+            held[group.fqn] = group
+        elif key in stored:
+            held[key] = stored[key]
+    return Groups(held)
+
+
+def _adopted(key: str, leaf: Leaf, refused: list[Refused]) -> Group | None:
+    """A pickled tensor subclass as the group that a scheme makes of it, else refused."""
+    if isinstance(leaf, Opaque | Cut):
+        for scheme in registry.schemes():
+            group = scheme.adopt(key, leaf)
+            if group is not None:
+                return group
+    first = leaf.pieces[0][1] if isinstance(leaf, Cut) else next(opaques(leaf), None)
+    name = class_of(leaf) if first is None else first.class_name
+    # Its class may be known, and the form of its codes not: float8_e5m2, for one.
+    reason = f"a tensor of unknown class or form, {name}"
+    if first is not None and first.is_unresolved:
+        reason = described(first)
+    refused.append(Refused(key, reason, droppable=False))
+    return None
+
+
+def _is_plain(infos: Iterable[TensorInfo]) -> bool:
+    """Are all of them values of 16 bits or more? Codes are not, so then there is none."""
+    return all(info.dtype in VALUES for info in infos)
+
+
+def remarks(groups: Mapping[str, Group]) -> list[str]:
+    """What encodings say about how tensors were found, one note for those that say the same."""
+    found: dict[str, list[str]] = {}
+    for fqn, group in groups.items():
+        encoding = group.encoding
+        if encoding.name != "dense" and isinstance(encoding, Repairs) and encoding.remark:
+            found.setdefault(encoding.remark, []).append(fqn)
+    return [
+        f"{fqns[0]}{f' and {len(fqns) - 1} more' if len(fqns) > 1 else ''}: {remark}"
+        for remark, fqns in found.items()
+    ]

@@ -1,0 +1,108 @@
+"""The logical tensors of a checkpoint by name, of which nearly all are plain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import cast
+
+from ckptmap.core.tensor_columns import Extents
+from ckptmap.protocols import Group
+from ckptmap.quantization.dense import Dense
+from ckptmap.tensors import StoredTensor, TensorInfo
+
+DENSE = Dense()
+
+
+class Groups(MutableMapping[str, Group]):
+    """FQN -> Group, in stored order.
+
+    A dense tensor is held as it is stored, in columns where all of them are, and its group made
+    when asked for: 100,000 groups with their dicts of parts are 30 MB and a tenth of a second, and
+    `inspect` asks for few of them.
+    """
+
+    __slots__ = ("_held", "run")
+
+    def __init__(self, held: dict[str, Group | StoredTensor] | Extents) -> None:
+        self.run = held if isinstance(held, Extents) else None
+        """All of them, side by side; None: they are held one by one."""
+        self._held = {} if isinstance(held, Extents) else held
+
+    def __getitem__(self, fqn: str) -> Group:
+        held = self.held(fqn)
+        if type(held) is Group:
+            return held
+        return Group(fqn, held.info, DENSE, {"": held})  # type: ignore[dict-item]
+
+    def __setitem__(self, fqn: str, group: Group) -> None:
+        self._each()[fqn] = group
+
+    def __delitem__(self, fqn: str) -> None:
+        del self._each()[fqn]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held if self.run is None else self.run.names)
+
+    def __len__(self) -> int:
+        return len(self._held if self.run is None else self.run)
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self._held if self.run is None else (fqn,) in self.run
+
+    def _each(self) -> dict[str, Group | StoredTensor]:
+        """Held one by one, from now on."""
+        if self.run is not None:
+            self._held = {name: self.run.held(name) for name in self.run.names}
+            self.run = None
+        return self._held
+
+    def held(self, fqn: str) -> Group | StoredTensor:
+        """As it is held: a dense tensor itself."""
+        return self._held[fqn] if self.run is None else self.run.held(fqn)
+
+    def dense(self) -> Mapping[str, StoredTensor]:
+        """Those that are one plain tensor."""
+        held = self._each()
+        if any(type(one) is Group for one in held.values()):
+            return {fqn: h for fqn, h in held.items() if not isinstance(h, Group)}
+        return cast("Mapping[str, StoredTensor]", held)
+
+    def renamed(self, names: dict[str, str]) -> Groups:
+        """The same under `names[key]`."""
+        if self.run is not None:
+            return Groups(self.run.renamed(names))
+        return Groups({names[key]: held for key, held in self._held.items()})
+
+    def infos(self) -> dict[str, TensorInfo]:
+        """What they are, no group made."""
+        if self.run is not None:
+            return dict(zip(self.run.names, self.run.infos, strict=True))
+        return {fqn: held.info for fqn, held in self._held.items()}
+
+    def sharing(self) -> list[tuple[str, ...]]:
+        """Names that the file itself says are one tensor."""
+        if self.run is not None:
+            return []
+        found: dict[object, list[str]] = {}
+        for fqn, held in self._held.items():
+            stored = next(iter(held.parts.values()), None) if type(held) is Group else held
+            if stored is None:  # read through others, as a tensor that was decoded to be fused
+                continue
+            share = stored.share  # type: ignore[union-attr]
+            if share is not None and stored.info.numel:
+                found.setdefault(share, []).append(fqn)
+        return [tuple(names) for names in found.values() if len(names) > 1]
+
+    def encoded(self) -> dict[str, Group]:
+        """Those that are more than one plain tensor."""
+        return {fqn: held for fqn, held in self._held.items() if type(held) is Group}
+
+    def encodings(self) -> tuple[str, ...]:
+        """Names of their encodings, in order of first use."""
+        if self.run is not None:
+            return (DENSE.name,) if self.run else ()
+        names = (
+            held.encoding.name if type(held) is Group else DENSE.name
+            for held in self._held.values()
+        )
+        return tuple(dict.fromkeys(names))

@@ -1,0 +1,79 @@
+"""What a leaf outside the weights is: a LazyTensor, a plain value, or refused.
+
+A `LeafReader` does not hold the Checkpoint that holds it, so that a checkpoint nobody refers to is
+gone at once, and its open files with it: Python looks for cycles as old as this one very seldom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptmap.checkpoint.extra_state import buffer
+from ckptmap.checkpoint.group import Refused, grouped
+from ckptmap.checkpoint.roles import is_tensor
+from ckptmap.core.state_paths import (
+    MAX_DEPTH,
+    by_rank,
+    described,
+    hides_tensor,
+    is_endless,
+    join,
+    opaques,
+)
+from ckptmap.optim.state import REFUSED
+from ckptmap.protocols import Group
+from ckptmap.storage.files import Files
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import Leaf, Path, StoredTensor
+
+
+@dataclass(frozen=True, eq=False)
+class LeafReader:
+    """Leaves of the checkpoint `where`; what no plan can carry is added to `refused`.
+
+    optimizer_root  what stands before the paths of optimizer state
+    """
+
+    where: str
+    files: Files
+    refused: list[Refused]
+    optimizer_root: Path
+
+    def tensor(self, path: Path, leaf: Leaf) -> LazyTensor | None:
+        """A tensor by itself; None: it is refused."""
+        groups = grouped({path: leaf}, {}, (), self.where, self.refused, {}).values()
+        return next((LazyTensor(group.fqn, group, self.files) for group in groups), None)
+
+    def plain(self, leaves: Mapping[Path, Leaf], root: Path = ()) -> Iterator[tuple[Path, Any]]:
+        """What is no tensor, by path; `root` stands before the paths of what is refused."""
+        for path, leaf in leaves.items():
+            held = buffer(path, leaf)
+            if held is not None:
+                yield path, held
+                continue
+            if any(map(is_endless, by_rank(leaf))):
+                why = f"a value that holds itself, nests deeper than {MAX_DEPTH}, or repeats without end"
+                self.refused.append(Refused(join((*root, *path)), why, not hides_tensor(leaf)))
+                continue
+            if isinstance(leaf, StoredTensor):
+                continue
+            found = next(opaques(leaf), None)
+            if found is None:
+                if not is_tensor(leaf):
+                    yield path, leaf
+                continue
+            # An object with tensors in it, such as a module among Lightning's hyper-parameters, is
+            # left behind by its key as they would be; in the optimizer's state it is a moment.
+            droppable = not root or not hides_tensor(found)
+            self.refused.append(Refused(join((*root, *path)), described(found), droppable))
+
+    def optimizer(self, path: Path, leaf: Leaf) -> Any:
+        """A leaf of the optimizer's state as LazyTensor or plain value, or REFUSED."""
+        if isinstance(leaf, Group):
+            return LazyTensor(leaf.fqn, leaf, self.files)
+        if is_tensor(leaf):
+            return self.tensor(path, leaf) or REFUSED
+        values = self.plain({path: leaf}, self.optimizer_root)
+        return next((value for _, value in values), REFUSED)

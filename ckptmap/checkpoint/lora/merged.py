@@ -1,0 +1,412 @@
+"""A base checkpoint with an adapter over it: the same interface, merged tensors in place of some.
+
+    Checkpoint (base), Adapter  --names matched, shapes proven-->  Overlaid
+
+Nothing is read. What is planned, converted or verified from it goes the way of any checkpoint: a
+merged tensor is a group of base parts and adapter parts (`lora`), decoded box by box.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from ckptmap import setups
+from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.groups import DENSE, Groups
+from ckptmap.checkpoint.lora.adapter_files import Adapter, Low, open_adapter
+from ckptmap.checkpoint.lora.adapter_names import renamed
+from ckptmap.checkpoint.lora.merged_tensor import (
+    BIAS,
+    A,
+    B,
+    Biased,
+    Merged,
+    Replaced,
+    codes_part,
+    dora,
+    proven,
+)
+from ckptmap.checkpoint.lora.targets import Wrapped, per_expert
+from ckptmap.checkpoint.lora.untied_head import (
+    Tied,
+    changed_alike,
+    is_head,
+    may_be_tied,
+    noted,
+    stem,
+    tied_in,
+)
+from ckptmap.errors import SourceError
+from ckptmap.protocols import Group, Scheme
+from ckptmap.quantization.unsupported_schemes import foreign_tensors
+from ckptmap.storage.hub.resolve import named_as_asked
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import StoredTensor, TensorInfo
+
+WEIGHTS = ("float64", "float32", "bfloat16", "float16")
+"""Dtypes of values that something can be added to."""
+HALF = ("bfloat16", "float16")
+
+
+class Overlaid(Checkpoint):
+    """`base` with an adapter merged in."""
+
+    def __init__(
+        self,
+        base: Checkpoint,
+        adapter: Adapter,
+        groups: Mapping[str, Group],
+        leave: Sequence[str],
+        untied: Mapping[str, str],
+    ) -> None:
+        self.__dict__.update(base.__dict__)
+        self.base = base
+        more = {fqn: groups[fqn] for fqn in untied}
+        held = {fqn: groups.get(fqn) or base._groups.held(fqn) for fqn in base}
+        self._groups = Groups({**held, **more})
+        self.names = {**base.names, **{fqn: fqn for fqn in untied}}
+        self.untied = dict(untied)
+        files = [file for file in adapter.files if file not in base.index.files]
+        self.index = replace(base.index, files=(*base.index.files, *files))
+        trained = sum(name in groups for name in adapter.trained)
+        self.merged = {
+            "config": adapter.config.text, "modules": len(adapter.lows), "trained": trained,
+            "files": {Path(file).name: os.stat(file).st_size for file in adapter.files},
+            "leave": list(leave), "untied": dict(untied),
+        }  # fmt: skip
+        self.notes = [
+            *base.notes,
+            f"merged: {len(adapter.lows)} modules of {adapter.path}"
+            + (f"; {trained} whole tensors are the adapter's" if trained else ""),
+            *(f"{key}: left in the adapter, {why}" for key, why in adapter.left.items()),
+            *(f"{adapter.path}/{name}: is another adapter, not merged" for name in adapter.others),
+            *noted(untied),
+        ]
+
+
+def overlaid(
+    base: str | os.PathLike[str] | Checkpoint,
+    adapter: str | os.PathLike[str] | Adapter,
+    to: str | None = None,
+    adapter_config: str | os.PathLike[str] | None = None,
+    leave: Sequence[str] = (),
+    config_from: str | os.PathLike[str] | None = None,
+    untied: Mapping[str, str] | None = None,
+) -> Overlaid:
+    """The checkpoint at `base` with the adapter merged in, as it is to be written for `to`.
+
+    Merged tensors have the base's dtype; where `to` casts them, they are fp32, so that they are
+    rounded once. `leave`: patterns of modules and tensors of the adapter that are not merged.
+    Whether the base ties its head says its config.json, or that in `config_from`, or, of an earlier
+    merge, `untied`: the head that it had made, and its embedding. Raises SourceError CKM320 to CKM322 where the two do not fit together.
+    """
+    ckpt = base if isinstance(base, Checkpoint) else open(base)
+    scheme = setups.parse(to).scheme if to is not None else None
+    with named_as_asked():
+        if not isinstance(adapter, Adapter):
+            adapter = open_adapter(adapter, adapter_config)
+        adapter = adapter.without(leave)
+        if untied is None:
+            tied = tied_in(ckpt, config_from)
+        else:
+            tied = next((Tied(embedding, head) for head, embedding in untied.items()), None)
+        merger = _Merger(ckpt, adapter, scheme, renamed(adapter, ckpt, tied), tied)
+        merged = Overlaid(ckpt, adapter, merger.groups(), leave, merger.untied)
+    merged.notes += [*_left(merger.copies), *merger.alike]
+    if untied is None:
+        merged.notes += [
+            f"{fqn}: is the adapter's; where the model ties its head to it, the head should stay as it"
+            " was, which only a config.json can tell: give it with --config-from"
+            for fqn in merger.embeddings
+            if may_be_tied(ckpt, fqn, config_from)
+        ]
+    return merged
+
+
+def _left(copies: Sequence[LazyTensor]) -> list[str]:
+    if not copies:
+        return []
+    more = f" and {len(copies) - 1} more are" if len(copies) > 1 else " is"
+    return [
+        f"{copies[0].fqn}{more} a quantized copy of the base's weight ({copies[0].encoding}): left"
+        " in the adapter, the base's own values are merged"
+    ]
+
+
+# --------------------------------------------------------------------------------- tensors
+
+
+class _Merger:
+    """Makes the groups of one overlay; every key of the adapter is used, or refused by name."""
+
+    def __init__(
+        self,
+        ckpt: Checkpoint,
+        adapter: Adapter,
+        scheme: Scheme | None,
+        named: Callable[[str], str],
+        tied: Tied | None,
+    ) -> None:
+        self.ckpt, self.adapter, self.scheme, self.named = ckpt, adapter, scheme, named
+        self.tied = tied
+        self.untied: dict[str, str] = {}
+        self.where = adapter.path
+        self.foreign = foreign_tensors(ckpt.infos())
+        self.copies: list[LazyTensor] = []
+        self.alike: list[str] = []
+        self.embeddings: list[str] = []
+        """Those that were trained as a whole, each on its own."""
+
+    def groups(self) -> dict[str, Group]:
+        if not self.adapter.lows and not self.adapter.trained:
+            raise SourceError("CKM320", f"{self.where}: holds no tensor", "save the adapter again")
+        made: dict[str, Group] = {}
+        for name, lazy in self.adapter.trained.items():
+            fqn = self._known(name, lazy)
+            made |= self._untie(fqn, lazy)
+            group = self._frozen(fqn, lazy) if _is_frozen(lazy) else self._trained(fqn, lazy)
+            if group is not None:
+                made[fqn] = group
+        tensors = Wrapped(self.adapter, self.ckpt, self.named)
+        for key, low in self.adapter.lows.items():
+            name = tensors.name(key)
+            fqn = self._known(name, low.a)
+            base = made.get(fqn) or self._base(fqn)
+            made[fqn] = (
+                self._stack(low, name, base, tensors) if low.wrapped else self._low(low, base)
+            )
+            if self.tied is not None and fqn == self.tied.embedding and not self._has_head():
+                self.alike.append(changed_alike(fqn, "its head"))
+            if low.bias is not None:
+                bias = self._known(f"{low.module}.bias", low.bias)
+                made[bias] = self._bias(low, low.bias, made.get(bias) or self.ckpt.group(bias))
+        return {**made, **dict(self._ties(made))}
+
+    def _known(self, name: str, lazy: LazyTensor) -> str:
+        fqn = self.named(name)
+        if fqn in self.ckpt:
+            return fqn
+        if self.tied is not None and self.tied.head and is_head(fqn):
+            return self._own()
+        near, low = difflib.get_close_matches(fqn, list(self.ckpt), n=1), name.rpartition(".")[0]
+        raise SourceError(
+            "CKM321",
+            f"{self.where}: {lazy.fqn}: the base has no {fqn}",
+            (f"the nearest is {near[0]}; " if near else "")
+            + (
+                "if the base ties it to its embedding, --config-from with its config.json; else "
+                if is_head(fqn) and self.tied is None
+                else per_expert(self.ckpt, name)
+            )
+            + f"give the base that it was trained on (keys: ckptmap inspect {quote(self.ckpt.shown)}), or"
+            f" leave it out with --leave '{name if lazy.fqn.endswith(name) else low}'",
+        )
+
+    def _ties(self, made: Mapping[str, Group]) -> Iterator[tuple[str, Group]]:
+        """What is one storage with a tensor that a product is added to changes with it."""
+        shared = {
+            _share(self.ckpt.group(fqn)): group
+            for fqn, group in made.items()
+            if isinstance(group.encoding, Merged) and fqn in self.ckpt
+        }
+        shared.pop(None, None)
+        for fqn in self.ckpt if shared else ():
+            group = shared.get(_share(self.ckpt.group(fqn)))
+            if group is not None and fqn not in made:
+                self.alike.append(changed_alike(group.fqn, fqn))
+                yield fqn, group._replace(fqn=fqn)
+
+    # ------------------------------------------------------------------ one tensor
+
+    def _low(self, low: Low, base: Group) -> Group:
+        self._check_base(low, base)
+        config = self.adapter.config
+        rank = config.rank(low.module)
+        flip = low.embedding or self._is_flipped(low)
+        a, b = self._dense(low.a), self._dense(low.b)
+        rows, columns = reversed(base.info.shape) if flip else base.info.shape
+        self._check_shape(low.a, (rank, columns), base)
+        self._check_shape(low.b, (rows, rank), base)
+        encoding = Merged(base.encoding, base.info.dtype, rank, config.scale(low.module), flip)
+        info = TensorInfo(base.info.shape, self._dtype(base))
+        group = Group(base.fqn, info, encoding, {**base.parts, A: a, B: b})
+        if low.magnitude is None:
+            if config.dora:
+                raise SourceError(
+                    "CKM322",
+                    f"{self.where}: {low.module} has no lora_magnitude_vector, but use_dora is set",
+                    "the adapter was saved in part; save it again",
+                )
+            return group
+        self._check_shape(low.magnitude, (rows,), base)
+        return dora(group, self._dense(low.magnitude), self.ckpt.files)
+
+    def _stack(self, low: Low, name: str, base: Group, tensors: Wrapped) -> Group:
+        """A parameter that was targeted itself: a matrix, or one an expert."""
+        self._check_base(low, base, ndim=3 if len(base.info.shape) == 3 else 2)
+        encoding, a, b = tensors.added(low, name, base)
+        self._check_shape(low.a, a, base)
+        self._check_shape(low.b, b, base)
+        info = TensorInfo(base.info.shape, self._dtype(base))
+        parts = {**base.parts, A: self._dense(low.a), B: self._dense(low.b)}
+        return Group(base.fqn, info, encoding, parts)
+
+    def _bias(self, low: Low, bias: LazyTensor, base: Group) -> Group:
+        self._check_base(low, base, ndim=1)
+        self._check_shape(bias, base.info.shape, base)
+        encoding = Biased(base.encoding, base.info.dtype, self.adapter.config.scale(low.module))
+        info = TensorInfo(base.info.shape, self._dtype(base))
+        return Group(base.fqn, info, encoding, {**base.parts, BIAS: self._dense(bias)})
+
+    def _trained(self, fqn: str, lazy: LazyTensor) -> Group:
+        """In the base's dtype; the same bytes where the adapter has that."""
+        base = self._base(fqn)
+        packed = base.parts.get("")
+        if base.encoding != DENSE and packed is not None and lazy.info == packed.info:
+            return proven(base, "", self._dense(lazy))
+        self._check_shape(lazy, base.info.shape, base)
+        stored = self._dense(lazy)
+        if lazy.dtype == base.info.dtype and base.encoding == DENSE:
+            return Group(fqn, base.info, DENSE, {"": stored})
+        info = TensorInfo(base.info.shape, self._dtype(base))
+        return Group(fqn, info, Replaced(base.encoding, base.info.dtype), {"": stored})
+
+    def _frozen(self, fqn: str, lazy: LazyTensor) -> Group | None:
+        """A quantized weight that QLoRA trained beside and its checkpoint repeats. Where the base
+        holds such codes they are a replica; None: the base's own values stay. Its scales may have
+        been cut anew for other ranks, so they are not compared."""
+        base = self._base(fqn)
+        self._check_shape(lazy, base.info.shape, base)
+        codes = codes_part(lazy)
+        packed = base.parts.get(codes) if base.encoding.name == lazy.encoding else None
+        if packed is None or packed.info != lazy.parts[codes].info:
+            self.copies.append(lazy)
+            return None
+        return proven(base, codes, lazy.parts[codes])
+
+    def _dtype(self, base: Group) -> str:
+        """fp32 where the merged values are cast as they are written."""
+        wide = TensorInfo(base.info.shape, "float32")
+        found = None if self.scheme is None else self.scheme.target(base.fqn, wide)
+        casts = found is not None and found.name == "dense"
+        return "float32" if casts and base.info.dtype in HALF else base.info.dtype
+
+    def _is_flipped(self, low: Low) -> bool:
+        """Is the base stored [in, out], as GPT-2's Conv1D has it? By its shape; a square one as
+        modules of its last name, else as the config says. That is one word for all modules, which
+        peft changes with each it meets, so it counts only where shapes do not speak against it."""
+        mine = self._turned(low)
+        if mine is not None:
+            return mine
+        asked, leaf = self.adapter.config.fan_in_fan_out, low.module.rpartition(".")[2]
+        others = {
+            other.module: turned
+            for other in self.adapter.lows.values()
+            if not (other.embedding or other.wrapped)
+            and (turned := self._turned(other)) is not None
+        }
+        alike = {t for module, t in others.items() if module.rpartition(".")[2] == leaf}
+        found = alike or {asked, *others.values()}
+        if len(found) > 1:
+            raise SourceError(
+                "CKM322",
+                f"{self.where}: {low.module} is square, and whether it is stored [in, out] cannot be"
+                f" told: fan_in_fan_out is {asked} in the config, other modules differ",
+                "correct fan_in_fan_out, or merge with peft itself",
+            )
+        return found.pop()
+
+    def _turned(self, low: Low) -> bool | None:
+        """Is the base's matrix the transpose of B @ A? None: it is square, or is none of both."""
+        fqn = self.named(f"{low.module}.weight")
+        shape = self.ckpt.group(fqn).info.shape if fqn in self.ckpt else ()
+        made = (*low.b.shape[:1], *low.a.shape[1:])
+        return None if made == made[::-1] or made not in (shape, shape[::-1]) else made != shape
+
+    # ------------------------------------------------------------------ what must fit
+
+    def _untie(self, fqn: str, lazy: LazyTensor) -> Iterator[tuple[str, Group]]:
+        """peft unties an embedding that it trains as a whole: the head stays as it was. Where the
+        base stores none, it is written as a tensor of its own."""
+        tied, text = self.tied, self.adapter.config.text
+        if text.get("ensure_weight_tying") or self._has_head():
+            return
+        if stem(fqn) not in (text.get("modules_to_save") or ()):
+            return
+        self.embeddings.append(fqn)
+        if tied is None or fqn != tied.embedding:
+            return
+        if not tied.head:
+            raise SourceError(
+                "CKM322",
+                f"{self.where}: {lazy.fqn} takes the place of the embedding {fqn}, which the base"
+                " ties to its head: peft trained it untied, with the head as it was, and this model"
+                " can have none of its own",
+                "save the base with its head (tie_word_embeddings false) and give that as BASE, or"
+                " merge with peft itself",
+            )
+        yield tied.head, self._base(self._own())
+
+    def _has_head(self) -> bool:
+        """Does the adapter bring one?"""
+        modules = (f"{low.module}.weight" for low in self.adapter.lows.values())
+        return any(map(is_head, (*self.adapter.trained, *self.adapter.left, *modules)))
+
+    def _own(self) -> str:
+        """The name of the head that the base does not store."""
+        assert self.tied is not None, "asked of a base that ties it"
+        self.untied[self.tied.head] = self.tied.embedding
+        return self.tied.head
+
+    def _base(self, fqn: str) -> Group:
+        """What is changed; of a head that the base ties to its embedding, that."""
+        return self.ckpt.group(self.untied.get(fqn, fqn))._replace(fqn=fqn)
+
+    def _dense(self, lazy: LazyTensor) -> StoredTensor:
+        if lazy.encoding_ != DENSE or lazy.dtype not in WEIGHTS:
+            raise SourceError(
+                "CKM322",
+                f"{self.where}: {lazy.fqn} is {lazy.encoding} {lazy.info}, expected plain values",
+                "save the adapter in bf16 or fp32",
+            )
+        return lazy.parts[""]
+
+    def _check_base(self, low: Low, base: Group, ndim: int = 2) -> None:
+        foreign = self.foreign.get(base.fqn, "")
+        if len(base.info.shape) != ndim or base.info.dtype not in WEIGHTS or foreign:
+            raise SourceError(
+                "CKM322",
+                f"{self.where}: {low.module}: the base's {base.fqn} is {base.info}"
+                f"{f' ({foreign})' if foreign else ''}, expected a"
+                f" {('vector', 'matrix', 'stack')[ndim - 1]} of values that can be decoded",
+                "linear layers, Conv1D, embeddings and stacks of experts can be merged; packed codes without their"
+                " scales are made whole with ckptmap convert --base",
+            )
+
+    def _check_shape(self, lazy: LazyTensor, expected: Iterable[int], base: Group) -> None:
+        shape = tuple(expected)
+        if lazy.shape != shape:
+            config = self.adapter.config
+            raise SourceError(
+                "CKM322",
+                f"{self.where}: {lazy.fqn} is {list(lazy.shape)}, expected {list(shape)} for"
+                f" {base.fqn} {base.info} (r={config.r} in the config)",
+                "saved before it was gathered from its ranks: save it again"
+                if not lazy.info.numel
+                else "give the base that it was trained on, and the adapter_config.json saved with it",
+            )
+
+
+def _is_frozen(lazy: LazyTensor) -> bool:
+    return lazy.encoding_ != DENSE and ".modules_to_save." not in lazy.fqn
+
+
+def _share(group: Group) -> object:
+    stored: Any = group.parts.get("") if group.encoding == DENSE else None
+    return None if stored is None else stored.share

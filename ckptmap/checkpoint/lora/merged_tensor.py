@@ -1,0 +1,331 @@
+"""A weight and what an adapter adds to it, as one tensor: decoded, it is the merged weight.
+
+    W [out, in] any encoding, A [r, in], B [out, r]  ->  W + s (B @ A)
+    DoRA, with a magnitude m [out]                   ->  m / |W + s (B @ A)| (W + s (B @ A))
+    W [e, out, in], A [e r, in], B [out, r e]        ->  each W[e] + s (B[:, e::E] @ A[e r:(e + 1) r])
+
+Each is an encoding of base parts and adapter parts, so that a box of the merged weight is read like
+any other and nothing is held whole. Formulas: Hu et al. 2021 (LoRA), Liu et al. 2024 (DoRA).
+
+Arithmetic is in fp32 (fp64 over an fp64 base). The product is made of tiles that lie at fixed
+places of the weight, so that no bit depends on the boxes that are asked for, and with them on
+memory bounds, threads or ranks. Beside the box, its columns of A and its rows of B are held:
+rank times what the box measures on either side.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from ckptmap.core.code_grids import Repairs
+from ckptmap.errors import RunError
+from ckptmap.protocols import Encoder, Encoding, Group, Refusal
+from ckptmap.storage.files import Files
+from ckptmap.storage.gather import row_major_boxes
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import Box, StoredTensor, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+A, B, MAGNITUDE, BIAS = "lora A", "lora B", "lora magnitude", "lora bias"
+"""Parts beside those of the base; no stored part has a space in its name."""
+TILE = (16, 4096)
+"""Rows and columns of the base whose change is made at once: 256 KiB."""
+NORM_NUMEL = 1 << 18
+"""Elements of a weight held at once while the norms of its rows are taken."""
+
+
+@runtime_checkable
+class WritesAfresh(Protocol):
+    """An encoding that holds how a file was found, which new values are not written like."""
+
+    def afresh(self) -> Encoding:
+        """The same codes and blocks, in the form of today."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """A tensor of a base in encoding `base` and logical dtype `dtype`, changed by an adapter."""
+
+    base: Encoding
+    dtype: str
+
+    lossy = True
+    """Its values are not those that the base has stored."""
+    remark = ""
+
+    @property
+    def name(self) -> str:
+        return "lora" if self.base.name == "dense" else f"{self.base.name}+lora"
+
+    @property
+    def quantized(self) -> bool:
+        """Has the base stored it as codes?"""
+        if isinstance(self.base, Over):
+            return self.base.quantized
+        return self.base.name != "dense"
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        return {"": info}
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        return self.base.part_box(self.base_info(info), part, box)
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        """Raises RunError CKM324 where a result is not finite."""
+        out.copy_(self.changed(info, parts, box))
+        bad = int(out.isfinite().logical_not_().sum()) if out.numel() else 0
+        if bad:
+            raise RunError(
+                "CKM324",
+                f"expected finite values, found NaN or infinity in {bad} of {out.numel()} merged"
+                f" {info.dtype} values",
+                "the adapter or the base holds them, or the dtype is too narrow: try --to hf-fp32",
+            )
+
+    def changed(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box
+    ) -> torch.Tensor:
+        """The box with the adapter's change, fp32 or wider."""
+        raise NotImplementedError
+
+    def base_info(self, info: TensorInfo) -> TensorInfo:
+        return TensorInfo(info.shape, self.dtype)
+
+    def base_values(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box
+    ) -> torch.Tensor:
+        """The box of the base, decoded to its own dtype, then fp32 or wider."""
+        import torch
+
+        device = next(iter(parts.values())).device
+        stored = torch.empty(box.sizes, dtype=getattr(torch, self.dtype), device=device)
+        self.base.decode(self.base_info(info), parts, box, stored)
+        return stored.to(torch.promote_types(stored.dtype, torch.float32))
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        raise AssertionError("a merged tensor is written in another encoding")
+
+    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+        return None
+
+    def repaired(self) -> Encoding:
+        """What it is written as where nothing else is asked for: the base's encoding."""
+        repaired = self.base.repaired() if isinstance(self.base, Repairs) else None
+        base = repaired or self.base
+        return base.afresh() if isinstance(base, WritesAfresh) else base
+
+
+@dataclass(frozen=True)
+class Merged(Over):
+    """A matrix with the product of two low-rank halves added.
+
+    rank     the dim that A and B share
+    scale    what the product is multiplied with
+    flip     the base is stored [in, out]: GPT-2's Conv1D, embeddings
+    norms    DoRA: of the rows of W + s (B @ A), found when first needed
+    """
+
+    rank: int
+    scale: float
+    flip: bool = False
+    norms: Norms | None = field(default=None, compare=False)
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        if part not in (A, B, MAGNITUDE):
+            return super().part_box(info, part, box)
+        rows, columns = self._aligned(info, box)
+        if part == A:
+            return Box((0, columns[0]), (self.rank, columns[1]))
+        if part == B:
+            return Box((rows[0], 0), (rows[1], self.rank))
+        at, count = _turned(box.offsets, self.flip)[0], _turned(box.sizes, self.flip)[0]
+        return Box((at,), (count,))
+
+    def changed(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box
+    ) -> torch.Tensor:
+        values = self.base_values(info, parts, box)
+        turned = values.t() if self.flip else values  # [out, in], whatever the base's order
+        self._add(turned, info, parts, box)
+        if self.norms is not None:
+            at, count = _turned(box.offsets, self.flip)[0], _turned(box.sizes, self.flip)[0]
+            norms = self.norms.found()[at : at + count].to(turned.device)
+            factor = parts[MAGNITUDE].float() / norms
+            turned.mul_(factor.view(-1, 1))
+        return values
+
+    def _add(
+        self, turned: torch.Tensor, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box
+    ) -> None:
+        """Tile by tile, each whole, so that its bits do not depend on the box."""
+        a, b = parts[A].float(), parts[B].float()
+        (row, rows), (column, columns) = self._aligned(info, box)
+        (top, left), (high, wide) = _turned(box.offsets, self.flip), _turned(TILE, self.flip)
+        for i in range(0, rows, high):
+            for j in range(0, columns, wide):
+                tile = (b[i : i + high] @ a[:, j : j + wide]).mul_(self.scale)
+                y, x = row + i - top, column + j - left  # where the tile lies in the box
+                tile = tile[max(0, -y) : turned.shape[0] - y, max(0, -x) : turned.shape[1] - x]
+                y, x = max(0, y), max(0, x)
+                turned[y : y + tile.shape[0], x : x + tile.shape[1]] += tile
+
+    def _aligned(self, info: TensorInfo, box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(start, count) of the rows of B and of the columns of A that whole tiles need."""
+        shape = _turned(info.shape, self.flip)
+        spans = []
+        offsets, sizes = _turned(box.offsets, self.flip), _turned(box.sizes, self.flip)
+        tiles = _turned(TILE, self.flip)
+        for offset, size, limit, tile in zip(offsets, sizes, shape, tiles, strict=True):
+            start = offset // tile * tile
+            stop = min(limit, -(-(offset + size) // tile) * tile) if size else start
+            spans.append((start, stop - start))
+        return spans[0], spans[1]
+
+
+def _turned(pair: tuple[int, ...], flip: bool) -> tuple[int, int]:
+    first, second = pair
+    return (second, first) if flip else (first, second)
+
+
+@dataclass(frozen=True)
+class Stacked(Merged):
+    """A stack of matrices, each with a product of its own halves added.
+
+    experts  how many; A holds one's rows beside each other, B one's columns that many apart
+    """
+
+    experts: int = field(default=1, kw_only=True)
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        if part not in (A, B):
+            return Over.part_box(self, info, part, box)
+        rows, columns = self._aligned(*_one(info, box))
+        if part == A:
+            first, count = box.offsets[0] * self.rank, box.sizes[0] * self.rank
+            return Box((first, columns[0]), (count, columns[1]))
+        return Box((rows[0], 0), (rows[1], self.rank * self.experts))
+
+    def changed(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box
+    ) -> torch.Tensor:
+        values = self.base_values(info, parts, box)
+        a = parts[A].view(box.sizes[0], self.rank, -1)
+        for i, matrix in enumerate(values):
+            b = parts[B][:, box.offsets[0] + i :: self.experts]
+            turned = matrix.t() if self.flip else matrix
+            one, of_one = _one(info, box)
+            self._add(turned, one, {A: a[i], B: b.contiguous()}, of_one)
+        return values
+
+
+def _one(info: TensorInfo, box: Box) -> tuple[TensorInfo, Box]:
+    """Of one matrix of the stack."""
+    return TensorInfo(info.shape[1:], info.dtype), Box(box.offsets[1:], box.sizes[1:])
+
+
+@dataclass(frozen=True)
+class Biased(Over):
+    """A bias with that of an adapter's second half added: b + s c."""
+
+    scale: float
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        return box if part == BIAS else super().part_box(info, part, box)
+
+    def changed(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box
+    ) -> torch.Tensor:
+        values = self.base_values(info, parts, box)
+        return values.add_(parts[BIAS].float() * self.scale)
+
+
+@dataclass(frozen=True)
+class Replaced(Over):
+    """A tensor that was trained as a whole, stored in another dtype than the base's."""
+
+    @property
+    def name(self) -> str:
+        return "trained"
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        return box
+
+    def changed(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box
+    ) -> torch.Tensor:
+        return parts[""]
+
+
+class Norms:
+    """|W + s (B @ A)| for each of the `out` rows, fp32, taken once in a pass over the weight."""
+
+    def __init__(self, group: Group, files: Files) -> None:
+        self._group, self._files = group, files
+        self._lock = threading.Lock()
+        self._found: torch.Tensor | None = None
+
+    def found(self) -> torch.Tensor:
+        with self._lock:
+            if self._found is None:
+                self._found = self._taken()
+            return self._found
+
+    def _taken(self) -> torch.Tensor:
+        """Whole rows at a time as torch does it; where a row is a column of the base, its squares
+        are summed in fp64."""
+        import torch
+
+        encoding = self._group.encoding
+        assert isinstance(encoding, Merged), "made by `dora`"
+        info = TensorInfo(self._group.info.shape, "float32")
+        lazy = LazyTensor(self._group.fqn, self._group._replace(info=info), self._files)
+        if encoding.flip:
+            squares = torch.zeros(info.shape[1], dtype=torch.float64)
+            for part in row_major_boxes(Box.whole(info.shape), NORM_NUMEL):
+                at = part.offsets[1]
+                values = lazy.read(part.offsets, part.sizes).double()
+                squares[at : at + part.sizes[1]] += values.square_().sum(dim=0)
+            return squares.sqrt_().float()
+        rows = max(1, NORM_NUMEL // max(1, info.shape[1]))
+        found = [
+            torch.linalg.norm(lazy[at : at + rows], dim=1) for at in range(0, info.shape[0], rows)
+        ]
+        return torch.cat(found) if found else torch.empty(0)
+
+
+def dora(group: Group, magnitude: StoredTensor, files: Files) -> Group:
+    """A merged matrix with its rows scaled to these magnitudes."""
+    encoding = group.encoding
+    assert isinstance(encoding, Merged), f"{group.fqn}: {encoding.name} is no merged matrix"
+    scaled = replace(encoding, norms=Norms(group, files))
+    return group._replace(encoding=scaled, parts={**group.parts, MAGNITUDE: magnitude})
+
+
+def untouched(lazy: LazyTensor) -> LazyTensor:
+    """The base of a merged tensor, as if there were no adapter."""
+    encoding = lazy.encoding_
+    assert isinstance(encoding, Over), f"{lazy.fqn}: {lazy.encoding} is not merged"
+    parts = {name: part for name, part in lazy.parts.items() if name not in (A, B, MAGNITUDE, BIAS)}
+    group = Group(lazy.fqn, encoding.base_info(lazy.info), encoding.base, parts)
+    return LazyTensor(lazy.fqn, group, lazy.files)
+
+
+def codes_part(lazy: LazyTensor) -> str:
+    """The part that takes most of its bytes."""
+    return max(lazy.parts, key=lambda part: lazy.parts[part].info.nbytes)
+
+
+def proven(base: Group, part: str, copy: StoredTensor) -> Group:
+    """The base's own codes, which the adapter's checkpoint repeats: a replica that must hold the
+    same bytes."""
+    packed = base.parts[part]
+    replicas = (*packed.replicas, *copy.chunks)
+    same = StoredTensor(packed.info, packed.place, replicas, packed.share)
+    return base._replace(parts={**base.parts, part: same})

@@ -1,0 +1,111 @@
+"""Which parameter of the base a low-rank change belongs to, where peft has wrapped parameters.
+
+    mlp.experts.base_layer.lora_A [e r, h], lora_B [2 i, e r]  ->  mlp.experts.gate_up_proj [e, 2 i, h]
+    mlp.experts.lora_A            [e r, i], lora_B [h, e r]    ->  mlp.experts.down_proj    [e, h, i]
+
+`target_parameters` puts one wrapper around the other, in an order that no file has: shapes tell
+which is whose, or nothing does. peft takes a stack as [e, out, in], or as [e, in, out] where the
+module says `is_transposed`, which is again told by shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.lora.adapter_files import Adapter, Low
+from ckptmap.checkpoint.lora.merged_tensor import Merged, Stacked
+from ckptmap.errors import SourceError
+from ckptmap.protocols import Group
+
+
+class Wrapped:
+    """The parameters of one adapter's wrappers; `named`: its names -> the base's."""
+
+    def __init__(self, adapter: Adapter, ckpt: Checkpoint, named: Callable[[str], str]) -> None:
+        self.adapter, self.ckpt, self.named = adapter, ckpt, named
+
+    def name(self, key: str) -> str:
+        """What a change is of, in the adapter's words; of the first that it may be of, where the
+        base has none of them. Raises SourceError CKM322 where shapes do not tell."""
+        low = self.adapter.lows[key]
+        if not low.wrapped:
+            return low.names[0]
+        there = [name for name in low.names if self.named(name) in self.ckpt]
+        fits = [name for name in there if _fits(low, self._shape(name))]
+        siblings = [
+            other
+            for other in self.adapter.lows.values()
+            if other is not low and other.wrapped and other.module == low.module
+        ]
+        if len(fits) > 1 or any(_fits(other, self._shape(n)) for other in siblings for n in fits):
+            raise self._untold(low, f"which of {', '.join(there)} it is of cannot be told")
+        return next(iter(fits or there or low.names))
+
+    def added(
+        self, low: Low, name: str, base: Group
+    ) -> tuple[Merged, tuple[int, int], tuple[int, int]]:
+        """The base with the change, and the shapes that A and B must have."""
+        config, shape, dtype = self.adapter.config, base.info.shape, base.info.dtype
+        rank, scale = config.rank(name), config.scale(name)
+        if len(shape) == 2:
+            merged = Merged(base.encoding, dtype, rank, scale)
+            return merged, (rank, shape[1]), (shape[0], rank)
+        experts, rows, columns = shape
+        flip = experts > 1 and self._is_flipped(low, shape)
+        if flip:
+            rows, columns = columns, rows
+        stacked = Stacked(base.encoding, dtype, rank, scale, flip, experts=experts)
+        return stacked, (rank * experts, columns), (rows, rank * experts)
+
+    def _is_flipped(self, low: Low, shape: tuple[int, ...]) -> bool:
+        """Is the stack [e, in, out]? One of square matrices is as the others of its module, or, where
+        these are none, as those of all modules. Raises SourceError CKM322 where shapes do not tell."""
+        mine = _flipped(low, shape)
+        if len(mine) == 1:
+            return mine.pop()
+        others = [other for other in self.adapter.lows.values() if other.wrapped]
+        for kin in ([other for other in others if other.module == low.module], others):
+            stacks = ((o, self._shape(n)) for o in kin for n in o.names)
+            ways = (_flipped(o, shape) for o, shape in stacks if len(shape) == 3)
+            found = {way.pop() for way in ways if len(way) == 1}
+            if len(found) == 1:
+                return found.pop()
+        raise self._untold(
+            low, "its matrices are square, and whether they are [in, out] cannot be told"
+        )
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        fqn = self.named(name)
+        return self.ckpt.group(fqn).info.shape if fqn in self.ckpt else ()
+
+    def _untold(self, low: Low, why: str) -> SourceError:
+        return SourceError(
+            "CKM322",
+            f"{self.adapter.path}: {low.a.fqn} {list(low.a.shape)}: {why} by shapes",
+            "merge it with peft itself, or leave the module out with --leave",
+        )
+
+
+def _fits(low: Low, shape: tuple[int, ...]) -> bool:
+    return bool(_flipped(low, shape))
+
+
+def _flipped(low: Low, shape: tuple[int, ...]) -> set[bool]:
+    """Orders of a parameter of this shape that the halves fit: [e, out, in] False, [e, in, out]
+    True; a matrix is [out, in]. What the rank is says the config."""
+    if len(low.a.shape) != 2 or len(low.b.shape) != 2 or len(shape) not in (2, 3):
+        return set()
+    made = (low.b.shape[0], low.a.shape[1])
+    ways = {False: made, True: made[::-1]} if len(shape) == 3 else {False: made}
+    return {flip for flip, dims in ways.items() if dims == shape[-2:]}
+
+
+def per_expert(ckpt: Checkpoint, name: str) -> str:
+    """What to do where the base has each expert by itself, and the adapter is of their stack."""
+    if ".experts." not in name or not any(".experts.0." in fqn for fqn in ckpt):
+        return ""
+    return (
+        "the base has each expert by itself: name it first as transformers has it in memory, with"
+        " ckptmap convert --names FAMILY/hf-memory (ckptmap mappings list); else "
+    )

@@ -1,0 +1,143 @@
+"""A head that an adapter gives to a model whose output layer is its input embedding.
+
+    base: model.embed_tokens.weight, tied    adapter: lm_head (LoRA, or trained as a whole)
+      -> lm_head.weight of its own beside the embedding, tie_word_embeddings false in config.json
+
+peft trains such a head, or an embedding, untied; what was trained is what is written. The head is
+made of the base's embedding, which it was until then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.storage.files import whole
+from ckptmap.storage.lazy_tensor import LazyTensor
+
+EMBEDDINGS = frozenset(
+    {"embed_tokens", "wte", "word_embeddings", "embed_in", "shared", "tokens_embed"}
+    | {"tok_embeddings", "embeddings"}
+)
+HEADS = frozenset({"lm_head", "embed_out", "output", "proj_out", "decoder"})
+TIED = "tie_word_embeddings"
+_TOWER = "language_model."
+_HEAD_OF = {
+    "embed_tokens": "lm_head", "wte": "lm_head", "embed_in": "embed_out", "tokens_embed": "lm_head",
+    "tok_embeddings": "decoder", "backbone.embeddings": "lm_head",
+}  # fmt: skip
+"""By the last name of the embedding's module, or by all of it. What is not here has no head that is
+known: what would untie it is refused."""
+_HEADLESS = ("Classification", "QuestionAnswering", "MultipleChoice")
+"""In the names of transformers' classes whose output layer is none of words."""
+
+
+@dataclass(frozen=True)
+class Tied:
+    """The embedding of a base that stores no head, and what a head of its own would be called;
+    `head` is empty where it can have none: T5 and its kin compute otherwise without the tie."""
+
+    embedding: str
+    head: str
+
+
+def tied_in(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None = None) -> Tied | None:
+    """None: the model has a head, or none at all, or no config.json says which: that in
+    `config_from`, a file or its directory, or the one beside the checkpoint."""
+    config = _config(ckpt, config_from)
+    if config is None or not _has_head(config) or not _is_headless(ckpt):
+        return None
+    stems = {fqn: stem(fqn) for fqn in ckpt if fqn.endswith(".weight")}
+    embeddings = [fqn for fqn, name in stems.items() if name in EMBEDDINGS]
+    embeddings = embeddings or [fqn for fqn in stems if _is_of_words(ckpt[fqn], config)]
+    if len(embeddings) != 1:
+        return None
+    return Tied(embeddings[0], _head(embeddings[0], config))
+
+
+def may_be_tied(
+    ckpt: Checkpoint, fqn: str, config_from: str | os.PathLike[str] | None = None
+) -> bool:
+    """An embedding of a base without a head and without a config.json that tells of one."""
+    return stem(fqn) in EMBEDDINGS and _is_headless(ckpt) and _config(ckpt, config_from) is None
+
+
+def _is_headless(ckpt: Checkpoint) -> bool:
+    return not any(map(is_head, ckpt))
+
+
+def _is_of_words(lazy: LazyTensor, config: Mapping[str, Any]) -> bool:
+    """A matrix of a row a word?"""
+    return len(lazy.shape) == 2 and lazy.shape[0] == _inner(config).get("vocab_size")
+
+
+def stem(fqn: str) -> str:
+    """The last name of a weight's module."""
+    return fqn.rpartition(".")[0].rpartition(".")[2]
+
+
+def is_head(fqn: str) -> bool:
+    return fqn.endswith(".weight") and stem(fqn) in HEADS
+
+
+def _head(embedding: str, config: Mapping[str, Any]) -> str:
+    name = _HEAD_OF.get(embedding.removesuffix(".weight")) or _HEAD_OF.get(stem(embedding))
+    if name is None or config.get("is_encoder_decoder"):
+        return ""
+    return f"{_TOWER if embedding.startswith(_TOWER) else ''}{name}.weight"
+
+
+def _config(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None) -> dict[str, Any] | None:
+    """That which was asked for, or lies beside the weights; None: there is none that can be read."""
+    try:
+        if config_from is not None:
+            asked = Path(config_from)
+            place = asked / "config.json" if asked.is_dir() else asked
+        else:
+            place = Path(ckpt.index.files[0]).parent / "config.json"
+        config = json.loads(whole(place).read_text())
+    except (OSError, ValueError, IndexError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _has_head(config: Mapping[str, Any]) -> bool:
+    """Does it give the model a head, tied to its embedding?"""
+    said = config.get("architectures")
+    names = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
+    tied = config.get(TIED, _inner(config).get(TIED, True))
+    return tied is not False and any(map(_names_head, names))
+
+
+def _names_head(name: str) -> bool:
+    """`GPT2LMHeadModel` has one, `GPT2Model` and `GPT2ForTokenClassification` have none."""
+    bare = name.endswith("Model") and not name.endswith(("LMHeadModel", "DoubleHeadsModel"))
+    return not bare and not any(word in name for word in _HEADLESS)
+
+
+def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """That of the model of words, where there are several."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def noted(untied: Mapping[str, str]) -> list[str]:
+    return [
+        f"{head} is a tensor of its own, no longer tied to {embedding}: {TIED} is false in the"
+        " config.json that is written, and must be in the model that this is loaded into"
+        for head, embedding in untied.items()
+    ]
+
+
+def changed_alike(embedding: str, other: str) -> str:
+    """A note on a product that is added to what is two tensors of the model."""
+    return (
+        f"{embedding}: the base ties {other} to it, which changes with it as in peft's"
+        " merge_and_unload; peft trained the adapter with that as it was: to keep it, give as BASE"
+        f" one that has it as a tensor of its own ({TIED} false)"
+    )

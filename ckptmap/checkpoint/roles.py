@@ -1,0 +1,253 @@
+"""Which leaves of a saved state dict are weights, which are optimizer state, which are the rest.
+
+{"model": {...}, "optimizer": {...}, "step": 7}     weights at ("model",)
+{"app": {"model": {...}, "optim": {...}}}           weights at ("app", "model")
+{"layers.0.weight": ..., "optimizer": {...}}        weights at (), optimizer beside them
+
+A dict under a module's `_extra_state`, tensors and all, is one of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptmap.checkpoint.extra_state import state_at
+from ckptmap.core.state_paths import RESOLVED, UNRESOLVED
+from ckptmap.core.tensor_columns import Extents
+from ckptmap.errors import SourceError
+from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor
+
+MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module", "weights", "app", "app_state")
+OPTIMIZER_KEYS = (
+    "optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizers", "opt",
+    "optimizer_states",
+)  # fmt: skip
+RANDOM_KEYS = ("rng", "rng_state", "rng_states", "random_state", "random_states")
+"""Tensors too, and of no model: Composer keeps them beside everything else."""
+EXTRA_KEY = "extra"
+"""Where our own outputs keep what is neither weight nor optimizer state."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Leaves by role; paths are relative to `model_root` and `optimizer_root`, else absolute."""
+
+    model_root: Path
+    model: Mapping[Path, Leaf]
+    optimizer_root: Path | None
+    optimizer: Mapping[Path, Leaf]
+    rest: Mapping[Path, Leaf]
+
+
+_TENSORS = (StoredTensor, Cut)
+GROUPS = "param_groups"
+_OF_AN_OPTIMIZER = {("state",), (GROUPS,)}
+"""Where everything lies that `optimizer.state_dict()` gives."""
+SHOWN = 8
+"""Dicts that an error names."""
+
+
+def is_tensor(leaf: Leaf) -> bool:
+    return isinstance(leaf, _TENSORS) or (isinstance(leaf, Opaque) and bool(leaf.info))
+
+
+def is_spoken_for(name: str) -> bool:
+    """Does a dict of this name hold no weights where we choose the names?"""
+    return name == EXTRA_KEY or name in OPTIMIZER_KEYS
+
+
+def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Roles:
+    """Raises SourceError CKM205 where several dicts could be the weights, CKM206 where none is."""
+    if isinstance(leaves, Extents) and leaves and root is None:
+        return Roles((), leaves, None, {}, {})
+    _require_dict(leaves, root, where)
+    tensors = [path for path, leaf in leaves.items() if is_tensor(leaf)]
+    if not tensors:
+        raise _no_tensors(leaves, where)
+    states = _states_of_optimizers(leaves)
+    if root is None:
+        free = [path for path in tensors if not _is_in(path, states)] if states else tensors
+        model_root = _find_root(free, (), where)
+    else:
+        model_root = _given(tensors, root, where)
+    has_root = bool(model_root) or root is not None
+    optimizer_root = _find_optimizer(leaves, model_root, states)
+    alone = optimizer_root is None and len(tensors) == len(leaves)  # weights and nothing else
+    if alone and not model_root and {*map(len, leaves)} == {1}:
+        return Roles((), leaves, None, {}, {})
+    model: dict[Path, Leaf] = {}
+    optimizer: dict[Path, Leaf] = {}
+    rest: dict[Path, Leaf] = {}
+    depth = len(model_root)
+    for path, leaf in leaves.items():
+        # An "optimizer": None, at the root itself, is no state.
+        if optimizer_root is not None and _under(path, optimizer_root) and path != optimizer_root:
+            optimizer[path[len(optimizer_root) :]] = leaf
+        elif (
+            path[:depth] == model_root
+            and is_tensor(leaf)
+            and (has_root or len(path) == 1)
+            and (len(path) == depth + 1 or state_at(path[depth:-1]) is None)
+        ):
+            # Beside bare FQNs, a tensor in a dict of its own ({"w": ..., "rng": {"cpu": t}}) is none.
+            model[path[depth:] if depth else path] = leaf
+        else:
+            rest[path] = leaf
+    return Roles(model_root, model, optimizer_root, optimizer, _without_extra(rest))
+
+
+def _without_extra(rest: dict[Path, Leaf]) -> dict[Path, Leaf]:
+    """What lies in our `extra` as if it lay beside it; all of it stays where one value would take
+    the place of another, as in {"step": 2, "extra": {"step": 1}}, which none of us wrote."""
+    cut = {path: path[1:] for path in rest if path[0] == EXTRA_KEY and len(path) > 1}
+    if not cut:
+        return rest
+    beside, inside = {*rest} - {*cut}, {*cut.values()}
+    if beside & _all_above(inside) or inside & _all_above(beside):
+        return rest
+    return {cut.get(path, path): leaf for path, leaf in rest.items()}
+
+
+def _all_above(paths: Iterable[Path]) -> set[Path]:
+    """The paths, and those of all dicts on the way to them."""
+    return {path[:depth] for path in paths for depth in range(1, len(path) + 1)}
+
+
+def _require_dict(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> None:
+    """A file that holds one object and no dict of names, or what an optimizer saves, has no
+    checkpoint in it."""
+    if root is None and _is_an_optimizer(leaves):
+        raise SourceError(
+            "CKM206",
+            f"{where}: holds the state of an optimizer and no model weights",
+            "name the checkpoint that it was saved with",
+        )
+    if () not in leaves:
+        return
+    leaf = leaves[()]
+    if isinstance(leaf, dict):
+        odd = next((key for key in leaf if not isinstance(key, str | int)), None)
+        what = f"a dict with the key {odd!r:.60}" if leaf else "an empty dict"
+    elif isinstance(leaf, Opaque) and leaf.info is None:
+        what = f"one pickled object of class {leaf.class_name}, and classes are never called"
+    else:
+        what = "one bare tensor" if is_tensor(leaf) else f"one {type(leaf).__name__}"
+    raise SourceError(
+        "CKM206",
+        f"{where}: holds {what}, expected a dict of names and tensors",
+        "save the state dict instead: torch.save(model.state_dict(), PATH)",
+    )
+
+
+def _is_an_optimizer(leaves: Mapping[Path, Leaf]) -> bool:
+    """Is it what `optimizer.state_dict()` gives? The first leaf tells it of nearly all others."""
+    first = next(iter(leaves), ())
+    return first[:1] in _OF_AN_OPTIMIZER and {path[:1] for path in leaves} == _OF_AN_OPTIMIZER
+
+
+def _no_tensors(leaves: Mapping[Path, Leaf], where: str) -> SourceError:
+    found = [leaf for leaf in leaves.values() if isinstance(leaf, Opaque)]
+    if found and all(leaf.is_empty for leaf in found):
+        return SourceError(
+            "CKM206",
+            f"{where}: holds {len(found)} tensors of the meta device, which have no values",
+            "load the model's weights, move it off the meta device, and save it again",
+        )
+    if found and all(leaf.is_unresolved for leaf in found):
+        return SourceError("CKM206", f"{where}: each tensor is {UNRESOLVED}", RESOLVED)
+    classes = sorted({leaf.class_name for leaf in found})
+    what = (
+        f"; it has objects of {', '.join(classes[:3])}, which are never called" if classes else ""
+    )
+    return SourceError(
+        "CKM206", f"{where}: holds no model weights{what}", "save a state dict of plain tensors"
+    )
+
+
+def _under(path: Path, root: Path) -> bool:
+    return path[: len(root)] == root
+
+
+def _given(tensors: Sequence[Path], root: str, where: str) -> Path:
+    prefix: Path = tuple(root.split("/")) if root else ()
+    if not any(_under(path, prefix) for path in tensors):
+        there = list(dict.fromkeys(str(path[0]) for path in tensors if len(path) > 1))
+        listed = ", ".join(there[:SHOWN]) + (", ..." if len(there) > SHOWN else "")
+        raise SourceError(
+            "CKM205",
+            f"{where}: no tensors under root {root!r}",
+            f"the dicts that hold tensors: {listed}" if there else "it is one dict: leave it out",
+        )
+    return prefix
+
+
+def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
+    depth = len(prefix)
+    inside = [path for path in tensors if _under(path, prefix)] if prefix else tensors
+    dicts = list(dict.fromkeys(path[depth] for path in inside if len(path) > depth + 1))
+    for name in MODEL_KEYS:
+        if name in dicts:
+            return _find_root(tensors, (*prefix, name), where)
+    if any(len(path) == depth + 1 for path in inside):
+        return prefix
+    dicts = [name for name in dicts if name not in OPTIMIZER_KEYS]
+    dicts = [name for name in dicts if name not in RANDOM_KEYS] or dicts
+    dicts = [name for name in dicts if name != EXTRA_KEY] or dicts
+    if len(dicts) == 1:
+        return _find_root(tensors, (*prefix, dicts[0]), where)
+    if not dicts:
+        raise SourceError(
+            "CKM206",
+            f"{where}: holds no model weights, only what is named as optimizer state",
+            "name the dict of the weights: --source-root NAME",
+        )
+    names = ", ".join("/".join(map(str, (*prefix, name))) for name in dicts[:SHOWN])
+    names += f" and {len(dicts) - SHOWN} more" if len(dicts) > SHOWN else ""
+    raise SourceError(
+        "CKM205",
+        f"{where}: several dicts could be the weights: {names}",
+        "choose one with --source-root NAME, or '' for all of them as one model",
+    )
+
+
+def _states_of_optimizers(leaves: Mapping[Path, Leaf]) -> set[Path]:
+    """Dicts that hold what `optimizer.state_dict()` gives and nothing else, whatever their name."""
+    found = {path[: path.index(GROUPS)] for path in leaves if GROUPS in path[1:]}
+    return {root for root in found if _held(leaves, root) == _OF_AN_OPTIMIZER}
+
+
+def _held(paths: Iterable[Path], root: Path) -> set[Path]:
+    """What lies in the dict at `root`, each as a path from there."""
+    depth = len(root)
+    return {path[depth : depth + 1] for path in paths if path[:depth] == root}
+
+
+def _is_in(path: Path, roots: Collection[Path]) -> bool:
+    return any(path[: len(root)] == root for root in roots)
+
+
+def _find_optimizer(
+    leaves: Mapping[Path, Leaf], model_root: Path, states: Collection[Path]
+) -> Path | None:
+    """The optimizer's dict beside the weights, at any level above them: by its name, else the only
+    one that is what an optimizer saves."""
+    for depth in range(len(model_root), -1, -1):
+        level = model_root[:depth]
+        # One pass for all names: few paths are longer than the level by two.
+        deep = [path for path in leaves if len(path) > depth + 1 and path[:depth] == level]
+        found = {path[depth] for path in deep}
+        for name in OPTIMIZER_KEYS:
+            if name in found:
+                return _only_one((*level, name), [path for path in deep if path[depth] == name])
+    beside = [root for root in states if _under(model_root, root[:-1])]
+    return beside[0] if len(beside) == 1 else None
+
+
+def _only_one(root: Path, inside: Sequence[Path]) -> Path:
+    """Inside a list of one optimizer, or a dict of one by its class's name, as Composer has it."""
+    first = inside[0][len(root)]
+    alone = (*root, first)
+    if not all(_under(path, alone) for path in inside):
+        return root
+    return alone if first == 0 or _held(inside, alone) == _OF_AN_OPTIMIZER else root

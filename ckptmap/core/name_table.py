@@ -1,0 +1,161 @@
+"""Many keys in few lines: rows that differ only in a layer number are shown once, with the range.
+
+model.layers.{0..31}.self_attn.q_proj.weight  32x [4096, 4096] bfloat16 -> nf4
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptmap.core.interning import each
+
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A number that is a segment of a name."""
+_NUMBERS = re.compile(r"\.(\d+)(?=[.\n])")
+"""The same in a text of names, each begun with a dot: to look for that takes a third of the time."""
+
+
+class Look(NamedTuple):
+    """What a table shows of a tensor but for its name: shared by thousands."""
+
+    role: str
+    shape: tuple[int, ...]
+    kind: tuple[str, ...]
+    fidelity: str
+    nbytes: int
+
+
+@dataclass
+class Folded:
+    """Tensors that look alike, with names alike but for numbers."""
+
+    first: str
+    look: Look
+    count: int
+    nbytes: int
+    numbers: list[set[str]]
+    """The digits at each place, as they are in names."""
+
+    @property
+    def pattern(self) -> str:
+        spans = iter([set(map(int, digits)) for digits in self.numbers])
+        return NUMBER.sub(lambda match: _span(next(spans), match.group()), self.first)
+
+
+def fold(names: Sequence[str], looks: Sequence[Look]) -> list[Folded]:
+    """Tensors by pattern of their names, in order of first appearance."""
+    alike: dict[tuple[object, ...], int] = {}
+    marks = each(looks, lambda look: alike.setdefault(look[:4], len(alike)))
+    keys = zip(_patterns(names), marks, strict=True)
+    found: dict[tuple[str, int], list[int]] = {}
+    for index, key in enumerate(keys):
+        if key in found:
+            found[key].append(index)
+        else:
+            found[key] = [index]
+    return [_folded([names[i] for i in at], [looks[i] for i in at]) for at in found.values()]
+
+
+def _folded(names: list[str], looks: list[Look]) -> Folded:
+    places = len(NUMBER.findall(names[0]))
+    text = _text(names)
+    digits = _NUMBERS.findall(text)
+    if text.count("\n") != len(names):  # one with a line feed in it
+        digits = [number for name in names for number in NUMBER.findall(name)]
+    numbers = [set(digits[place::places]) for place in range(places)]
+    return Folded(names[0], looks[0], len(names), sum([look[4] for look in looks]), numbers)
+
+
+def _text(names: Sequence[str]) -> str:
+    return "." + "\n.".join(names) + "\n"
+
+
+def _patterns(names: Sequence[str]) -> list[str]:
+    """Each name without its numbers."""
+    found = _NUMBERS.sub(".\0", _text(names)).split("\n")
+    if len(found) != len(names) + 1:  # one with a line feed in it
+        return [NUMBER.sub("\0", name) for name in names]
+    return found[:-1]
+
+
+def _span(numbers: set[int], text: str) -> str:
+    if len(numbers) == 1:
+        return text
+    low, high = min(numbers), max(numbers)
+    dense = high - low + 1 == len(numbers)
+    return f"{{{low}..{high}}}" if dense else f"{{{low}..{high}, {len(numbers)} of them}}"
+
+
+FEW = 3
+"""Keys dropped for one reason that are shown one by one."""
+
+
+def listed(title: str, found: Mapping[str, str]) -> list[str]:
+    """A line a key with its reason; many that begin alike and have one reason share a line."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for key, why in found.items():
+        alike.setdefault((key.partition(".")[0], why), []).append(key)
+    lines = []
+    for (head, why), keys in alike.items():
+        if len(keys) > FEW:
+            lines.append(f"{title}: {keys[0]} and {len(keys) - 1} more of {head}: {why}")
+        else:
+            lines += [f"{title}: {key}: {why}" for key in keys]
+    return lines
+
+
+def renamed(origins: Mapping[str, Sequence[str]], stripped: bool) -> list[str]:
+    """A line for each way from keys of the source to a name, numbers left out; `stripped`: all that
+    was done is that segments were taken off.
+
+    from: layers.*._orig_mod.{name} -> layers.*.{name}  288x
+    from: layers.*.attn.q.weight + ... (3 in all) -> layers.*.attn.qkv.weight  32x
+    """
+    counts: dict[str, int] = {}
+    for fqn, keys in origins.items():
+        key = NUMBER.sub("*", keys[0]) if keys else "zeros"
+        source, target = key, NUMBER.sub("*", fqn)
+        if stripped:
+            source, target = _without_tail(source, target)
+        more = f" + ... ({len(keys)} in all)" if len(keys) > 1 else ""
+        way = f"{source}{more} -> {target}"
+        counts[way] = counts.get(way, 0) + 1
+    return [f"from: {way}  {count}x" for way, count in counts.items()]
+
+
+def _without_tail(key: str, name: str) -> tuple[str, str]:
+    """What both end in is `{name}`."""
+    old, new = key.split("."), name.split(".")
+    while old and new and old[-1] == new[-1]:
+        old.pop()
+        new.pop()
+    return ".".join([*old, "{name}"]), ".".join([*new, "{name}"])
+
+
+def table(names: Sequence[str], looks: Sequence[Look]) -> list[str]:
+    """Aligned lines: name, count, shape, kind, fidelity, bytes."""
+    cells = [
+        (
+            f"{g.look.role}: {g.pattern}" if g.look.role != "model" else g.pattern,
+            f"{g.count}x",
+            str(list(g.look.shape)),
+            " ".join(g.look.kind),
+            g.look.fidelity,
+            f"{g.nbytes:,} B",
+        )
+        for g in fold(names, looks)
+    ]
+    if not cells:
+        return []
+    widths = [max(len(row[i]) for row in cells) for i in range(6)]
+    return [
+        "  "
+        + "  ".join(
+            cell.rjust(w) if i in (1, 5) else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]

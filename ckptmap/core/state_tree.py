@@ -1,0 +1,109 @@
+"""A nested state dict as leaves by path, and back.
+
+{"model": {"w": t}, "ema": [t0, t1], "betas": [0.9, 0.95]}
+    <-> {("model", "w"): t, ("ema", 0): t0, ("ema", 1): t1, ("betas",): [0.9, 0.95]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckptmap.core.state_paths import ListIndex
+from ckptmap.errors import PlanError, SourceError
+from ckptmap.tensors import Leaf, Opaque, Path, StoredTensor
+
+MAX_DEPTH = 64
+MIN_LIMIT = 100_000
+"""Leaves that any pickle may hold; above it as many as it has bytes. One that nests references to
+the same list 64 deep looks like 2**64 leaves."""
+MAX_LISTED = 1 << 16
+"""Holes in a list: a file may count to any number."""
+
+
+def flatten(tree: Any, where: str, pickle_nbytes: int) -> dict[Path, Leaf]:
+    """Leaves by path, in stored order; lists without tensors are one leaf each.
+
+    Segments are dict keys, or `ListIndex` inside a list or tuple that holds tensors. Raises
+    SourceError CKM106 where nesting has no end in sight.
+    """
+    leaves: dict[Path, Leaf] = {}
+    _flatten(tree, (), leaves, where, max(MIN_LIMIT, pickle_nbytes))
+    return leaves
+
+
+def _flatten(node: Any, path: Path, leaves: dict[Path, Leaf], where: str, limit: int) -> None:
+    if len(path) > MAX_DEPTH or len(leaves) > limit:
+        raise SourceError(
+            "CKM106",
+            f"{where}: nested deeper than {MAX_DEPTH}, or holds more than {limit} leaves",
+            "a dict in it holds itself, or the file is damaged: save it without, or get a fresh copy",
+        )
+    if isinstance(node, dict) and node and all(isinstance(key, str | int) for key in node):
+        for key, value in node.items():
+            if isinstance(value, StoredTensor):
+                leaves[(*path, key)] = value
+            else:
+                _flatten(value, (*path, key), leaves, where, limit)
+    elif isinstance(node, list | tuple) and holds_tensor(node):
+        for index, value in enumerate(node):
+            _flatten(value, (*path, ListIndex(index)), leaves, where, limit)
+    else:
+        leaves[path] = node
+
+
+def holds_tensor(node: Any) -> bool:
+    """Is there a tensor, plain or of a subclass, in these nested lists and dicts?"""
+    seen: set[int] = set()
+    todo = [node]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, StoredTensor) or (isinstance(value, Opaque) and value.info):
+            return True
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            todo.extend(value.values() if isinstance(value, dict) else value)
+    return False
+
+
+def nest(leaves: Iterable[tuple[Path, Any]]) -> Any:
+    """The nested dicts, and lists where segments are `ListIndex`, that have these leaves.
+
+    Raises PlanError CKM114 where one leaf lies inside another.
+    """
+    root: dict[Any, Any] = {}
+    for path, value in leaves:
+        if not path:
+            return value
+        node = root
+        for depth, segment in enumerate(path[:-1]) if len(path) > 1 else ():
+            node = node.setdefault(segment, _Branch())
+            if type(node) is not _Branch:
+                raise _collision(path[: depth + 1], path)
+        if path[-1] in node:
+            raise _collision(path, path)
+        node[path[-1]] = value
+    return _listed(root)
+
+
+class _Branch(dict[Any, Any]):
+    """A dict made here, told from one that is a leaf."""
+
+
+def _collision(inner: Path, outer: Path) -> PlanError:
+    return PlanError(
+        "CKM114",
+        f"{'.'.join(map(str, outer))}: would lie where {'.'.join(map(str, inner))} already is",
+        "rename or drop one of them",
+    )
+
+
+def _listed(node: Mapping[Any, Any]) -> Any:
+    """Branches as plain dicts, as lists where every segment says so; None where one has a hole,
+    as torch fills them, so that all others keep their place."""
+    items = {k: _listed(v) if type(v) is _Branch else v for k, v in node.items()}
+    if not items or any(type(key) is not ListIndex for key in items):
+        return items
+    if min(items) < 0 or max(items) >= MAX_LISTED + len(items):
+        return {int(key): value for key, value in items.items()}
+    return [items.get(index) for index in range(max(items) + 1)]

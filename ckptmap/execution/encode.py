@@ -1,0 +1,245 @@
+"""How one tensor is encoded on its way, or a replica compared; `copying` moves bytes as they are.
+
+Every byte is read once and written once; the digest of a slot (and its CRC-32, where the container
+stores one) is taken on the way, in row-major order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, starmap
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckptmap.core.code_grids import CoarseScales, CountsFlips, Grid
+from ckptmap.errors import Interrupted, RunError
+from ckptmap.execution import cuda_ring as ring
+from ckptmap.execution.copy import Context, recorded
+from ckptmap.planning.recode import recoded
+from ckptmap.planning.steps import Compare, Encode, Target
+from ckptmap.protocols import Encoder, Refusal, Write
+from ckptmap.storage.gather import fill, row_major_boxes
+from ckptmap.storage.journal import Written
+from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
+from ckptmap.storage.output_files import Buffer, Stream
+from ckptmap.storage.replicas import require_same
+from ckptmap.tensors import Box, TensorInfo, contiguous_strides
+
+if TYPE_CHECKING:
+    import torch
+
+
+PART_BUFFER = 1 << 20
+"""Bytes held of each part of an encoded tensor before they are written."""
+FEED_NBYTES = 2 << 20
+"""Bytes of values encoded at once, in or out: with fewer, threads hand the interpreter to each other
+more often than they compute; more leave the cache."""
+RECODED = 1 << 19
+"""Elements whose codes move at once."""
+
+
+def encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
+    """Write one logical tensor anew, from its codes or its values; errors name the tensor."""
+    try:
+        if step.keeps is not None:
+            return _recode(context, step, step.keeps, buffer)
+        encoder = step.encoding.encoder(step.tensor.info, context.device)
+        parts = step.encoding.parts(step.tensor.info)
+        assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"
+        alone = encoder.splittable and list(parts) == [""]
+        if alone and parts[""].shape == step.tensor.info.shape:
+            return _encode_slots(context, step, encoder, parts[""].itemsize, buffer)
+        return _encode_parts(context, step, encoder, parts, buffer)
+    except Interrupted:
+        raise
+    except CoarseScales as error:
+        raise error.of(step.tensor.fqn) from error
+    except RunError as error:
+        name = step.tensor.fqn
+        raise type(error)(error.code, f"{name}: {error.message}", error.hint) from error
+
+
+def _encode_slots(
+    context: Context, step: Encode, encoder: Encoder, itemsize: int, buffer: Buffer
+) -> Sequence[Written]:
+    """Slot by slot, box by box, each encoded alone: casts and plain decoding."""
+    written = []
+    most = FEED_NBYTES // max(itemsize, step.tensor.info.itemsize)
+    for target in step.targets[""]:
+        slot = context.slot(target)
+        with context.outputs.file(target.file) as output:
+            stream = Stream(output, slot.offset, buffer, context.sums(target))
+            feeds = _values(context, step.tensor, slot.box, encoder.step, most)
+            writes = chain.from_iterable(starmap(encoder.feed, feeds))
+            for write in ring.landed(writes, context.device):
+                nbytes = _append(stream, write)
+                context.advance(nbytes, step.tensor.fqn)
+            sums = stream.finish()
+        written.append(recorded(context, target, sums.digest, sums.crc32))
+    assert not list(encoder.finish()), "a splittable encoder with one part has nothing to add"
+    return written
+
+
+def _encode_parts(
+    context: Context,
+    step: Encode,
+    encoder: Encoder,
+    parts: Mapping[str, TensorInfo],
+    buffer: Buffer,
+) -> Sequence[Written]:
+    """The whole tensor in row-major steps; each part is a stream over the slots that tile it."""
+    streams = _part_streams(context, step, parts, buffer)
+    whole = Box.whole(step.tensor.info.shape)
+    most = FEED_NBYTES // step.tensor.info.itemsize
+    feeds = _values(context, step.tensor, whole, encoder.step, most)
+    writes = chain.from_iterable(starmap(encoder.feed, feeds))
+    for write in ring.landed(writes, context.device):
+        context.advance(streams[write.part].append(write), step.tensor.fqn)
+    for write in encoder.finish():
+        context.advance(streams[write.part].append(write), step.tensor.fqn)
+    if isinstance(encoder, CountsFlips) and encoder.sign_flips:
+        raise CoarseScales.count(encoder.sign_flips)
+    return [item for stream in streams.values() for item in stream.finish()]
+
+
+def _part_streams(
+    context: Context, step: Encode, parts: Mapping[str, TensorInfo], buffer: Buffer
+) -> dict[str, _PartStream]:
+    """One of each part, each with its share of the thread's buffer."""
+    largest = [max(context.slot(target).nbytes for target in step.targets[name]) for name in parts]
+    buffers = buffer.parts([min(PART_BUFFER, nbytes) for nbytes in largest])
+    return {
+        name: _PartStream(context, info, step.targets[name], held)
+        for (name, info), held in zip(parts.items(), buffers, strict=True)
+    }
+
+
+def _recode(context: Context, step: Encode, grid: Grid, buffer: Buffer) -> Sequence[Written]:
+    """Codes move as they are; scales are read first, whole."""
+    parts = step.encoding.parts(step.tensor.info)
+    assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"
+    streams = _part_streams(context, step, parts, buffer)
+    limit = max(1, min(RECODED, context.budget // 8))
+    for write in recoded(step.tensor, step.encoding, grid, limit):
+        context.advance(streams[write.part].append(write), step.tensor.fqn)
+    return [item for stream in streams.values() for item in stream.finish()]
+
+
+class _PartStream:
+    """Row-major bytes of one part, spread over the slots that tile it along its first dim."""
+
+    def __init__(
+        self, context: Context, info: TensorInfo, targets: Sequence[Target], buffer: Buffer
+    ) -> None:
+        self._context, self._info = context, info
+        self._targets = sorted(targets, key=lambda target: context.slot(target).box.offsets[:1])
+        for target in targets:
+            box = context.slot(target).box
+            whole_rows = Box((*box.offsets[:1], *(0,) * len(info.shape[1:])), box.sizes)
+            assert box == whole_rows and box.sizes[1:] == info.shape[1:], "a part is cut by rows"
+        self._buffer = buffer
+        self._at = 0
+        self._stream: Stream | None = None
+        self._done: list[Written] = []
+
+    def append(self, write: Write) -> int:
+        """Take a write that follows the one before; bytes taken."""
+        start = write.box.offsets[0] if write.box.offsets else 0
+        assert start * self._info.itemsize == self._at, f"{write.part}: writes must follow"
+        values = write.values.detach().cpu().contiguous()
+        data = tensor_bytes(values)
+        self._at += data.nbytes
+        while data.nbytes:
+            data = data[self._put(data) :]
+        return values.nbytes
+
+    def _put(self, data: memoryview) -> int:
+        """Bytes that went to the current slot."""
+        target = self._targets[len(self._done)]
+        slot = self._context.slot(target)
+        with self._context.outputs.file(target.file) as output:
+            if self._stream is None:
+                sums = self._context.sums(target)
+                self._stream = Stream(output, slot.offset, self._buffer, sums)
+            left = slot.offset + slot.nbytes - self._stream.position
+            self._stream.append(data[:left])
+            if data.nbytes >= left:
+                sums = self._stream.finish()
+                self._done.append(recorded(self._context, target, sums.digest, sums.crc32))
+                self._stream = None
+        return min(left, data.nbytes)
+
+    def finish(self) -> Sequence[Written]:
+        """Slots in order, once all bytes have come; empty slots have none."""
+        while len(self._done) < len(self._targets):
+            target = self._targets[len(self._done)]
+            assert not self._context.slot(target).nbytes, f"{target} was not filled"
+            sums = self._context.sums(target)
+            self._done.append(recorded(self._context, target, sums.digest, sums.crc32))
+        return self._done
+
+
+def _append(stream: Stream, write: Write) -> int:
+    values = write.values.detach().cpu().contiguous()  # outlives the view of its memory
+    stream.append(tensor_bytes(values))
+    return values.nbytes
+
+
+def _values(
+    context: Context, tensor: LazyTensor, box: Box, step: int, most: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(flat offset, 1-D values) of a box in row-major order, each a multiple of `step` elements
+    but the last, and of `most` where that can be. The offset is exact where the box is
+    flat-contiguous in the tensor."""
+    most = min(most, context.budget // 2 // ring.ELEMENT_NBYTES)
+    limit = max(step, ring.elements(context.device, context.budget, most))
+    held = ring.ring(context.device, limit + step, tensor.torch_dtype)
+    strides = contiguous_strides(tensor.shape, 1)
+    offset = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
+    count = 0
+    for part in _readable(tensor, box, limit):
+        if count + part.numel > held.place.numel():  # one that could not be cut smaller
+            held.grow(count, part.numel)
+        place = held.place[count : count + part.numel].view(part.sizes)
+        if tensor.encoding == "dense":  # the stored bytes are the values: no copy between
+            fill(context.files, tensor.parts[""], part, tensor_bytes(place))
+        else:
+            tensor.read_into(part, place)
+        count += part.numel
+        ready = count - count % step
+        if ready:
+            yield offset, held.send(ready)
+            held.keep(ready, count)
+            offset, count = offset + ready, count - ready
+    if count:
+        yield offset, held.send(count)
+
+
+def _readable(tensor: LazyTensor, box: Box, limit: int) -> Iterator[Box]:
+    """Row-major parts of a box that all stored parts can be cut for; else the box itself.
+
+    An encoded source reads whole rows for a few columns, so rows count in full.
+    """
+    if tensor.encoding != "dense" and box.numel:
+        rows = prod(tensor.shape[1:]) // prod(box.sizes[1:])
+        limit = max(1, limit // max(1, rows))
+    for part in row_major_boxes(box, limit):
+        cuts = [tensor.encoding_.part_box(tensor.info, name, part) for name in tensor.parts]
+        if None in cuts:
+            assert part.offsets == box.offsets, "cut in some places only"
+            yield box
+            return
+        yield part
+
+
+# ----------------------------------------------------------------------------- comparisons
+
+
+def compare(context: Context, step: Compare) -> None:
+    """Raise RunError CKM310 where a replica differs."""
+    replica, tensor = step.replica, step.tensor
+    crc32 = next((chunk.crc32 for chunk in tensor.chunks if chunk.box == replica.box), None)
+    require_same(
+        context.files, step.key, tensor, replica, crc32,
+        hint=step.hint, alive=lambda: context.advance(0, step.key),
+    )  # fmt: skip

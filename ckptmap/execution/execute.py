@@ -1,0 +1,360 @@
+"""Move the bytes of a plan: units of work over threads, under a memory budget, journaled.
+
+A unit is a span of small slots, a stream of large ones, one tensor to be encoded, or one replica to
+be compared. Several ranks split the units and put together what they wrote. Every byte is read once
+and written once; its digest (and CRC-32, where the container stores one) is taken on the way, in
+row-major order of its slot. Parallelism is over units: the digest of one slot is sequential. Torch
+is imported only where values change; its own threads are held at one then, because Python threads
+over units share the cores better.
+
+On a device other than the CPU values go there through a ring of pinned memory, results come back
+while later boxes are made: see `ring`.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ckptmap.core.code_grids import CoarseScales
+from ckptmap.core.gc_pause import paused_gc
+from ckptmap.errors import Interrupted, RunError, SourceError
+from ckptmap.execution.assign_ranks import Share, split
+from ckptmap.execution.coalesce import SMALL, spans, streams
+from ckptmap.execution.copy import Context, copy_span, copy_stream, key_of
+from ckptmap.execution.encode import compare, encode
+from ckptmap.execution.heartbeat import Stopped
+from ckptmap.execution.prefetch import batches, read_by_compare, read_by_copies, read_by_encode
+from ckptmap.execution.ranks import ALONE, Ranks
+from ckptmap.execution.results import Executed, Tally
+from ckptmap.execution.seal import seal
+from ckptmap.planning.options import Progress, RunOptions
+from ckptmap.planning.steps import Compare, Encode, FilePlan
+from ckptmap.protocols import Slot
+from ckptmap.storage.files import Files, has_backings
+from ckptmap.storage.journal import Journal, Written
+from ckptmap.storage.output_files import ALIGN, Buffer, Outputs, Sums
+from ckptmap.storage.process_state import one_torch_thread, stopped_by_sigterm
+from ckptmap.storage.write_path import Fastest, Ways
+
+MAX_BUFFER = 8 << 20
+"""Bytes of one thread's copy buffer: more does not make direct writes faster."""
+SPAN = 4 << 20
+"""Bytes of small slots that make one unit."""
+STREAM = 64 << 20
+"""Bytes of large slots that follow each other and make one unit: where two units meet, a page is
+written by both, past the page cache by neither, and that waits for the writes of other threads."""
+PARTS = 16
+"""Streams at least: threads share them, and an interrupted run keeps those that are done."""
+_TOTALS = struct.Struct("<QQ")
+"""Bytes written and kept, before the rows of a rank's report."""
+
+
+def execute(
+    plan: Sequence[FilePlan],
+    encodes: Sequence[Encode],
+    compares: Sequence[Compare],
+    files: Files,
+    out_dir: Path,
+    journal: Journal,
+    how: RunOptions,
+    *,
+    direct: bool = True,
+    manifest: Callable[[Executed], bytes] | None = None,
+    ranks: Ranks = ALONE,
+) -> Executed:
+    """Write all files of a plan into `out_dir`, sealed but not synced.
+
+    how         what bounds and shows it; without digests none is journaled, and without `sync`
+                nobody waits for the disk, which is then the way only where memory is slower
+    direct      write large slots past the page cache, where the filesystem can
+    manifest    gives the manifest's bytes, called once, on rank 0, when all slots are written
+    ranks       each writes its share; every rank gets the whole result, rank 0 seals
+
+    Raises RunError (CKM306 write failed, 308 source changed, 309 overflow, 310 replica differs),
+    SourceError CKM105, DestinationError CKM303, Interrupted CKM307. After any of them
+    the same call continues where the journal ends.
+    """
+    threads = how.threads or min(4, (os.cpu_count() or 1) // ranks.local_world_size)
+    threads = max(1, min(threads, how.max_memory // (2 << 20)))
+    digests = how.digest != "none"
+    share = split(plan, encodes, compares, ranks.world_size)[ranks.rank]
+    paths = [out_dir / item.out.name for item in plan]
+    outputs = _reserved(plan, paths, direct, Ways() if how.sync else Fastest(), ranks)
+    on_progress = how.progress if callable(how.progress) else None
+    run = _Run(plan, outputs, paths, journal, on_progress, ranks, digests)
+    budget = how.max_memory // threads
+    context = Context(plan, files, outputs, budget, how.device, run.advance, digests)
+    staging = out_dir.parent / f"source-{ranks.rank}" if how.low_disk else None
+    try:
+        with ExitStack() as held, stopped_by_sigterm(run.stop):
+            if share.encodes:
+                run.bring_torch = partial(held.enter_context, one_torch_thread(True))
+            with ranks.working():
+                units = _units(context, share, run.has_torch)
+                for some in batches(files, units, journal.entries, staging):
+                    run.all(some, threads, buffer_nbytes(budget))
+            if ranks.rank:
+                _hand_over(outputs, [paths[file] for file in share.files] if how.sync else [])
+            done = run.result()
+            if ranks.rank == 0:
+                seal(plan, outputs, done, manifest, context.joined)
+            run.check()
+    except KeyboardInterrupt as error:
+        raise _interrupted() from error
+    finally:
+        outputs.close()
+    return done
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Work that writes some slots; `name` is "" where it is never skipped."""
+
+    name: str
+    do: Callable[[Buffer], Sequence[Written]]
+    reads: Callable[[], Iterable[str]]
+    """The source files that it needs."""
+
+
+class _Stopped(Exception):
+    """Another thread failed, or the user asked to stop."""
+
+
+class _Run:
+    """What the threads of one execution share."""
+
+    def __init__(
+        self,
+        plan: Sequence[FilePlan],
+        outputs: Outputs,
+        paths: Sequence[Path],
+        journal: Journal,
+        on_progress: Progress | None,
+        ranks: Ranks,
+        digests: bool,
+    ) -> None:
+        self.digests = digests
+        self.plan, self.outputs, self.paths, self.journal = plan, outputs, paths, journal
+        self.on_progress, self.ranks = on_progress, ranks
+        self.stop = threading.Event()
+        self._lock = threading.Lock()
+        self._progress_lock = threading.Lock()
+        self._errors: list[BaseException] = []
+        self.coarse: list[CoarseScales] = []
+        self._sizes = [item.slots.sizes for item in plan]
+        self._tally = Tally([len(sizes) for sizes in self._sizes])
+        self._nbytes = [0, 0]  # written now, kept from an earlier run
+        self.bring_torch: Callable[[], object] | None = None
+        """Imports torch, which takes as long as to copy a gigabyte: so threads copy meanwhile."""
+        self.has_torch = threading.Event()
+
+    def all(self, units: Iterator[_Unit], threads: int, buffer_nbytes: int) -> None:
+        """Do every unit; the first error stops the others and is raised."""
+        with ThreadPoolExecutor(threads, thread_name_prefix="ckptmap") as pool:
+            try:
+                workers = [pool.submit(self._work, units, buffer_nbytes) for _ in range(threads)]
+                self._bring_torch()
+                wait(workers)
+            except BaseException:
+                self.stop.set()  # leaving the block waits for the workers,
+                self.has_torch.set()  # and those that were started may wait for torch
+                raise
+        if self._errors:
+            raise self._errors[0]
+        if self.coarse:
+            raise CoarseScales.together(self.coarse)
+        self.check()
+
+    def _bring_torch(self) -> None:
+        try:
+            if self.bring_torch is not None and not self.has_torch.is_set():
+                with paused_gc():  # a tenth of the time
+                    self.bring_torch()
+        except BaseException:
+            self.stop.set()  # before the threads are let go: half of torch is there, and would crash
+            raise
+        finally:
+            self.has_torch.set()
+
+    def check(self) -> None:
+        """Raise where the user asked to stop."""
+        if self.stop.is_set():
+            raise _interrupted()
+
+    def _work(self, units: Iterator[_Unit], buffer_nbytes: int) -> None:
+        try:
+            buffer = Buffer(buffer_nbytes)
+            while not self.stop.is_set():
+                with self._lock:
+                    unit = next(units, None)
+                if unit is None or (self.coarse and not unit.name.startswith("encode:")):
+                    return
+                try:
+                    self._do(unit, buffer)
+                except CoarseScales as error:  # all of them are wanted before it is planned anew
+                    self.coarse.append(error)
+        except _Stopped:
+            return
+        except BaseException as error:
+            self._errors.append(error)
+            self.stop.set()
+
+    def _do(self, unit: _Unit, buffer: Buffer) -> None:
+        found = self.journal.entries.get(unit.name) if self.digests else None
+        kept = found is not None and all(self._holds(slot, buffer) for slot in found)
+        written = found if found is not None and kept else unit.do(buffer)
+        if unit.name and not kept and self.digests:  # without them nothing could be believed
+            self.journal.add(unit.name, written)
+        with self._lock:
+            self._tally.add(written)
+            self._nbytes[kept] += sum([self._sizes[file][slot] for file, slot, _, _ in written])
+
+    def _holds(self, written: Written, buffer: Buffer) -> bool:
+        """Is the slot, read back, what the journal says?"""
+        if not (0 <= written.file < len(self.plan)):
+            return False
+        if not (0 <= written.slot < len(self.plan[written.file].out.slots)):
+            return False
+        slot = self.slot(written.file, written.slot)
+        sums, reader = Sums(wants_crc=False), Files(max_open=1)
+        try:
+            for at in range(0, slot.nbytes, buffer.nbytes):
+                place = buffer.at(0, min(buffer.nbytes, slot.nbytes - at))
+                reader.read_into(str(self.paths[written.file]), slot.offset + at, [place])
+                sums.update(place)
+                self.advance(0, "")
+        except Stopped:
+            raise
+        except (SourceError, RunError):
+            return False
+        finally:
+            reader.close()
+        if sums.digest == written.digest:
+            self.advance(slot.nbytes, key_of(slot))
+            return True
+        return False
+
+    def slot(self, file: int, slot: int) -> Slot:
+        return self.plan[file].out.slots[slot]
+
+    def advance(self, nbytes: int, key: str) -> None:
+        """Report progress, and leave where another thread or another rank has failed."""
+        if self.stop.is_set():
+            raise _Stopped
+        with self._progress_lock:
+            nbytes += self.ranks.advance(nbytes)
+            if self.on_progress is not None and nbytes:
+                self.on_progress(nbytes, key)
+
+    def result(self) -> Executed:
+        """What all ranks have written; waits for them."""
+        if self.ranks.world_size > 1:
+            # This rank's part is forgotten here: it comes back with the others'.
+            mine = _TOTALS.pack(*self._nbytes) + self._tally.report()
+            self._tally.clear()
+            self._nbytes = [0, 0]
+            for report in self.ranks.gather(mine):
+                totals = _TOTALS.unpack_from(report)
+                self._nbytes = [a + b for a, b in zip(self._nbytes, totals, strict=True)]
+                self._tally.merge(report[_TOTALS.size :])
+        return self._tally.result(self.digests, *self._nbytes)
+
+
+# --------------------------------------------------------------------------------- units
+
+
+def buffer_nbytes(budget: int) -> int:
+    """Bytes of a thread's copy buffer; the rest of its budget is for what it spreads or encodes."""
+    return max(4 * ALIGN, min(MAX_BUFFER, budget // 2))
+
+
+def _units(context: Context, share: Share, has_torch: threading.Event) -> Iterator[_Unit]:
+    """Comparisons first, since they can refuse; encodings, which take longest, as soon as torch is
+    there; then copies."""
+    for replica in share.compares:
+        yield _Unit("", partial(_compared, context, replica), partial(read_by_compare, replica))
+    copies = _copies(context, share)
+    while share.encodes and not has_torch.is_set() and (unit := next(copies, None)) is not None:
+        yield unit
+    for name, step in share.encodes:
+        do = partial(_encoded, has_torch, context, step)
+        yield _Unit(name, do, partial(read_by_encode, step))
+    yield from copies
+
+
+def _copies(context: Context, share: Share) -> Iterator[_Unit]:
+    stream = min(STREAM, sum(item.out.nbytes for item in context.plan) // PARTS)
+    if has_backings():  # all that a unit reads is brought at once
+        stream = 0
+    for file, item in enumerate(context.plan):
+        limit = min(SPAN, buffer_nbytes(context.budget))
+        cut = spans(item, limit, share.slots[file])
+        for first, stop, streamed in streams(item, cut, min(SMALL, limit), stream):
+            copy = copy_stream if streamed else copy_span
+            do = partial(copy, context, file, first, stop)
+            reads = partial(read_by_copies, item, first, stop)
+            yield _Unit(f"copy:{file}:{first}-{stop}", do, reads)
+
+
+def _encoded(
+    has_torch: threading.Event, context: Context, step: Encode, buffer: Buffer
+) -> Sequence[Written]:
+    has_torch.wait()
+    context.advance(0, "")  # leaves where torch was not brought
+    return encode(context, step, buffer)
+
+
+def _compared(context: Context, step: Compare, buffer: Buffer) -> Sequence[Written]:
+    compare(context, step)
+    return ()
+
+
+# ----------------------------------------------------------------------------- around them
+
+
+def _reserved(
+    plan: Sequence[FilePlan],
+    paths: Sequence[Path],
+    direct: bool,
+    ways: Ways,
+    ranks: Ranks,
+) -> Outputs:
+    """The files, made and reserved by rank 0 before any other opens them."""
+    if ranks.rank:
+        ranks.barrier()
+    outputs = Outputs(paths, [item.out.nbytes for item in plan], direct, ways)
+    if ranks.rank == 0:
+        ranks.barrier()
+    return outputs
+
+
+def _hand_over(outputs: Outputs, paths: Sequence[Path]) -> None:
+    """Closed, and `paths` on disk: rank 0 can neither see nor sync what another machine still holds."""
+    outputs.close()
+    for path in paths:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise RunError(
+                "CKM306",
+                f"{path}: cannot be synced: {error.strerror}",
+                "mend that, then run the same command again to continue",
+            ) from error
+
+
+def _interrupted() -> Interrupted:
+    return Interrupted(
+        "CKM307", "interrupted; the destination is as it was", "run the same command to continue"
+    )

@@ -1,0 +1,117 @@
+"""Sources that are elsewhere, brought whole and verified before the units that read them.
+
+    units -> [those that read the same files, ...], each batch once its files are there
+
+Without a bound on disk all files come first, in one batch. With one (`staging`), units are sorted
+by the files they read and a file goes as soon as no unit is left for it: one shard at a time, or
+as many as a tensor lies in. Units that an earlier run has done bring nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from ckptmap.core.woven import ZEROS, Woven
+from ckptmap.planning.steps import Compare, Encode, FilePlan
+from ckptmap.storage.files import Backing, Files, backing_of, has_backings, verified
+from ckptmap.tensors import Box, StoredTensor
+
+
+class Unit(Protocol):
+    """Work that reads some files; `name` is "" where it is always done."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def reads(self) -> Callable[[], Iterable[str]]: ...
+
+
+U = TypeVar("U", bound=Unit)
+Needs = frozenset[str]
+
+
+def batches(
+    files: Files, units: Iterator[U], done: Collection[str], staging: Path | None
+) -> Iterator[Iterator[U]]:
+    """The same units, in an order and in portions in which their sources can be brought.
+
+    Local sources need nothing: then it is one portion, as it came. Raises RunError CKM702 to 710.
+    """
+    if not has_backings():
+        yield units
+        return
+    with verified(files):
+        todo = [(unit, _away(unit.reads())) for unit in units]
+        if staging is None:
+            _bring(_wanted(todo, done), None)
+            yield iter([unit for unit, _ in todo])
+        else:
+            yield from _one_by_one(files, todo, done, staging)
+
+
+def _one_by_one(
+    files: Files, todo: Sequence[tuple[U, Needs]], done: Collection[str], staging: Path
+) -> Iterator[Iterator[U]]:
+    order = {file: i for i, file in enumerate(dict.fromkeys(f for _, n in todo for f in sorted(n)))}
+    ordered = sorted(todo, key=lambda item: sorted(order[file] for file in item[1]))
+    groups = [list(group) for _, group in groupby(ordered, key=lambda item: item[1])]
+    last = {file: index for index, group in enumerate(groups) for file in group[0][1]}
+    for index, group in enumerate(groups):
+        _bring(_wanted(group, done), staging)
+        yield iter([unit for unit, _ in group])
+        for file in group[0][1]:
+            if last[file] == index:
+                files.forget(file)
+                _backing(file).drop(file)
+
+
+def _wanted(todo: Sequence[tuple[U, Needs]], done: Collection[str]) -> list[str]:
+    found = (file for unit, needs in todo if unit.name not in done for file in sorted(needs))
+    return list(dict.fromkeys(found))
+
+
+def _bring(wanted: Sequence[str], staging: Path | None) -> None:
+    for backing, group in groupby(wanted, key=_backing):
+        backing.bring(list(group), staging)
+
+
+def _away(reads: Iterable[str]) -> Needs:
+    return frozenset(file for file in reads if backing_of(file) is not None)
+
+
+def _backing(file: str) -> Backing:
+    found = backing_of(file)
+    assert found is not None, f"{file}: nobody answers for it"
+    return found
+
+
+# ------------------------------------------------------------------- what a unit reads
+
+
+def read_by_copies(item: FilePlan, first: int, stop: int) -> Iterator[str]:
+    """Files that hold the bytes of slots first..stop."""
+    for index in range(first, stop):
+        source = item.sources[index]
+        if source is not None:
+            yield from _files_of(source, item.out.slots[index].box)
+
+
+def read_by_encode(step: Encode) -> Iterator[str]:
+    for stored in step.tensor.beneath:
+        yield from _files_of(stored, Box.whole(stored.info.shape))
+
+
+def read_by_compare(step: Compare) -> Iterator[str]:
+    yield step.replica.region.file
+    yield from _files_of(step.tensor, step.replica.box)
+
+
+def _files_of(stored: StoredTensor, box: Box) -> Iterator[str]:
+    """Files that hold a box; of a rearranged tensor all of its files."""
+    if isinstance(stored, Woven):
+        yield from (s.region.file for s in stored.strands if s.region.file != ZEROS)
+    else:
+        yield from (chunk.region.file for chunk in stored.near(box))

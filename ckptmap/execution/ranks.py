@@ -1,0 +1,304 @@
+"""The ranks of one conversion: what each has to say to the others, over gloo, whatever the device.
+
+    torchrun --nproc-per-node N -m ckptmap convert ...
+
+`join()` gives `Ranks`, one process by itself, which imports no torch; or `GlooRanks`, where the
+environment says that this process is one of several. Use it as a context around everything that
+may fail: leaving it with an error tells the others, and raises on rank 0 the error that is to be
+shown, once and with the rank it comes from, on all others ShownElsewhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ckptmap import errors
+from ckptmap.errors import CkptmapError, DestinationError, Interrupted, PlanError, RunError
+from ckptmap.execution.heartbeat import Heartbeat, Stopped
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+TIMEOUT_S = 120.0
+"""Seconds without a sign of life after which a rank is given up."""
+GRACE_S = 5.0
+"""Seconds to wait for the last words of ranks that are alive."""
+_joined = itertools.count()
+
+
+class ShownElsewhere(CkptmapError):
+    """This rank stops for a failure that another rank shows."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("", "stopped: another rank shows why")
+        self.exit_code = exit_code
+
+
+class Ranks:
+    """One process by itself; the same calls among several are GlooRanks'."""
+
+    rank = 0
+    world_size = 1
+    local_world_size = 1
+    """Ranks on this machine: they share its cores."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank gave, in rank order, on every rank. Waits for all that are alive."""
+        return [data]
+
+    def barrier(self) -> None:
+        self.gather(b"")
+
+    def of_lead(self, data: bytes) -> bytes:
+        """What rank 0 gave."""
+        return self.gather(data if self.rank == 0 else b"")[0]
+
+    def agree(self, digest: str) -> None:
+        """Raises PlanError CKM209, on every rank, where not all give the same plan digest."""
+        found: dict[str, list[str]] = {}
+        for rank, other in enumerate(self.gather(digest.encode())):
+            found.setdefault(other.decode(), []).append(str(rank))
+        if len(found) > 1:
+            plans = "; ".join(f"{d[:12]} on rank {', '.join(r)}" for d, r in found.items())
+            raise PlanError(
+                "CKM209",
+                f"the ranks plan different conversions, expected one plan, found {plans}",
+                "every rank must see the same source files and run the same ckptmap",
+            )
+
+    def advance(self, nbytes: int) -> int:
+        """Bytes just done, or 0 as a sign of life; bytes that others have done meanwhile.
+        Raises Stopped where another rank has failed."""
+        return 0
+
+    def check(self) -> None:
+        """Raises Stopped where another rank has failed, or the others have given this one up."""
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside, only `advance` shows that this rank is not stuck."""
+        yield
+
+    def device(self, name: str) -> str:
+        """The device of this rank: of several on one machine each has its own `cuda`."""
+        return name
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the others."""
+
+
+ALONE = Ranks()
+
+
+def join(timeout: float = TIMEOUT_S, env: Mapping[str, str] = os.environ) -> Ranks:
+    """Meet the other ranks that torchrun started; by itself where it started none.
+
+    Raises RunError CKM307 where they do not meet within `timeout` seconds.
+    """
+    several = env.get("WORLD_SIZE", "1") not in ("", "1")
+    if several and "RANK" in env and "MASTER_ADDR" in env:
+        return GlooRanks(timeout, env)
+    return ALONE
+
+
+class GlooRanks(Ranks):
+    """Several processes: a gloo group of its own, and heartbeats through the group's store."""
+
+    def __init__(self, timeout: float, env: Mapping[str, str]) -> None:
+        self.rank, self.world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        self.local_world_size = int(env.get("LOCAL_WORLD_SIZE", "1"))
+        self._local_rank = int(env.get("LOCAL_RANK", "0"))
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is told in our words
+        try:
+            self._group, self._owned, self._beats = self._meet(timeout)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise self._never_met(timeout, error) from error
+        self._beats.start()
+        # A thread that is inside torch while the interpreter ends would abort the process.
+        atexit.register(self._beats.close)
+
+    def _meet(self, timeout: float) -> tuple[ProcessGroup | None, bool, Heartbeat]:
+        import torch.distributed as dist
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+        from torch.distributed.rendezvous import rendezvous
+
+        limit = timedelta(seconds=timeout)
+        store, _, _ = next(rendezvous("env://", timeout=limit))
+        store = PrefixStore(f"ckptmap/{next(_joined)}", store)
+        beats = Heartbeat(store, self.rank, self.world_size, timeout)
+        beats.announce()
+        if dist.is_initialized():
+            group = dist.new_group(backend="gloo", timeout=limit)
+            dist.barrier(group=group)
+            return group, False, beats
+        dist.init_process_group(
+            "gloo", store=PrefixStore("gloo", store), rank=self.rank,
+            world_size=self.world_size, timeout=limit,
+        )  # fmt: skip
+        dist.barrier()
+        return None, True, beats
+
+    def _never_met(self, timeout: float, error: Exception) -> CkptmapError:
+        if self.rank:
+            return ShownElsewhere(RunError.exit_code)
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return RunError(
+            "CKM307",
+            f"the {self.world_size} ranks did not meet within {timeout:g} s: {text[:200]}",
+            "see that every rank starts and reaches MASTER_ADDR, or give a longer --rank-timeout",
+        )
+
+    def gather(self, data: bytes) -> list[bytes]:
+        import torch.distributed as dist
+
+        self._beats.meet()
+        found: list[bytes] = [b""] * self.world_size
+        try:
+            dist.all_gather_object(found, data, group=self._group)
+        except RuntimeError as error:  # gloo's words for a peer that is gone or too late
+            raise Stopped from error
+        return found
+
+    def advance(self, nbytes: int) -> int:
+        self.check()
+        return self._beats.advance(nbytes)
+
+    def check(self) -> None:
+        self._beats.check()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        self._beats.working = True
+        try:
+            yield
+        finally:
+            self._beats.working = False
+
+    def device(self, name: str) -> str:
+        if name != "cuda":
+            return name
+        import torch
+
+        return f"cuda:{self._local_rank % max(1, torch.cuda.device_count())}"
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            with _no_sigterm():
+                verdict = self._lead_failed(error) if self.rank == 0 else self._failed(error)
+            if verdict is not error:
+                raise verdict from error
+            return
+        self._beats.leave("{}")
+        self._beats.hear(self._beats.others if self.rank == 0 else (), GRACE_S)
+        self._beats.close()
+        if self._owned:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+    def _lead_failed(self, error: BaseException) -> BaseException:
+        """Rank 0: hear what the others have to say, and choose what to show."""
+        beats, own = self._beats, _own_words(error)
+        # The others wait for these words, so that torchrun lets this process show the error first.
+        atexit.register(beats.leave, own)
+        beats.fail()
+        beats.hear(beats.others, GRACE_S)
+        words = {0: json.loads(own)} | {r: json.loads(text) for r, text in beats.left.items()}
+        causes = {
+            rank: said
+            for rank, said in sorted(words.items())
+            if said.get("kind") not in (None, "Interrupted")
+        }
+        if causes:
+            rank, said = next(iter(causes.items()))
+            alike = len(causes) == self.world_size and len({s["message"] for s in causes.values()})
+            refused = rank == 0 and isinstance(error, DestinationError)
+            return error if alike == 1 or refused else _error(said, f"[rank {rank}] ")
+        if beats.lost:
+            return _lost(*min(beats.lost.items()))
+        if beats.is_cut_off:
+            return _lost(0, "could not reach the other ranks")
+        interrupted = [said for said in words.values() if said.get("kind")]
+        return error if not isinstance(error, Stopped) else _error(*interrupted[:1] or [{}])
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """Any other rank: tell rank 0, which shows it; rank 1 shows that rank 0 is lost."""
+        beats, own = self._beats, _own_words(error)
+        beats.fail()
+        beats.leave(own)
+        beats.hear((0,), 2 * GRACE_S)
+        if self.rank == 1 and 0 not in beats.left:
+            return _lost(0, beats.lost.get(0, f"gave no sign of life for {beats.timeout:g} s"))
+        return ShownElsewhere(json.loads(own).get("exit", RunError.exit_code))
+
+
+def _own_words(error: BaseException) -> str:
+    """A failure as JSON; `{}` where it is only the answer to another rank's."""
+    if isinstance(error, Stopped):
+        return "{}"
+    if isinstance(error, KeyboardInterrupt):
+        error = Interrupted("CKM307", "interrupted", "run the same command to continue")
+    if not isinstance(error, CkptmapError):
+        text = "".join(traceback.format_exception(error))
+        message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+        hint = f"please report it with this traceback:\n{text}"
+        error = RunError("", message.splitlines()[0], hint)
+    return json.dumps(
+        {
+            "kind": type(error).__name__, "code": error.code, "message": error.message,
+            "hint": error.hint, "exit": error.exit_code,
+        }
+    )  # fmt: skip
+
+
+def _error(said: Mapping[str, str], prefix: str = "") -> CkptmapError:
+    """The error that another rank's words tell of."""
+    kind = getattr(errors, said.get("kind", ""), RunError)
+    message = prefix + said.get("message", "stopped: another rank failed")
+    found: CkptmapError = kind(said.get("code", "CKM307"), message, said.get("hint", ""))
+    return found
+
+
+def _lost(rank: int, how: str) -> RunError:
+    return RunError(
+        "CKM307",
+        f"[rank {rank}] {how}; the destination is as it was",
+        "see to that machine, then run the same command again to continue",
+    )
+
+
+@contextmanager
+def _no_sigterm() -> Iterator[None]:
+    """torchrun ends all ranks when one has failed: first let that failure be told."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

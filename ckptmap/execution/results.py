@@ -1,0 +1,108 @@
+"""What a run has written, slot by slot: numbers in arrays, because there may be millions of them."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import overload
+
+from ckptmap.storage.journal import Written
+
+_ROW = struct.Struct("<IIQI")
+"""A slot as ranks report it: file, slot, digest, CRC-32."""
+
+
+class Hexes(Sequence[str]):
+    """64-bit digests of a file's slots, in hex; "" where none were taken."""
+
+    __slots__ = ("_taken", "values")
+
+    def __init__(self, values: array[int], taken: bool = True) -> None:
+        self.values, self._taken = values, taken
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Hexes: ...
+    def __getitem__(self, index: int | slice) -> str | Hexes:
+        found = self.values[index]
+        if type(found) is int:
+            return f"{found:016x}" if self._taken else ""
+        return Hexes(found, self._taken)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[str]:
+        return map("%016x".__mod__, self.values) if self._taken else repeat("", len(self.values))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hexes) and self.values == other.values
+
+    def __hash__(self) -> int:
+        return hash(self.values.tobytes())
+
+
+@dataclass(frozen=True)
+class Executed:
+    """What was written: `digests[file][slot]` (xxh3, 64 bit, hex; "" where none were asked for)
+    and `crcs[file][slot]` (0 where the container stores none)."""
+
+    digests: Sequence[Sequence[str]]
+    crcs: Sequence[Sequence[int]]
+    written_nbytes: int
+    continued_nbytes: int
+    """Bytes of an earlier run that were read back, found good, and kept."""
+
+
+class Tally:
+    """The slots of some files that are written so far. Not locked: the caller does that."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self._counts = counts
+        self.clear()
+
+    def clear(self) -> None:
+        self._digests = [array("Q", bytes(8 * n)) for n in self._counts]
+        self._crcs = [array("I", bytes(4 * n)) for n in self._counts]
+        self._done = [bytearray(n) for n in self._counts]
+
+    def add(self, written: Sequence[Written]) -> None:
+        if not written:
+            return
+        files, slots, digests, crcs = zip(*written, strict=True)
+        file, first, stop = files[0], slots[0], slots[0] + len(slots)
+        if files.count(file) < len(files) or slots != tuple(range(first, stop)):
+            for one in written:
+                self.add((one,))
+            return
+        numbers = map(int, digests, repeat(16)) if any(digests) else repeat(0, len(slots))
+        self._digests[file][first:stop] = array("Q", numbers)
+        self._crcs[file][first:stop] = array("I", crcs)
+        self._done[file][first:stop] = b"\1" * len(slots)
+
+    def report(self) -> bytes:
+        """What is written, a row a slot."""
+        return b"".join(
+            _ROW.pack(file, slot, self._digests[file][slot], self._crcs[file][slot])
+            for file, done in enumerate(self._done)
+            for slot in range(len(done))
+            if done[slot]
+        )
+
+    def merge(self, report: bytes) -> None:
+        """Add what another rank reports."""
+        for file, slot, digest, crc in _ROW.iter_unpack(report):
+            assert not self._done[file][slot], f"slot {slot} of file {file}: written twice"
+            self._digests[file][slot], self._crcs[file][slot] = digest, crc
+            self._done[file][slot] = 1
+
+    def result(self, digests: bool, written_nbytes: int, continued_nbytes: int) -> Executed:
+        """All of it, when every slot is written."""
+        missing = sum(done.count(0) for done in self._done)
+        assert not missing, f"{missing} slots were not written: the plan does not cover them"
+        hexes = tuple(Hexes(values, digests) for values in self._digests)
+        return Executed(hexes, tuple(self._crcs), written_nbytes, continued_nbytes)

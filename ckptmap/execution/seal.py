@@ -1,0 +1,51 @@
+"""The end of a run: what is not slot data is written, and every file gets its final length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ckptmap.execution.results import Executed
+from ckptmap.planning.steps import FilePlan
+from ckptmap.protocols import OutFile
+from ckptmap.storage.output_files import Outputs
+
+
+def seal(
+    plan: Sequence[FilePlan],
+    outputs: Outputs,
+    done: Executed,
+    manifest: Callable[[Executed], bytes] | None,
+    joined: Sequence[tuple[int, int, int]],
+) -> None:
+    """Write what is not slot data, data files first, and set each file's final length; `joined`
+    are the (file, first, stop) of slots between which it is written already."""
+    data = None
+    if manifest is not None and any(item.out.holds_manifest for item in plan):
+        data = manifest(done)
+    for index, item in enumerate(plan):
+        crcs = done.crcs[index] if item.out.needs_crc else ()
+        end = item.out.nbytes
+        with outputs.file(index) as output:
+            for offset, piece in item.out.seal(crcs, data if item.out.holds_manifest else None):
+                output.write_at(offset, memoryview(piece), direct=False)
+                end = max(end, offset + len(piece))
+            for offset, piece in _apart(item.out, crcs, [u[1:] for u in joined if u[0] == index]):
+                output.write_at(offset, memoryview(piece), direct=False)
+            output.truncate(end)
+
+
+def _apart(
+    out: OutFile, crcs: Sequence[int], joined: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, bytes]]:
+    """What is between slots that were not written together: large ones, those that an earlier run
+    or another rank wrote, and the last and the first of two spans."""
+    if out.between is None:
+        return
+    missing = bytearray(b"\1") * max(0, len(out.slots) - 1)
+    for first, stop in joined:
+        missing[first : stop - 1] = bytes(stop - 1 - first)
+    at = missing.find(1)
+    while at >= 0:
+        slot = out.slots[at]
+        yield slot.offset + slot.nbytes, out.between(at, crcs[at])
+        at = missing.find(1, at + 1)

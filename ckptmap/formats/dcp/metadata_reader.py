@@ -1,0 +1,373 @@
+"""`.metadata` of a DCP directory: a pickle of torch's `Metadata`, as plain records.
+
+    Metadata{state_dict_metadata: {flat key: TensorStorageMetadata{properties, size, chunks}
+                                            | BytesStorageMetadata},
+             planner_data: {flat key: path tuple},
+             storage_data: {MetadataIndex{fqn, offset}: _StorageInfo{relative_path, offset, length}}}
+
+(torch/distributed/checkpoint/metadata.py and filesystem.py, torch 1.13 to 2.13.) torch itself
+reads it with a plain `pickle.load`; here nothing that it names is imported or called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import add
+from typing import Any, NoReturn
+
+from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.state_paths import ListIndex
+from ckptmap.errors import SourceError
+from ckptmap.formats.dcp.entries import Item, Metadata, Offsets, TensorEntry, Whole
+from ckptmap.formats.dcp.metadata_classes import (
+    ALLOW,
+    MARKS,
+    Bytes,
+    ChunkBox,
+    Key,
+    Place,
+    Properties,
+    Root,
+    Tensor,
+)
+from ckptmap.formats.pickle import reader as pickle_read
+from ckptmap.tensors import ITEMSIZE, Opaque, Path, TensorInfo
+
+LONG_NBYTES = 1 << 16
+"""Bytes of a pickle from which making it shorter pays."""
+MAX_DIMS = 64
+MAX_NUMEL = 2**63 - 1
+
+
+def read_metadata(data: bytes, where: str) -> Metadata:
+    """The records of a `.metadata` file. `where` names it in errors.
+
+    Raises SourceError CKM106 for a pickle that is malformed or names what only an attack calls,
+    CKM109 for one that is empty, of another class, or does not hold together.
+    """
+    if not data:
+        raise SourceError(
+            "CKM109",
+            f"{where}: is empty (0 bytes): the save did not finish",
+            "use an earlier checkpoint, or save again",
+        )
+    with paused_gc():
+        found = None
+        if len(data) >= LONG_NBYTES:
+            with suppress(SourceError):  # what is wrong is told of the whole
+                found = _read_short(data, where)
+        return found or _Reader(where).metadata(pickle_read.load(data, where, allow=ALLOW))
+
+
+def _read_short(data: bytes, where: str) -> Metadata | None:
+    """None: it is not as torch writes it."""
+    from ckptmap.formats.dcp.metadata_shortcut import (
+        shortened,  # its expressions take time to compile
+    )
+
+    short = shortened(data)
+    if short is None:
+        return None
+    loaded = pickle_read.load(short.pickle, where, allow=ALLOW, of_nbytes=len(data))
+    reader = _Reader(where)
+    if type(loaded) is not tuple or [*map(type, loaded)][1:] != [tuple] * 4:
+        reader._bad("what is alike, found something else")
+    root, *taken = loaded
+    return reader.metadata(root, short.forms, *taken)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Entries of storage_data in columns: place i is of the fqn, offset and length that it has, and
+    otherwise like (offsets of its chunk, item) number `like[i]` of `forms`."""
+
+    forms: Sequence[tuple[Offsets | None, Item]]
+    like: Sequence[int]
+    fqns: Sequence[str]
+    offsets: Sequence[int]
+    lengths: Sequence[int]
+
+    def items(self) -> dict[tuple[str, Offsets | None], Item]:
+        found = {}
+        for fqn, at, offset, nbytes in zip(
+            self.fqns, self.like, self.offsets, self.lengths, strict=True
+        ):
+            offsets, (file, _, _, transforms) = self.forms[at]
+            found[fqn, offsets] = Item(file, offset, nbytes, transforms)
+        return found
+
+    def whole(self, infos: Mapping[str, TensorInfo]) -> Whole | None:
+        """These tensors, where each has one entry here and is one chunk in it."""
+        at = dict(zip(self.fqns, range(len(self.fqns)), strict=True))
+        if at.keys() != infos.keys() or len(at) != len(self.fqns):
+            return None
+        order = list(map(at.__getitem__, infos))
+        like = [self.like[i] for i in order]
+        for shape, form in {
+            (info.shape, at) for info, at in zip(infos.values(), like, strict=True)
+        }:
+            offsets, item = self.forms[form]
+            if offsets != (0,) * len(shape) or item.transforms:
+                return None
+        files = [item.file for _, item in self.forms]
+        return Whole(
+            list(infos), list(infos.values()), [files[i] for i in like],
+            [self.offsets[i] for i in order], [self.lengths[i] for i in order],
+        )  # fmt: skip
+
+
+def _other_root(root: Any, where: str) -> SourceError:
+    found = root.class_name if isinstance(root, Opaque) else type(root).__name__
+    hint = "expected torch.distributed.checkpoint.metadata.Metadata"
+    if found.startswith("bytecheckpoint."):
+        hint = "ByteCheckpoint is another format; merge it with its own merge_bcp first"
+    return SourceError("CKM109", f"{where}: is a {found}, not DCP metadata", hint)
+
+
+class _Reader:
+    """Checks on the way from what the pickle said to records."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._infos: dict[tuple[Any, ...], TensorInfo] = {}
+        self._cut: dict[Tensor, tuple[TensorInfo, list[tuple[Offsets, Offsets]]]] = {}
+
+    def metadata(self, root: Any, *taken: Sequence[Any]) -> Metadata:
+        """`taken`: what was taken out of the pickle, see `Shortened`: which form each place has,
+        (key, place) of the forms, fqns, offsets, lengths."""
+        if type(root) is not Root:
+            raise _other_root(root, self.where)
+        entries = self._dict(root.state_dict_metadata, "state_dict_metadata")
+        paths = self._paths(root.planner_data, entries)
+        items = self._items(self._dict(root.storage_data, "storage_data"))
+        if taken:
+            rows = self._rows(items, *taken)
+            whole = self._whole(entries, rows)
+            if whole is not None:
+                return Metadata(whole, {}, paths)
+            items = rows.items()
+            if len(items) != len(rows.fqns):
+                self._bad("storage_data, some entry is there twice")
+        tensors: dict[str, TensorEntry] = {}
+        values: dict[str, Item] = {}
+        for key, entry in entries.items():
+            if type(entry) is Tensor:
+                tensors[key] = self._tensor(key, entry, items)
+            elif type(entry) is Bytes:
+                values[key] = self._item_of(items, key, None)
+            else:
+                self._bad(f"entry {key!r}, expected a tensor's or a value's, found {_what(entry)}")
+        return Metadata(tensors, values, paths)
+
+    def _dict(self, value: Any, name: str) -> dict[Any, Any]:
+        if not isinstance(value, dict):
+            self._bad(f"{name}, expected a dict, found {_what(value)}")
+        return value
+
+    def _items(self, storage: dict[Any, Any]) -> dict[tuple[str, Offsets | None], Item]:
+        items: dict[tuple[str, Offsets | None], Item] = {}
+        for key, place in storage.items():
+            if type(key) is not Key or type(place) is not Place:
+                self._bad(f"storage_data, found {_what(key)}: {_what(place)}")
+            fqn, offsets = key.fqn, key.offset
+            if type(fqn) is not str:
+                self._bad(f"storage_data, malformed MetadataIndex of {_what(fqn)}")
+            index = (fqn, None if offsets is None else self._ints(offsets, fqn))
+            if index in items:
+                self._bad(f"storage_data, {fqn!r} at {_what(index[1])} is there twice")
+            items[index] = self._item(fqn, place)
+        return items
+
+    def _rows(
+        self,
+        items: Mapping[tuple[str, Offsets | None], Item],
+        like: Sequence[int],
+        forms: Sequence[Any],
+        fqns: Sequence[Any],
+        offsets: Sequence[Any],
+        lengths: Sequence[Any],
+    ) -> _Rows:
+        """What was taken out, checked, and the items that were not."""
+        keys, places = forms[::2], forms[1::2]
+        kinds = [{*map(type, column)} for column in (keys, places, fqns, offsets, lengths)]
+        if kinds != [{Key}, {Place}, {str}, {int}, {int}] or len(keys) != len(places):
+            self._bad("storage_data, entries that are not alike")
+        read = [
+            (self._ints(key.offset, "a chunk"), self._item("a chunk", place))
+            for key, place in zip(keys, places, strict=True)
+        ]
+        marked = all(
+            (key.fqn, *item[1:3]) == MARKS for key, (_, item) in zip(keys, read, strict=True)
+        )
+        if not marked or any(type(key.index) is not int for key in keys):
+            self._bad("storage_data, entries that are not alike")
+        if {len(fqns), len(offsets), len(lengths)} != {len(like)} or max(like) >= len(read):
+            self._bad("storage_data, columns of different lengths")
+        if min(min(offsets), min(lengths)) < 0 or max(map(add, offsets, lengths)) > MAX_NUMEL:
+            self._bad("storage_data, an impossible range")
+        return _Rows(
+            [*read, *((at, item) for (_, at), item in items.items())],
+            [*like, *range(len(read), len(read) + len(items))],
+            [*fqns, *(fqn for fqn, _ in items)],
+            [*offsets, *(item.offset for item in items.values())],
+            [*lengths, *(item.nbytes for item in items.values())],
+        )
+
+    def _whole(self, entries: Mapping[str, Any], rows: _Rows) -> Whole | None:
+        """The entries, where all are tensors of one chunk."""
+        infos: dict[Any, TensorInfo] = {}
+        for entry in set(entries.values()):  # by identity: many share what built them
+            if type(entry) is not Tensor:
+                return None
+            info, boxes = self._boxes("a tensor", entry)
+            if [sizes for _, sizes in boxes] != [info.shape] or 0 in info.shape:
+                return None
+            if any(boxes[0][0]):
+                return None
+            infos[entry] = info
+        return rows.whole(dict(zip(entries, map(infos.__getitem__, entries.values()), strict=True)))
+
+    def _item(self, fqn: str, place: Place) -> Item:
+        file, offset, nbytes = place.relative_path, place.offset, place.length
+        if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
+            self._bad(f"storage of {fqn!r}, malformed _StorageInfo: {_what(file)}")
+        if offset < 0 or nbytes < 0 or offset + nbytes > MAX_NUMEL:
+            self._bad(f"storage of {fqn!r}, impossible range {_what(offset)}+{_what(nbytes)}")
+        transforms = place.transform_descriptors
+        if not transforms:
+            return Item(file, offset, nbytes)
+        return Item(file, offset, nbytes, tuple(map(str, self._list(transforms, "transforms"))))
+
+    def _item_of(
+        self, items: Mapping[tuple[str, Offsets | None], Item], key: str, offsets: Offsets | None
+    ) -> Item:
+        item = items.get((key, offsets))
+        if item is None:
+            place = "" if offsets is None else f" at {_what(offsets)}"
+            self._bad(f"entry {key!r}{place} has no place in storage_data")
+        return item
+
+    def _tensor(
+        self, key: str, entry: Tensor, items: Mapping[tuple[str, Offsets | None], Item]
+    ) -> TensorEntry:
+        known = self._cut.get(entry)  # by identity: many tensors may share what built them
+        if known is None:
+            known = self._cut[entry] = self._boxes(key, entry)
+        info, boxes = known
+        try:
+            chunks = tuple([(at, sizes, items[key, at]) for at, sizes in boxes])
+        except KeyError:
+            chunks = tuple([(at, sizes, self._item_of(items, key, at)) for at, sizes in boxes])
+        return TensorEntry(info, chunks)
+
+    def _boxes(self, key: str, entry: Tensor) -> tuple[TensorInfo, list[tuple[Offsets, Offsets]]]:
+        info = self._info(key, entry.properties, entry.size)
+        ndim = len(info.shape)
+        boxes = []
+        found = entry.chunks
+        for chunk in found if type(found) is list else self._list(found, f"chunks of {key!r}"):
+            if type(chunk) is not ChunkBox:
+                self._bad(f"chunk of {key!r}, found {_what(chunk)}")
+            offsets, sizes = self._ints(chunk.offsets, key), self._ints(chunk.sizes, key)
+            if len(offsets) != ndim or len(sizes) != ndim:
+                self._bad(f"chunk of {key!r}: {_what(offsets)}+{_what(sizes)} in {info}")
+            boxes.append((offsets, sizes))
+        return info, boxes
+
+    def _info(self, key: str, properties: Any, size: Any) -> TensorInfo:
+        shape = self._ints(size, key)
+        dtype = properties.dtype if type(properties) is Properties else None
+        name = dtype.name if type(dtype) is pickle_read.DType else None
+        info = self._infos.get((name, *shape))
+        if info is not None:
+            return info
+        if name is None or name not in ITEMSIZE:
+            self._bad(f"tensor {key!r}: unknown dtype {_what(dtype)}")
+        numel = 1
+        for n in shape:
+            numel *= n or 1
+        if numel > MAX_NUMEL or len(shape) > MAX_DIMS:
+            self._bad(f"tensor {key!r}: impossible shape {_what(shape)}")
+        return self._infos.setdefault((name, *shape), TensorInfo(shape, name))
+
+    def _ints(self, value: Any, key: str) -> tuple[int, ...]:
+        """A plain tuple: a Size compares equal but is written back as a Size."""
+        if type(value) is tuple:
+            for n in value:
+                if type(n) is not int or n < 0:
+                    break
+            else:
+                return value
+        if isinstance(value, tuple | list):
+            for n in value:
+                if type(n) is not int or n < 0:
+                    break
+            else:
+                return tuple(value)
+        self._bad(f"tensor {key!r}, expected sizes, found {_what(value)}")
+
+    def _list(self, value: Any, name: str) -> list[Any] | tuple[Any, ...]:
+        if not isinstance(value, list | tuple):
+            self._bad(f"{name}, expected a list, found {_what(value)}")
+        return value
+
+    def _paths(self, planner_data: Any, entries: Mapping[str, Any]) -> dict[str, Path]:
+        """None (Megatron, HF storage) leaves every key a path of one segment. An integer counts in
+        a list: torch makes integer keys of dicts strings."""
+        if not ({*map(type, entries)} <= {str} and "".join(entries).isascii()):
+            for key in entries:
+                if not isinstance(key, str) or not _is_text(key):
+                    self._bad(f"state_dict_metadata, expected names, found {_what(key)}")
+        if planner_data is None:
+            return {}
+        if planner_data == dict(zip(entries, zip(entries, strict=True), strict=True)):
+            return {}  # as nearly all are: paths of one segment
+        paths: dict[str, Path] = {}
+        for key, path in self._dict(planner_data, "planner_data").items():
+            if type(key) is not str:
+                self._bad(f"planner_data, expected names, found {_what(key)}")
+            if key not in entries:
+                continue
+            if not isinstance(path, tuple | list) or not path:
+                self._bad(f"planner_data[{key!r}], expected a path, found {_what(path)}")
+            for segment in path:
+                if type(segment) is not int and not (type(segment) is str and _is_text(segment)):
+                    self._bad(f"planner_data[{key!r}], a segment is {_what(segment)}")
+            paths[key] = tuple(ListIndex(s) if type(s) is int else s for s in path)
+        self._check_distinct(paths)
+        return paths
+
+    def _check_distinct(self, paths: Mapping[str, Path]) -> None:
+        if len(set(paths.values())) == len(paths):
+            return
+        home: dict[Path, str] = {}
+        for key, path in paths.items():
+            other = home.setdefault(path, key)
+            if other != key:
+                self._bad(f"planner_data, {other!r} and {key!r} have one path {_what(path)}")
+
+    def _bad(self, what: str) -> NoReturn:
+        raise SourceError(
+            "CKM109",
+            f"{self.where}: bad DCP metadata: {what}",
+            "the save is damaged, or of a torch that ckptmap does not know",
+        )
+
+
+def _is_text(name: str) -> bool:
+    """No lone surrogates: those can be neither printed nor written."""
+    return name.isascii() or not any(0xD800 <= ord(char) < 0xE000 for char in name)
+
+
+def _what(value: object) -> str:
+    """A short name or text of a value; never fails, whatever a pickle made it."""
+    if isinstance(value, Opaque):
+        return value.class_name[:80]
+    if not isinstance(value, str | int | tuple | type(None)):
+        return type(value).__name__
+    try:
+        return repr(value)[:80]
+    except (ValueError, RecursionError):  # an integer of more digits than Python prints
+        return type(value).__name__

@@ -1,0 +1,181 @@
+"""`.metadata` as torch pickles it, made shorter before it is read: no object for each of 100,000
+tensors that are alike, nor for where each of their chunks lies.
+
+    state_dict_metadata   NAME body NAME body ...       an equal body is not built again: a reference
+                          NAME body NAME get  ...       to what the first one built takes its place
+    storage_data          key{fqn} place{offset, length}    taken out; one of each form is built, and
+                                                        beside it three tuples: fqns, offsets, lengths
+
+All of it is still read by the restricted unpickler, which resolves every reference and number.
+Memo numbers are implicit in these pickles (protocol 4 and later): what is taken out leaves as many
+slots, filled with what no reader takes for a name, a size or a class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptmap.formats.dcp.metadata_classes import MARKS
+from ckptmap.formats.pickle.template import opcodes
+
+BATCH_NBYTES = 1 << 18
+"""Of entries at a time: what is made of them stays in the cache."""
+LOOK_NBYTES = 1 << 20
+"""How far the next entry may be."""
+
+_TEXT = 0x8C
+_GET = rb"(?:h.|j....)"
+_INT = rb"(?:K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8})"
+_NAME = rb"\x8c.[^\x94]{0,255}"
+_SIZE = rb"%s(?:\)|(?:%s{1,3}[\x85-\x87]|\(%s{4,}t)\x94)\x85\x94R\x94" % (_GET, _INT, _INT)
+_NEW = rb"%s\)\x81\x94" % _GET
+_STATE = rb"%s}\x94\(" % _NEW
+_PROPERTIES = rb"%s\(%s%s[\x88\x89]%s[\x88\x89]t\x94b" % (_NEW, _GET, _GET, _GET)
+_CHUNK = rb"%s%s%s%s%sub" % (_STATE, _GET, _SIZE, _GET, _SIZE)
+_CHUNKS = rb"%s\]\x94(?:%sa|\((?:%s)+e)" % (_GET, _CHUNK, _CHUNK)
+_TENSOR = rb"%s%s%s%s%s%sub" % (_STATE, _GET, _PROPERTIES, _GET, _SIZE, _CHUNKS)
+
+_TENSOR_ENTRY = re.compile(rb"((?:u\()?(%s)\x94(%s))" % (_NAME, _TENSOR), re.DOTALL)
+"""Whole, name, body."""
+_PLACE_ENTRY = re.compile(
+    rb"((?:u\()?(%s%s)(%s\x94|%s)(%s%s%s%sub%s%s%s%s)(%s)(%s)(%s)((?:%sN)?ub))"
+    % (_STATE, _GET, _NAME, _GET, _GET, _INT, _GET, _SIZE, _STATE, _GET, _GET, _GET, _INT, _GET, _INT, _GET),
+    re.DOTALL,
+)  # fmt: skip
+"""Whole; key up to the fqn; fqn; from there to the offset; offset; up to the length; length; rest."""
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """`pickle` holds a tuple: the metadata; (key, place) of each form one behind the other, with
+    `MARKS`; fqns, offsets and lengths of the places that were taken out, of which place i has the
+    form `forms[i]`."""
+
+    pickle: bytes
+    forms: list[int]
+
+
+def shortened(data: bytes) -> Shortened | None:
+    """None: it is not as torch writes it, or holds nothing that is there twice."""
+    text = _unframed(data)
+    if text is None:
+        return None
+    out = [data[:2], b"("]
+    at = _share(text, out)
+    if at is None:
+        return None
+    places = _Places()
+    at = places.take(text, at, out)
+    if at is None or not places.forms or text[-1:] != b".":
+        return None
+    out += (text[at:-1], b"(", *places.samples, b"t")
+    for column in (places.fqns, places.offsets, places.lengths):
+        out += (b"(", *column, b"t")
+    return Shortened(b"".join((*out, b"t.")), places.forms)
+
+
+def _unframed(data: bytes) -> bytes | None:
+    """The opcodes without the frames that they come in, and without the first; None: there is
+    something outside of frames."""
+    parts, at = [], 2
+    while at < len(data):
+        start = at + 9
+        at = start + int.from_bytes(data[at + 1 : start], "little")
+        if data[start - 9] != 0x95 or at > len(data):
+            return None
+        parts.append(data[start:at])
+    return b"".join(parts) if data[:2] in (b"\x80\x04", b"\x80\x05") else None
+
+
+def _runs(
+    pattern: re.Pattern[bytes], text: bytes, at: int
+) -> Iterator[tuple[int, int, list[tuple[bytes, ...]]]]:
+    """(start, end, entries) of entries that lie one behind the other."""
+    while first := pattern.search(text, at, at + LOOK_NBYTES):
+        start = at = first.start()
+        entries = pattern.findall(text, start, max(first.end(), start + BATCH_NBYTES))
+        run = b"".join([entry[0] for entry in entries])
+        if text.startswith(run, at):
+            at += len(run)
+        else:
+            for count, entry in enumerate(entries):
+                if not text.startswith(entry[0], at):
+                    del entries[count:]
+                    break
+                at += len(entry[0])
+        yield start, at, entries
+
+
+def _share(text: bytes, out: list[bytes]) -> int | None:
+    """Put out the tensors, bodies that are there twice by reference; how far `text` is read. None:
+    what was taken for a name is none."""
+    at = memo = 0
+    known: dict[bytes, tuple[bytes, int]] = {}
+    for start, end, entries in _runs(_TENSOR_ENTRY, text, at):
+        memo += _memos(text[at:start])
+        out.append(text[at:start])
+        at = end
+        for whole, name, body in entries:
+            if name[1] != len(name) - 2:
+                return None
+            shared = known.get(body)
+            if shared is not None:
+                out += (name, shared[0])
+                memo += shared[1]
+                continue
+            count = 1 + _memos(body)
+            get = b"j" + (memo + 1).to_bytes(4, "little")
+            known[body] = b"\x94" + get + b"\x94" * (count - 1), count
+            out.append(whole)
+            memo += count
+    return at
+
+
+def _memos(piece: bytes) -> int:
+    """How many opcodes of it take a memo slot."""
+    return sum(1 for at, _ in opcodes(piece) if piece[at] == 0x94)
+
+
+class _Places:
+    """Entries of storage_data, in columns of opcodes."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[bytes, ...], int] = {}
+        self._memos: list[int] = []
+        self.forms: list[int] = []
+        self.samples: list[bytes] = []
+        self.fqns: list[bytes] = []
+        self.offsets: list[bytes] = []
+        self.lengths: list[bytes] = []
+
+    def take(self, text: bytes, at: int, out: list[bytes]) -> int | None:
+        """Put out what is not taken; how far `text` is read, None as `_share` does."""
+        for start, end, entries in _runs(
+            _PLACE_ENTRY, text, max(at, text.find(b"storage_data", at))
+        ):
+            out.append(text[at:start])
+            _, heads, fqns, middles, offsets, links, lengths, tails = zip(*entries, strict=True)
+            found = list(zip(heads, middles, links, tails, strict=True))
+            for form in set(found).difference(self._numbers):
+                self._add(form)
+            numbers = list(map(self._numbers.__getitem__, found))
+            self.forms += numbers
+            self.fqns += fqns
+            self.offsets += offsets
+            self.lengths += lengths
+            texts = [fqn for fqn in fqns if fqn[0] == _TEXT]
+            if any(fqn[1] != len(fqn) - 3 for fqn in texts):
+                return None
+            memos = len(texts) + sum(map(self._memos.__getitem__, numbers))
+            out.append(b"N" + b"\x94" * memos + b"0")
+            at = end
+        return at
+
+    def _add(self, form: tuple[bytes, ...]) -> None:
+        head, middle, link, tail = form
+        self._numbers[form] = len(self._memos)
+        self._memos.append(sum(map(_memos, form)))
+        fqn, offset, length = [b"K%c" % mark for mark in MARKS]
+        self.samples.append(b"".join((head, fqn, middle, offset, link, length, tail)))

@@ -1,0 +1,365 @@
+"""DCP directories (`torch.distributed.checkpoint.save`): `.metadata` and `__R_I.distcp` files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import add
+from pathlib import Path as FilePath
+from typing import Any
+
+from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.row_chunks import Rows
+from ckptmap.core.state_tree import flatten, holds_tensor
+from ckptmap.core.tensor_columns import Extents, Located
+from ckptmap.errors import SourceError
+from ckptmap.formats.dcp.entries import Item, Metadata, TensorEntry, Whole
+from ckptmap.formats.dcp.items import PLAIN_OVERHEAD, Items
+from ckptmap.formats.dcp.metadata_reader import read_metadata
+from ckptmap.protocols import Place
+from ckptmap.storage.files import whole
+from ckptmap.storage.safe_names import inside
+from ckptmap.tensors import (
+    Box,
+    Chunk,
+    Cut,
+    Extent,
+    Index,
+    Leaf,
+    Opaque,
+    Path,
+    Places,
+    Region,
+    StoredTensor,
+    TensorInfo,
+    as_inert,
+)
+
+METADATA = ".metadata"
+RECORD_SUFFIX = ".__ckptmap__"
+"""`P.__ckptmap__` is ckptmap's encoding record of tensor P, not a value of the state dict."""
+
+SIDE_FILE = re.compile(r"[^.].*\.(pt|pth|bin|pkl|ckpt|safetensors)")
+"""What a training loop may have put beside the shards (a scheduler, random states): nothing says
+what it is."""
+RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
+MAX_METADATA_NBYTES = 1 << 30
+SMALL_NBYTES = 16 << 10
+"""A subclass of a tensor this small may be as long as a plain one."""
+MAX_SAMPLES = 32
+
+
+class Dcp:
+    """Reads a DCP directory; tensors stay where they are until their chunks are asked for."""
+
+    name = "dcp"
+
+    def claims(self, place: Place) -> bool:
+        """`.metadata` is written last, so it is there in a complete save and in no other."""
+        return place.is_dir and METADATA in place.names
+
+    def index(self, place: Place) -> Index:
+        """Raises SourceError: CKM104, 105, 106, 109, 112 (shapes), 115 (records), 116."""
+        root = str(FilePath(place.path).absolute())
+        where = str(FilePath(root) / METADATA)
+        with paused_gc():
+            metadata = read_metadata(_metadata_bytes(root, place.names), where)
+            files = _data_files(root, metadata, where)
+            leaves, records = _Leaves(files, where).read(metadata)
+        used = {FilePath(file).name for file in files.values()}
+        return Index(
+            self.name,
+            leaves,
+            (*files.values(), where),
+            records=records,
+            world=_world(used),
+            notes=_notes(place.names, used),
+            left=tuple(filter(SIDE_FILE.fullmatch, place.names)),
+            listed=_by_first_rank,
+        )
+
+
+FIRST_RANK = "__0_"
+"""How the names of what rank 0 writes begin: torch/distributed/checkpoint/filesystem.py."""
+
+
+def _by_first_rank(stored: StoredTensor) -> bool:
+    """Did rank 0 write a part of it? The metadata list first what rank 0 wrote, in the order of its
+    dict, then what only others did, who were given replicated tensors by their size."""
+    return any(FilePath(chunk.region.file).name.startswith(FIRST_RANK) for chunk in stored.chunks)
+
+
+def _metadata_bytes(root: str, names: Sequence[str]) -> bytes:
+    if METADATA not in names:
+        why = "the save died before it finished" if ".metadata.tmp" in names else "not there"
+        raise SourceError(
+            "CKM109", f"{root}: no {METADATA}: {why}", "use an earlier checkpoint, or save again"
+        )
+    path = FilePath(root) / METADATA
+    try:
+        nbytes = path.stat().st_size
+        if nbytes > MAX_METADATA_NBYTES:
+            raise SourceError(
+                "CKM109",
+                f"{path}: {nbytes} bytes, expected at most {MAX_METADATA_NBYTES}",
+                "this is no DCP metadata",
+            )
+        return whole(path).read_bytes()
+    except OSError as error:
+        raise SourceError(
+            "CKM101", f"{path}: cannot be read: {error.strerror}", "check its permissions"
+        ) from error
+
+
+def _data_files(root: str, metadata: Metadata, where: str) -> dict[str, str]:
+    """Relative name -> path of every data file, in natural order of first use; sizes checked."""
+    files = {}
+    for name, end in _ends(metadata, where).items():
+        path = inside(root, name, where)
+        if not os.path.isfile(path):
+            raise SourceError(
+                "CKM109",
+                f"{where}: data file {name!r} is named but not there",
+                "copy the files of all ranks into one directory",
+            )
+        nbytes = os.stat(path).st_size
+        if end > nbytes:
+            raise SourceError(
+                "CKM104",
+                f"{path}: truncated, expected {end} bytes or more, found {nbytes}",
+                "copy it again, or save again",
+            )
+        files[name] = path
+    return files
+
+
+def _ends(metadata: Metadata, where: str) -> dict[str, int]:
+    """How far each data file is used."""
+    ends: dict[str, int] = {}
+    tensors = metadata.tensors
+    if isinstance(tensors, Whole):
+        for file, end in zip(
+            tensors.files, map(add, tensors.offsets, tensors.lengths), strict=True
+        ):
+            if end > ends.get(file, -1):
+                ends[file] = end
+        return ends
+    for entry in tensors.values():
+        for _, _, item in entry.chunks:
+            _reach(ends, item, where)
+    for item in metadata.values.values():
+        _reach(ends, item, where)
+    return ends
+
+
+def _reach(ends: dict[str, int], item: Item, where: str) -> None:
+    if item.transforms:
+        raise SourceError(
+            "CKM109",
+            f"{where}: data in {item.file!r} went through {', '.join(item.transforms)}",
+            "ckptmap reads plain items only; save without _extensions",
+        )
+    end = item.offset + item.nbytes
+    if end > ends.get(item.file, -1):
+        ends[item.file] = end
+
+
+def _world(used: set[str]) -> int:
+    """Ranks are counted from the data files; a rank that wrote nothing at the end is not seen."""
+    ranks = [int(match[1]) for match in map(RANK_FILE.fullmatch, used) if match]
+    return 1 + max(ranks, default=0)
+
+
+def _notes(names: Sequence[str], used: set[str]) -> tuple[str, ...]:
+    stale = [name for name in names if name.endswith(".distcp") and name not in used]
+    if not stale:
+        return ()
+    more = f" and {len(stale) - 1} more" if len(stale) > 1 else ""
+    return (f"left aside, of an earlier save into this directory: {stale[0]}{more}",)
+
+
+class _Leaves:
+    """Turns metadata entries into leaves; reads the few items that must be known at open."""
+
+    def __init__(self, files: Mapping[str, str], where: str) -> None:
+        self._files = files
+        self._where = where
+        self._items = Items()
+
+    def read(self, metadata: Metadata) -> tuple[Mapping[Path, Leaf], dict[str, Mapping[str, Any]]]:
+        run = None if metadata.values or metadata.paths else Whole.of(metadata.tensors)
+        if run is not None and self._is_plain(metadata, run):
+            return Extents(run.names, run.infos, _Places(self, run)), {}
+        leaves: dict[Path, Leaf] = {}
+        records: dict[str, Mapping[str, Any]] = {}
+        unusual = {key for key, entry in metadata.tensors.items() if _is_unusual(entry)}
+        cuts = self._cuts(metadata, unusual | _samples(metadata))
+        if cuts:  # then small ones may be subclasses too, and their sizes do not tell
+            small = {k for k, e in metadata.tensors.items() if _is_small(e)} - unusual
+            cuts |= self._cuts(metadata, small)
+        for key, entry in metadata.tensors.items():
+            leaf = (cuts and cuts.get(key)) or _DcpTensor(self, key, entry)
+            leaves[metadata.path(key)] = leaf
+        for key, item in metadata.values.items():
+            value = self._items.value(self._files[item.file], item, key)
+            if key.endswith(RECORD_SUFFIX):
+                records[key.removesuffix(RECORD_SUFFIX)] = _record(value, key)
+            elif holds_tensor(value):  # a dict that flatten_state_dict=False has left whole
+                path = metadata.path(key)
+                inner = flatten(value, f"{self._where}: {key!r}", item.nbytes)
+                leaves.update({(*path, *below): leaf for below, leaf in inner.items()})
+            else:
+                leaves[metadata.path(key)] = value
+        return leaves, records
+
+    def _is_plain(self, metadata: Metadata, run: Whole) -> bool:
+        """Are the items of these plain tensors, by their sizes and by a look at a few?"""
+        pairs = list(zip(map(id, run.infos), run.lengths, strict=True))
+        first = dict(zip(reversed(pairs), range(len(pairs) - 1, -1, -1), strict=True))
+        samples: set[str] = set()
+        for index in sorted(first.values()):
+            nbytes = run.lengths[index]
+            if nbytes - run.infos[index].nbytes not in PLAIN_OVERHEAD:
+                return False
+            if nbytes < SMALL_NBYTES and len(samples) < MAX_SAMPLES:
+                samples.add(run.names[index])
+        return not self._cuts(metadata, samples)
+
+    def _cuts(self, metadata: Metadata, keys: set[str]) -> dict[str, Cut]:
+        """Those of the tensors whose items hold subclass objects."""
+        cuts = {}
+        for key in keys:
+            entry = metadata.tensors[key]
+            if all(
+                self._items.is_plain(
+                    self._files[i.file], i, key, TensorInfo(sizes, entry.info.dtype)
+                )
+                for _, sizes, i in entry.chunks
+            ):
+                continue
+            values = [self._items.value(self._files[i.file], i, key) for _, _, i in entry.chunks]
+            if any(isinstance(value, Opaque) for value in values):
+                boxes = [Box(offsets, sizes) for offsets, sizes, _ in entry.chunks]
+                inert = map(as_inert, values)  # a rank may hold a plain tensor where others do not
+                cuts[key] = Cut(entry.info, tuple(zip(boxes, inert, strict=True)))
+        return cuts
+
+    def place(self, key: str, info: TensorInfo, item: Item) -> Places:
+        """The bytes of a tensor that is one chunk."""
+        file = self._files[item.file]
+        region, crc32 = self._items.region(file, item, key, info.dtype, info.shape)
+        if region.is_contiguous:
+            return Extent(file, region.offset, crc32)
+        return (Chunk(Box.whole(info.shape), region, crc32),)
+
+    def places(self, key: str, entry: TensorEntry) -> Places:
+        """Every chunk's bytes, item by item compared with what `.metadata` says of it."""
+        from ckptmap.core.tiling import prove_tiling
+
+        info = entry.info
+        wrong = prove_tiling(
+            info.shape, [Box(offsets, sizes) for offsets, sizes, _ in entry.chunks]
+        )
+        if wrong is not None:
+            raise SourceError(
+                "CKM112",
+                f"{self._where}: tensor {key!r}: {wrong}, expected to fill {info}",
+                "a rank's part is missing; save it again",
+            )
+        held = [chunk for chunk in entry.chunks if 0 not in chunk[1]]
+        parts = [(self._files[item.file], item, sizes) for _, sizes, item in held]
+        found = self._items.regions(parts, key, info.dtype)
+        chunks = [
+            Chunk(Box(offsets, sizes), *place)
+            for (offsets, sizes, _), place in zip(held, found, strict=True)
+        ]
+        if not chunks and entry.chunks:  # an empty tensor: one chunk of no bytes
+            offsets, sizes, item = entry.chunks[0]
+            file = self._files[item.file]
+            region = Region.contiguous(file, item.offset, sizes, info.itemsize)
+            chunks.append(Chunk(Box(offsets, sizes), region))
+        return Rows.of(info, chunks) or chunks
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where tensors of one chunk lie: each item has to be looked at for that."""
+
+    leaves: _Leaves
+    run: Whole
+
+    def one(self, index: int) -> Places:
+        run = self.run
+        return self.leaves.place(run.names[index], run.infos[index], run.item(index))
+
+    def all(self) -> Located | None:
+        found = list(map(self.one, range(len(self.run))))
+        places = [place for place in found if isinstance(place, Extent)]
+        return Located.of(places) if len(places) == len(found) else None
+
+
+class _DcpTensor(StoredTensor):
+    """A tensor that finds its bytes when asked: its items have to be looked at for that. Of one
+    chunk only the item is kept: there may be 100,000."""
+
+    __slots__ = ("_entry", "_key", "_leaves")
+
+    def __init__(self, leaves: _Leaves, key: str, entry: TensorEntry) -> None:
+        super().__init__(entry.info, ())
+        self._place: Any = None
+        self._leaves, self._key = leaves, key
+        self._entry: TensorEntry | Item | None = entry
+        if len(entry.chunks) == 1:
+            offsets, sizes, item = entry.chunks[0]
+            if sizes == entry.info.shape and not any(offsets) and 0 not in sizes:
+                self._entry = item
+
+    @property
+    def place(self) -> Places:
+        place: Places | None = self._place
+        if place is None:
+            entry = self._entry
+            if type(entry) is Item:
+                place = self._leaves.place(self._key, self.info, entry)
+            else:
+                place = self._leaves.places(self._key, entry)  # type: ignore[arg-type]
+            self._place, self._entry = place, None
+        return place
+
+
+def _is_unusual(entry: TensorEntry) -> bool:
+    """Is some item not as long as a plain tensor of that box would be?"""
+    itemsize = entry.info.itemsize
+    for _, sizes, item in entry.chunks:
+        if item.nbytes - itemsize * prod(sizes) not in PLAIN_OVERHEAD:
+            return True
+    return False
+
+
+def _is_small(entry: TensorEntry) -> bool:
+    return any(item.nbytes < SMALL_NBYTES for _, _, item in entry.chunks)
+
+
+def _samples(metadata: Metadata) -> set[str]:
+    """One small tensor of each of the first few kinds: if all subclasses are small, one of these
+    gives them away."""
+    kinds: dict[tuple[TensorInfo, int], str] = {}
+    for key, entry in metadata.tensors.items():
+        if entry.chunks and entry.chunks[0][2].nbytes < SMALL_NBYTES:
+            kinds.setdefault((entry.info, entry.chunks[0][2].nbytes), key)
+            if len(kinds) == MAX_SAMPLES:
+                break
+    return set(kinds.values())
+
+
+def _record(value: Any, key: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise SourceError(
+            "CKM115",
+            f"{key}: the encoding record, expected a dict, found {type(value).__name__}",
+            "convert the original again",
+        )
+    return value

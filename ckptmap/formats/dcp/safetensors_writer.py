@@ -1,0 +1,91 @@
+"""Writes DCP in safetensors form, as torch's HuggingFaceStorageWriter does with save_distributed.
+
+    rank R's boxes -> shard-(R+1)-model-00001-of-00001.safetensors
+    `__metadata__`: {"DCP_SHARDING_INFO": json {fqn: {"saved_offsets": [...]}}, "DCP_VERSION": "1.0"}
+
+`dcp.load(..., storage_reader=HuggingFaceStorageReader(path))` reads it at any world size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ckptmap.core.gc_pause import paused_gc
+from ckptmap.errors import PlanError
+from ckptmap.formats.safetensors.file import RECORDS
+from ckptmap.formats.safetensors.header import emit
+from ckptmap.protocols import OutFile, OutState, OutTensor, Setup, Slot
+from ckptmap.tensors import Box, TensorInfo
+
+SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+
+DCP_HF = Setup(
+    "dcp-hf",
+    layout="shard0",
+    writer="dcp-hf",
+    sharded=True,
+    holds_extra=False,
+    live="FSDP2",
+    summary="DCP in safetensors form: one file of shards a rank, as HuggingFaceStorageWriter saves",
+)
+
+Entry = tuple[str, OutTensor, Box]
+
+
+class DcpHfWriter:
+    """One file a rank that has chunks; keys are path segments joined with dots.
+
+    Tied tensors are stored under both names, as DCP does. Records go into the first file.
+    """
+
+    name = "dcp-hf"
+    one_file = False
+    shares_storage = False
+
+    def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        """Raises PlanError CKM114 for two tensors of one key, CKM203 for a dtype safetensors has
+        not."""
+        assert not state.extra, "safetensors has no place for what is not a tensor"
+        with paused_gc():
+            ranks = _by_rank(state.tensors)
+            return [
+                _file(rank, ranks[rank], state.records if i == 0 else {})
+                for i, rank in enumerate(sorted(ranks))
+            ]
+
+
+def _by_rank(tensors: Sequence[OutTensor]) -> dict[int, list[Entry]]:
+    ranks: dict[int, list[Entry]] = {}
+    seen: set[str] = set()
+    for tensor in tensors:
+        key = ".".join(map(str, tensor.path))
+        if key in seen:
+            raise PlanError("CKM114", f"two tensors would be written as {key!r}", "drop one")
+        seen.add(key)
+        for rank, box in tensor.chunks:
+            ranks.setdefault(rank, []).append((key, tensor, box))
+    return ranks
+
+
+def _file(rank: int, entries: list[Entry], records: Mapping[str, Mapping[str, Any]]) -> OutFile:
+    """Largest element size first, so that every tensor is aligned for who maps the file."""
+    entries = sorted(entries, key=lambda entry: -entry[1].info.itemsize)
+    sharding = {key: {OFFSETS: list(box.offsets)} for key, _, box in entries}
+    metadata = {SHARDING: json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt"}
+    if records:
+        metadata[RECORDS] = json.dumps(records, sort_keys=True, separators=(",", ":"))
+    infos = [(key, TensorInfo(box.sizes, tensor.info.dtype)) for key, tensor, box in entries]
+    header = emit(infos, metadata)
+    slots = []
+    offset = len(header)
+    for (_, tensor, box), (_, info) in zip(entries, infos, strict=True):
+        slots.append(Slot(tensor.path, box, offset, info.nbytes))
+        offset += info.nbytes
+    name = f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+    return OutFile(name, offset, slots, _sealed(header))
+
+
+def _sealed(start: bytes) -> Callable[[Sequence[int], bytes | None], Iterable[tuple[int, bytes]]]:
+    return lambda crcs, manifest: ((0, start),)

@@ -1,0 +1,55 @@
+"""What `accelerator.save_state()` leaves: FSDP sharded, full and local, DDP, one process.
+
+    pytorch_model_fsdp_0/ optimizer_0/                FSDP, SHARDED_STATE_DICT (DCP)
+    pytorch_model_fsdp_0_rankR.bin optimizer_0_rankR.bin    the same with use_dcp=False
+    pytorch_model_fsdp_rankR.bin optimizer_0/         FSDP1, LOCAL_STATE_DICT
+    pytorch_model_fsdp.bin optimizer.bin              FSDP, FULL_STATE_DICT
+    model.safetensors | pytorch_model.bin, optimizer.bin    DDP, one process
+    scheduler.bin sampler.bin scaler.pt custom_checkpoint_I.pkl random_states_R.pkl    beside each
+
+Source: accelerate 1.15, accelerator.py `save_state`, checkpointing.py, utils/fsdp_utils.py.
+"""
+
+from __future__ import annotations
+
+import re
+from shlex import quote
+
+from ckptmap.errors import SourceError
+from ckptmap.formats.frameworks import names as parts
+from ckptmap.protocols import Members, Place
+
+_MARK = re.compile(r"random_states_\d+\.pkl|optimizer(_\d+)?\.bin|pytorch_model_fsdp.*")
+_EXTRA = re.compile(
+    r"optimizer_[1-9]\d*\.bin|scheduler(_\d+)?\.bin|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin"
+    r"|scaler\.pt|custom_checkpoint_\d+\.pkl"
+)
+_RNG = re.compile(r"random_states_(\d+)\.pkl")
+
+
+class Accelerate:
+    """One model and its optimizer; a second optimizer, schedulers and so on are extra values."""
+
+    name = "accelerate"
+
+    def claims(self, place: Place) -> bool:
+        """Weights under one of accelerate's names, and a name that nobody else gives."""
+        if not place.is_dir or "trainer_state.json" in place.names:
+            return False
+        return bool(parts.matching(_MARK, place)) and bool(parts.weights(place))
+
+    def members(self, place: Place) -> Members:
+        """Raises SourceError CKM205 where several models were saved together."""
+        several = parts.matching(parts.SECOND_MODEL, place)
+        if several:
+            raise SourceError(
+                "CKM205",
+                f"{place.path}: several models were saved together, also {several[0]}",
+                f"open one of them by itself: {quote(f'{place.path}/{several[0]}')}",
+            )
+        models, optimizers = parts.weights(place), parts.optimizers(place)
+        return Members(
+            (*models, *optimizers, *parts.extras(place, _EXTRA)),
+            left=parts.matching(_RNG, place),
+            world=parts.world_of(place, _RNG),
+        )

@@ -1,0 +1,238 @@
+"""Directories that frameworks resume from, written: parts placed by the writers of their formats.
+
+    accelerate                                  trainer
+      pytorch_model_fsdp_0/  DCP {"model"}        model.safetensors (shards and index)
+      optimizer_0/           DCP {"optimizer"}    optimizer.pt      keyed by index
+      scheduler.bin  scaler.pt  ...               scheduler.pt  trainer_state.json  config.json ...
+
+With `accelerate-full` the first two are files, `pytorch_model_fsdp.bin` and `optimizer.bin`.
+`accelerator.load_state` takes the first under FSDP1 or FSDP2 with SHARDED_STATE_DICT, at any world
+size; `Trainer.train(resume_from_checkpoint=...)` the second, in one process or under DDP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
+from typing import Any
+
+from ckptmap import registry
+from ckptmap.core.state_tree import nest
+from ckptmap.errors import PlanError
+from ckptmap.formats.frameworks.extra_files import STATE, AccelerateFiling, TrainerFiling
+from ckptmap.protocols import CarriedFile, Carrier, Filing, OutFile, OutState, OutTensor, Setup
+from ckptmap.sharding.parameter_order import decay_groups
+from ckptmap.tensors import Box, Path, TensorInfo
+
+MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
+NEW_RUN: Mapping[str, Any] = {"epoch": 0.0, "global_step": 0, "max_steps": 0, "log_history": []}
+"""What Trainer needs to find, where the source is of no Trainer: it starts with step 0."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What goes where: `at` is a directory (ends in a slash), or the name of the one file.
+    `root` is the path inside."""
+
+    role: str
+    writer: str
+    at: str
+    root: Path = ()
+
+
+class HfCarrier:
+    """The carrier of the `hf` setup, found when it is first asked."""
+
+    def ties(self, *args: Any) -> Mapping[str, str]:
+        return _hf_carrier().ties(*args)
+
+    def files(self, *args: Any) -> tuple[Mapping[str, CarriedFile], list[str]]:
+        return _hf_carrier().files(*args)
+
+    def stem(self, carried: Mapping[str, CarriedFile]) -> None:
+        """A framework's directory has its own names."""
+
+
+def _hf_carrier() -> Carrier:
+    found = next(setup.carrier for setup in registry.setups() if setup.name == "hf")
+    assert found is not None
+    return found
+
+
+ACCELERATE = Setup(
+    "accelerate",
+    layout="shard0",
+    writer="accelerate",
+    sharded=True,
+    rooted=True,
+    dense=True,
+    filing=AccelerateFiling(),
+    live="FSDP2",
+    summary="directory for accelerator.load_state under FSDP, SHARDED_STATE_DICT",
+)
+ACCELERATE_FULL = Setup(
+    "accelerate-full",
+    layout="full",
+    writer="accelerate-full",
+    rooted=True,
+    dense=True,
+    filing=AccelerateFiling(),
+    optimizer_keys="fqn",
+    live="plain",
+    summary="directory for accelerator.load_state under FSDP, FULL_STATE_DICT",
+)
+
+
+class DecayGroups:
+    """Trainer's two groups of parameters: those that decay, and norms and biases."""
+
+    def groups(self, config: FilePath, infos: Mapping[str, TensorInfo]) -> list[list[str]] | None:
+        return decay_groups(config, infos)
+
+
+TRAINER = Setup(
+    "trainer",
+    layout="full",
+    writer="trainer",
+    carrier=HfCarrier(),
+    rooted=True,
+    dense=True,
+    filing=TrainerFiling(),
+    optimizer_keys="index",
+    grouping=DecayGroups(),
+    live="plain",
+    summary="directory for Trainer.train(resume_from_checkpoint=...), one process or DDP",
+)
+
+
+class _DirectoryWriter:
+    """Splits a state by role and hands each part to the writer of its format."""
+
+    name: str
+    one_file = False
+    shares_storage = False
+    model: _Part
+    optimizer: _Part
+    filing: Filing
+
+    def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        """The parts' files, below one another. Raises what the parts' writers raise."""
+        roles: dict[str, list[OutTensor]] = {MODEL: [], OPTIMIZER: [], EXTRA: []}
+        for tensor in state.tensors:
+            roles[str(tensor.path[0])].append(tensor)
+        made = _placed(self.model, state, roles[MODEL], {})
+        plain = {path[1:]: value for path, value in state.extra.items() if path[0] == OPTIMIZER}
+        if roles[OPTIMIZER] or plain:
+            made += _placed(self.optimizer, state, roles[OPTIMIZER], plain)
+        paths = (*(tensor.path for tensor in roles[EXTRA]), *state.extra)
+        for key in dict.fromkeys(path[1] for path in paths if path[0] == EXTRA):
+            tensors = [tensor for tensor in roles[EXTRA] if tensor.path[1] == key]
+            values = {p[2:]: value for p, value in state.extra.items() if p[:2] == (EXTRA, key)}
+            made += _extra(str(key), self.filing.file_of(str(key)), state, tensors, values)
+        return made
+
+
+class AccelerateWriter(_DirectoryWriter):
+    """As `save_state` leaves it under FSDP with SHARDED_STATE_DICT."""
+
+    name = "accelerate"
+    model = _Part(MODEL, "dcp", "pytorch_model_fsdp_0/", (MODEL,))
+    optimizer = _Part(OPTIMIZER, "dcp", "optimizer_0/", (OPTIMIZER,))
+    filing = AccelerateFiling()
+
+
+class AccelerateFullWriter(_DirectoryWriter):
+    """As `save_state` leaves it under FSDP with FULL_STATE_DICT."""
+
+    name = "accelerate-full"
+    model = _Part(MODEL, "torch-zip", "pytorch_model_fsdp.bin")
+    optimizer = _Part(OPTIMIZER, "torch-zip", "optimizer.bin")
+    filing = AccelerateFiling()
+
+
+class TrainerWriter(_DirectoryWriter):
+    """As Trainer leaves it in one process. Where the source is of no Trainer, the run is new."""
+
+    name = "trainer"
+    model = _Part(MODEL, "hf", "")
+    optimizer = _Part(OPTIMIZER, "torch-zip", "optimizer.pt")
+    filing = TrainerFiling()
+
+    def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        extra = dict(state.extra)
+        if not any(path[:2] == (EXTRA, STATE) for path in extra):
+            extra[EXTRA, STATE] = dict(NEW_RUN)
+        return super().files(replace(state, extra=extra), name)
+
+
+def _placed(
+    part: _Part,
+    state: OutState,
+    tensors: Sequence[OutTensor],
+    plain: Mapping[Path, Any],
+    depth: int = 1,
+) -> list[OutFile]:
+    """One part's files, with slots named by the paths that the plan gave, whose first `depth`
+    segments say what part it is."""
+    paths = [(*part.root, *tensor.path[depth:]) for tensor in tensors]
+    inner = dict(zip(paths, (tensor.path for tensor in tensors), strict=True))
+    moved = [
+        tensor._replace(path=path, alias_of=None)
+        for path, tensor in zip(paths, tensors, strict=True)
+    ]
+    extra = {(*part.root, *path): value for path, value in plain.items()}
+    records = _records(state, part.role, part.root)
+    writer = registry.writer(part.writer)
+    name = part.at.rpartition("/")[2]
+    made = writer.files(replace(state, tensors=moved, extra=extra, records=records), name)
+    folder = part.at.removesuffix(name)
+    return [_renamed(file, folder, name, inner) for file in made]
+
+
+def _records(state: OutState, role: str, root: Path) -> dict[str, Mapping[str, Any]]:
+    """The encoding records of this part's tensors, under the names that they have inside."""
+    return {
+        ".".join(map(str, (*root, key.removeprefix(f"{role}.")))): record
+        for key, record in state.records.items()
+        if key.startswith(f"{role}.")
+    }
+
+
+def _renamed(file: OutFile, folder: str, name: str, inner: Mapping[Path, Path]) -> OutFile:
+    slots = [slot._replace(path=inner[slot.path]) for slot in file.slots]
+    file_name = folder + (name or file.name)
+    return replace(file, name=file_name, slots=slots, holds_manifest=False)
+
+
+def _extra(
+    key: str,
+    name: str | None,
+    state: OutState,
+    tensors: Sequence[OutTensor],
+    values: Mapping[Path, Any],
+) -> list[OutFile]:
+    """The file of one extra value: torch.save's form, or JSON."""
+    assert name is not None, "a value that has no place was dropped when it was planned"
+    if not name.endswith(".json"):
+        if () in values and isinstance(values[()], dict):
+            values = {(inner,): item for inner, item in values[()].items()}
+        elif () in values:
+            raise _unfit(key, f"expected a dict for {name}, found {type(values[()]).__name__}")
+        whole = [t._replace(chunks=[(0, Box.whole(t.info.shape))]) for t in tensors]
+        part = _Part(EXTRA, "torch-zip", name)
+        return _placed(part, state, whole, values, depth=2)
+    try:
+        content = (json.dumps(nest(values.items()), indent=2) + "\n").encode()
+    except (TypeError, ValueError) as error:
+        raise _unfit(key, str(error)) from error
+    return [OutFile(name, len(content), (), _sealed(content))]
+
+
+def _unfit(key: str, why: str) -> PlanError:
+    return PlanError("CKM202", f"{key}: {why}", f"leave it behind with --drop {key}")
+
+
+def _sealed(content: bytes) -> Callable[[Sequence[int], bytes | None], Iterable[tuple[int, bytes]]]:
+    return lambda crcs, manifest: ((0, content),)

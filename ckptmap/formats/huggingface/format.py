@@ -1,0 +1,376 @@
+"""A Hugging Face model directory: safetensors shards, their index, config and tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
+from shlex import quote
+from typing import Any
+
+from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.tensor_columns import Extents
+from ckptmap.errors import PlanError, SourceError
+from ckptmap.formats.huggingface.carrier import MODULES, HfCarrier, weights_of_modules
+from ckptmap.formats.huggingface.shard_index import (
+    emit_index,
+    parse_index,
+    shard_name,
+    split_shards,
+)
+from ckptmap.formats.safetensors import torchao_metadata
+from ckptmap.formats.safetensors.file import RECORDS, records_of, refuse_text, stored_tensors
+from ckptmap.formats.safetensors.header import Header, emit, parse
+from ckptmap.protocols import OutFile, OutState, OutTensor, Place, Setup, Slot
+from ckptmap.storage.files import Files
+from ckptmap.storage.safe_names import blobs_of, inside
+from ckptmap.tensors import Box, Index
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+ONE_FILE = "model.safetensors"
+"""The file that transformers loads where there is one, whatever an index beside it says."""
+SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+DCP_SHARD = re.compile(r"shard-\d+-.+\.safetensors")
+"""torch's HuggingFaceStorageWriter: parts of tensors under whole tensors' names."""
+OTHER_FORM = re.compile(
+    r"((diffusion|open_clip)_)?pytorch_model([-.]\w+)*\.bin|(tf|flax|rust)_model([-.]\w+)*\.(h5|msgpack|ot)"
+)
+"""Weights beside safetensors that libraries pass over: of an earlier save they may be other ones."""
+UNFINISHED = re.compile(r".*\.(incomplete|part|partial|tmp|crdownload|aria2)[^.]*")
+
+HF = Setup(
+    "hf",
+    layout="full",
+    writer="hf",
+    holds_extra=False,
+    carrier=HfCarrier(),
+    live="plain",
+    summary="Hugging Face directory: safetensors shards, index, config and tokenizer",
+)
+
+
+class HfDirectory:
+    """Reads a directory of safetensors shards; the index says which belong."""
+
+    name = "hf"
+
+    def claims(self, place: Place) -> bool:
+        """An index, a shard set, `model.safetensors`, or just one safetensors file."""
+        return place.is_dir and bool(_index_names(place.names) or _without_index(place.names))
+
+    def index(self, place: Place) -> Index:
+        """Raises SourceError CKM108 where index and shards disagree, CKM116 where a name or link
+        leads out of the directory, and what a malformed shard raises."""
+        root = str(FilePath(place.path).absolute())
+        index_file = _pick_index(place)
+        notes: list[str] = []
+        with paused_gc():
+            if index_file is None:
+                shards = _complete_set(place)
+                leaves, records, files = _read_shards(root, shards, root)
+            else:
+                listed = parse_index(str(FilePath(root) / index_file))
+                shards = list(dict.fromkeys(listed.weight_map.values()))
+                where = str(FilePath(root) / index_file)
+                if _is_stale(place, where, shards):
+                    shards = [ONE_FILE]
+                    leaves, records, files = _read_shards(root, shards, root)
+                    notes.append(
+                        f"left aside, of an earlier save, its shards are gone: {index_file}"
+                    )
+                else:
+                    leaves, records, files = _read_shards(root, shards, where, listed.weight_map)
+                    notes += _compare(leaves, listed.weight_map, listed.total_nbytes, where)
+                    files = (*files, where)
+        notes += _left_aside(place.names, shards)
+        behind = weights_of_modules(root) if MODULES in place.names else ()
+        left = (*filter(OTHER_FORM.fullmatch, place.names), *behind)
+        return Index(
+            self.name, leaves, files, records=records, notes=tuple(notes), left=left, behind=behind
+        )
+
+
+def _index_names(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.endswith(INDEX_SUFFIX)]
+
+
+def _without_index(names: Iterable[str]) -> list[str]:
+    """Files that could be the weights where no index says it; empty: this is something else."""
+    found = [n for n in names if n.endswith(SUFFIX) and not DCP_SHARD.fullmatch(n)]
+    numbered = [name for name in found if SHARD.fullmatch(name)]
+    if ONE_FILE in found:
+        return [ONE_FILE]
+    if numbered:
+        return numbered
+    return found if len(found) == 1 and "adapter_config.json" not in names else []
+
+
+def _pick_index(place: Place) -> str | None:
+    indexes = _index_names(place.names)
+    if len(indexes) < 2:
+        return indexes[0] if indexes else None
+    if "model" + INDEX_SUFFIX in indexes:
+        return "model" + INDEX_SUFFIX
+    raise SourceError(
+        "CKM108",
+        f"{place.path}: several indexes, expected one: {', '.join(indexes)}",
+        "move the others away",
+    )
+
+
+def _is_stale(place: Place, where: str, shards: Sequence[str]) -> bool:
+    """Is the index left over? save_pretrained removes shards of an earlier save, and not their index.
+    Raises SourceError CKM108 where both are weights: which of them is meant, readers disagree on."""
+    if ONE_FILE not in place.names or ONE_FILE in shards:
+        return False
+    there = [shard for shard in shards if (FilePath(place.path) / shard).is_file()]
+    if there:
+        raise SourceError(
+            "CKM108",
+            f"{where}: lists {there[0]!r}, and {ONE_FILE!r} is there too: two saves, of which"
+            " transformers loads that of one file, others that of the index; expected one",
+            "move the one that is not meant away, or name"
+            f" {quote(str(FilePath(place.path) / ONE_FILE))} itself",
+        )
+    return True
+
+
+def _complete_set(place: Place) -> list[str]:
+    """The files of a set without index. Raises SourceError CKM108 where some are not there."""
+    names = _without_index(place.names)
+    matches = [match for match in map(SHARD.fullmatch, names) if match]
+    if not matches:
+        return names
+    sets = {(match["stem"], int(match["count"])) for match in matches}
+    if len(sets) > 1:
+        raise SourceError(
+            "CKM108",
+            f"{place.path}: shards of {len(sets)} sets and no index, expected one set",
+            "put each set in a directory of its own",
+        )
+    stem, count = sets.pop()
+    wanted = [shard_name(stem, i + 1, count) for i in range(count)] if count > 1 else names
+    _require_all(place.path, wanted, place.path)
+    return wanted
+
+
+def _require_all(root: str, shards: Sequence[str], where: str) -> None:
+    absent = [shard for shard in shards if not (FilePath(root) / shard).is_file()]
+    if absent:
+        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise SourceError(
+            "CKM108",
+            f"{where}: {absent[0]!r}{more} of {len(shards)} shards is not there",
+            "finish the download: nothing is converted from a part of a model",
+        )
+
+
+Contents = tuple[Extents, dict[str, Mapping[str, Any]], tuple[str, ...]]
+
+
+def _read_shards(
+    root: str, shards: Sequence[str], where: str, weight_map: Mapping[str, str] | None = None
+) -> Contents:
+    """Leaves, records and files of all shards; leaves in the order of the shards."""
+    also = blobs_of(root)
+    paths = [inside(root, shard, where, also) for shard in shards]
+    _require_all(root, shards, where)
+    headers: list[Header] = []
+    records: dict[str, Mapping[str, Any]] = {}
+    home: dict[str, str] = {}
+    files = Files()
+    try:
+        for shard, file in zip(shards, paths, strict=True):
+            refuse_text(files, file)
+            header = parse(files, file)
+            twice = home.keys() & set(header.keys) if home else ()
+            if twice:
+                raise _twice(where, min(twice), home[min(twice)], shard)
+            if len(shards) > 1:
+                home.update(dict.fromkeys(header.keys, shard))
+            for key in header.keys if weight_map else ():
+                if weight_map and weight_map.get(key, shard) != shard:
+                    raise _elsewhere(where, key, weight_map[key], shard)
+            headers.append(header)
+            _merge_records(records, records_of(header, file), file)
+    finally:
+        files.close()
+    leaves = stored_tensors(headers, paths)
+    if records:
+        keys = [key for header in headers for key in header.keys]
+        records = torchao_metadata.by_stored_name(records, keys)
+    return leaves, records, tuple(paths)
+
+
+def _merge_records(
+    into: dict[str, Mapping[str, Any]], more: Mapping[str, Mapping[str, Any]], file: str
+) -> None:
+    for fqn, record in more.items():
+        known = into.setdefault(fqn, record)
+        if known == record:
+            continue
+        theirs = [r.get("scheme") == torchao_metadata.SCHEME for r in (known, record)]
+        if theirs == [True, False]:  # every shard has torchao's, the one that holds it has ours
+            into[fqn] = record
+        elif theirs != [False, True]:
+            raise SourceError(
+                "CKM115",
+                f"{file}: the encoding record of {fqn!r} differs from another shard's",
+                "these shards are of different conversions; convert the original again",
+            )
+
+
+def _twice(where: str, key: str, first: str, second: str) -> SourceError:
+    return SourceError(
+        "CKM108",
+        f"{where}: tensor {key!r} is stored in {first!r} and in {second!r}, expected one of them",
+        "move the shard that does not belong away",
+    )
+
+
+def _elsewhere(where: str, key: str, listed: str, stored: str) -> SourceError:
+    return SourceError(
+        "CKM108",
+        f"{where}: tensor {key!r} is listed in {listed!r} but stored in {stored!r}",
+        "index and shards are of different saves; download both again",
+    )
+
+
+def _compare(
+    leaves: Extents,
+    weight_map: Mapping[str, str],
+    total_nbytes: int | None,
+    where: str,
+) -> list[str]:
+    """Notes on harmless differences. Raises SourceError CKM108 for a tensor that is not there."""
+    stored = set(leaves.names)
+    absent = [key for key in weight_map if key not in stored]
+    if absent:
+        raise SourceError(
+            "CKM108",
+            f"{where}: tensor {absent[0]!r} is listed in {weight_map[absent[0]]!r} but not "
+            f"stored there ({len(absent)} such)",
+            "index and shards are of different saves; download both again",
+        )
+    notes = []
+    unlisted = [key for key in leaves.names if key not in weight_map]
+    if unlisted:
+        notes.append(f"the index does not list {len(unlisted)} stored tensors: {unlisted[0]}")
+    found = sum(info.nbytes for info in leaves.infos)
+    if total_nbytes is not None and total_nbytes != found:
+        notes.append(f"the index gives total_size {total_nbytes}, the shards hold {found}")
+    return notes
+
+
+def _left_aside(names: Sequence[str], shards: Sequence[str]) -> list[str]:
+    """What looks like weights but does not belong."""
+    stale = [n for n in names if n.endswith(SUFFIX) and n not in shards]
+    unfinished = [n for n in names if UNFINISHED.fullmatch(n)]
+    notes = [f"left aside, not in the index: {name}" for name in stale]
+    return notes + [f"left aside, an unfinished download: {name}" for name in unfinished]
+
+
+# -------------------------------------------------------------------------------- writing
+
+
+class HfWriter:
+    """Writes safetensors shards and their index.
+
+    Keys are path segments joined with dots. A tensor that is an alias is not written: who wants
+    both names of a tie written passes them without `alias_of`. `state.extra` has no place here and
+    must be empty. With `records` of payloads that only ckptmap reads the files are named `ckptmap*`
+    instead of `model*`: transformers then finds no weights and says so, where under `model*` it
+    would take the model for one whose weights are missing and initialise them at random. A record
+    with `"native"` is of a form that a library of that name reads by itself. `state.stem` stands in
+    the place of `model` where the library that loads them has a name of its own.
+    """
+
+    name = "hf"
+    one_file = False
+    shares_storage = False
+
+    def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        """Data files in shard order, then the index where there is more than one. Raises
+        PlanError CKM114 for two tensors of one key, CKM203 for a dtype safetensors has not."""
+        with paused_gc():
+            return self._files(state)
+
+    def _files(self, state: OutState) -> list[OutFile]:
+        assert not state.extra, "safetensors has no place for what is not a tensor"
+        own = any(not record.get("native") for record in state.records.values())
+        stem = "ckptmap" if own else state.stem or "model"
+        tensors = [tensor for tensor in state.tensors if tensor.alias_of is None]
+        keys = _unique_keys(tensors)
+        sizes = [tensor.info.nbytes for tensor in tensors]
+        shards = split_shards(sizes, state.max_shard_nbytes) or [[]]
+        weight_map: dict[str, str] = {}
+        about = torchao_metadata.write(state.records, keys)
+        files = []
+        for number, shard in enumerate(shards, 1):
+            file = shard_name(stem, number, len(shards))
+            weight_map |= dict.fromkeys((keys[i] for i in shard), file)
+            entries = [(keys[i], tensors[i]) for i in shard]
+            files.append(_shard_file(file, entries, state.records, about))
+        if len(shards) > 1:
+            index = emit_index(weight_map, sum(sizes))
+            files.append(OutFile(stem + INDEX_SUFFIX, len(index), (), _sealed(index)))
+        return files
+
+
+def _unique_keys(tensors: Sequence[OutTensor]) -> list[str]:
+    keys = [".".join(map(str, tensor.path)) for tensor in tensors]
+    if len(set(keys)) != len(keys):
+        twice = Counter(keys).most_common(1)[0][0]
+        raise PlanError(
+            "CKM114", f"two tensors would be written as {twice!r}", "drop or rename one of them"
+        )
+    return keys
+
+
+def _shard_file(
+    name: str,
+    entries: list[tuple[str, OutTensor]],
+    records: Mapping[str, Mapping[str, Any]],
+    about: Mapping[str, str],
+) -> OutFile:
+    """Largest element size first, so that every tensor is aligned for who maps the file. `about`
+    is what a library wants in the header of every shard."""
+    entries = sorted(entries, key=lambda entry: -entry[1].info.itemsize)
+    metadata = {"format": "pt", **about}
+    held = _held(records, [key for key, _ in entries]) if records else {}
+    if held:
+        metadata[RECORDS] = json.dumps(held, sort_keys=True, separators=(",", ":"))
+    header = emit([(key, tensor.info) for key, tensor in entries], metadata)
+    slots = []
+    offset = len(header)
+    for _, tensor in entries:
+        nbytes = tensor.info.nbytes
+        slots.append(Slot(tensor.path, Box.whole(tensor.info.shape), offset, nbytes))
+        offset += nbytes
+    return OutFile(name, offset, slots, _sealed(header))
+
+
+def _held(
+    records: Mapping[str, Mapping[str, Any]], keys: Sequence[str]
+) -> dict[str, Mapping[str, Any]]:
+    """Records of tensors of which a part may be among the keys: `a.b.weight` for `a.b.weight.nf4`,
+    and for `a.b.SCB`."""
+    paths = {path for key in keys for path in _paths(key)}
+    return {
+        fqn: record
+        for fqn, record in records.items()
+        if fqn in paths or fqn.rpartition(".")[0] in paths
+    }
+
+
+def _paths(key: str) -> Iterator[str]:
+    """A key and what it lies in: `a.b.c` -> `a.b.c`, `a.b`."""
+    yield key
+    yield key.rpartition(".")[0]
+
+
+def _sealed(start: bytes) -> Callable[[Sequence[int], bytes | None], Iterable[tuple[int, bytes]]]:
+    return lambda crcs, manifest: ((0, start),)

@@ -1,0 +1,102 @@
+"""`model.safetensors.index.json`: which shard holds which tensor, parsed with checks and emitted.
+
+`{"metadata": {"total_size": bytes}, "weight_map": {name: shard file name}}`, and the greedy split
+into shards of huggingface_hub (`split_state_dict_into_shards_factory`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmap.errors import SourceError
+from ckptmap.storage.files import whole
+
+MAX_INDEX_NBYTES = 100_000_000
+HINT = "download the repository again, or save the model again"
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    weight_map: Mapping[str, str]
+    total_nbytes: int | None = None
+
+
+def parse_index(file: str) -> ShardIndex:
+    """Raises SourceError CKM108 for anything but an index."""
+    path = Path(file)
+    try:
+        nbytes = path.stat().st_size
+        if nbytes > MAX_INDEX_NBYTES:
+            raise _bad(file, f"expected at most {MAX_INDEX_NBYTES} bytes, found {nbytes}")
+        if not nbytes:
+            raise _bad(file, "is empty (0 bytes), expected an index")
+        tree = json.loads(whole(path).read_bytes().decode("utf-8"), object_pairs_hook=_unique)
+    except SourceError:
+        raise
+    except OSError as error:
+        raise _bad(file, f"cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise _bad(file, "is nested too deeply") from error
+    except ValueError as error:  # not UTF-8, not JSON, a name twice
+        raise _bad(file, f"is not an index: {error}") from error
+    weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _bad(file, f"weight_map, expected an object of names, found {_kind(weight_map)}")
+    for key, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise _bad(file, f"weight_map[{key!r}], expected a file name, found {_kind(shard)}")
+    metadata = tree.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    # Some writers (torch's consolidation among them) give the size as a float.
+    return ShardIndex(weight_map, int(total) if isinstance(total, int | float) else None)
+
+
+def emit_index(weight_map: Mapping[str, str], total_nbytes: int) -> bytes:
+    """Byte for byte what transformers writes, save for `total_parameters`: parts are not that."""
+    tree = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(weight_map)}
+    return (json.dumps(tree, indent=2, sort_keys=True) + "\n").encode("utf-8")
+
+
+def split_shards(nbytes: Sequence[int], limit: int) -> list[list[int]]:
+    """Positions of the tensors of each shard, as huggingface_hub splits: greedy in the given
+    order; a tensor larger than the limit is a shard of its own and does not end the current one."""
+    shards: list[list[int]] = []
+    current: list[int] = []
+    filled = 0
+    for position, size in enumerate(nbytes):
+        if size > limit:
+            shards.append([position])
+            continue
+        if filled + size > limit:
+            shards.append(current)
+            current, filled = [], 0
+        current.append(position)
+        filled += size
+    if current:
+        shards.append(current)
+    return shards
+
+
+def shard_name(stem: str, number: int, count: int) -> str:
+    """`model-00001-of-00002.safetensors`; the only shard is `model.safetensors`."""
+    return f"{stem}{'' if count == 1 else f'-{number:05d}-of-{count:05d}'}.safetensors"
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the name {twice!r} is there twice")
+    return tree
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+
+
+def _bad(file: str, what: str) -> SourceError:
+    return SourceError("CKM108", f"{file}: {what}", HINT)

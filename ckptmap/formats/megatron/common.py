@@ -1,0 +1,79 @@
+"""What Megatron-LM saves beside the weights: its arguments, counters, the optimizer, random streams.
+
+    {"args": Namespace(...), "iteration": 100, "checkpoint_version": 3.0, "opt_param_scheduler": {},
+     "rng_state": [...], "optimizer": {...}}
+
+Plain values are carried; of the arguments those that are plain, as a dict. What holds objects of
+classes is left behind, and named. Source: Megatron-LM, training/checkpointing.py
+(`generate_state_dict`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptmap.core.state_paths import Told
+from ckptmap.core.state_tree import holds_tensor, nest
+from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor
+
+ARGS = "args"
+OPTIMIZER = "optimizer"
+NOT_READ = "Megatron-LM's optimizer keeps buffers and copies by rank, which are not read"
+MAX_ITEMS = 10_000
+"""Of a list among the arguments: data paths are some hundreds."""
+
+Extra = dict[Path, Leaf]
+
+
+def arguments(leaf: Leaf) -> dict[str, Any]:
+    """The plain ones of the arguments, by name; dtypes and enums are left out."""
+    state = leaf.state if isinstance(leaf, Opaque) and leaf.name == "Namespace" else leaf
+    if not isinstance(state, dict):
+        return {}
+    return {k: v for k, v in state.items() if isinstance(k, str) and _is_plain(v)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return len(value) <= MAX_ITEMS and all(_is_plain(item) for item in value)
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def number(args: Mapping[str, Any], name: str) -> int | None:
+    """A size among the arguments; None: it is not there, or none."""
+    value = args.get(name)
+    return value if type(value) is int and value > 0 else None
+
+
+def beside(leaves: Mapping[Path, Leaf]) -> tuple[Extra, list[str]]:
+    """Leaves of the whole index for what lies beside the weights, and what is left behind."""
+    roots: dict[str, Extra] = {}
+    for path, leaf in leaves.items():
+        roots.setdefault(str(path[0]), {})[path[1:]] = leaf
+    found: Extra = {}
+    left = []
+    for key, inside in roots.items():
+        if key == ARGS:
+            found["extra", ARGS] = arguments(inside.get(()))
+        elif key == OPTIMIZER:
+            found[OPTIMIZER, ARGS] = not_read()
+        elif any(map(_stays, inside.values())):
+            left.append(key)
+        else:
+            found["extra", key] = nest(inside.items())
+    return found, left
+
+
+def not_read() -> Told:
+    """In place of the optimizer's state."""
+    return Told(refused=NOT_READ)
+
+
+def _stays(leaf: Leaf) -> bool:
+    """Does it hold a tensor, an object of a class, or another value for each rank?"""
+    if isinstance(leaf, Mapping):
+        return any(map(_stays, (*leaf, *leaf.values())))
+    if isinstance(leaf, list | tuple | set | frozenset):
+        return any(map(_stays, leaf))
+    return isinstance(leaf, Opaque | PerRank | StoredTensor) or holds_tensor(leaf)

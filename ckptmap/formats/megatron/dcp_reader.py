@@ -1,0 +1,106 @@
+"""Megatron core's checkpoints of the format `torch_dist`: DCP, layers stacked, and `common.pt`.
+
+    decoder.layers.mlp.linear_fc1.weight [layers, rows, cols]
+        -> decoder.layers.0.mlp.linear_fc1.weight [rows, cols], decoder.layers.1...
+
+A key that numbers its layers is left as it is. What is the same on all ranks lies in `common.pt`.
+Source: megatron-core 0.16, dist_checkpointing/serialization.py, and transformer_block.py
+(`sharded_state_dict`), which puts the layers' axis first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path as FilePath
+
+from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.state_tree import flatten
+from ckptmap.errors import SourceError
+from ckptmap.formats.dcp.reader import METADATA, Dcp
+from ckptmap.formats.megatron.common import ARGS, OPTIMIZER, beside, not_read
+from ckptmap.formats.megatron.partition_rules import EXTRA_STATE
+from ckptmap.formats.torch_save.reader import load
+from ckptmap.protocols import Place
+from ckptmap.sharding.tensor_parallel import unstacked
+from ckptmap.storage.files import Files, whole
+from ckptmap.tensors import Index, Leaf, Path, StoredTensor
+
+_COMMON, _BACKEND = "common.pt", "metadata.json"
+_STACKED = re.compile(r"((?:module\.)*(?:decoder|encoder)\.layers\.)(?!\d)(.+)")
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..+")
+"""`chained_0.` where there are several: the experts have one of their own."""
+_MAX_NBYTES = 1 << 20
+
+
+class DcpMegatron:
+    """A DCP directory, its keys as Megatron core's model has them."""
+
+    name = "torch_dist"
+
+    def claims(self, place: Place) -> bool:
+        """DCP with Megatron core's two files beside it."""
+        return place.is_dir and {METADATA, _COMMON, _BACKEND} <= {*place.names}
+
+    def index(self, place: Place) -> Index:
+        """Raises what reading DCP and torch.save files raises; CKM111 for another backend."""
+        root = FilePath(place.path).absolute()
+        _check_backend(root / _BACKEND)
+        found = Dcp().index(place)
+        leaves, notes = _by_layer(found.leaves)
+        common = str(root / _COMMON)
+        with paused_gc():
+            loaded = load(Files(), common)
+            extra, left = beside(flatten(loaded.tree, common, loaded.pickle_nbytes))
+        leaves.update(extra)
+        notes += [f"left behind: {', '.join(left)} of {_COMMON}"] if left else []
+        files = (*found.files, common, str(root / _BACKEND))
+        return replace(
+            found,
+            container=self.name,
+            leaves=leaves,
+            files=files,
+            notes=(*found.notes, *notes),
+            left=tuple(name for name in found.left if name != _COMMON),
+        )
+
+
+def _check_backend(file: FilePath) -> None:
+    try:
+        said = json.loads(whole(file).read_bytes()[:_MAX_NBYTES])
+    except (OSError, ValueError, RecursionError) as error:
+        raise SourceError(
+            "CKM103", f"{file}: is no JSON: {error}", "copy the checkpoint again"
+        ) from error
+    backend = said.get("sharded_backend") if isinstance(said, dict) else None
+    if backend != "torch_dist":
+        raise SourceError(
+            "CKM111",
+            f"{file}: sharded_backend, expected 'torch_dist', found {backend!r:.40}",
+            "save it with --ckpt-format torch_dist",
+        )
+
+
+def _by_layer(leaves: Mapping[Path, Leaf]) -> tuple[dict[Path, Leaf], list[str]]:
+    """Weights by layer below `model`, and what is left behind."""
+    found: dict[Path, Leaf] = {}
+    states, others = 0, []
+    for path, leaf in leaves.items():
+        key = ".".join(map(str, path))
+        match = _STACKED.fullmatch(key)
+        if _OPTIMIZER.fullmatch(key):
+            found[OPTIMIZER, ARGS] = not_read()
+        elif EXTRA_STATE.fullmatch(key):
+            states += 1
+        elif not isinstance(leaf, StoredTensor):
+            others.append(key.partition("/")[0])
+        elif match is None:
+            found["model", key] = leaf
+        else:
+            for layer, part in enumerate(unstacked(leaf)):
+                found["model", f"{match[1]}{layer}.{match[2]}"] = part
+    notes = [f"left behind: {states} _extra_state of FP8 scales, no weights"] if states else []
+    more = dict.fromkeys(others)
+    return found, [*notes, *([f"left behind: {', '.join(more)}"] if more else [])]

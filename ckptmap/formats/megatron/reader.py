@@ -1,0 +1,292 @@
+"""Megatron-LM's checkpoints of the format `torch`: one file a tensor- and pipeline-parallel rank.
+
+    iter_0000100/mp_rank_TT/model_optim_rng.pt          tensor-parallel rank TT
+    iter_0000100/mp_rank_TT_PPP/model_optim_rng.pt      and pipeline stage PPP
+
+    {"model": {"decoder.layers.0.mlp.linear_fc1.weight": t, ...}, "args": Namespace, "iteration": 100}
+
+The parts of a stage are joined by name, its layers are numbered on from the stage before, and what
+two stages hold (a tied embedding) is compared. Models of Megatron core only, without experts
+that are cut. Source: Megatron-LM, training/checkpointing.py (`get_checkpoint_name`,
+`generate_state_dict`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from shlex import quote
+from typing import Any
+
+from ckptmap.core.gc_pause import paused_gc
+from ckptmap.errors import SourceError
+from ckptmap.formats.megatron.common import ARGS, OPTIMIZER, arguments, beside, not_read, number
+from ckptmap.formats.megatron.partition_rules import EXTRA_STATE, layer_count, partition, renumbered
+from ckptmap.formats.rank_files.rank_trees import RankReader, RankTree
+from ckptmap.protocols import Place
+from ckptmap.sharding.tensor_parallel import joined
+from ckptmap.storage.files import Files, head
+from ckptmap.tensors import Index, Leaf, Path, StoredTensor, TensorInfo
+
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_FILE = "model_optim_rng.pt"
+_OPTIMIZER_FILE = "distrib_optim.pt"
+_MAGICS = (b"PK\3\4", b"\x80\x02\x8a\n")
+"""Of torch.save; the second one's form is of before torch 1.6, which the reader refuses by name."""
+_CHUNK = re.compile(r"model\d+")
+_TWICE = re.compile(r"(embedding\.word_embeddings|output_layer)\.weight")
+"""A tied embedding is on the first stage and on the last."""
+_ONE_SAVE = "copy the files of all ranks of one save into one directory"
+_CORE = "convert it with Megatron-LM's tools/checkpoint/convert.py --saver core to TP 1, PP 1 first"
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One file: `args` are the plain ones among its arguments, `keys` those of its model."""
+
+    name: str
+    tree: RankTree
+    args: Mapping[str, Any]
+    keys: Mapping[str, Leaf]
+
+    def tensor(self, key: str) -> StoredTensor | None:
+        found = self.tree.get(("model", key))
+        return found if isinstance(found, StoredTensor) else None
+
+    def info(self, key: str) -> TensorInfo | None:
+        found = self.tensor(key)
+        return None if found is None else found.info
+
+
+class Megatron:
+    """Reads the files of all ranks as one model under Megatron core's names."""
+
+    name = "megatron"
+
+    def claims(self, place: Place) -> bool:
+        """A directory of such ranks, or the file of one of them: which then is refused, unless
+        it is the only one."""
+        path = FilePath(place.path)
+        if not place.is_dir:
+            named = path.name == _FILE and _RANK.fullmatch(path.absolute().parent.name)
+            return bool(named) and place.head.startswith(_MAGICS)
+        return any(_is_saved(path / name / _FILE) for name in place.names if _RANK.fullmatch(name))
+
+    def index(self, place: Place) -> Index:
+        """Raises SourceError CKM110 where ranks are missing or of several saves, CKM111 for models
+        of before Megatron core, CKM112 and CKM113 where parts do not fit together, CKM118 for
+        tensors of which it is not known how they are cut, and the files' own faults."""
+        with paused_gc():
+            return self._index(place)
+
+    def _index(self, place: Place) -> Index:
+        path = FilePath(place.path).absolute()
+        root = path if place.is_dir else path.parent.parent
+        names = place.names if place.is_dir else (path.parent.name,)
+        if not place.is_dir:
+            _refuse_one_of_many(path, root)
+        stages = _stages(root, _ranks(root, names))
+        tensors, notes = _Model(stages, str(root)).joined()
+        first = stages[0][0]
+        extra, left = beside(_others(first))
+        if any((root / rank.name / _OPTIMIZER_FILE).exists() for rank in stages[0]):
+            extra[OPTIMIZER, ARGS] = not_read()
+        notes += [f"left behind: {', '.join(left)}"] if left else []
+        files = [str(root / rank.name / _FILE) for stage in stages for rank in stage]
+        leaves: dict[Path, Leaf] = {("model", key): leaf for key, leaf in tensors.items()}
+        leaves.update(extra)
+        return Index(self.name, leaves, tuple(files), world=len(files), notes=tuple(notes))
+
+
+def _is_saved(path: FilePath) -> bool:
+    try:
+        return head(path, len(_MAGICS[0])) in _MAGICS
+    except OSError:
+        return False
+
+
+def _refuse_one_of_many(path: FilePath, root: FilePath) -> None:
+    """A single rank's file is opened only where it is the only one."""
+    count = sum(bool(_RANK.fullmatch(entry.name)) for entry in root.iterdir())
+    if count > 1:
+        raise SourceError(
+            "CKM110",
+            f"{path}: is the file of one rank of {count}, a part of the model",
+            f"open the directory of all ranks: {quote(str(root))}",
+        )
+
+
+def _others(rank: _Rank) -> dict[Path, Leaf]:
+    """What lies beside the model in a rank's file."""
+    leaves = rank.tree.parsed.leaves
+    return {path: rank.tree.get(path) for path in leaves if path and path[0] != "model"}
+
+
+# ------------------------------------------------------------------------------------ files
+
+
+def _ranks(root: FilePath, names: Sequence[str]) -> dict[tuple[int, int], _Rank]:
+    """(tensor-parallel rank, stage) -> its file, opened."""
+    opened, reader = Files(), RankReader()
+    found: dict[tuple[int, int], _Rank] = {}
+    try:
+        for name in names:
+            match = _RANK.fullmatch(name)
+            if match is None:
+                continue
+            rank = _read(root, name, reader, opened)
+            at = (int(match[1]), int(match[2] or 0))
+            if match[3] is not None or (number(rank.args, "expert_model_parallel_size") or 1) > 1:
+                raise _unknown(root / name, "its experts are spread over ranks (expert parallel)")
+            if at in found:
+                raise SourceError(
+                    "CKM110", f"{root}: {found[at].name} and {name} are of one rank", _ONE_SAVE
+                )
+            found[at] = rank
+    finally:
+        opened.close()
+    return found
+
+
+def _read(root: FilePath, name: str, reader: RankReader, opened: Files) -> _Rank:
+    file = root / name / _FILE
+    if not file.is_file():
+        raise SourceError("CKM110", f"{root}: {name} has no {_FILE}", _ONE_SAVE)
+    tree = reader.read(opened, str(file))
+    leaves = tree.parsed.leaves
+    keys = {str(path[1]): leaf for path, leaf in leaves.items() if _is_model(path)}
+    if any(path[:2] == ("model", "language_model") for path in leaves):
+        raise SourceError(
+            "CKM111", f"{file}: holds a model of before Megatron core (language_model)", _CORE
+        )
+    chunk = next((path[0] for path in leaves if _CHUNK.fullmatch(str(path[0]))), None)
+    if chunk is not None:
+        raise _unknown(file, f"it holds {chunk}, a part of an interleaved (virtual) pipeline")
+    if not keys:
+        raise SourceError(
+            "CKM206", f"{file}: has no dict 'model' of tensors", "point at the weights' own files"
+        )
+    return _Rank(name, tree, arguments(tree.get((ARGS,))), keys)
+
+
+def _is_model(path: Path) -> bool:
+    return len(path) == 2 and path[0] == "model"
+
+
+def _unknown(where: FilePath | str, what: str) -> SourceError:
+    return SourceError("CKM118", f"{where}: {what}, which is not read", _CORE)
+
+
+def _stages(root: FilePath, ranks: Mapping[tuple[int, int], _Rank]) -> list[list[_Rank]]:
+    """The ranks of each pipeline stage in order, all of them there, and of one save."""
+    first = next(iter(ranks.values()))
+    held = [1 + max(at[dim] for at in ranks) for dim in (0, 1)]
+    said = [
+        number(first.args, f"{dim}_model_parallel_size") or count
+        for dim, count in zip(("tensor", "pipeline"), held, strict=True)
+    ]
+    for tensor in range(max(said[0], held[0])):
+        for stage in range(max(said[1], held[1])):
+            if (tensor, stage) not in ranks:
+                raise SourceError(
+                    "CKM110",
+                    f"{root}: tensor-parallel rank {tensor} of pipeline stage {stage} is missing,"
+                    f" expected {said[0]} ranks of {said[1]} stages, found {len(ranks)} in all",
+                    _ONE_SAVE,
+                )
+    if held != said:
+        raise SourceError(
+            "CKM110",
+            f"{root}: {len(ranks)} ranks, expected {said[0]} of {said[1]} stages",
+            "remove those that are of another save",
+        )
+    _check_save(root, ranks)
+    return [[ranks[tensor, stage] for tensor in range(held[0])] for stage in range(held[1])]
+
+
+def _check_save(root: FilePath, ranks: Mapping[tuple[int, int], _Rank]) -> None:
+    said = {rank.name: rank.tree.get(("iteration",)) for rank in ranks.values()}
+    (name, first), *others = said.items()
+    other = next((other for other, value in others if value != first), None)
+    if other is not None:
+        raise SourceError(
+            "CKM110",
+            f"{root}: {name} is of iteration {first}, {other} of {said[other]}",
+            "the files are of several saves; " + _ONE_SAVE,
+        )
+
+
+# ------------------------------------------------------------------------------------ tensors
+
+
+class _Model:
+    """Joins the tensors of the ranks, stage by stage."""
+
+    def __init__(self, stages: Sequence[Sequence[_Rank]], where: str) -> None:
+        self.stages, self.where = stages, where
+        self.left = 0
+
+    def joined(self) -> tuple[dict[str, Leaf], list[str]]:
+        """By the whole model's keys; and what should be said."""
+        found: dict[str, Leaf] = {}
+        offset = 0
+        for number_, stage in enumerate(self.stages):
+            for key, leaf in self._stage(number_, stage):
+                name = renumbered(key, offset)
+                found[name] = self._both(name, found[name], leaf) if name in found else leaf
+            offset += layer_count(stage[0].keys)
+        said = number(self.stages[0][0].args, "num_layers")
+        if said is not None and said != offset:
+            raise SourceError(
+                "CKM110",
+                f"{self.where}: the {len(self.stages)} stages hold {offset} layers, its arguments"
+                f" say {said}",
+                _ONE_SAVE,
+            )
+        notes = [f"left behind: {self.left} _extra_state of FP8 scales, no weights"]
+        return found, notes if self.left else []
+
+    def _stage(self, stage: int, ranks: Sequence[_Rank]) -> Iterator[tuple[str, Leaf]]:
+        for rank in ranks[1:]:
+            odd = set(rank.keys) ^ set(ranks[0].keys)
+            if odd:
+                raise SourceError(
+                    "CKM110",
+                    f"{self.where}: {min(odd)}: is in only one of {ranks[0].name} and {rank.name}",
+                    _ONE_SAVE,
+                )
+        for key in ranks[0].keys:
+            if EXTRA_STATE.fullmatch(key):
+                self.left += 1
+                continue
+            parts = [part for rank in ranks if (part := rank.tensor(key)) is not None]
+            if len(parts) == len(ranks):
+                yield key, self._whole(key, parts, stage)
+            else:
+                yield key, ranks[0].tree.get(("model", key))
+
+    def _whole(self, key: str, parts: Sequence[StoredTensor], stage: int) -> StoredTensor:
+        if len(parts) == 1:
+            return parts[0]
+        cut = partition(key, self.stages[stage][0].info)
+        if cut is None:
+            raise _unknown(
+                self.where, f"{key}: {len(parts)} ranks hold {parts[0].info} each, cut in a way"
+            )  # fmt: skip
+        return joined(parts, cut, key, _ONE_SAVE)
+
+    def _both(self, key: str, first: Leaf, other: Leaf) -> Leaf:
+        """What two stages hold: the later one is compared with the first."""
+        tensors = isinstance(first, StoredTensor) and isinstance(other, StoredTensor)
+        if not tensors or not _TWICE.fullmatch(key):
+            raise _unknown(self.where, f"{key}: is on two pipeline stages")
+        if first.info != other.info:
+            raise SourceError(
+                "CKM113",
+                f"{self.where}: {key}: is {first.info} on one stage, {other.info} on another",
+                _ONE_SAVE,
+            )
+        replicas = (*first.replicas, *other.chunks, *other.replicas)
+        return StoredTensor(first.info, lambda: first.chunks, replicas)

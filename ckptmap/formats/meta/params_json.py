@@ -1,0 +1,153 @@
+"""`params.json` of Meta's and Mistral AI's checkpoints: the sizes of the model, under their names.
+
+    {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "multiple_of": 1024,
+     "ffn_dim_multiplier": 1.3, "norm_eps": 1e-05, "rope_theta": 500000.0, "vocab_size": 128256}
+
+Source: meta-llama/llama-models, models/llama3/args.py and model.py (`FeedForward`), Mistral AI's
+`head_dim` and `hidden_dim`. Llama 2 writes vocab_size -1: its tokenizer knows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptmap.errors import SourceError
+from ckptmap.storage.files import whole
+
+PARAMS = "params.json"
+MAX_NBYTES = 1 << 20
+MAX_FACTOR = 1024.0
+"""Of ffn_dim_multiplier: known are 1.0 to 1.5."""
+_LAYER = re.compile(r"layers\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Params:
+    """Sizes of the model; None where the file does not tell. `where` is the file."""
+
+    where: str
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_dim: int | None
+    vocab_size: int | None
+    norm_eps: float | None
+    rope_theta: float | None
+
+    def shape(self, key: str) -> tuple[int, ...] | None:
+        """What a tensor of the whole model must be; None: the file does not tell."""
+        name = _LAYER.sub("", key)
+        q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int | None, ...]] = {
+            "tok_embeddings.weight": (self.vocab_size, self.dim),
+            "output.weight": (self.vocab_size, self.dim),
+            "attention.wq.weight": (q, self.dim),
+            "attention.wk.weight": (kv, self.dim),
+            "attention.wv.weight": (kv, self.dim),
+            "attention.wo.weight": (self.dim, q),
+            "feed_forward.w1.weight": (self.hidden_dim, self.dim),
+            "feed_forward.w2.weight": (self.dim, self.hidden_dim),
+            "feed_forward.w3.weight": (self.hidden_dim, self.dim),
+            "attention_norm.weight": (self.dim,),
+            "ffn_norm.weight": (self.dim,),
+            "norm.weight": (self.dim,),
+        }
+        sizes = shapes.get(name, (None,))
+        return tuple(n for n in sizes if n is not None) if None not in sizes else None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The same sizes as a config.json of transformers has them; what is not known is left
+        out. It says no model_type: the names tell the family."""
+        found = {
+            "hidden_size": self.dim,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.hidden_dim,
+            "vocab_size": self.vocab_size,
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_theta,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def read_params(file: Path) -> Params | None:
+    """None where the file is of something else: it has no dim, layers and heads. Raises
+    SourceError CKM101 where it cannot be read, CKM103 where it is no JSON object or a size is no
+    size."""
+    where = str(file)
+    values = _object(file)
+    if not {"dim", "n_layers", "n_heads"} <= values.keys():
+        return None
+    dim, heads = _size(values, "dim", where), _size(values, "n_heads", where)
+    hidden = values.get("hidden_dim")
+    return Params(
+        where,
+        dim,
+        _size(values, "n_layers", where),
+        heads,
+        _size(values, "n_kv_heads", where) if values.get("n_kv_heads") is not None else heads,
+        _size(values, "head_dim", where) if values.get("head_dim") is not None else dim // heads,
+        _hidden(values, dim) if hidden is None else _size(values, "hidden_dim", where),
+        _size(values, "vocab_size", where) if values.get("vocab_size") not in (None, -1) else None,
+        _number(values.get("norm_eps")),
+        _number(values.get("rope_theta")),
+    )
+
+
+def _object(file: Path) -> Mapping[str, Any]:
+    try:
+        if file.stat().st_size > MAX_NBYTES:
+            raise ValueError(f"{file.stat().st_size} bytes long")
+        found = json.loads(whole(file).read_bytes())
+    except OSError as error:
+        raise SourceError(
+            "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise SourceError("CKM103", f"{file}: is no JSON: {error}", "download it again") from error
+    if not isinstance(found, dict):
+        raise SourceError(
+            "CKM103",
+            f"{file}: expected a JSON object, found {type(found).__name__}",
+            "download it again",
+        )
+    return found
+
+
+def _size(values: Mapping[str, Any], name: str, where: str) -> int:
+    value = values[name]
+    if type(value) is not int or value <= 0:
+        raise SourceError(
+            "CKM103",
+            f"{where}: {name}, expected a positive integer, found {value!r:.40}",
+            "download it again",
+        )
+    return value
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _hidden(values: Mapping[str, Any], dim: int) -> int | None:
+    """Two thirds of 4 * dim, times the multiplier, up to a multiple; None: the file lacks one."""
+    multiple, factor = values.get("multiple_of"), values.get("ffn_dim_multiplier")
+    if type(multiple) is not int or multiple <= 0:
+        return None
+    hidden = 2 * 4 * dim // 3
+    if factor is not None:
+        number = _number(factor)
+        if number is None or not 0 < number < MAX_FACTOR:  # NaN, too, is JSON to Python
+            return None
+        hidden = int(number * hidden)
+    return -(-hidden // multiple) * multiple

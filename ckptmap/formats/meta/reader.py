@@ -1,0 +1,260 @@
+"""Meta's checkpoints: `consolidated.00.pth`, `consolidated.01.pth`, ..., one a model-parallel rank.
+
+Each rank holds rows of the column-parallel matrices, columns of the row-parallel ones, and all of
+the norms. The embedding is cut by columns in Llama 1 and 2 (`ParallelEmbedding`), by rows since
+Llama 3 (`VocabParallelEmbedding`); the norms say how wide it is. `params.json`, where it is there,
+says how many ranks there are, and what shapes the tensors have. Source: meta-llama/llama-models,
+models/llama3/model.py and models/checkpoint.py; fairscale, nn/model_parallel/layers.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path as FilePath
+from shlex import quote
+
+from ckptmap.core.gc_pause import paused_gc
+from ckptmap.errors import SourceError
+from ckptmap.formats.meta.params_json import PARAMS, Params, read_params
+from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree
+from ckptmap.formats.zip.reader import is_zip
+from ckptmap.protocols import Place
+from ckptmap.sharding.tensor_parallel import WHOLE, Partition, joined, whole_info
+from ckptmap.storage.files import Files
+from ckptmap.tensors import FLOATING, Index, Leaf, Path, StoredTensor
+
+_NAME = re.compile(r"consolidated\.(\d+)\.pth")
+_FP8 = re.compile(r"fp8_scales_\d+\.pt")
+_COLUMN = re.compile(r"layers\.\d+\.(attention\.w[qkv]|feed_forward\.w[13])\.weight|output\.weight")
+_ROW = re.compile(r"layers\.\d+\.(attention\.wo|feed_forward\.w2)\.weight")
+_WO = re.compile(r"layers\.\d+\.attention\.wo\.weight")
+_KV = re.compile(r"layers\.\d+\.attention\.w[kv]\.weight")
+_SAME = re.compile(r"(layers\.\d+\.(attention|ffn)_norm|norm)\.weight|rope\.freqs")
+_EXPERTS = re.compile(r".*\.(experts|block_sparse_moe|router_DE|gate)\b.*")
+_EMBEDDING, _NORM = "tok_embeddings.weight", "norm.weight"
+_ONE_SAVE = "the files are not of one model, or one is damaged; download them again"
+
+
+class Consolidated:
+    """Reads the files of all model-parallel ranks as one model."""
+
+    name = "consolidated"
+
+    def claims(self, place: Place) -> bool:
+        """Files of such names that are zips, or one of them; not one that holds a whole model,
+        which is a torch.save file like any other."""
+        path = FilePath(place.path).absolute()
+        if not place.is_dir and not _NAME.fullmatch(path.name):
+            return False
+        root, names = _listed(place)
+        zips = [name for name in names if is_zip(root / name)]
+        return len(zips) > 1 or (len(zips) == 1 and _is_part(root, zips[0]))
+
+    def index(self, place: Place) -> Index:
+        """Raises SourceError CKM110 where ranks are missing, CKM111 for FP8 with scales beside it,
+        CKM112 where shapes are not those of params.json, CKM113 where ranks disagree, CKM118 for
+        tensors of which it is not known how ranks hold them, and the files' own faults."""
+        with paused_gc():
+            return self._index(place)
+
+    def _index(self, place: Place) -> Index:
+        root, names = _listed(place)
+        if not place.is_dir and len(names) > 1:
+            raise SourceError(
+                "CKM110",
+                f"{place.path}: is the file of one rank of {len(names)}, a part of the model",
+                f"open the directory of all ranks: {quote(str(root))}",
+            )
+        _refuse_fp8(place)
+        params = _params(root)
+        files = _files(root, names)
+        trees = _trees(files)
+        _check_world(root, trees[0], len(trees), params)
+        leaves = _Join(RankSet(trees), params, str(root)).leaves()
+        used = (*files, params.where) if params is not None else tuple(files)
+        return Index(self.name, leaves, used, world=len(trees))
+
+
+def _listed(place: Place) -> tuple[FilePath, list[str]]:
+    """The directory, and its files of such names."""
+    path = FilePath(place.path).absolute()
+    if place.is_dir:
+        return path, [name for name in place.names if _NAME.fullmatch(name)]
+    try:
+        names = [file.name for file in path.parent.iterdir()]
+    except OSError:  # a directory that may be entered, but not listed
+        names = [path.name]
+    return path.parent, sorted(name for name in names if _NAME.fullmatch(name))
+
+
+def _params(root: FilePath) -> Params | None:
+    return read_params(root / PARAMS) if (root / PARAMS).is_file() else None
+
+
+def _is_part(root: FilePath, name: str) -> bool:
+    """Is the only file one of several ranks'? Not where it cannot be read: that is said by whoever
+    reads single files."""
+    try:
+        files = _files(root, [name])
+        _check_world(root, _trees(files)[0], 1, _params(root))
+    except SourceError as error:
+        return error.code == "CKM110"
+    return False
+
+
+def _refuse_fp8(place: Place) -> None:
+    scales = [name for name in place.names if _FP8.fullmatch(name)]
+    if scales:
+        raise SourceError(
+            "CKM111",
+            f"{place.path}: is Meta's FP8 checkpoint, whose scales lie in {scales[0]}",
+            "convert its BF16 checkpoint, or the FP8 one in the Hugging Face form",
+        )
+
+
+# ------------------------------------------------------------------------------------ files
+
+
+def _files(root: FilePath, names: Sequence[str]) -> list[str]:
+    """The ranks' files, in rank order, no rank missing between them."""
+    found = {int(match[1]): name for name in names if (match := _NAME.fullmatch(name))}
+    missing = next((rank for rank in range(max(found) + 1) if rank not in found), None)
+    if missing is not None:
+        raise _missing(root, missing, max(found) + 1, "the files are numbered from 0")
+    twice = [name for name in names if _NAME.fullmatch(name) and name not in found.values()]
+    if twice:
+        raise SourceError(
+            "CKM110",
+            f"{root}: {twice[0]} and {found[int(twice[0].split('.')[1])]} are of one rank",
+            "remove the stale one",
+        )
+    return [str(root / found[rank]) for rank in sorted(found)]
+
+
+def _missing(root: FilePath, rank: int, world: int, why: str) -> SourceError:
+    return SourceError(
+        "CKM110",
+        f"{root}: rank {rank} of {world} is missing (consolidated.{rank:02d}.pth): {why}",
+        "copy the files of all ranks here, and params.json",
+    )
+
+
+def _trees(files: Sequence[str]) -> list[RankTree]:
+    opened, reader = Files(), RankReader()
+    try:
+        return [reader.read(opened, file) for file in files]
+    finally:
+        opened.close()
+
+
+def _check_world(root: FilePath, first: RankTree, world: int, params: Params | None) -> None:
+    """Are there as many files as ranks? The columns of `wo` tell, all of them being the heads'."""
+    key = next((path for path in first.parsed.leaves if _WO.fullmatch(_key(path))), None)
+    norm, wo = first.get((_NORM,)), None if key is None else first.get(key)
+    if not isinstance(wo, StoredTensor) or not isinstance(norm, StoredTensor):
+        return
+    dim = norm.info.numel
+    if wo.info.dtype not in FLOATING or wo.info.shape[:1] != (dim,) or not wo.info.numel:
+        return  # quantized: its columns are no heads
+    columns = dim if params is None else params.n_heads * params.head_dim
+    said, odd = divmod(columns, wo.info.shape[1])
+    if odd or not said:  # without params.json: heads narrower or wider than the model
+        return
+    why = f"{_key(key or ())} has {wo.info.shape[1]} of {columns} columns in consolidated.00.pth"
+    if said > world:
+        raise _missing(root, world, said, why)
+    if said < world:
+        raise SourceError(
+            "CKM110",
+            f"{root}: {world} files, expected {said}: {why}",
+            "remove those that are of another download",
+        )
+
+
+def _key(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+# ------------------------------------------------------------------------------------ tensors
+
+
+class _Join:
+    """Joins the tensors of the ranks, and proves their shapes."""
+
+    def __init__(self, ranks: RankSet, params: Params | None, where: str) -> None:
+        self.ranks, self.params, self.where = ranks, params, where
+        self.world = len(ranks.trees)
+
+    def leaves(self) -> dict[Path, Leaf]:
+        found = self.ranks.merged()
+        return {path: self._leaf(path, leaf) for path, leaf in found.items()}
+
+    def _leaf(self, path: Path, leaf: Leaf) -> Leaf:
+        parts = [tree.get(path) for tree in self.ranks.trees]
+        tensors = [part for part in parts if isinstance(part, StoredTensor)]
+        if not tensors:
+            return leaf
+        key = _key(path)
+        if len(tensors) < self.world:
+            rank = next(r for r, part in enumerate(parts) if not isinstance(part, StoredTensor))
+            raise SourceError(
+                "CKM110",
+                f"{self.where}: {key}: is in {len(tensors)} of {self.world} files, not in"
+                f" consolidated.{rank:02d}.pth",
+                _ONE_SAVE,
+            )
+        whole = joined(tensors, self._cut(key, tensors), key, _ONE_SAVE)
+        self._prove(key, whole)
+        return whole
+
+    def _cut(self, key: str, parts: Sequence[StoredTensor]) -> Partition:
+        if _SAME.fullmatch(key):
+            return WHOLE
+        if _ROW.fullmatch(key):
+            return Partition(1)
+        if _COLUMN.fullmatch(key):
+            return Partition(0, copies=self._copies(parts) if _KV.fullmatch(key) else 1)
+        if key == _EMBEDDING:
+            return self._embedding(key, parts)
+        what = "a mixture of experts, whose" if _EXPERTS.fullmatch(key) else "a tensor whose"
+        raise SourceError(
+            "CKM118",
+            f"{self.where}: {key}: is of {what} parts on {self.world} ranks are of no known cut",
+            "known are the text models of Llama 1 to 3; convert the Hugging Face form of this one",
+        )
+
+    def _copies(self, parts: Sequence[StoredTensor]) -> int:
+        """Key and value heads are repeated where there are fewer of them than ranks."""
+        if self.params is None:
+            return 1
+        heads, shape = self.params.n_kv_heads, parts[0].info.shape
+        repeated = heads < self.world and self.world % heads == 0
+        alone = bool(shape) and shape[0] == self.params.head_dim
+        return self.world // heads if repeated and alone else 1
+
+    def _embedding(self, key: str, parts: Sequence[StoredTensor]) -> Partition:
+        """By columns or by rows: the norm at the end is as wide as the whole."""
+        norm = self.ranks.trees[0].get((_NORM,))
+        shape = parts[0].info.shape
+        dim = norm.info.numel if isinstance(norm, StoredTensor) else 0
+        for cut in (Partition(0), Partition(1)):
+            if len(shape) == 2 and whole_info(parts, cut, key, _ONE_SAVE).shape[1] == dim:
+                return cut
+        raise SourceError(
+            "CKM112",
+            f"{self.where}: {key}: {self.world} ranks hold {parts[0].info} each, expected"
+            f" {dim} columns in all, as norm.weight is long",
+            _ONE_SAVE,
+        )
+
+    def _prove(self, key: str, tensor: StoredTensor) -> None:
+        expected = None if self.params is None else self.params.shape(key)
+        if self.params is None or expected is None or tensor.info.shape == expected:
+            return
+        raise SourceError(
+            "CKM112",
+            f"{self.where}: {key}: the {self.world} files make {list(tensor.info.shape)},"
+            f" {PARAMS} says {list(expected)}",
+            f"a file or {PARAMS} is of another model; download both again",
+        )

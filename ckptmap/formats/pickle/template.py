@@ -1,0 +1,171 @@
+"""Pickles that are alike: the same opcodes, another constant here and there.
+
+The ranks of a job pickle the same state dict. What differs is who they are: a coordinate, a rank,
+the names of process groups, Python's hash of a mesh. One pickle is parsed; of those alike only
+these constants are read.
+
+    parsed  K\\x00 segment \\x8a\\x08........ segment      a tree with a `Hole` for each constant
+    alike   K\\x07 segment \\x8a\\x07.......  segment      the tree's constants: (7, ...)
+
+A pickle is a program without branches: what the same opcodes build is the same but for the
+constants, unless a function that they call looks at one. A hole can only be kept: whoever computes
+with it, compares it or takes it for a size, a key or a name fails, and the two are not alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+from ckptmap.formats.pickle.guard import COUNTED
+
+MAX_HOLES = 1 << 14
+"""Of a pickle; 1,000 tensors have 1,000 hashes, and no more than twice as many."""
+
+_INTEGERS = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
+"""Opcode -> bytes of its operand; the one of J is signed."""
+_LONG1, _UNICODE = 0x8A, ord("X")
+_CONSTANTS = frozenset((*_INTEGERS, _LONG1, _UNICODE))
+
+_NBYTES = {op: 1 for op in b"(012QRaebd}]lostu)N.\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94\x97\x98"}  # fmt: skip
+_NBYTES |= {op: 2 for op in b"Khq\x80"} | {ord("M"): 3, ord("J"): 5, ord("j"): 5, ord("r"): 5}
+_NBYTES |= {ord("G"): 9, 0x95: 9}
+_LINES = {op: 1 for op in b"FgILPSVp"} | {ord("c"): 2, ord("i"): 2}
+"""Opcodes of fixed length, and those whose operand is so many lines."""
+
+
+Constant: TypeAlias = int | str
+
+
+class Hole:
+    """Where a constant differs between pickles: kept, never computed with."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def _fail(self, *_: object) -> NoReturn:
+        raise TypeError("a constant that differs between pickles decides what they hold")
+
+    __bool__ = __eq__ = __hash__ = __repr__ = __format__ = __getattr__ = _fail
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A parsed pickle, and its constants (start, end) that others have otherwise."""
+
+    data: bytes
+    holes: tuple[tuple[int, int], ...]
+    segments: tuple[bytes, ...]
+    """What is between the constants, one more than there are."""
+
+    @classmethod
+    def of(cls, data: bytes, holes: Sequence[tuple[int, int]] = ()) -> Template:
+        ends = [0, *(end for _, end in holes)]
+        starts = [*(start for start, _ in holes), len(data)]
+        segments = tuple([data[a:b] for a, b in zip(ends, starts, strict=True)])
+        return cls(data, tuple(holes), segments)
+
+    def constants(self, data: bytes) -> tuple[Constant, ...] | None:
+        """What a pickle has in place of the holes; None: it is not alike."""
+        if not data.startswith(self.segments[0]):
+            return None
+        at = len(self.segments[0])
+        found: list[Constant] = []
+        for segment in self.segments[1:]:
+            constant = _constant(data, at)
+            if constant is None or not data.startswith(segment, constant[1]):
+                return None
+            found.append(constant[0])
+            at = constant[1] + len(segment)
+        return tuple(found) if at == len(data) else None
+
+    def widened(self, data: bytes) -> Template | None:
+        """The template with a hole more for each constant that `data` has otherwise; None where
+        the opcodes differ."""
+        found = _differing(self.data, data)
+        if found is None or len(found) + len(self.holes) > MAX_HOLES:
+            return None
+        return Template.of(self.data, sorted({*self.holes, *found}))
+
+    def adopted(self, earlier: Template, constants: Sequence[Constant]) -> tuple[Constant, ...]:
+        """What a pickle has in place of the holes, which fitted an `earlier` template of fewer."""
+        known = dict(zip(earlier.holes, constants, strict=True))
+        mine = self.constants(self.data)
+        assert mine is not None, "a template fits what it was made of"
+        return tuple([known.get(hole, own) for hole, own in zip(self.holes, mine, strict=True)])
+
+    def punched(self) -> tuple[bytes, Callable[[Any], Hole | None]]:
+        """A pickle that refers to a hole, by its index, for each constant; and who resolves such
+        a persistent id. Only for data that was parsed before: then it has no such ids itself."""
+        marks = [b"M" + i.to_bytes(2, "little") + b"Q" for i in range(len(self.holes))]
+        pieces = [self.segments[0]]
+        for mark, segment in zip(marks, self.segments[1:], strict=True):
+            pieces += (mark, segment)
+        holes = [Hole(index) for index in range(len(self.holes))]
+        return b"".join(pieces), lambda pid: holes[pid] if type(pid) is int else None
+
+
+def _constant(data: bytes, at: int) -> tuple[Constant, int] | None:
+    """The integer or text that is pushed at `at`, and where the next opcode is."""
+    op = data[at] if at < len(data) else 0
+    width = _INTEGERS.get(op)
+    if width is not None:
+        start = at + 1
+    elif op == _LONG1:
+        start, width = at + 2, data[at + 1] if at + 1 < len(data) else 0
+    elif op == _UNICODE:
+        start, width = at + 5, int.from_bytes(data[at + 1 : at + 5], "little")
+    else:
+        return None
+    end = start + width
+    if end > len(data):
+        return None
+    if op != _UNICODE:
+        signed = op not in b"KM"
+        return int.from_bytes(data[start:end], "little", signed=signed), end
+    try:
+        return data[start:end].decode("utf-8", "surrogatepass"), end
+    except UnicodeDecodeError:  # the unpickler is to say it
+        return None
+
+
+def _differing(mine: bytes, other: bytes) -> list[tuple[int, int]] | None:
+    """(start, end) of the constants of `mine` that `other` has otherwise; None where anything else
+    differs."""
+    found: list[tuple[int, int]] = []
+    theirs = opcodes(other)
+    end = to = 0
+    for start, end in opcodes(mine):
+        at, to = next(theirs, (0, 0))
+        if mine[start:end] != other[at:to]:
+            constants = mine[start] in _CONSTANTS and at < to and other[at] in _CONSTANTS
+            if not constants or _constant(other, at) is None:
+                return None
+            found.append((start, end))
+    return found if end == len(mine) and to == len(other) else None
+
+
+def opcodes(data: bytes) -> Iterator[tuple[int, int]]:
+    """(start, end) of the opcodes of a pickle, as far as they are known and lie in it."""
+    at, limit = 0, len(data)
+    while at < limit:
+        op = data[at]
+        nbytes = _NBYTES.get(op)
+        if nbytes is not None:
+            end = at + nbytes
+        elif op in COUNTED:
+            after = at + 1 + COUNTED[op]
+            end = after + int.from_bytes(data[at + 1 : after], "little")
+        else:
+            end = at + 1
+            for _ in range(_LINES.get(op, 0)):
+                end = data.find(b"\n", end) + 1 or limit + 1
+            if end == at + 1:
+                return
+        if end > limit:
+            return
+        yield at, end
+        at = end

@@ -1,0 +1,398 @@
+"""Emit pickles, protocol 2, without torch: what torch.load(weights_only=True) and torch's DCP read.
+
+The same value gives the same bytes. Strings, globals and the constant parts of tensors are
+memoised; containers are not, so a value that holds itself is refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckptmap.formats.pickle.reader import Device, DType, Size
+from ckptmap.tensors import ITEMSIZE
+
+# torch's legacy typed storage classes; a dtype without one goes over UntypedStorage (uint8)
+# and `_rebuild_tensor_v3`, as torch._utils and torch.storage have it.
+STORAGE_CLASS: Mapping[str, str] = {
+    "float64": "DoubleStorage",
+    "float32": "FloatStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+
+MAX_DEPTH = 200
+"""Nesting of containers; far above any state dict, below Python's own recursion limit."""
+
+
+class StorageTensor(NamedTuple):
+    """A tensor as torch.save writes it: a view of the storage `data/<key>`.
+
+    `numel` counts the storage's elements, `offset_elems` and `stride` elements of `dtype`.
+    """
+
+    key: str
+    dtype: str
+    numel: int
+    offset_elems: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool = False
+
+
+class Numbered(NamedTuple):
+    """A tensor that is as another one, of a storage of its own: thousands share what they are
+    like."""
+
+    key: str
+    like: StorageTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or function, by name: `Global("torch.serialization", "_get_layout")`."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """`function(*args)`, evaluated by the reader."""
+
+    function: Global
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An object of a class: made without calling its `__init__`, given `state` (None: none)."""
+
+    cls: Global | Call
+    state: Any = None
+    args: tuple[Any, ...] = ()
+
+
+def dump(value: Any, *, name: str = "") -> bytes:
+    """The pickle of plain values, tensors (`StorageTensor`) and markers.
+
+    Holds None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset,
+    dict, OrderedDict, `DType`, `Device`, `Size`, `Global`, `Call`, `Instance`. Raises TypeError
+    that names the path, from `name` on, of any other value.
+    """
+    emitter = _Emitter()
+    emitter.emit(value, (name,) if name else ())
+    emitter.out += b"."
+    return bytes(emitter.out)
+
+
+def way_out(error: TypeError) -> str:
+    """What to do about a value that `dump` has refused; outputs keep what is no weight under
+    "extra", and `--drop` goes by the names of the source."""
+    role, _, below = str(error).partition(": ")[0].partition(".")
+    if role == "optimizer":
+        return "leave the optimizer behind with --optimizer drop"
+    key = below.partition(".")[0] if role == "extra" else role
+    return f"leave it behind with --drop '{key}'"
+
+
+def _path_text(path: tuple[Any, ...]) -> str:
+    return ".".join(str(part) for part in path) or "the root"
+
+
+class _Emitter:
+    def __init__(self) -> None:
+        self.out = bytearray(b"\x80\x02")
+        self._add = self.out.extend
+        self._memo: dict[Any, int] = {}
+        self._alike: dict[tuple[Any, ...], tuple[bytes, bytes]] = {}
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        self._handlers: dict[type, Callable[[Any, tuple[Any, ...]], None]] = {
+            StorageTensor: self._tensor,
+            Numbered: self._numbered,
+            dict: self._dict,
+            OrderedDict: self._ordered_dict,
+            list: self._list,
+            tuple: self._tuple,
+            Size: self._size,
+            set: self._set,
+            frozenset: self._set,
+            bytearray: self._bytearray,
+            Call: lambda v, path: self._call(v.function, v.args, path),
+            Instance: self._instance,
+        }
+
+    def emit(self, value: Any, path: tuple[Any, ...]) -> None:
+        kind = type(value)
+        atom = _ATOMS.get(kind)
+        if atom is not None:
+            self._add(atom(value))
+        elif kind is str:
+            self._str(value)
+        elif kind is Global:
+            self._global(value.module, value.name)
+        elif kind is DType:
+            self._global("torch", value.name)
+        elif kind is Device:
+            self._device(value)
+        elif kind is bytes:
+            self._bytes(value)
+        else:
+            self._composite(kind, value, path)
+
+    def _composite(self, kind: type, value: Any, path: tuple[Any, ...]) -> None:
+        handler = self._handlers.get(kind)
+        if handler is None and isinstance(value, OrderedDict):
+            handler = self._ordered_dict
+        if handler is None:
+            raise TypeError(f"{_path_text(path)}: {value!r:.200} cannot be written")
+        if len(path) > MAX_DEPTH:
+            raise TypeError(f"{_path_text(path[:8])}...: nested deeper than {MAX_DEPTH}")
+        handler(value, path)
+
+    # ----------------------------------------------------------------- memoised leaves
+
+    def _memoised(self, key: Any) -> bool:
+        """Emit the reference to what was emitted under `key`; False: not yet."""
+        known = self._memo.get(key)
+        if known is None:
+            return False
+        self._add(_get(known))
+        return True
+
+    def _remember(self, key: Any) -> None:
+        index = self._memo[key] = len(self._memo)
+        self._add(_put(index))
+
+    def _str(self, text: str) -> None:
+        if not self._memoised(text):
+            self._add(_str_op(text))
+            self._remember(text)
+
+    def _global(self, module: str, name: str) -> None:
+        key = (module, name)
+        if not self._memoised(key):
+            self._add(f"c{module}\n{name}\n".encode())
+            self._remember(key)
+
+    # ----------------------------------------------------------------- calls
+
+    def _call(self, function: Global, args: tuple[Any, ...], path: tuple[Any, ...]) -> None:
+        self._global(function.module, function.name)
+        self._tuple(args, path)
+        self._add(b"R")
+
+    def _device(self, device: Device) -> None:
+        kind, _, index = device.text.partition(":")
+        self._call(Global("torch", "device"), (kind, int(index)) if index else (kind,), ())
+
+    def _bytes(self, data: bytes) -> None:
+        """Protocol 2 has no bytes: text of the same code points, encoded by the reader."""
+        if data:
+            self._call(Global("_codecs", "encode"), (data.decode("latin-1"), "latin1"), ())
+        else:
+            self._call(Global("__builtin__", "bytes"), (), ())
+
+    def _bytearray(self, data: bytearray, path: tuple[Any, ...]) -> None:
+        self._call(Global("__builtin__", "bytearray"), (bytes(data),), path)
+
+    def _size(self, size: Size, path: tuple[Any, ...]) -> None:
+        self._call(Global("torch", "Size"), (tuple(size),), path)
+
+    def _set(self, values: Iterable[Any], path: tuple[Any, ...]) -> None:
+        """Sorted, so that the same set gives the same bytes."""
+        name = type(values).__name__
+        ordered = sorted(values, key=lambda value: (type(value).__name__, repr(value)))
+        self._call(Global("__builtin__", name), (ordered,), path)
+
+    def _instance(self, value: Instance, path: tuple[Any, ...]) -> None:
+        """One object for one `Instance`, however often it occurs: the mesh of many tensors."""
+        if self._memoised(("instance", id(value))):
+            return
+        self.emit(value.cls, path)
+        self._tuple(value.args, path)
+        self._add(b"\x81")
+        if value.state is not None:
+            self.emit(value.state, path)
+            self._add(b"b")
+        self._remember(("instance", id(value)))
+
+    # ----------------------------------------------------------------- containers
+
+    def _tuple(self, values: tuple[Any, ...], path: tuple[Any, ...]) -> None:
+        if len(values) > 3:
+            self._add(b"(")
+        for index, value in enumerate(values):
+            self.emit(value, (*path, index))
+        self._add(_TUPLES[len(values)] if len(values) < 4 else b"t")
+
+    def _list(self, values: list[Any], path: tuple[Any, ...]) -> None:
+        self._add(b"]")
+        if values:
+            self._add(b"(")
+            for index, value in enumerate(values):
+                self.emit(value, (*path, index))
+            self._add(b"e")
+
+    def _dict(self, values: Mapping[Any, Any], path: tuple[Any, ...]) -> None:
+        self._add(b"}")
+        self._items(values, path)
+
+    def _ordered_dict(self, values: OrderedDict[Any, Any], path: tuple[Any, ...]) -> None:
+        self._global("collections", "OrderedDict")
+        self._add(b")R")
+        self._items(values, path)
+        metadata = getattr(values, "_metadata", None)
+        if metadata is not None:
+            self._dict({"_metadata": metadata}, path)
+            self._add(b"b")
+
+    def _items(self, values: Mapping[Any, Any], path: tuple[Any, ...]) -> None:
+        if values:
+            self._add(b"(")
+            for key, value in values.items():
+                if type(value) is Numbered and self._entry(key, value):
+                    continue
+                if type(key) is str:
+                    self._str(key)
+                else:
+                    self.emit(key, (*path, "a key"))
+                self.emit(value, (*path, key))
+            self._add(b"u")
+
+    def _entry(self, key: Any, tensor: Numbered) -> bool:
+        """A tensor like others under a new name: both at once, as there may be 100,000. False: it
+        is the first of its kind, or the name was there before."""
+        number, like = tensor
+        around = self._around.get(id(like))
+        if around is None or type(key) is not str or key in self._memo:
+            return False
+        index = self._memo[key] = len(self._memo)
+        self._add(b"".join((_str_op(key), _put(index), around[0], _str_op(number), around[1])))
+        return True
+
+    # ----------------------------------------------------------------- tensors
+
+    def _tensor(self, tensor: StorageTensor, path: tuple[Any, ...]) -> None:
+        """`_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)`. Of tensors that
+        differ in their storage only, the second on are the first's bytes with another key."""
+        alike = self._alike.get(tensor[1:])
+        if alike is None:
+            self._first(tensor)
+        else:
+            self._add(alike[0] + _str_op(tensor.key) + alike[1])
+
+    def _numbered(self, tensor: Numbered, path: tuple[Any, ...]) -> None:
+        """The same for one that says what it is like."""
+        self._tensor(tensor.like._replace(key=tensor.key), path)
+        self._around[id(tensor.like)] = self._alike[tensor.like[1:]]
+
+    def _first(self, tensor: StorageTensor) -> None:
+        """It, and what those alike will have before and after their key."""
+        self._parts(tensor)
+        start = len(self.out)
+        key_at = self._parts(tensor)  # once more: from here on all but the key is in the memo
+        again, length = bytes(self.out[start:]), len(_str_op(tensor.key))
+        del self.out[start:]
+        self._alike[tensor[1:]] = again[: key_at - start], again[key_at - start + length :]
+
+    def _parts(self, tensor: StorageTensor) -> int:
+        """Where the storage's key begins."""
+        typed = tensor.dtype in STORAGE_CLASS
+        self._global("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
+        self._add(b"(")
+        key_at = self._persistent_storage(tensor)
+        self._add(int_op(tensor.offset_elems))
+        self._add(int_tuple(tensor.shape))
+        self._add(int_tuple(tensor.stride))
+        self._add(b"\x88" if tensor.requires_grad else b"\x89")
+        self._global("collections", "OrderedDict")
+        self._add(b")R")
+        if not typed:
+            self._global("torch", tensor.dtype)
+        self._add(b"tR")
+        return key_at
+
+    def _persistent_storage(self, tensor: StorageTensor) -> int:
+        """`('storage', torch.FloatStorage, '0', 'cpu', numel)`; bytes for an untyped one. Where
+        its key begins."""
+        legacy = STORAGE_CLASS.get(tensor.dtype)
+        self._add(b"(")
+        self._str("storage")
+        if legacy is not None:
+            self._global("torch", legacy)
+            numel = tensor.numel
+        else:
+            self._global("torch.storage", "UntypedStorage")
+            numel = tensor.numel * ITEMSIZE[tensor.dtype]
+        key_at = len(self.out)
+        self._add(_str_op(tensor.key))
+        self._str("cpu")
+        self._add(int_op(numel) + b"tQ")
+        return key_at
+
+
+_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
+
+
+_INDEX = struct.Struct("<I")
+
+
+def _put(index: int) -> bytes:
+    return b"q" + bytes((index,)) if index < 256 else b"r" + _INDEX.pack(index)
+
+
+def _get(index: int) -> bytes:
+    return b"h" + bytes((index,)) if index < 256 else b"j" + _INDEX.pack(index)
+
+
+def _str_op(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return b"X" + _INDEX.pack(len(data)) + data
+
+
+def int_op(value: int) -> bytes:
+    if 0 <= value < 1 << 8:
+        return b"K" + bytes([value])
+    if 0 <= value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    if len(data) < 256:
+        return b"\x8a" + bytes([len(data)]) + data
+    return b"\x8b" + struct.pack("<i", len(data)) + data
+
+
+def int_tuple(values: tuple[int, ...]) -> bytes:
+    ops = b"".join(map(int_op, values))
+    return ops + _TUPLES[len(values)] if len(values) < 4 else b"(" + ops + b"t"
+
+
+def _float_op(value: float) -> bytes:
+    return b"G" + struct.pack(">d", value)
+
+
+def _complex_op(value: complex) -> bytes:
+    real, imag = _float_op(value.real), _float_op(value.imag)
+    return b"c__builtin__\ncomplex\n" + real + imag + b"\x86R"
+
+
+_ATOMS: Mapping[type, Callable[[Any], bytes]] = {
+    type(None): lambda value: b"N",
+    bool: lambda value: b"\x88" if value else b"\x89",
+    int: int_op,
+    float: _float_op,
+    complex: _complex_op,
+}

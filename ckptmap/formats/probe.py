@@ -1,0 +1,299 @@
+"""Looking at a path before anything is read: what is there, and what it is if it is no checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptmap.errors import SourceError
+from ckptmap.protocols import Place
+from ckptmap.storage.files import head
+from ckptmap.storage.limits import short_of
+
+HEAD_NBYTES = 512
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key: rank_2 before rank_10."""
+    return [(0, int(s)) if s.isdigit() else (1, s) for s in re.split(r"(\d+)", name)]
+
+
+def look(path: Path) -> Place:
+    """Raises SourceError CKM101 where nothing can be read there."""
+    try:
+        if path.is_dir():
+            names = sorted((entry.name for entry in os.scandir(path)), key=natural)
+            return Place(str(path), True, names=tuple(names))
+        if path.exists() and not path.is_file():
+            raise SourceError("CKM101", f"{path}: is no regular file", "check the path")
+        return Place(str(path), False, head=head(path, HEAD_NBYTES))
+    except OSError as error:
+        failed = SourceError(
+            "CKM101", f"{path}: {(error.strerror or str(error)).lower()}", _way_to(path, error)
+        )
+        raise short_of(error, failed) from error
+
+
+def _way_to(path: Path, error: OSError) -> str:
+    """What to do about a path that cannot be looked at: a name that is nearly there, most often."""
+    if isinstance(error, PermissionError):
+        return "check its permissions, and who you are"
+    if not isinstance(error, FileNotFoundError):
+        return "check the path"
+    if path.is_symlink():
+        return f"it is a symbolic link to {path.readlink()}, which is not there: mend the link"
+    import difflib  # which a path that is there does without
+
+    try:
+        beside = [name for name in os.listdir(path.parent) if name != path.name]
+        near = difflib.get_close_matches(path.name, beside, n=1)
+    except OSError:
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not str(path).startswith(".")
+        return f"for a model on the Hub write hf://{path}" if hub else "check the path"
+    return f"did you mean {path.parent / near[0]}?" if near else "check the path"
+
+
+SIDE_FILES = re.compile(
+    r"(data|dataloader.*|training_args|optim.*|scheduler|scaler|rng_state.*)\.(pt|pth|bin)"
+    r"|random_states_\d+\.pkl|optimizer_\d+"
+)
+"""What training frameworks leave beside weights, and what is no checkpoint by itself."""
+
+
+ZERO_PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")
+"""Under ZeRO-3 the weights in such files are empty placeholders, which would convert well."""
+DCP_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+ADAPTER_CONFIG = "adapter_config.json"
+SHARD = re.compile(r".+-\d{5}-of-(\d{5})\.(safetensors|bin)")
+
+
+def find(place: Place, is_checkpoint: Callable[[Place], bool]) -> tuple[Place, tuple[str, ...]]:
+    """The place itself, or the one checkpoint inside it with a note that says which.
+
+    Raises SourceError: CKM111 with the candidates where there are several, else what is there.
+    """
+    _refuse_part(place)
+    if is_checkpoint(place):
+        return place, _one_of_many(place)
+    if place.is_dir and _mark(place) is None and not adapters_in(place):
+        inside = _candidates(place, is_checkpoint)
+        if len(inside) == 1:
+            only = look(Path(place.path) / inside[0])
+            _refuse_part(only)
+            return only, (f"opened {inside[0]}, the only one there", *_one_of_many(only))
+    raise refuse_place(place, is_checkpoint)
+
+
+def _refuse_part(place: Place) -> None:
+    """Raises SourceError CKM111 for what alone is no checkpoint, though its bytes look like one."""
+    path = Path(place.path)
+    names = place.names if place.is_dir else (path.name,)
+    if any(map(ZERO_PART.fullmatch, names)):
+        raise SourceError(
+            "CKM111",
+            f"{path}: is {'' if place.is_dir else 'a part of '}a DeepSpeed checkpoint, cut in pieces"
+            " that do not say what they are of",
+            "run its zero_to_fp32.py first: it lies in the directory above",
+        )
+    if not place.is_dir and DCP_PART.fullmatch(path.name):
+        raise SourceError(
+            "CKM111",
+            f"{path}: is one file of a DCP directory",
+            f"name the directory: {shlex.quote(str(path.parent))}",
+        )
+
+
+def _one_of_many(place: Place) -> tuple[str, ...]:
+    """A note on a file that by its name is one of several."""
+    match = SHARD.fullmatch(Path(place.path).name)
+    if place.is_dir or match is None or int(match[1]) < 2:
+        return ()
+    parent = Path(place.path).parent
+    return (
+        f"this is one of {int(match[1])} files of a model; for all of it name {shlex.quote(str(parent))}",
+    )
+
+
+def refuse_place(place: Place, is_checkpoint: Callable[[Place], bool]) -> SourceError:
+    """What to say of a path that no container claims."""
+    return _of_directory(place, is_checkpoint) if place.is_dir else _of_file(place)
+
+
+_PYTORCH = "convert a PyTorch checkpoint"
+_ORIGINAL = "convert from the original safetensors instead"
+_UNPACK = "unpack it first"
+_BARE = "where you trust it: load it with its own program, and torch.save a dict of tensors"
+FOREIGN: tuple[tuple[bytes, str, str], ...] = (
+    (b"GGUF", "a GGUF file of llama.cpp", _ORIGINAL),
+    (b"ggjt", "a GGML file of llama.cpp", _ORIGINAL),
+    (b"tjgg", "a GGML file of llama.cpp", _ORIGINAL),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes it", _PYTORCH),
+    (b"\x93NUMPY", "a numpy array", "save a state dict with safetensors or torch.save"),
+    (b"\x1f\x8b", "packed with gzip", _UNPACK),
+    (b"\x28\xb5\x2f\xfd", "packed with zstd", _UNPACK),
+    (b"\xfd7zXZ", "packed with xz", _UNPACK),
+    (b"BZh", "packed with bzip2", _UNPACK),
+    *((b"\x80" + bytes([n]), "a bare pickle", _BARE) for n in range(2, 6)),
+)
+"""First bytes of a file -> what it is, and what to do."""
+
+
+LEGACY_MAGIC = re.compile(
+    rb"\x80[\2-\5](\x95.{8})?\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\.|L119547037146038801333356L\n\.",
+    re.DOTALL,
+)
+"""The pickled magic number that torch.save's format of before torch 1.6 starts with, of any protocol."""
+LEGACY_NBYTES = 32
+"""No less than the longest of them."""
+TAR_MAGIC = 257
+"""Where a tar archive has its magic bytes."""
+OTHER_FRAMEWORKS = (
+    r".*\.(h5|keras|msgpack|ckpt\.index|onnx|tflite)|saved_model\.pb"
+    r"|manifest\.ocdbt|_CHECKPOINT_METADATA"
+)
+
+
+def _foreign(place: Place) -> tuple[str, str] | None:
+    """What a file of another program is, and what to do; None: nothing that is known."""
+    for magic, what, hint in FOREIGN:
+        if place.head.startswith(magic):
+            return what, hint
+    if place.head[TAR_MAGIC:].startswith(b"ustar"):
+        return "a tar archive", _UNPACK
+    if re.fullmatch(OTHER_FRAMEWORKS, Path(place.path).name):
+        return "by its name a file of another framework", _PYTORCH
+    return None
+
+
+def legacy(path: str) -> SourceError:
+    """Of a file that begins as `LEGACY_MAGIC` says."""
+    return SourceError(
+        "CKM117",
+        f"{path}: is in the torch.save format of before torch 1.6",
+        "load it once and torch.save it with a current torch",
+    )
+
+
+def _of_file(place: Place) -> SourceError:
+    head, path = place.head, place.path
+    nbytes = Path(path).stat().st_size
+    if not head:
+        return SourceError("CKM101", f"{path}: is empty (0 bytes)", "copy or download it again")
+    if head.startswith(b"version https://git-lfs"):
+        return SourceError(
+            "CKM102",
+            f"{path}: is a Git LFS pointer ({nbytes} bytes), not weights",
+            "fetch the file itself: git lfs pull",
+        )
+    if head.lstrip()[:1] == b"{" and path.endswith(".json"):
+        return SourceError(
+            "CKM103",
+            f"{path}: is a JSON file, which may describe weights and holds none",
+            f"name the directory that it lies in: {shlex.quote(str(Path(path).parent))}",
+        )
+    if head.lstrip()[:1] in (b"<", b"{", b"["):
+        return SourceError(
+            "CKM103",
+            f"{path}: is text, not weights: it begins {head[:24].decode('latin-1').strip()!r}",
+            "a failed download leaves its error page; download the file again",
+        )
+    if LEGACY_MAGIC.match(head):
+        return legacy(path)
+    foreign = _foreign(place)
+    if foreign is not None:
+        what, hint = foreign
+        return SourceError("CKM101", f"{path}: is {what}, which ckptmap does not read", hint)
+    if nbytes < 16:
+        return SourceError(
+            "CKM104", f"{path}: is {nbytes} bytes long, no checkpoint is", "copy it again"
+        )
+    return SourceError(
+        "CKM101",
+        f"{path}: is no checkpoint that ckptmap knows: it begins {head[:8].hex(' ')}",
+        "expected a torch.save zip, safetensors, or a checkpoint directory",
+    )
+
+
+MARKS: tuple[tuple[str, str, str], ...] = (
+    (r"\.metadata\.tmp", "an unfinished DCP save (only .metadata.tmp)", "use an earlier checkpoint"),
+    (r"__\d+\.metadata", "a DCP save with metadata a rank (use_collectives=False)", "save it with use_collectives=True"),
+    (r"zero_to_fp32\.py|latest_universal|(bf16_)?zero_pp_rank_.*", "a DeepSpeed checkpoint", "run its zero_to_fp32.py first"),
+    (r"adapter_config\.json", "a peft adapter without its base weights", "ckptmap merge BASE {} DST"),
+    (r".*\.distcp", "DCP data files without their .metadata", "copy .metadata too; where there is none, the save did not finish: use an earlier checkpoint"),
+    (r".*\.(gguf|ggml)", "GGUF weights", "convert them from the original safetensors"),
+    (OTHER_FRAMEWORKS, "a directory of weights of another framework", _PYTORCH),
+)  # fmt: skip
+"""Entry name (whole, as a regex) -> what such a directory is, and what to do; {} is its path."""
+
+
+BESIDE_WEIGHTS = re.compile(r"config\.json|tokenizer(_config)?\.(json|model)|vocab\.(json|txt)")
+"""What lies beside a model's weights, and says nothing by itself."""
+
+
+def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> SourceError:
+    if not place.names:
+        return SourceError("CKM101", f"{place.path}: is an empty directory", "check the path")
+    mark = _mark(place)
+    if mark is not None:
+        hint = mark[1].format(shlex.quote(place.path))
+        return SourceError("CKM111", f"{place.path}: is {mark[0]}", hint)
+    inside = _candidates(place, is_checkpoint)
+    adapters = adapters_in(place)
+    if adapters and {name.partition("/")[0] for name in inside} <= set(adapters):
+        one = shlex.quote(str(Path(place.path) / adapters[-1]))
+        return SourceError(
+            "CKM111",
+            f"{place.path}: holds peft adapters without their base weights: {', '.join(adapters[:6])}",
+            f"merge one of them: ckptmap merge BASE {one} DST",
+        )
+    if inside:
+        return SourceError(
+            "CKM111",
+            f"{place.path}: holds checkpoints but is none itself: {', '.join(inside[:6])}",
+            f"point at one: {shlex.quote(str(Path(place.path) / inside[-1]))}",
+        )
+    shown = ", ".join(place.names[:6]) + (", ..." if len(place.names) > 6 else "")
+    what, hint = "a directory without a checkpoint", "check the path"
+    if any(map(BESIDE_WEIGHTS.fullmatch, place.names)):
+        what = "a directory of a model's config and tokenizer without its weights"
+        hint = "name the directory that holds the weights too, or fetch them: hf download REPO"
+    return SourceError("CKM111", f"{place.path}: is {what}; it holds {shown}", hint)
+
+
+def adapters_in(place: Place) -> list[str]:
+    """Entries that are peft adapters: save_pretrained of a model with several makes one each."""
+    ends = [(name, os.path.join(place.path, name, ADAPTER_CONFIG)) for name in place.names[:200]]
+    return [name for name, end in ends if os.path.isfile(end)]  # Path raises where it may not look
+
+
+def _mark(place: Place) -> tuple[str, str] | None:
+    """What a directory that holds a known name is, and what to do; None: no such name."""
+    for pattern, what, hint in MARKS:
+        if any(re.fullmatch(pattern, name) for name in place.names):
+            return what, hint
+    return None
+
+
+def _candidates(place: Place, is_checkpoint: Callable[[Place], bool]) -> list[str]:
+    """Entries, and entries of entries, that are checkpoints."""
+    found: list[str] = []
+    for name in place.names[:200]:
+        if name.startswith(".") or SIDE_FILES.fullmatch(name):
+            continue
+        child = Path(place.path) / name
+        try:
+            seen = look(child)
+            if is_checkpoint(seen):
+                found.append(name)
+            elif seen.is_dir:
+                found += [
+                    f"{name}/{n}"
+                    for n in seen.names[:50]
+                    if not SIDE_FILES.fullmatch(n) and is_checkpoint(look(child / n))
+                ]
+        except SourceError:
+            continue
+    return found

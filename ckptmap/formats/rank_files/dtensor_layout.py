@@ -1,0 +1,229 @@
+"""DTensors, one part a rank: Shard and Replicate on a mesh of any number of dims.
+
+    N x DTensor{local [ceil(rows / N), cols], Shard(0)} -> [rows, cols]
+
+A rank's part fills the box that its mesh coordinate and placements say; a box that several ranks
+hold is kept once, the others are replicas to be compared in the run. Plain tensors among the ranks
+are replicated values: one is kept, and they are never concatenated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from ckptmap.errors import SourceError
+from ckptmap.formats.rank_files.dtensor_shortcut import joined_alike
+from ckptmap.formats.rank_files.rank_trees import RankValues
+from ckptmap.sharding.dtensor_spec import (
+    Placed,
+    cut_rows,
+    is_dtensor,
+    meshes_apart,
+    moved,
+    read_placed,
+)
+from ckptmap.tensors import Box, Cut, Leaf, Opaque, StoredTensor, TensorInfo, as_inert
+
+_ONE_SAVE = "these files are not of one save, or hold 1-D pieces whose shapes are not in them"
+
+
+class DTensorLayout:
+    """Joins what ranks hold of a tensor; cuts as FSDP2 does on a 1-D mesh."""
+
+    name = "dtensor"
+
+    def cut(self, info: TensorInfo, world_size: int) -> Sequence[tuple[int, Box]]:
+        """One box for each rank that holds rows. A scalar, or an empty tensor, is rank 0's."""
+        return cut_rows(info, world_size)
+
+    def join(self, values: Sequence[Leaf], key: str) -> StoredTensor | Cut | None:
+        """None where the values are not tensors of ranks.
+
+        Raises SourceError CKM110 where ranks are missing, CKM112 where parts do not fill the
+        tensor, CKM113 where the ranks' tensors differ in shape, dtype or kind.
+        """
+        if isinstance(values, RankValues):
+            joined = joined_alike(values, key)
+            if joined is not None:
+                return joined
+        kinds = {_kind(value) for value in values if value is not None}
+        if not kinds or "" in kinds or (len(values) == 1 and kinds != {"DTensor"}):
+            return None
+        if len(kinds) > 1:
+            raise SourceError(
+                "CKM113",
+                f"{key}: {' and '.join(sorted(kinds))} on different ranks, expected one kind",
+                _ONE_SAVE,
+            )
+        if kinds == {"DTensor"}:
+            return _join_parts([(r, read_placed(v, key)) for r, v in _present(values)], key)
+        return _join_replicated(_present(values), key)
+
+
+def _present(values: Sequence[Leaf]) -> list[tuple[int, Leaf]]:
+    """(rank, value) of the ranks that hold one."""
+    return [(rank, value) for rank, value in enumerate(values) if value is not None]
+
+
+def _kind(value: Leaf) -> str:
+    """ "DTensor", "plain tensor", the class of another tensor; empty: no tensor."""
+    if is_dtensor(value):
+        return "DTensor"
+    if isinstance(value, StoredTensor):
+        return "plain tensor"
+    return value.class_name if isinstance(value, Opaque) and value.info is not None else ""
+
+
+# --------------------------------------------------------------------------- replicated values
+
+
+def _join_replicated(values: Sequence[tuple[int, Leaf]], key: str) -> StoredTensor | Cut:
+    info = _one_info([(rank, value.info) for rank, value in values], key)
+    locals_ = [value for _, value in values]
+    return _assemble(info, [(Box.whole(info.shape), local, None) for local in locals_], key)
+
+
+def _one_info(infos: Iterable[tuple[int, TensorInfo]], key: str) -> TensorInfo:
+    """The info that all ranks agree on."""
+    ranks: dict[TensorInfo, list[int]] = {}
+    for rank, info in infos:
+        ranks.setdefault(info, []).append(rank)
+    if len(ranks) > 1:
+        found = "; ".join(f"{info} on rank {_some(held)}" for info, held in list(ranks.items())[:4])
+        raise SourceError("CKM113", f"{key}: ranks hold different tensors: {found}", _ONE_SAVE)
+    return next(iter(ranks))
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:4])) + (", ..." if len(ranks) > 4 else "")
+
+
+# --------------------------------------------------------------------------- parts
+
+
+def _join_parts(parts: Sequence[tuple[int, Placed]], key: str) -> StoredTensor | Cut:
+    info = _one_info([(rank, part.info) for rank, part in parts], key)
+    _check_meshes(parts, key)
+    pieces: list[Piece] = []
+    for rank, part in parts:
+        _check_local(rank, part, key)
+        geometry = part.geometry
+        if 0 not in geometry.sizes or not info.numel:
+            pieces += [(box, part.local, local) for box, local in geometry.pieces]
+    for mine in _by_mesh(parts):
+        _check_complete(info, mine, {box for _, part in mine for box in _boxes(part)}, key)
+    return _assemble(info, pieces, key)
+
+
+def _boxes(part: Placed) -> list[Box]:
+    return [box for box, _ in part.geometry.pieces if box.numel or not part.info.numel]
+
+
+def _by_mesh(parts: Sequence[tuple[int, Placed]]) -> Iterable[Sequence[tuple[int, Placed]]]:
+    """The parts of each mesh, which must be a whole tensor by themselves: half of one stage's and
+    half of another's could be two tensors."""
+    found: dict[tuple[int, ...], list[tuple[int, Placed]]] = {}
+    for rank, part in parts:
+        found.setdefault(part.ranks, []).append((rank, part))
+    return found.values()
+
+
+def _check_meshes(parts: Sequence[tuple[int, Placed]], key: str) -> None:
+    """Of one mesh; or of several apart, each with all of the tensor: those of pipeline stages."""
+    first, meshes = parts[0][1], {parts[0][1].ranks: set(parts[0][1].ranks)}
+    for rank, part in parts:
+        if part.ranks not in meshes and meshes_apart(part.ranks, meshes.values()):
+            meshes[part.ranks] = set(part.ranks)
+        if part.ranks not in meshes or (part.shape, part.cuts) != (first.shape, first.cuts):
+            raise SourceError(
+                "CKM110",
+                f"{key}: rank {rank} was saved on a mesh of {list(part.shape)}, "
+                f"rank {parts[0][0]} on {list(first.shape)}, or placed differently",
+                _ONE_SAVE,
+            )
+
+
+def _check_local(rank: int, part: Placed, key: str) -> None:
+    """Raises where the rank holds another shape than its coordinate predicts."""
+    info, geometry = part.local.info, part.geometry
+    sizes = geometry.sizes
+    wrong_shape = info is None or (info.shape != sizes and (info.numel or 0 not in sizes))
+    if wrong_shape or not geometry.is_as_fsdp_cuts:
+        found = list(info.shape) if info is not None else "no shape"
+        at = [runs[0][0] for runs in geometry.runs]
+        raise SourceError(
+            "CKM112",
+            f"{key}: rank {rank} holds {found}, expected {list(sizes)} at {at} "
+            f"of {list(part.info.shape)}{'' if wrong_shape else ' in other rows than it says'}",
+            "torch saves wrong metadata for some uneven TP + FSDP shards; save a full state dict",
+        )
+    if isinstance(part.local, StoredTensor) and part.local.info.dtype != part.info.dtype:
+        raise SourceError(
+            "CKM113",
+            f"{key}: rank {rank} holds {part.local.info.dtype}, its DTensor says {part.info.dtype}",
+            _ONE_SAVE,
+        )
+
+
+def _check_complete(
+    info: TensorInfo, parts: Sequence[tuple[int, Placed]], held: set[Box], key: str
+) -> None:
+    """The boxes of different coordinates are disjoint, so what they hold in all tells."""
+    if sum(box.numel for box in held) == info.numel and (held or not info.numel):
+        return
+    world = len(parts[0][1].ranks)
+    if len(parts) < world:
+        raise SourceError(
+            "CKM110",
+            f"{key}: is cut over the {world} ranks of a mesh {list(parts[0][1].shape)}, found the "
+            f"parts of {len(parts)}; {world - len(parts)} rank files are missing",
+            "open the directory that holds the files of all ranks",
+        )
+    raise SourceError(
+        "CKM112",
+        f"{key}: the ranks' parts hold {sum(box.numel for box in held)} elements of {info.numel}",
+        _ONE_SAVE,
+    )
+
+
+Piece: TypeAlias = tuple[Box, Leaf, Box | None]
+"""A box of the whole tensor, what a rank holds, and which part of that fills the box."""
+
+
+def _assemble(info: TensorInfo, pieces: Sequence[Piece], key: str) -> StoredTensor | Cut:
+    """One tensor of pieces, of which those of the same box are replicas of the first."""
+    if any(isinstance(local, Opaque) for _, local, _ in pieces):
+        return _cut(info, pieces, key)
+    first: dict[Box, tuple[StoredTensor, Box | None]] = {}
+    replicas = []
+    for box, local, within in pieces:
+        if first.setdefault(box, (local, within))[0] is not local:
+            replicas += moved(box, local, within)
+    shares: list[tuple[object, Box | None]] = []
+    for local, within in first.values():
+        share = local.share
+        if share is None:  # then it is tied to nothing
+            shares = []
+            break
+        shares.append((share, within))
+    return StoredTensor(
+        info,
+        lambda: [
+            chunk for box, (local, within) in first.items() for chunk in moved(box, local, within)
+        ],
+        replicas,
+        tuple(shares) or None,
+    )
+
+
+def _cut(info: TensorInfo, pieces: Sequence[Piece], key: str) -> Cut:
+    for box, local, within in pieces:
+        if within is not None and within.sizes != local.info.shape:
+            raise SourceError(
+                "CKM112",
+                f"{key}: a {as_inert(local).class_name} whose rows go to several places, one of them "
+                f"{list(box.offsets)}",
+                "save it as a full state dict",
+            )
+    return Cut(info, tuple((box, as_inert(local)) for box, local, _ in pieces))

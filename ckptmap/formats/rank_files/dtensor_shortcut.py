@@ -1,0 +1,196 @@
+"""DTensors of ranks whose files are alike: joined by what differs, a coordinate and a place.
+
+    N x DTensor{local [rows / N, cols] at coordinate c} -> the boxes of one tiling for its shape
+
+What is irregular in any way is left to the general join, which says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+from ckptmap.core.row_chunks import Rows
+from ckptmap.errors import SourceError
+from ckptmap.formats.rank_files.rank_trees import Parsed, RankSet, RankTree, RankValues
+from ckptmap.formats.torch_save.reader import ReadTensor
+from ckptmap.sharding.dtensor_spec import (
+    Cutting,
+    Placed,
+    geometry_of,
+    is_dtensor,
+    read_mesh,
+    read_placed,
+)
+from ckptmap.tensors import Box, Chunk, Opaque, Region, StoredTensor, TensorInfo
+
+Parts: TypeAlias = Sequence[tuple[int, Box]]
+
+
+class _Kind(NamedTuple):
+    """The ranks of one parsed tree: one of them read in full, the mesh and the local tensor of the
+    parsed tree, which all of them fill in."""
+
+    placed: Placed
+    mesh: Opaque
+    local: ReadTensor
+
+
+class _Tiling(NamedTuple):
+    """Which rank holds which box: those that are kept, those that repeat one; and the shapes that
+    the ranks of each kind must hold."""
+
+    kept: tuple[tuple[int, Box], ...]
+    repeated: tuple[tuple[int, Box], ...]
+    sizes: tuple[set[tuple[int, ...]], ...]
+    bounds: tuple[int, ...]
+    """Where the kept begin, in rows, where each holds whole rows and follows the one before; the
+    last is past the end. Empty: they lie otherwise."""
+
+
+def joined_alike(values: RankValues, key: str) -> StoredTensor | None:
+    """None: not all of them are DTensors of plain tensors that fit together regularly."""
+    ranks, kinds = values.ranks, []
+    for parsed, members in ranks.kinds:
+        kind = _kind(values, parsed, members[0], key)
+        if kind is None:
+            return None
+        kinds.append(kind)
+    info, mesh_ranks, mesh, _, cuts, _, _ = kinds[0].placed
+    if any((kind.placed.info, kind.placed.cuts) != (info, cuts) for kind in kinds):
+        return None
+    coordinates = _coordinates(ranks, tuple([kind.mesh for kind in kinds]), mesh_ranks, mesh)
+    if coordinates is None:
+        return None
+    tiling = _tiling(info.shape, mesh, coordinates, cuts, ranks.kind_of)
+    if tiling is None:
+        return None
+    for kind, sizes in zip(kinds, tiling.sizes, strict=True):
+        if sizes != {kind.local.info.shape} or kind.local.info.dtype != info.dtype:
+            return None
+    locals_ = tuple([kind.local for kind in kinds])
+    by_rows = tiling.bounds and all(local.grid.is_contiguous for local in locals_)
+    place = _Held(ranks, locals_, tiling.kept)
+    return StoredTensor(
+        info,
+        partial(_rows, info, place, tiling.bounds) if by_rows else place.chunks,
+        _Held(ranks, locals_, tiling.repeated).chunks(),
+        share=(ranks, tiling.kept, *((t.key, t.start, t.grid.steps) for t in locals_)),
+    )
+
+
+def _kind(values: RankValues, parsed: Parsed, rank: int, key: str) -> _Kind | None:
+    """Reads one rank in full: the others differ in their meshes, or not at all in what is read."""
+    leaf = parsed.leaves.get(values.path)
+    if not is_dtensor(leaf):
+        return None
+    local, spec = _state(leaf).get("_local_tensor"), _state(_state(leaf).get("_spec"))
+    said = (spec.get("placements"), spec.get("shard_order"))
+    if not isinstance(local, ReadTensor) or any(id(value) in parsed.varying for value in said):
+        return None
+    try:
+        return _Kind(read_placed(values[rank], key), spec["mesh"], local)
+    except SourceError:
+        return None
+
+
+def _state(value: Any) -> Mapping[Any, Any]:
+    return value.state if isinstance(value, Opaque) and isinstance(value.state, dict) else {}
+
+
+def _coordinates(
+    ranks: RankSet, meshes: tuple[Opaque, ...], mesh_ranks: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...] | None:
+    """Of all ranks; None where their meshes are not one of `mesh_ranks` and `shape`. Worked out
+    once for the DTensors that share a mesh."""
+    if meshes not in ranks.meshes:
+        try:
+            ranks.meshes[meshes] = [
+                read_mesh(tree.filled(meshes[kind]), "mesh")
+                for tree, kind in zip(ranks.trees, ranks.kind_of, strict=True)
+            ]
+        except SourceError:
+            return None
+    found = ranks.meshes[meshes]
+    if any(theirs is not mesh_ranks or sizes != shape for theirs, sizes, _ in found):
+        return None
+    return tuple([coordinate for _, _, coordinate in found])
+
+
+@lru_cache(maxsize=64)
+def _tiling(
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    coordinates: tuple[tuple[int, ...], ...],
+    cuts: tuple[Cutting, ...],
+    kind_of: tuple[int, ...],
+) -> _Tiling | None:
+    """Worked out once for the tensors of one shape; None where it is no tiling by single boxes."""
+    kept: dict[Box, int] = {}
+    repeated = []
+    sizes: dict[int, set[tuple[int, ...]]] = {}
+    for rank, (coordinate, kind) in enumerate(zip(coordinates, kind_of, strict=True)):
+        geometry = geometry_of(shape, mesh, coordinate, cuts)
+        if len(geometry.pieces) != 1 or not geometry.is_as_fsdp_cuts:
+            return None
+        sizes.setdefault(kind, set()).add(geometry.sizes)
+        box = geometry.pieces[0][0]
+        if box.numel and kept.setdefault(box, rank) != rank:
+            repeated.append((rank, box))
+    # The boxes of different coordinates are disjoint, so what they hold in all tells.
+    if not kept or sum(box.numel for box in kept) != prod(shape):
+        return None
+    boxes = tuple([(rank, box) for box, rank in kept.items()])
+    kinds = tuple([sizes[kind] for kind in sorted(sizes)])
+    return _Tiling(boxes, tuple(repeated), kinds, _bounds(list(kept), shape))
+
+
+def _bounds(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...]:
+    bounds = [0]
+    for box in boxes:
+        if not shape or box.offsets[0] != bounds[-1] or box.sizes[1:] != shape[1:]:
+            return ()
+        bounds.append(bounds[-1] + box.sizes[0])
+    return tuple(bounds)
+
+
+class _Held(NamedTuple):
+    """Boxes of a tensor, and the ranks that hold them."""
+
+    ranks: RankSet
+    locals: Sequence[ReadTensor]
+    parts: Parts
+
+    def place(self, index: int) -> tuple[RankTree, ReadTensor]:
+        rank = self.parts[index][0]
+        return self.ranks.trees[rank], self.locals[self.ranks.kind_of[rank]]
+
+    def crc32(self, index: int) -> int | None:
+        """The member's, where it holds these bytes and no others."""
+        tree, local = self.place(index)
+        name = f"data/{local.key}"
+        whole = local.grid.is_contiguous and local.grid.nbytes == tree.records.nbytes(name)
+        return tree.records.crc32(name) if whole else None
+
+    def chunks(self) -> list[Chunk]:
+        made = []
+        for index, (_, box) in enumerate(self.parts):
+            tree, local = self.place(index)
+            info, at = local.info, tree.starts[local.key] + local.start
+            region = Region(tree.records.file, at, info.shape, local.grid.steps, info.itemsize)
+            made.append(Chunk(box, region, self.crc32(index)))
+        return made
+
+
+def _rows(info: TensorInfo, held: _Held, bounds: tuple[int, ...]) -> Rows:
+    places = [held.place(index) for index in range(len(held.parts))]
+    return Rows(
+        info,
+        bounds,
+        tuple([tree.records.file for tree, _ in places]),
+        array("Q", [tree.starts[local.key] + local.start for tree, local in places]),
+        held.crc32,
+    )

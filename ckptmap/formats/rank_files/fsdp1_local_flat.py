@@ -1,0 +1,237 @@
+"""Flat parameters of FSDP1, and rank files that hold parts of them: what lies at which byte.
+
+    a unit's [n0, ...], [n1, ...]  ->  one vector, cut into N x [ceil(numel / N)]
+
+torch/distributed/fsdp/_flat_param.py: the parameters of a unit in the order of its modules, shared
+ones once; with `use_orig_params=True` each starts at a multiple of 16 bytes and the whole divides
+by N, with elements of 42 between.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ckptmap.errors import PlanError
+from ckptmap.formats.pickle.writer import StorageTensor
+from ckptmap.formats.rank_files.sharded_tensor_pickle import Shards
+from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
+from ckptmap.protocols import OutFile, OutTensor, Slot
+from ckptmap.sharding.flat_slices import rectangles
+from ckptmap.storage.crc32 import crc32, crc32_combine
+from ckptmap.tensors import ITEMSIZE, Box, Path, contiguous_strides
+
+KEY = "_flat_param"
+ALIGNMENT_NBYTES = 16
+PADDING = 42
+"""Value between parameters with `use_orig_params=True`: torch's, by which it can be told."""
+
+
+@dataclass
+class Flat:
+    """A flat parameter: what begins at which element, and what is padding."""
+
+    path: Path
+    dtype: str
+    world: int
+    members: dict[Path, tuple[OutTensor, int]] = field(default_factory=dict)
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+    numel: int = 0
+
+    @property
+    def shard_numel(self) -> int:
+        return -(-self.numel // self.world)
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Elements that the rank holds, without padding on the right."""
+        low = min(rank * self.shard_numel, self.numel)
+        return low, min(low + self.shard_numel, self.numel)
+
+    def add(self, tensor: OutTensor, aligned: bool) -> None:
+        if aligned:
+            self._pad(ALIGNMENT_NBYTES // ITEMSIZE[self.dtype])
+        self.members[tensor.path] = (tensor, self.numel)
+        self.numel += tensor.info.numel
+
+    def _pad(self, multiple: int) -> None:
+        gap = -self.numel % max(multiple, 1)
+        if gap:
+            self.gaps.append((self.numel, self.numel + gap))
+            self.numel += gap
+
+    def close(self, aligned: bool) -> None:
+        if aligned:
+            self._pad(self.world)
+
+    @property
+    def shards(self) -> Shards:
+        bounds = [(rank, *self.bounds(rank)) for rank in range(self.world)]
+        return [(rank, low, high - low) for rank, low, high in bounds if high > low]
+
+
+def flats_of(tensors: Sequence[OutTensor], world_size: int) -> dict[str, Flat]:
+    """Flat parameters by unit, in the order of `FSDP.parameters()`: a module's own before what is
+    inside it. Raises PlanError CKM504 where FSDP1 could not flatten tensors so."""
+    flats: dict[str, Flat] = {}
+    named = False
+    for tensor in tensors:
+        unit = tensor.unit
+        if unit is None:
+            continue
+        named = unit.named
+        path = (*tensor.path[:-1], f"{unit.prefix}.{KEY}" if unit.prefix else KEY)
+        flat = flats.setdefault(unit.prefix, Flat(path, tensor.info.dtype, world_size))
+        if tensor.alias_of is not None:
+            _check_tie(tensor, flat)
+        elif tensor.info.dtype != flat.dtype:
+            raise PlanError(
+                "CKM504",
+                f"{tensor.path[-1]}: is {tensor.info.dtype}, others of FSDP unit {unit.prefix!r} are"
+                f" {flat.dtype}: FSDP1 flattens tensors of one dtype",
+                "cast them, for example --to fsdp1-local-bf16, or part them with --fsdp-units; a"
+                " buffer may be left out with --exclude",
+            )
+        else:
+            flat.add(tensor, named)
+    for flat in flats.values():
+        flat.close(named)
+    order = Traversal(tensors)
+    return {prefix: flats[prefix] for prefix in sorted(flats, key=order.at)}
+
+
+class Traversal:
+    """Where a module, or a tensor, comes in the order of modules, by the tensors' names."""
+
+    def __init__(self, tensors: Sequence[OutTensor]) -> None:
+        self._first: dict[str, int] = {}
+        for number, tensor in enumerate(tensors):
+            segments = str(tensor.path[-1]).split(".")
+            for depth in range(len(segments) + 1):
+                self._first.setdefault(".".join(segments[:depth]), number)
+
+    def at(self, name: str) -> tuple[int, int]:
+        """A module is before what is inside it, which may begin with the same tensor."""
+        return self._first[name], len(name)
+
+
+def _check_tie(tensor: OutTensor, flat: Flat) -> None:
+    if tensor.alias_of not in flat.members:
+        raise PlanError(
+            "CKM504",
+            f"{tensor.path[-1]}: is tied to a tensor of another FSDP unit, which FSDP1 cannot share",
+            "give --fsdp-units so that both are in one",
+        )
+
+
+# --------------------------------------------------------------------------------- bytes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a storage: bytes of a tensor's box, or known `content`."""
+
+    at: int
+    nbytes: int
+    path: Path = ()
+    box: Box | None = None
+    content: bytes = b""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One `data/<key>` of a torch.save file."""
+
+    key: str
+    nbytes: int
+    pieces: Sequence[Piece]
+
+
+def pieces_of(flat: Flat, rank: int) -> list[Piece]:
+    """What a rank's shard consists of, in order, the padding on its right too."""
+    itemsize = ITEMSIZE[flat.dtype]
+    low, high = flat.bounds(rank)
+    found = [
+        Piece(piece.at, piece.nbytes, tensor.path, piece.box)
+        for tensor, start in flat.members.values()
+        for piece in held(tensor, start, low, high)
+    ]
+    for begin, end in flat.gaps:
+        numel = max(0, min(high, end) - max(low, begin))
+        content = _element(flat.dtype) * numel
+        if content:
+            found.append(Piece((max(low, begin) - low) * itemsize, len(content), content=content))
+    rest = flat.shard_numel - (high - low)
+    if rest:
+        found.append(
+            Piece((high - low) * itemsize, rest * itemsize, content=bytes(rest * itemsize))
+        )
+    return sorted(found, key=lambda piece: piece.at)
+
+
+def held(tensor: OutTensor, start: int, low: int, high: int) -> Iterator[Piece]:
+    """What elements [low, high) of a flat vector, a storage of their own, have of the tensor that
+    begins at element `start`."""
+    info = tensor.info
+    first, last = max(low, start), min(high, start + info.numel)
+    for box, at in rectangles(info.shape, first - start, last - start):
+        offset = (start + at - low) * info.itemsize
+        yield Piece(offset, box.numel * info.itemsize, tensor.path, box)
+
+
+def _element(dtype: str) -> bytes:
+    """PADDING as one element: of every dtype that models are trained in."""
+    if dtype == "bfloat16":
+        return struct.pack("<f", PADDING)[2:]
+    form = {"float16": "<e", "float32": "<f", "float64": "<d"}.get(dtype)
+    if form is None:
+        raise PlanError(
+            "CKM504", f"fsdp1-local: {dtype} parameters with use_orig_params", "cast them first"
+        )
+    return struct.pack(form, PADDING)
+
+
+def whole(tensor: OutTensor, storages: list[Storage]) -> StorageTensor:
+    """A tensor in a storage of its own, which is added to the others."""
+    info, key = tensor.info, str(len(storages))
+    pieces = [Piece(0, info.nbytes, tensor.path, Box.whole(info.shape))] if info.nbytes else []
+    storages.append(Storage(key, info.nbytes, pieces))
+    stride = contiguous_strides([max(n, 1) for n in info.shape], 1)
+    return StorageTensor(key, info.dtype, info.numel, 0, info.shape, stride)
+
+
+def laid_out(name: str, pickle: bytes, storages: Sequence[Storage]) -> OutFile:
+    sizes = [(each.key, each.nbytes) for each in storages]
+    layout = layout_zip(name.removesuffix(".pt"), pickle, sizes)
+    slots = [
+        Slot(piece.path, piece.box, layout.offsets[number] + piece.at, piece.nbytes)
+        for number, each in enumerate(storages)
+        for piece in each.pieces
+        if piece.box is not None
+    ]
+    return OutFile(name, layout.nbytes, slots, _Seal(layout, tuple(storages)), needs_crc=True)
+
+
+@dataclass(frozen=True)
+class _Seal:
+    """A storage's checksum is joined from those of its slots and of its padding."""
+
+    layout: ZipLayout
+    storages: tuple[Storage, ...]
+
+    def __call__(self, crcs: Sequence[int], manifest: bytes | None) -> Iterable[tuple[int, bytes]]:
+        given = iter(crcs)
+        sums = []
+        for each in self.storages:
+            total = 0
+            for piece in each.pieces:
+                crc = crc32(piece.content) if piece.box is None else next(given)
+                total = crc32_combine(total, crc, piece.nbytes)
+            sums.append(total)
+        padding = [
+            (self.layout.offsets[number] + piece.at, piece.content)
+            for number, each in enumerate(self.storages)
+            for piece in each.pieces
+            if piece.box is None
+        ]
+        return sorted([*self.layout.seal(sums, {}), *padding])

@@ -1,0 +1,203 @@
+"""The optimizer's state of FSDP1, a file a rank: what that rank's `optimizer.load_state_dict` takes.
+
+    use_orig_params=False   an index a flat parameter: its state lies as it does, padding included
+    use_orig_params=True    an index a parameter: the rank's slice, no entry where that is empty
+
+Indices count through the groups, on every rank alike; `param_names` says which is which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptmap.core.state_tree import nest
+from ckptmap.errors import PlanError
+from ckptmap.formats.pickle.writer import StorageTensor, dump
+from ckptmap.formats.rank_files.fsdp1_local_flat import (
+    Flat,
+    Piece,
+    Storage,
+    Traversal,
+    held,
+    laid_out,
+    whole,
+)
+from ckptmap.protocols import OutFile, OutState, OutTensor
+from ckptmap.tensors import ITEMSIZE, Path
+
+OPTIMIZER, STATE, GROUPS = "optimizer", "state", "param_groups"
+PARAMS, NAMES = "params", "param_names"
+
+
+@dataclass(frozen=True)
+class _Param:
+    """What an index means: the `members` of `flat` together, or, if `named`, one of them; without
+    `flat` the one is whole on every rank."""
+
+    name: str
+    members: Sequence[OutTensor]
+    flat: Flat | None
+    named: bool = False
+
+    def span(self, rank: int) -> tuple[int, int] | None:
+        """The elements of the flat parameter that a rank has state for, perhaps of padding alone;
+        None: it has no state. A slice that is empty has none."""
+        if self.flat is None:
+            return 0, 0
+        low, high = self.flat.bounds(rank)
+        if not self.named:
+            return low, high
+        (member,) = self.members
+        _, start = self.flat.members[member.path]
+        low, high = max(low, start), min(high, start + member.info.numel)
+        return (low, high) if low < high else None
+
+
+class OptimizerFiles:
+    """The files of `state`'s optimizer, which is at ("optimizer", ...) and keyed by FQN."""
+
+    def __init__(
+        self, state: OutState, weights: Sequence[OutTensor], flats: Mapping[str, Flat]
+    ) -> None:
+        self._world = state.world_size
+        self._flats = flats
+        self._weights = {str(tensor.path[-1]): tensor for tensor in weights}
+        self._traversal = Traversal(weights)
+        self._states: dict[str, dict[Path, Any]] = {}
+        self._groups: list[dict[Any, Any]] = []
+        self._rest: list[tuple[Path, Any]] = []
+        mine = [(tensor.path, tensor) for tensor in state.tensors]
+        for path, value in (*mine, *state.extra.items()):
+            if path[0] == OPTIMIZER:
+                self._take(path[1:], value)
+        self._params = [self._of_group(group) for group in self._groups]
+
+    def files(self) -> list[OutFile]:
+        """Raises PlanError CKM504 where part of a flat parameter has no state."""
+        return [self._file(rank) for rank in range(self._world)]
+
+    # ------------------------------------------------------------------ what there is
+
+    def _take(self, path: Path, value: Any) -> None:
+        if path[0] == STATE:
+            if len(path) > 2:
+                fqn = self._owner(str(path[1]))
+                self._states.setdefault(fqn, {})[path[2:]] = value
+        elif path == (GROUPS,):
+            self._groups += [dict(group) for group in value]
+        elif path[0] == GROUPS:
+            number = int(path[1])
+            self._groups += [{} for _ in range(number + 1 - len(self._groups))]
+            node = self._groups[number]
+            for segment in path[2:-1]:
+                node = node.setdefault(segment, {})
+            node[path[-1]] = value
+        else:
+            self._rest.append((path, value))
+
+    def _owner(self, fqn: str) -> str:
+        """Of tied tensors the one that lies in the flat parameter."""
+        alias = self._weights[fqn].alias_of
+        return fqn if alias is None else str(alias[-1])
+
+    def _of_group(self, group: Mapping[Any, Any]) -> list[_Param]:
+        """As `FSDP.parameters()` lists flat parameters; parameters in the order that they have."""
+        found: dict[str, _Param] = {}
+        for fqn in map(self._owner, map(str, group[PARAMS])):
+            tensor = self._weights[fqn]
+            flat = None if tensor.unit is None else self._flats[tensor.unit.prefix]
+            if tensor.unit is None or tensor.unit.named:
+                found[fqn] = _Param(fqn, (tensor,), flat, tensor.unit is not None)
+            elif tensor.unit.prefix not in found:
+                assert flat is not None, "a unit has a flat parameter"
+                members = [member for member, _ in flat.members.values()]
+                found[tensor.unit.prefix] = _Param(str(flat.path[-1]), members, flat)
+        named = any(tensor.unit and tensor.unit.named for tensor in self._weights.values())
+        return list(found.values()) if named else [
+            found[name] for name in sorted(found, key=self._traversal.at)
+        ]  # fmt: skip
+
+    # ------------------------------------------------------------------ one rank
+
+    def _file(self, rank: int) -> OutFile:
+        storages: list[Storage] = []
+        leaves: list[tuple[Path, Any]] = [
+            (path, _written(value, storages)) for path, value in self._rest
+        ]
+        groups, index = [], 0
+        for group, params in zip(self._groups, self._params, strict=True):
+            for number, param in enumerate(params, index):
+                leaves += self._entries(param, (STATE, number), rank, storages)
+            indices = list(range(index, index + len(params)))
+            names = [param.name for param in params]
+            plain = {key: _written(value, storages) for key, value in group.items()}
+            groups.append({**plain, PARAMS: indices, NAMES: names})
+            index += len(params)
+        if not any(path[0] == STATE for path, _ in leaves):
+            leaves.append(((STATE,), {}))
+        leaves.append(((GROUPS,), groups))
+        name = f"optim_world_size_{self._world}_rank_{rank}.pt"
+        return laid_out(name, dump(nest(leaves)), storages)
+
+    def _entries(
+        self, param: _Param, at: Path, rank: int, storages: list[Storage]
+    ) -> Iterator[tuple[Path, Any]]:
+        """The state of an index, what is a vector cut as its flat parameter is."""
+        span = param.span(rank)
+        if span is None:
+            return
+        states = [self._states.get(str(member.path[-1]), {}) for member in param.members]
+        for name in dict.fromkeys(name for state in states for name in state):
+            values = [state[name] for state in states if name in state]
+            if _is_vector(values[0], param):
+                if len(values) < len(param.members):
+                    raise _incomplete(param, name, states)
+                yield (*at, *name), _cut(param, values, span, storages)
+            else:
+                yield (*at, *name), _written(values[0], storages)
+
+
+def _is_vector(value: Any, param: _Param) -> bool:
+    return isinstance(value, OutTensor) and bool(value.info.shape) and param.flat is not None
+
+
+def _cut(
+    param: _Param, values: Sequence[OutTensor], span: tuple[int, int], storages: list[Storage]
+) -> StorageTensor:
+    """[n0, ...], [n1, ...] -> the rank's part of the vector that they make."""
+    assert param.flat is not None, "only what is flat is cut"
+    dtype, itemsize = values[0].info.dtype, values[0].info.itemsize
+    pieces = [
+        piece
+        for member, value in zip(param.members, values, strict=True)
+        for piece in held(value, param.flat.members[member.path][1], *span)
+    ]
+    filled = span[1] - span[0]
+    numel = filled if param.named else param.flat.shard_numel
+    if numel > filled:
+        content = bytes((numel - filled) * itemsize)
+        pieces.append(Piece(filled * itemsize, len(content), content=content))
+    key = str(len(storages))
+    storages.append(Storage(key, numel * ITEMSIZE[dtype], pieces))
+    return StorageTensor(key, dtype, numel, 0, (numel,), (1,))
+
+
+def _written(value: Any, storages: list[Storage]) -> Any:
+    """A value with the tensors in it as the file's."""
+    if isinstance(value, OutTensor):
+        return whole(value, storages)
+    if isinstance(value, dict):
+        return {key: _written(item, storages) for key, item in value.items()}
+    return value
+
+
+def _incomplete(param: _Param, name: Path, states: Sequence[Mapping[Path, Any]]) -> PlanError:
+    lost = next(m for m, state in zip(param.members, states, strict=True) if name not in state)
+    return PlanError(
+        "CKM504",
+        f"{lost.path[-1]}: has no {'.'.join(map(str, name))}, others of its flat parameter"
+        f" {param.name!r} have it",
+        "choose --use-orig-params, where each parameter has state of its own, or --optimizer drop",
+    )

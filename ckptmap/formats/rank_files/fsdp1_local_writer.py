@@ -1,0 +1,128 @@
+"""Writes torch.save files for each rank as FSDP1's LOCAL_STATE_DICT has them: flat parameters, cut.
+
+    a unit's [n0, ...], [n1, ...], ...  ->  N x ShardedTensor{`<unit>._flat_param` [ceil(numel / N)]}
+
+torch/distributed/fsdp/_flat_param.py; with `use_orig_params=True` every parameter is there by name,
+too, as a view of what the rank holds. What is in no unit, a buffer, is whole in each file. Beside
+them the optimizer's state as a rank's `optimizer.state_dict()` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.state_tree import nest
+from ckptmap.errors import PlanError
+from ckptmap.formats.pickle.writer import StorageTensor, dump
+from ckptmap.formats.rank_files.fsdp1_local_flat import (
+    Flat,
+    Storage,
+    flats_of,
+    laid_out,
+    pieces_of,
+    whole,
+)
+from ckptmap.formats.rank_files.fsdp1_local_optim import OptimizerFiles
+from ckptmap.formats.rank_files.sharded_tensor_pickle import flat_sharded
+from ckptmap.protocols import OutFile, OutState, OutTensor, Setup
+from ckptmap.tensors import ITEMSIZE, Path
+
+FSDP1_LOCAL = Setup(
+    "fsdp1-local",
+    layout="flat",
+    writer="fsdp1-local",
+    sharded=True,
+    places=(),
+    dense=True,
+    optimizer_keys="fqn",
+    live="FSDP1",
+    summary="torch.save files a rank, flat parameters as FSDP1's LOCAL_STATE_DICT has them",
+)
+MODEL, OPTIMIZER = "model", "optimizer"
+
+
+class Fsdp1LocalWriter:
+    """A `model_world_size_W_rank_R.pt` a rank, and an `optim_...` where there is state."""
+
+    name = "fsdp1-local"
+    one_file = False
+    shares_storage = True
+
+    def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        """Raises PlanError CKM204 for one rank, CKM504 where FSDP1 could not flatten it so."""
+        if state.world_size < 2:
+            raise PlanError(
+                "CKM204",
+                "fsdp1-local: FSDP1 cuts nothing over 1 rank and saves whole tensors there",
+                "give --world-size, or choose full",
+            )
+        with paused_gc():
+            weights = [tensor for tensor in state.tensors if tensor.path[0] != OPTIMIZER]
+            flats = flats_of(weights, state.world_size)
+            parts = len(weights) < len(state.tensors) or any(p[0] == OPTIMIZER for p in state.extra)
+            depth = _depth(weights) if parts else 0
+            ranks = range(state.world_size)
+            made = [_file(weights, flats, depth, state.world_size, rank) for rank in ranks]
+            return made + (OptimizerFiles(state, weights, flats).files() if parts else [])
+
+
+def _depth(weights: Sequence[OutTensor]) -> int:
+    """Of the dict of weights in a state of several; their files hold nothing else."""
+    other = next((tensor.path[0] for tensor in weights if tensor.path[:-1] != (MODEL,)), None)
+    if other is not None:
+        raise PlanError(
+            "CKM205",
+            f"--root {other}: fsdp1-local has files of their own for weights and optimizer",
+            "leave it out",
+        )
+    return 1
+
+
+def _file(
+    weights: Sequence[OutTensor], flats: dict[str, Flat], depth: int, world_size: int, rank: int
+) -> OutFile:
+    storages: list[Storage] = []
+    leaves: list[tuple[Path, Any]] = []
+    views: dict[str, StorageTensor] = {}
+    shared: dict[Path, StorageTensor] = {}
+    for prefix, flat in flats.items():
+        low, high = flat.bounds(rank)
+        key, nbytes = str(len(storages)), flat.shard_numel * ITEMSIZE[flat.dtype]
+        storages.append(Storage(key, nbytes, pieces_of(flat, rank)))
+        views[prefix] = StorageTensor(
+            key, flat.dtype, flat.shard_numel, 0, (high - low,), (1,), requires_grad=True
+        )
+    for tensor in weights:
+        path = tensor.path[depth:]
+        if tensor.unit is None:
+            owner = tensor.alias_of or tensor.path
+            if owner not in shared:
+                shared[owner] = whole(tensor, storages)
+            leaves.append((path, shared[owner]))
+        elif tensor.unit.named:
+            leaves.append((path, _slice(tensor, flats[tensor.unit.prefix], views, rank)))
+    leaves += [
+        (
+            flat.path[depth:],
+            flat_sharded(flat.dtype, flat.numel, flat.shards, views[p], rank, flat.world),
+        )
+        for p, flat in flats.items()
+    ]
+    name = f"model_world_size_{world_size}_rank_{rank}.pt"
+    return laid_out(name, dump(nest(leaves)), storages)
+
+
+def _slice(
+    tensor: OutTensor, flat: Flat, views: dict[str, StorageTensor], rank: int
+) -> StorageTensor:
+    """A parameter by name: a view of what the rank's shard holds of it, perhaps of nothing."""
+    assert tensor.unit is not None
+    _, start = flat.members[tensor.alias_of or tensor.path]
+    low, high = flat.bounds(rank)
+    first, last = max(low, start), min(high, start + tensor.info.numel)
+    numel = max(0, last - first)
+    view = views[tensor.unit.prefix]
+    offset = first - low if numel else 0
+    return StorageTensor(view.key, view.dtype, view.numel, offset, (numel,), (1,))

@@ -1,0 +1,322 @@
+"""The state dicts of a job's ranks, one torch.save zip each: parsed once where they are alike.
+
+    rank 0   parsed          {"w": <DTensor mesh at (0,)>}
+    rank 1   alike, (1,)     the same leaves, with its own constants and its own records
+
+A rank's leaf is made when asked for. A file that is not alike (uneven shards, another class, one
+opcode more) is parsed as the first was, and those after it may be alike to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, overload
+
+from ckptmap.core.state_tree import flatten, holds_tensor
+from ckptmap.errors import SourceError
+from ckptmap.formats.pickle.reader import Device, DType, Inert, Size
+from ckptmap.formats.pickle.template import Constant, Hole, Template
+from ckptmap.formats.torch_save.module_metadata import fsdp1_units
+from ckptmap.formats.torch_save.reader import ReadTensor, open_zip, parse
+from ckptmap.formats.zip.directory_template import AlikeDirectories
+from ckptmap.formats.zip.reader import Records
+from ckptmap.sharding.dtensor_spec import Mesh
+from ckptmap.storage.files import Files
+from ckptmap.tensors import Leaf, Opaque, Path, PerRank, TensorInfo
+
+MAX_PARSED = 8
+"""Trees that a file is compared with: uneven shards make a few kinds of ranks."""
+MAX_FAILURES = 24
+"""Comparisons opcode by opcode that led to nothing: after so many there are no more."""
+MAX_DEPTH = 64
+"""Of the values in a leaf: those that nest deeper are parsed for each rank."""
+
+_FIXED = (str, int, float, bool, bytes, complex, type(None), DType, TensorInfo)
+_FIELDS = {"args", "state", "info", "items"}
+
+
+class _Unknown(Exception):
+    """A value of which it is not known how to make another rank's."""
+
+
+class Parsed:
+    """A parsed tree. Once another file was found alike, its leaves have holes."""
+
+    def __init__(self, records: Records, data: bytes) -> None:
+        tree = parse(records, data)
+        self.records = records
+        self.leaves = flatten(tree, records.file, len(data))
+        self.units = fsdp1_units(tree)
+        self.template = Template.of(data)
+        self.members = records.sizes("data/")
+        self._first: dict[Callable[[Leaf], bool], Path | None] = {}
+        self.is_shared = False
+        self.varying: set[int] = set()
+        """ids of values that are another rank's otherwise."""
+        self.often: set[int] = set()
+        """ids of objects that several leaves share: a mesh."""
+
+    def first(self, is_such: Callable[[Leaf], bool]) -> Path | None:
+        """Where the first such leaf is."""
+        if is_such not in self._first:
+            found = (path for path, leaf in self.leaves.items() if is_such(leaf))
+            self._first[is_such] = next(found, None)
+        return self._first[is_such]
+
+    def widen(self, data: bytes) -> bool:
+        """Make the tree fit this pickle as well; False where it cannot."""
+        template = self.template.widened(data)
+        if template is None:
+            return False
+        pickled, holes = template.punched()
+        walk = _Walk()
+        try:
+            leaves = flatten(parse(self.records, pickled, holes), self.records.file, len(pickled))
+            for leaf in leaves.values():
+                walk.varies(leaf)
+        except (SourceError, _Unknown):  # a constant decides what it holds
+            return False
+        self.template, self.leaves, self.is_shared = template, leaves, True
+        self.varying, self.often = {i for i, does in walk.found.items() if does}, walk.often
+        return True
+
+
+class _Walk:
+    """Looks for holes and tensors in values."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, bool] = {}
+        self.often: set[int] = set()
+        self._depth = 0
+
+    def varies(self, value: Any) -> bool:
+        """Raises _Unknown for what cannot be filled, or has no end."""
+        kind = type(value)
+        if (
+            kind in _FIXED
+            or isinstance(value, type)
+            or (kind is Device and type(value.text) is str)
+        ):
+            return False
+        known = self.found.get(id(value))
+        if known is not None:
+            self.often.add(id(value))
+            return known
+        if kind in (Hole, ReadTensor):
+            does = True
+        else:
+            self._depth += 1
+            if self._depth > MAX_DEPTH:
+                raise _Unknown
+            does = any([self.varies(item) for item in _inside(value)])
+            self._depth -= 1
+            if does and kind not in (list, tuple, Size, dict) and not isinstance(value, Inert):
+                raise _Unknown
+        self.found[id(value)] = does
+        return does
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """What a container holds. Raises _Unknown where it is none that is known."""
+    if isinstance(value, Inert) and value.__dict__.keys() <= _FIELDS:
+        return value.__dict__.values()
+    if isinstance(value, dict) and {*map(type, value)} <= {str, int}:
+        return (*value.values(), *getattr(value, "__dict__", {}).values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    raise _Unknown
+
+
+class RankTree:
+    """The leaves of one rank."""
+
+    __slots__ = ("_made", "_own", "_starts", "_template", "parsed", "records")
+
+    def __init__(self, parsed: Parsed, records: Records, constants: Sequence[Constant]) -> None:
+        self.parsed, self.records = parsed, records
+        self._template, self._own = parsed.template, constants
+        self._made: dict[int, Any] = {}
+        self._starts: Mapping[str, int] | None = None
+
+    def get(self, path: Path) -> Leaf:
+        """A leaf as this rank's own file has it; None: it has none there."""
+        return self.filled(self.parsed.leaves.get(path))
+
+    def first(self, is_such: Callable[[Leaf], bool]) -> list[Leaf]:
+        """The first such leaf; none where there is none."""
+        path = self.parsed.first(is_such)
+        return [] if path is None else [self.get(path)]
+
+    @property
+    def starts(self) -> Mapping[str, int]:
+        """Where the storages begin in the file, by key; all of a file are found at once."""
+        if self._starts is None:
+            self._starts = self.records.starts("data/")
+        return self._starts
+
+    def filled(self, value: Any) -> Any:
+        """A value of the parsed tree as this rank has it; what leaves share stays shared."""
+        if id(value) not in self.parsed.varying:
+            return value
+        made = self._made.get(id(value))
+        if made is None:
+            made = self._fill(value)
+            if id(value) in self.parsed.often:
+                self._made[id(value)] = made
+        return made
+
+    def _fill(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is Hole:
+            return self._constant(value.index)
+        if kind is ReadTensor:
+            return value.of(self.records)
+        if kind is dict:
+            return {key: self.filled(item) for key, item in value.items()}
+        if kind in (list, tuple, Size):
+            return kind([self.filled(item) for item in value])
+        made = object.__new__(kind)
+        made.__dict__.update({name: self.filled(item) for name, item in value.__dict__.items()})
+        return made
+
+    def _constant(self, index: int) -> Constant:
+        if self._template is not self.parsed.template:
+            self._own = self.parsed.template.adopted(self._template, self._own)
+            self._template = self.parsed.template
+        return self._own[index]
+
+
+class RankReader:
+    """Reads the trees of ranks, one file after the other."""
+
+    def __init__(self) -> None:
+        self.parsed: list[Parsed] = []
+        self._failures = 0
+        self._directories = AlikeDirectories()
+
+    def read(self, files: Files, name: str) -> RankTree:
+        """Raises SourceError as `torch_zip_read.load` does."""
+        return self._tree(*open_zip(files, name, read=self._directories.read))
+
+    def _tree(self, records: Records, data: bytes) -> RankTree:
+        members = records.sizes("data/")
+        alike = [parsed for parsed in self.parsed if parsed.members == members]
+        for parsed in alike:
+            constants = parsed.template.constants(data)
+            if constants is not None:
+                parsed.is_shared = parsed.is_shared or parsed.widen(data)
+                if parsed.is_shared:
+                    return RankTree(parsed, records, constants)
+        for parsed in alike if self._failures < MAX_FAILURES else ():
+            constants = parsed.template.constants(data) if parsed.widen(data) else None
+            if constants is not None:
+                return RankTree(parsed, records, constants)
+            self._failures += 1
+        parsed = Parsed(records, data)
+        if len(self.parsed) < MAX_PARSED:
+            self.parsed.append(parsed)
+        else:
+            parsed.template = Template.of(b"")  # nothing will be compared with it
+        return RankTree(parsed, records, ())
+
+
+class RankSet:
+    """The trees of all ranks, in rank order; `kinds` are the parsed ones, each with its ranks, and
+    `kind_of` says which of them a rank is of."""
+
+    def __init__(self, trees: Sequence[RankTree]) -> None:
+        self.trees = tuple(trees)
+        kinds: dict[Parsed, list[int]] = {}
+        for rank, tree in enumerate(trees):
+            kinds.setdefault(tree.parsed, []).append(rank)
+        self.kinds = tuple([(parsed, tuple(ranks)) for parsed, ranks in kinds.items()])
+        self.meshes: dict[tuple[Opaque, ...], list[Mesh]] = {}
+        """What the ranks' meshes say, by the objects of the parsed trees: for who joins them."""
+        number = {parsed: index for index, parsed in enumerate(kinds)}
+        self.kind_of = tuple([number[tree.parsed] for tree in trees])
+
+    @property
+    def units(self) -> Mapping[Path, tuple[str, ...]]:
+        """The FSDP1 units that the first rank lists which lists any."""
+        return next((parsed.units for parsed, _ in self.kinds if parsed.units), {})
+
+    def merged(self) -> dict[Path, Leaf]:
+        """The first rank's paths in its order, then those that only others have: a plain value
+        that all share, else what each rank has."""
+        paths = dict.fromkeys(path for parsed, _ in self.kinds for path in parsed.leaves)
+        for path in self._filled_elsewhere(paths):
+            del paths[path]
+        return {path: self._leaf(path) for path in paths}
+
+    def _filled_elsewhere(self, paths: Iterable[Path]) -> list[Path]:
+        """Where some ranks hold an empty dict, and others tensors in it: a stage without any."""
+        if len(self.kinds) == 1:
+            return []
+        empty = {
+            path: [parsed.leaves.get(path) for parsed, _ in self.kinds]
+            for parsed, _ in self.kinds
+            for path, leaf in parsed.leaves.items()
+            if isinstance(leaf, dict) and not leaf
+        }
+        heads = {path[:depth] for path in paths for depth in range(len(path))} if empty else set()
+        return [
+            path
+            for path, leaves in empty.items()
+            if path in heads and all(leaf is None or leaf == {} for leaf in leaves)
+        ]
+
+    def _leaf(self, path: Path) -> Leaf:
+        if len(self.trees) == 1:
+            return self.trees[0].get(path)
+        leaves = [parsed.leaves.get(path) for parsed, _ in self.kinds]
+        if any(map(holds_tensor, leaves)):
+            return PerRank(RankValues(self, path))
+        if any(
+            id(leaf) in parsed.varying for (parsed, _), leaf in zip(self.kinds, leaves, strict=True)
+        ):
+            leaves = [tree.get(path) for tree in self.trees]
+        first = leaves[0]
+        if all(_equal(first, other) for other in leaves) and not isinstance(first, Opaque):
+            return first
+        return PerRank(tuple([tree.get(path) for tree in self.trees]))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """NaN is what NaN is: a loss, say, that all ranks agree on."""
+    try:
+        return type(a) is type(b) and (bool(a == b) or _equal_inside(a, b))
+    except RecursionError:
+        return False
+
+
+def _equal_inside(a: Any, b: Any) -> bool:
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a != a and b != b)
+
+
+class RankValues(Sequence[Leaf]):
+    """What the ranks have at a path, in rank order; each value is made when it is looked at."""
+
+    __slots__ = ("path", "ranks")
+
+    def __init__(self, ranks: RankSet, path: Path) -> None:
+        self.ranks, self.path = ranks, path
+
+    def some(self, is_such: Callable[[Leaf], bool]) -> bool:
+        """Is the value of any rank such? Asked of parsed leaves: none is made."""
+        return any(is_such(parsed.leaves.get(self.path)) for parsed, _ in self.ranks.kinds)
+
+    def __len__(self) -> int:
+        return len(self.ranks.trees)
+
+    @overload
+    def __getitem__(self, index: int) -> Leaf: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Leaf]: ...
+    def __getitem__(self, index: int | slice) -> Leaf | Sequence[Leaf]:
+        if isinstance(index, slice):
+            return [tree.get(self.path) for tree in self.ranks.trees[index]]
+        return self.ranks.trees[index].get(self.path)

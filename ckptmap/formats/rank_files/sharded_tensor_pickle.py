@@ -1,0 +1,90 @@
+"""A flat ShardedTensor as torch 2.13 pickles it, in values that `pickle_write.dump` emits.
+
+torch/distributed/_shard/sharded_tensor/api.py (`ShardedTensor.__getstate__`, a wrapper subclass),
+metadata.py, ../metadata.py, ../sharding_spec: what FSDP1's `_local_post_state_dict_hook` makes with
+`init_from_local_shards`. torch loads it in a process group of the same world size only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptmap.formats.pickle.reader import Device, DType, Size
+from ckptmap.formats.pickle.writer import Call, Global, Instance, StorageTensor
+
+_SHARD = "torch.distributed._shard"
+_TENSOR = f"{_SHARD}.sharded_tensor"
+_CLASS = Global(f"{_TENSOR}.api", "ShardedTensor")
+DEVICE = "cpu"
+"""Of the shards; torch.load(map_location=...) moves the tensors."""
+
+Shards = Sequence[tuple[int, int, int]]
+"""(rank, offset, numel) of every shard that is not empty."""
+
+
+def flat_sharded(
+    dtype: str, numel: int, shards: Shards, local: StorageTensor | None, rank: int, world: int
+) -> Call:
+    """`torch._tensor._rebuild_from_type_v2` of [numel] with this rank's shard, if it has one."""
+    strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    outer = (_CLASS, DType(dtype), (numel,), (1,), 0, strided, Device(DEVICE), True)
+    listed = [_shard_metadata(each) for each in shards]
+    mine = next((each for each in shards if each[0] == rank), None)
+    held = []
+    if mine is not None:
+        state = {"tensor": local, "metadata": _shard_metadata(mine)}
+        held.append(Instance(Global(f"{_TENSOR}.shard", "Shard"), (None, state)))
+    value = (held, _metadata(dtype, numel, listed, strided), _group(rank, world),
+             _spec(numel, shards, listed), False)  # fmt: skip
+    rebuild = Global("torch._utils", "_rebuild_wrapper_subclass")
+    return Call(Global("torch._tensor", "_rebuild_from_type_v2"), (rebuild, _CLASS, outer, value))
+
+
+def _shard_metadata(shard: tuple[int, int, int]) -> Instance:
+    rank, offset, numel = shard
+    state = {"shard_offsets": [offset], "shard_sizes": [numel], "placement": _remote(rank)}
+    return Instance(Global(f"{_SHARD}.metadata", "ShardMetadata"), (None, state))
+
+
+def _remote(rank: int) -> Instance:
+    state = {"_worker_name": None, "_rank": rank, "_device": Device(DEVICE)}
+    return Instance(Global("torch.distributed.remote_device", "_remote_device"), state)
+
+
+def _metadata(dtype: str, numel: int, listed: list[Instance], strided: Call) -> Instance:
+    memory = Call(Global(f"{_TENSOR}.metadata", "MEM_FORMAT_ENCODING"), (0,))
+    properties = (DType(dtype), strided, True, memory, False)
+    state = {
+        "shards_metadata": listed,
+        "size": Size((numel,)),
+        "tensor_properties": Instance(
+            Global(f"{_TENSOR}.metadata", "TensorProperties"), properties
+        ),
+    }
+    return Instance(Global(f"{_TENSOR}.metadata", "ShardedTensorMetadata"), state)
+
+
+def _group(rank: int, world: int) -> Instance:
+    """A nested class, which a pickle of protocol 2 gets as an attribute."""
+    cls = Call(Global("__builtin__", "getattr"), (_CLASS, "ProcessGroupState"))
+    state = {
+        "local_rank": rank,
+        "global_rank": rank,
+        "local_world_size": world,
+        "global_world_size": world,
+    }
+    return Instance(cls, state)
+
+
+def _spec(numel: int, shards: Shards, listed: list[Instance]) -> Instance:
+    """As torch infers it: chunks, where the shards are those of torch.chunk, else one by one."""
+    step = -(-numel // len(shards))
+    rooms = f"{_SHARD}.sharding_spec"
+    chunked = len(shards) > 1 and all(
+        (offset, size) == (step * index, min(step, numel - step * index))
+        for index, (_, offset, size) in enumerate(shards)
+    )
+    if chunked:
+        state = {"dim": 0, "placements": [_remote(rank) for rank, _, _ in shards]}
+        return Instance(Global(f"{rooms}.chunk_sharding_spec", "ChunkShardingSpec"), state)
+    return Instance(Global(f"{rooms}.api", "EnumerableShardingSpec"), {"shards": listed})

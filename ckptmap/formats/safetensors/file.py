@@ -1,0 +1,99 @@
+"""A safetensors file as stored tensors and records; and what is often found in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptmap.core.tensor_columns import Extents, Located
+from ckptmap.errors import SourceError
+from ckptmap.formats.safetensors import torchao_metadata
+from ckptmap.formats.safetensors.header import MAX_HEADER_NBYTES, Header
+from ckptmap.storage.files import Files
+from ckptmap.tensors import TensorInfo
+
+RECORDS = "ckptmap"
+"""Key in `__metadata__` of ckptmap's own encoding records: JSON {fqn: record}."""
+
+LFS_MAGIC = b"version https://git-lfs"
+
+
+def looks_like_safetensors(head: bytes) -> bool:
+    """A length and a JSON object; a wrong length before an evident header still looks like one."""
+    if head[8:10] == b'{"':
+        return True
+    return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_NBYTES
+
+
+def refuse_text(files: Files, file: str) -> None:
+    """Raises SourceError CKM102 or CKM103 where a shard is text: a pointer, an error page."""
+    nbytes = os.stat(file).st_size
+    head = files.read(file, 0, min(nbytes, 512))
+    if not looks_like_safetensors(head):
+        error = not_weights(head, file, nbytes)
+        if error is not None:
+            raise error
+
+
+def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> Extents:
+    """The tensors of some files, each one extent, by their path of one segment."""
+    keys: list[str] = []
+    infos: list[TensorInfo] = []
+    begins: list[int] = []
+    homes: list[str] = []
+    for header, file in zip(headers, files, strict=True):
+        keys += torchao_metadata.keys_of(header.metadata, header.keys)
+        infos += header.infos
+        begins += header.begins
+        homes += [file] * len(header.keys)
+    return Extents(keys, infos, Located(homes, begins))
+
+
+def records_of(header: Header, file: str) -> dict[str, Mapping[str, Any]]:
+    """ckptmap's own records in a header, or those that torchao's metadata make; else empty."""
+    text = header.metadata.get(RECORDS)
+    others = torchao_metadata.read(header.metadata, header.keys)
+    if text is None:
+        return others
+    try:
+        records = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _bad_records(file, f"not JSON: {error}") from error
+    if not isinstance(records, dict) or not all(isinstance(r, dict) for r in records.values()):
+        raise _bad_records(file, "expected an object of objects")
+    return {**{fqn: r for fqn, r in others.items() if fqn not in records}, **records}
+
+
+def _bad_records(file: str, what: str) -> SourceError:
+    return SourceError(
+        "CKM115",
+        f"{file}: the encoding records in its __metadata__[{RECORDS!r}]: {what}",
+        "convert the original again",
+    )
+
+
+def not_weights(head: bytes, file: str, nbytes: int) -> SourceError | None:
+    """The error for a text file where weights were expected: an LFS pointer, a web page, JSON."""
+    if head.startswith(LFS_MAGIC):
+        return SourceError(
+            "CKM102",
+            f"{file}: a Git-LFS pointer of {nbytes} bytes, expected the weights that it points to",
+            "fetch them: `git lfs pull`, or `hf download REPO`",
+        )
+    if b"\0" in head:
+        return None
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        kind = "an HTML or XML page"
+    elif text.startswith((b'{"', b"{\n", b"{\r", b"{ ", b"{}", b'["', b"[{", b"[\n")):
+        kind = "JSON text"
+    else:
+        return None
+    return SourceError(
+        "CKM103",
+        f"{file}: {kind} of {nbytes} bytes, expected weights",
+        "a download answered with an error page, or this is a file beside the weights; "
+        "download it again, or give the directory",
+    )

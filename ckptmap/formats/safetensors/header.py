@@ -1,0 +1,391 @@
+"""The safetensors header, parsed with every check and emitted byte for byte.
+
+Layout (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length,
+a JSON object `{name: {dtype, shape, data_offsets: [begin, end]}, "__metadata__": {str: str}}` that
+starts with `{` and may be padded with spaces, then the data. Offsets are relative to the data; the
+ranges tile it without hole or overlap. Stricter here than in safetensors 0.8: duplicate names,
+extra fields and unprintable names are refused, where that library takes the last or ignores them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from ckptmap.errors import PlanError, SourceError
+from ckptmap.storage.files import Files
+from ckptmap.tensors import ITEMSIZE, TensorInfo
+
+MAX_HEADER_NBYTES = 100_000_000
+"""safetensors' own cap on the header."""
+MAX_TENSORS = 1_000_000
+MAX_VALUES = 16 * MAX_TENSORS
+"""JSON values in a header, counted before it is parsed: parsing costs about 100 bytes each."""
+MAX_NAME_NCHARS = 4096
+MAX_NUMEL = 2**63 - 1
+METADATA = "__metadata__"
+ALIGN = 8
+
+TORCH_DTYPES: Mapping[str, str] = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu", "F4": "float4_e2m1fn_x2",
+    "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16",
+    "I32": "int32", "U32": "uint32", "F32": "float32",
+    "I64": "int64", "U64": "uint64", "F64": "float64", "C64": "complex64",
+}  # fmt: skip
+NAMES: Mapping[str, str] = {torch: name for name, torch in TORCH_DTYPES.items()}
+
+HINT = "download or save the file again; nothing is read from a damaged one"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the header says of tensor i, in its order: `keys[i]`, `infos[i]`, and where in the file
+    its bytes begin."""
+
+    keys: Sequence[str]
+    infos: Sequence[TensorInfo]
+    begins: Sequence[int]
+    data_start: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> dict[str, tuple[TensorInfo, int, int]]:
+        """(info, begin, end) by name: file offsets of the bytes."""
+        columns = zip(self.keys, self.infos, self.begins, strict=True)
+        return {key: (info, begin, begin + info.nbytes) for key, info, begin in columns}
+
+
+def parse(files: Files, file: str) -> Header:
+    """The checked header of a file. Raises SourceError CKM101, CKM104 or CKM107."""
+    try:
+        file_nbytes = os.stat(file).st_size
+    except OSError as error:
+        raise SourceError(
+            "CKM101", f"{file}: cannot be read: {error.strerror}", "check the path"
+        ) from error
+    if file_nbytes < 8:
+        raise SourceError(
+            "CKM104", f"{file}: truncated, expected at least 8 bytes, found {file_nbytes}", HINT
+        )
+    nbytes = int.from_bytes(files.read(file, 0, 8), "little")
+    if not 2 <= nbytes <= MAX_HEADER_NBYTES:
+        raise _bad(file, f"header length, expected 2 to {MAX_HEADER_NBYTES}, found {nbytes}")
+    if 8 + nbytes > file_nbytes:
+        raise SourceError(
+            "CKM104",
+            f"{file}: truncated in its header, expected {8 + nbytes} bytes or more, "
+            f"found {file_nbytes}",
+            HINT,
+        )
+    return parse_header(files.read(file, 8, nbytes), file_nbytes, file)
+
+
+def parse_header(raw: bytes, file_nbytes: int, where: str) -> Header:
+    """The same from the JSON bytes; `where` names the file in errors."""
+    return _written(raw, file_nbytes, where) or _any(raw, file_nbytes, where)
+
+
+def _any(raw: bytes, file_nbytes: int, where: str) -> Header:
+    """Of any JSON, entry by entry, every fault by its name."""
+    pairs = _load(raw, where)
+    data_start = 8 + len(raw)
+    metadata: Mapping[str, str] = {}
+    tensors: dict[str, tuple[TensorInfo, int, int]] = {}
+    infos: dict[tuple[Any, ...], tuple[TensorInfo, int]] = {}
+    for name, entry in pairs:
+        if name == METADATA:
+            metadata = _metadata(entry, where)
+            continue
+        if not name.isprintable() or not name or len(name) > MAX_NAME_NCHARS:
+            _check_name(name, where)
+        dtype, shape, begin, end = _fields(name, entry, where)
+        try:
+            info, nbytes = infos[(dtype, *shape)]
+        except (KeyError, TypeError):
+            info = _info(name, dtype, shape, where)
+            nbytes = info.nbytes
+            infos[(dtype, *shape)] = info, nbytes
+        if end - begin != nbytes:
+            raise _bad(where, f"tensor {name!r}: {info} takes {nbytes} bytes, found {end - begin}")
+        tensors[name] = (info, data_start + begin, data_start + end)
+    if len(tensors) + any(name == METADATA for name, _ in pairs) != len(pairs):
+        raise _bad(where, f"the name {_first_duplicate(pairs)!r} is there twice, expected once")
+    _check_tiling(tensors, data_start, file_nbytes, where)
+    found = tensors.values()
+    infos_, begins = [info for info, _, _ in found], [begin for _, begin, _ in found]
+    return Header(list(tensors), infos_, begins, data_start, metadata)
+
+
+_HEAD = '{"' + METADATA + '":{'
+_ENTRY = re.compile(
+    r'"([^"\\\x00-\x1f]+)":\{("dtype":"[A-Z0-9_]+","shape":\[[0-9,]*\]),"data_offsets":\[(\d+),(\d+)\]'
+    r"\}(?:,|\}\Z)"
+)
+_ENTRY_NCHARS = len('"":{,"data_offsets":[,]},')
+
+
+def _written(raw: bytes, file_nbytes: int, where: str) -> Header | None:
+    """Of a header as writers write it: no space, fields and data in order. None: it is another, or
+    not in order, which is for `_any` to say."""
+    try:
+        text = raw.decode().rstrip(" ")
+        at, metadata = 1, ()
+        if text.startswith(_HEAD):
+            metadata, at = _DECODER.raw_decode(text, len(_HEAD) - 1)
+            at += 1
+    except (ValueError, RecursionError):
+        return None
+    found = _ENTRY.findall(text, at)
+    if not found or len(found) > MAX_TENSORS or text[at - 1] != ("{" if at == 1 else ","):
+        return None
+    keys, forms, begins, ends = zip(*found, strict=True)
+    nchars = sum(sum(map(len, column)) for column in (keys, forms, begins, ends))
+    if nchars + _ENTRY_NCHARS * len(found) != len(text) - at:
+        return None
+    if not _are_names(keys):
+        return None
+    try:
+        kinds = {form: _info("", **json.loads(f"{{{form}}}"), where="") for form in set(forms)}
+    except (SourceError, ValueError):
+        return None
+    sizes = {form: info.nbytes for form, info in kinds.items()}
+    stops = list(accumulate(map(sizes.__getitem__, forms), initial=0))
+    if ("0", *ends) != (*begins, ends[-1]) or (*map(str, stops),) != ("0", *ends):
+        return None
+    start = 8 + len(raw)
+    _check_end(start + stops.pop(), file_nbytes, where)
+    infos = list(map(kinds.__getitem__, forms))
+    return Header(keys, infos, [start + n for n in stops], start, _metadata(metadata, where))
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=tuple)
+
+
+def _are_names(keys: Sequence[str]) -> bool:
+    """All of them distinct and such as `_check_name` takes."""
+    if len({METADATA, *keys}) <= len(keys) or max(map(len, keys)) > MAX_NAME_NCHARS:
+        return False
+    return "".join(keys).isprintable()
+
+
+def _load(raw: bytes, where: str) -> tuple[tuple[str, Any], ...]:
+    """The JSON object as (name, value) pairs; objects are tuples, so that no key is lost."""
+    if not raw.startswith(b"{"):
+        raise _bad(
+            where, f"header, expected a JSON object that starts with '{{', found {raw[:1]!r}"
+        )
+    values = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
+    if values > MAX_VALUES:
+        raise _bad(where, f"header, expected at most {MAX_VALUES} JSON values, found {values}")
+    try:
+        pairs = json.loads(raw.decode("utf-8"), object_pairs_hook=tuple)
+    except UnicodeDecodeError as error:
+        raise _bad(where, f"header is not UTF-8 at byte {8 + error.start}") from error
+    except RecursionError as error:
+        raise _bad(where, "header is nested too deeply, expected 3 levels") from error
+    except ValueError as error:  # JSONDecodeError, and integers of over 4300 digits
+        raise _bad(where, f"header is not JSON: {error}") from error
+    if len(pairs) > MAX_TENSORS:
+        raise _bad(where, f"expected at most {MAX_TENSORS} tensors, found {len(pairs)}")
+    return pairs  # type: ignore[no-any-return]
+
+
+def _fields(name: str, entry: Any, where: str) -> tuple[str, list[int], int, int]:
+    """(dtype, shape, begin, end) of one entry; ints are checked, but not against each other."""
+    try:
+        (a, dtype), (b, shape), (c, offsets) = entry
+        if a != "dtype" or b != "shape" or c != "data_offsets":
+            fields = dict(entry)
+            dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+        begin, end = offsets
+        if type(entry) is not tuple:  # an array of arrays unpacks too
+            raise ValueError
+    except (ValueError, TypeError, KeyError) as error:
+        found = [str(pair[0]) for pair in entry] if isinstance(entry, tuple) else entry
+        raise _bad(
+            where,
+            f"tensor {name!r}: expected the fields dtype, shape and two data_offsets, "
+            f"found {_short(found)}",
+        ) from error
+    if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= MAX_NUMEL:
+        raise _bad(
+            where,
+            f"tensor {name!r}: data_offsets, expected integers 0 <= begin <= end < 2**63, "
+            f"found {_short([begin, end])}",
+        )
+    if type(shape) is list:
+        for n in shape:
+            if type(n) is not int:
+                break
+        else:
+            return dtype, shape, begin, end
+    raise _bad(where, f"tensor {name!r}: shape, expected a list of integers, found {_short(shape)}")
+
+
+def _info(name: str, dtype: Any, shape: list[int], where: str) -> TensorInfo:
+    torch_dtype = TORCH_DTYPES.get(dtype) if isinstance(dtype, str) else None
+    if torch_dtype is None:
+        raise _bad(
+            where,
+            f"tensor {name!r}: dtype {_short(dtype)} is unknown, expected one of "
+            + " ".join(TORCH_DTYPES),
+        )
+    numel = 1
+    for n in shape:
+        if n < 0:
+            raise _bad(where, f"tensor {name!r}: negative size in shape {_short(shape)}")
+        numel *= n or 1
+        if numel > MAX_NUMEL:  # also where another dim is 0: torch refuses such a shape too
+            raise _bad(where, f"tensor {name!r}: shape {_short(shape)} overflows 63 bits")
+    if torch_dtype != "float4_e2m1fn_x2":
+        return TensorInfo(tuple(shape), torch_dtype)
+    if not shape or shape[-1] % 2:
+        raise _bad(where, f"tensor {name!r}: F4 needs an even last dim, found {_short(shape)}")
+    return TensorInfo((*shape[:-1], shape[-1] // 2), torch_dtype)
+
+
+def _check_tiling(
+    tensors: Mapping[str, tuple[TensorInfo, int, int]],
+    data_start: int,
+    file_nbytes: int,
+    where: str,
+) -> None:
+    """Each data byte belongs to exactly one tensor, and the file ends where the data does."""
+    cursor = data_start
+    for name, (_, begin, end) in sorted(tensors.items(), key=_by_range):
+        if begin != cursor:
+            kind = "overlaps the one before" if begin < cursor else "leaves a hole before it"
+            raise _bad(
+                where, f"tensor {name!r} {kind}: expected it at byte {cursor}, found {begin}"
+            )
+        cursor = end
+    _check_end(cursor, file_nbytes, where)
+
+
+def _check_end(end: int, file_nbytes: int, where: str) -> None:
+    if end > file_nbytes:
+        raise SourceError(
+            "CKM104", f"{where}: truncated, expected {end} bytes, found {file_nbytes}", HINT
+        )
+    if end < file_nbytes:
+        raise _bad(where, f"bytes after the last tensor, expected {end} bytes, found {file_nbytes}")
+
+
+def _by_range(item: tuple[str, tuple[TensorInfo, int, int]]) -> tuple[int, int]:
+    return item[1][1:]
+
+
+def _metadata(entry: Any, where: str) -> dict[str, str]:
+    if not isinstance(entry, tuple):
+        raise _bad(where, f"{METADATA}, expected an object, found {_short(entry)}")
+    metadata = dict(entry)
+    if len(metadata) != len(entry):
+        raise _bad(where, f"{METADATA}: the name {_first_duplicate(entry)!r} is there twice")
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise _bad(where, f"{METADATA}[{key!r}], expected a string, found {_short(value)}")
+    return metadata
+
+
+def _check_name(name: str, where: str) -> None:
+    """Refuse what no writer means and what would break logs, terminals or UTF-8 encoders."""
+    if not name or len(name) > MAX_NAME_NCHARS:
+        raise _bad(
+            where,
+            f"tensor name {_short(name)}, expected 1 to {MAX_NAME_NCHARS} characters, "
+            f"found {len(name)}",
+        )
+    for char in name:
+        code = ord(char)
+        if code < 32 or 127 <= code < 160 or 0xD800 <= code < 0xE000:
+            raise _bad(where, f"tensor name {_short(name)} holds the control character {char!r}")
+
+
+def _first_duplicate(pairs: Sequence[tuple[str, Any]]) -> str:
+    return Counter(name for name, _ in pairs).most_common(1)[0][0]
+
+
+def _bad(where: str, what: str) -> SourceError:
+    return SourceError("CKM107", f"{where}: bad safetensors header: {what}", HINT)
+
+
+def _short(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = "a huge integer"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# ----------------------------------------------------------------------------------- emit
+
+
+def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str]) -> bytes:
+    """The 8 length bytes and the header for tensors laid one after another in the given order.
+
+    Padded with spaces so that data starts at a multiple of 8 bytes, as safetensors does. Raises
+    PlanError CKM203 for a dtype that the format has no name for (complex128).
+    """
+    items = []
+    if metadata:
+        items.append(f'"{METADATA}":{json.dumps(dict(metadata), separators=(",", ":"))}')
+    quote = json.encoder.encode_basestring
+    offset = 0
+    for key, info in tensors:
+        _check_written(key)
+        end = offset + info.nbytes
+        dtype, shape = _stored_form(key, info)
+        items.append(
+            f'{quote(key)}:{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],'
+            f'"data_offsets":[{offset},{end}]}}'
+        )
+        offset = end
+    raw = ("{" + ",".join(items) + "}").encode("utf-8")
+    raw += b" " * (-len(raw) % ALIGN)
+    if len(raw) > MAX_HEADER_NBYTES:
+        raise PlanError(
+            "CKM203",
+            f"a safetensors header of {len(raw)} bytes, at most {MAX_HEADER_NBYTES} can be read",
+            "write more, smaller files: --max-shard-size",
+        )
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def _check_written(key: str) -> None:
+    """What no reader would take must not be written."""
+    if key.isprintable() and 0 < len(key) <= MAX_NAME_NCHARS:
+        return
+    try:
+        _check_name(key, "the output")
+    except SourceError as error:
+        raise PlanError(
+            "CKM203", error.message, "leave it out with --exclude, or choose --to full"
+        ) from error
+
+
+def _stored_form(key: str, info: TensorInfo) -> tuple[str, tuple[int, ...]]:
+    """dtype and shape as the header says them; a float4 pair counts as two elements."""
+    dtype = NAMES.get(info.dtype)
+    if dtype is None:
+        raise PlanError(
+            "CKM203",
+            f"{key}: safetensors has no dtype for {info.dtype}",
+            "choose a setup that writes torch.save or DCP files (--to full, --to fsdp2)",
+        )
+    if info.dtype != "float4_e2m1fn_x2":
+        return dtype, info.shape
+    if not info.shape:
+        raise PlanError("CKM203", f"{key}: safetensors cannot hold a 0-d float4", "drop it")
+    return dtype, (*info.shape[:-1], info.shape[-1] * 2)
+
+
+assert set(NAMES) <= set(ITEMSIZE)

@@ -1,0 +1,158 @@
+"""The metadata of torchao's safetensors files: which class each flattened tensor was.
+
+    {"0.weight": '{"_type": "Int8Tensor", "_data": {...}, "_tensor_data_names": [...]}',
+     "0.bias": '{"_type": "Tensor"}', "tensor_names": '["0.weight", "0.bias"]'}
+
+Every shard repeats all of it (torchao/prototype/safetensors, 0.15 to 0.18). transformers looks
+tensors up by what they are called once loaded, so that a renamed one is entered by that name, too,
+marked as an alias; torchao passes over entries whose tensors are not there.
+
+0.14 stored `0.weight:qdata` and `0.bias:_data`, and no `_tensor_data_names`: its keys are read as if
+they were those of 0.15.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from ckptmap.formats.huggingface.loaded_names import loaded_as
+
+NAMES = "tensor_names"
+SCHEME = "torchao"
+ALIAS = "ckptmap_alias_of"
+PLAIN = "_data"
+"""What 0.14 called the one part of a plain tensor."""
+
+
+def part_key(key: str, part: str) -> str:
+    """`fc.weight` and `qdata` -> `fc._weight_qdata`."""
+    stem, dot, last = key.rpartition(".")
+    return f"{stem}{dot}_{last}_{part}"
+
+
+def parts_of(fqn: str, record: Mapping[str, Any]) -> list[str]:
+    """Stored keys of a tensor, by a record that `read` made."""
+    names = record.get("names")
+    return [part_key(fqn, str(name)) for name in names] if isinstance(names, list) else [fqn]
+
+
+def keys_of(metadata: Mapping[str, str], keys: Sequence[str]) -> Sequence[str]:
+    """Stored keys as 0.15 would have named them; the same where torchao 0.14 did not write them."""
+    names = set(_names(metadata))
+    if not names or not any(":" in key for key in keys):
+        return keys
+    return [_key(key, *key.rpartition(":")[::2], names) for key in keys]
+
+
+def _key(key: str, fqn: str, part: str, names: Collection[str]) -> str:
+    if fqn not in names:
+        return key
+    return fqn if part == PLAIN else part_key(fqn, part)
+
+
+def _names(metadata: Mapping[str, str]) -> list[str]:
+    names = _json(metadata[NAMES]) if NAMES in metadata else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _parts(keys: Sequence[str]) -> dict[str, list[str]]:
+    """As 0.14 tells of them: by keys alone."""
+    found: dict[str, list[str]] = {}
+    for fqn, colon, part in (key.rpartition(":") for key in keys):
+        if colon:
+            found.setdefault(fqn, []).append(part)
+    return found
+
+
+def read(metadata: Mapping[str, str], keys: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """A record for each tensor that is no plain one; empty where torchao did not write it."""
+    found: dict[str, Mapping[str, Any]] = {}
+    names = _names(metadata)
+    parts = _parts(keys) if names else {}
+    for name in names:
+        entry = _json(metadata.get(name, ""))
+        if not isinstance(entry, dict) or ALIAS in entry:
+            continue
+        if entry.get("_type") not in (None, "Tensor"):
+            found[name] = {
+                "scheme": SCHEME,
+                "kind": entry["_type"],
+                "data": entry.get("_data"),
+                "names": entry.get("_tensor_data_names", parts.get(name)),
+            }
+    return found
+
+
+def by_stored_name(
+    records: Mapping[str, Mapping[str, Any]], keys: Collection[str]
+) -> dict[str, Mapping[str, Any]]:
+    """Records under the names of what is stored, `keys` being all of them: transformers enters a
+    tensor by what it is called once loaded, and stores it by its name on disk."""
+    stored = set(keys)
+    lost = {
+        fqn
+        for fqn, record in records.items()
+        if record.get("scheme") == SCHEME and stored.isdisjoint(parts_of(fqn, record))
+    }
+    if not lost:
+        return dict(records)
+    others = loaded_as(keys)
+    found = dict(records)
+    for key in keys:
+        stem, _, last = key.rpartition(".")
+        if last.startswith("_") and last.endswith("_qdata"):
+            name = last[1:].removesuffix("_qdata")
+            for other in lost.intersection(f"{module}.{name}" for module in others(stem)):
+                found[f"{stem}.{name}"] = found.pop(other)
+                lost.discard(other)
+    return found
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def write(records: Mapping[str, Mapping[str, Any]], keys: Iterable[str]) -> dict[str, str]:
+    """Metadata of a checkpoint that stores `keys`; empty where no record is of torchao's form."""
+    entries = {
+        fqn: _entry(record) for fqn, record in records.items() if record.get("native") == SCHEME
+    }
+    if not entries:
+        return {}
+    parts = {
+        part_key(fqn, part)
+        for fqn, entry in entries.items()
+        for part in entry["_tensor_data_names"]
+    }
+    plain = (key for key in keys if key not in parts and "." in key)  # torchao splits every name
+    found = {key: json.dumps({"_type": "Tensor"}) for key in plain}
+    found |= {fqn: json.dumps(entry) for fqn, entry in entries.items()}
+    others = loaded_as([*found])
+    for fqn, entry in entries.items():
+        module, _, last = fqn.rpartition(".")
+        aliases = {f"{other}.{last}": {**entry, ALIAS: fqn} for other in others(module)}
+        found |= {key: json.dumps(alias) for key, alias in aliases.items() if key not in found}
+    return {**found, NAMES: json.dumps(list(found))}
+
+
+def _entry(record: Mapping[str, Any]) -> dict[str, Any]:
+    if "names" in record:  # as it was read
+        names = record["names"]
+        return {"_type": record["kind"], "_data": record["data"], "_tensor_data_names": names}
+    optional = [name for name, _, _ in record.get("extra", [])]
+    zero = ["zero_point"] if record.get("zero_dtype") else []
+    data = {
+        **record["attributes"],
+        "block_size": record["block"],
+        "dtype": {"_type": "torch.dtype", "_data": record["dtype"]},
+    }
+    return {
+        "_type": record["kind"],
+        "_data": data,
+        "_tensor_data_names": [*zero, *optional, "qdata", "scale"],
+    }

@@ -1,0 +1,266 @@
+"""A flat state dict of many tensors, from a pickle whose entries are alike: no object for each.
+
+    X \\x1a... NAME r.... h\\2((h\\3h\\4 X \\1... KEY r.... h\\6M\\0\\x08t r.... QK\\0M\\0\\x08\\x85 ... R r....
+
+One entry of each form is read by the restricted unpickler, with all that is before and after the
+entries. The others differ from theirs in name, storage key and memo numbers, which count on: that
+is proven byte by byte, and where it does not hold the whole pickle is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from ckptmap.core.tensor_columns import Extents, Located, nbytes_of
+from ckptmap.errors import SourceError
+from ckptmap.formats.pickle.template import opcodes
+from ckptmap.formats.pickle.template_runs import Alike, alike
+from ckptmap.formats.pickle.template_runs import Places as At
+from ckptmap.formats.torch_save.reader import ReadTensor
+from ckptmap.formats.zip.reader import Records
+from ckptmap.tensors import Extent, Places
+
+T = TypeVar("T")
+
+MANY = 64
+"""Entries from which looking for them pays."""
+MIN_NBYTES = 40 * MANY
+"""They are longer than this."""
+MAX_FORMS = 64
+BATCH_NBYTES = 1 << 18
+"""Of entries at a time: what is made of them stays in the cache."""
+MAX_BEFORE_NBYTES = 1 << 18
+"""What is before the entries: a few of them, whose memo numbers are of one byte."""
+
+_GET = rb"(?:h.|j....)"
+_INT = rb"(?:K.|M..|J....)"
+_INTS = rb"(?:\)|%s{1,3}[\x85-\x87]|\((?:%s){4,8}t)" % (_INT, _INT)
+_START = rb"(X..\0\0)([^\n]{0,255}?)(r....%s\(\(%s%sX..\0\0)(\d+)" % (_GET, _GET, _GET)
+"""Up to the key: the name with its length and memo number, the key with its length."""
+_TORCH = (
+    (rb"r....%s%st" % (_GET, _INT)) + (rb"r....Q%s%s(?:r....)?" % (_INT, _INTS))
+    + (rb"%s(?:r....)?[\x88\x89]" % _INTS)  # an empty tuple is given no number
+    + (rb"%s\)Rr....tr....Rr...." % _GET)
+)  # fmt: skip
+"""What follows the key as torch pickles it: all that it makes gets a memo number."""
+_OURS = rb"%s%stQ%s%s%s[\x88\x89]%s\)RtR" % (_GET, _INT, _INT, _INTS, _INTS, _GET)
+"""As `pickle_write` does."""
+
+
+class _Writing:
+    """How a writer pickles the entry of a tensor; it puts a thousand of them at once."""
+
+    def __init__(self, tail: bytes) -> None:
+        self.entry = re.compile(rb"((?:u\()?%s(%s))" % (_START, tail), re.DOTALL)
+        numbered = tail.replace(rb"(?:r....)?", rb"r....").replace(rb"r....", rb"(?:r(....))?")
+        self._tail = re.compile(numbered, re.DOTALL)
+
+    def start(self, data: bytes) -> int | None:
+        """Where the first entry is; None: there is none near the start."""
+        for match in self.entry.finditer(data, 0, MAX_BEFORE_NBYTES):
+            if int.from_bytes(match[2][1:], "little") == len(match[3]):
+                return match.start()
+        return None
+
+    def numbers(self, tail: bytes) -> At:
+        """Where its memo numbers are."""
+        match = self._tail.fullmatch(tail)
+        assert match is not None, "it is what the same opcodes matched before"
+        return tuple([start for start, _ in match.regs[1:] if start >= 0])
+
+
+@cache
+def _writings() -> tuple[_Writing, ...]:
+    return _Writing(_TORCH), _Writing(_OURS)
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Entries in columns, each as it is pickled."""
+
+    whole: Sequence[bytes]
+    length: Sequence[bytes]
+    name: Sequence[bytes]
+    middle: Sequence[bytes]
+    key: Sequence[bytes]
+    tail: Sequence[bytes]
+
+
+@dataclass(frozen=True)
+class _Views:
+    """Tensors that are whole storages, by the storage's key."""
+
+    records: Records
+    keys: Sequence[str]
+
+    def one(self, index: int) -> Places:
+        offset, _, crc32 = self.records.locate(f"data/{self.keys[index]}")
+        return Extent(self.records.file, offset, crc32)
+
+    def all(self) -> Located:
+        offsets, crcs = self.records.locate_all([f"data/{key}" for key in self.keys])
+        return Located([self.records.file] * len(offsets), offsets, crcs)
+
+
+def plain_tensors(
+    records: Records, data: bytes, parse: Callable[[bytes, int], Any]
+) -> Extents | None:
+    """The tensors of a pickle, where they are all that it holds and nearly all entries are alike.
+    None: it is another. `parse(pickle, nbytes)` reads a part of the pickle, which has so many."""
+    if len(data) < MIN_NBYTES:
+        return None
+    for writing in _writings():
+        start = writing.start(data)
+        if start is not None:
+            break
+    else:
+        return None
+    run = _Run(writing, data[:start])
+    end = start
+    while end < len(data):
+        found = writing.entry.findall(data, end, end + BATCH_NBYTES)
+        if not found:
+            break
+        entries = _Entries(*zip(*found, strict=True))
+        text = b"".join(entries.whole)
+        if not data.startswith(text, end) or not run.take(entries):
+            return None
+        end += len(text)
+    if len(run.names) < MANY:
+        return None
+    try:
+        tree = parse(b"".join((data[:start], *run.samples.values(), data[end:])), len(data))
+    except SourceError:
+        return None
+    if type(tree) is not dict and not isinstance(tree, OrderedDict):
+        return None
+    if not all(map(_is_whole, tree.values())) or not all(type(name) is str for name in tree):
+        return None
+    return _together(records, tree, run)
+
+
+class _Run:
+    """Entries one behind the other, as they are read; `before` is what the pickle begins with."""
+
+    def __init__(self, writing: _Writing, before: bytes) -> None:
+        self._writing = writing
+        self._given = max(_given(before), default=-1)
+        self._next: int | None = None
+        self._forms: dict[tuple[bytes, bytes], int] = {}
+        self.names: list[str] = []
+        self.keys: list[str] = []
+        self.like: list[int] = []
+        """Of each entry: the first of its form."""
+        self.samples: dict[int, bytes] = {}
+        """These first ones, as they are pickled."""
+
+    def take(self, entries: _Entries) -> bool:
+        """False: there are too many forms, names or keys are not as long as is said before them,
+        or memo numbers do not count on, above all that were given before."""
+        heads = alike(entries.length, lambda _: (1,), MAX_FORMS)
+        middles = alike(entries.middle, lambda piece: (1, len(piece) - 4), MAX_FORMS)
+        tails = alike(entries.tail, self._writing.numbers, MAX_FORMS)
+        if not (heads and middles and tails):
+            return False
+        names, keys = list(map(len, entries.name)), list(map(len, entries.key))
+        first = self._counted(tails, int.from_bytes(entries.middle[0][1:5], "little"))
+        holds = (
+            all(part.are(0, part.of(names)) for part in heads)
+            and all(part.are(0, part.of(first)) and part.are(1, part.of(keys)) for part in middles)
+            and all(
+                part.are(at, _shifted(part.of(first), 1 + at))
+                for part in tails
+                for at in range(len(part.numbers))
+            )
+        )
+        return holds and self._add(entries, list(zip(_forms(middles), _forms(tails), strict=True)))
+
+    def _counted(self, tails: Sequence[Alike], start: int) -> Sequence[int]:
+        """The memo number that the name of each entry must have; `start`: the first one's own."""
+        if self._next is None:
+            self._next = max(start, self._given + 1)
+        start = self._next
+        if len(tails) == 1:
+            step, count = 1 + len(tails[0].numbers), len(tails[0].indices)
+            self._next += step * count
+            return range(start, self._next, step)
+        steps = _in_order((t.indices, [1 + len(t.numbers)] * len(t.indices)) for t in tails)
+        *first, self._next = accumulate(steps, initial=start)
+        return first
+
+    def _add(self, entries: _Entries, forms: list[tuple[bytes, bytes]]) -> bool:
+        for form in dict.fromkeys(forms):
+            if form not in self._forms:
+                index = forms.index(form)
+                self._forms[form] = at = len(self.names) + index
+                self.samples[at] = entries.whole[index]
+        try:  # none of them has a line feed
+            self.names += b"\n".join(entries.name).decode().split("\n")
+        except UnicodeDecodeError:
+            return False
+        self.keys += b"\n".join(entries.key).decode().split("\n")
+        self.like += map(self._forms.__getitem__, forms)
+        return len(self._forms) <= MAX_FORMS
+
+
+def _forms(parts: Sequence[Alike]) -> list[bytes]:
+    return _in_order((part.indices, part.forms) for part in parts)
+
+
+def _shifted(numbers: Sequence[int], by: int) -> Sequence[int]:
+    if isinstance(numbers, range):
+        return range(numbers.start + by, numbers.stop + by, numbers.step)
+    return [number + by for number in numbers]
+
+
+def _in_order(parts: Iterable[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
+    """Values that are said to be at these indices, all together."""
+    parts = list(parts)
+    if len(parts) == 1:
+        return list(parts[0][1])
+    found = {
+        i: value for indices, values in parts for i, value in zip(indices, values, strict=True)
+    }
+    return [found[i] for i in range(len(found))]
+
+
+def _given(data: bytes) -> Iterator[int]:
+    """The memo numbers that the opcodes of the start of a pickle give."""
+    for at, end in opcodes(data):
+        if data[at] in b"qr":
+            yield int.from_bytes(data[at + 1 : end], "little")
+        elif data[at] in b"p\x94":
+            yield 1 << 64  # not as torch writes them
+
+
+def _together(records: Records, tree: Mapping[str, ReadTensor], run: _Run) -> Extents | None:
+    """What was read, and what is like the samples in it."""
+    samples = [run.names[i] for i in run.samples]
+    read = list(tree)
+    at = read.index(samples[0]) if samples[0] in tree else 0
+    end = at + len(samples)
+    if read[at:end] != samples:
+        return None
+    like = {i: tree[run.names[i]].info for i in run.samples}
+    before, after = [tree[name] for name in read[:at]], [tree[name] for name in read[end:]]
+    names = [*read[:at], *run.names, *read[end:]]
+    keys = [*(t.key for t in before), *run.keys, *(t.key for t in after)]
+    infos = [t.info for t in before]
+    infos += map(like.__getitem__, run.like)
+    infos += [t.info for t in after]
+    if len(set(keys)) != len(keys) or len(set(names)) != len(names):
+        return None  # ties, and names that are there twice
+    if records.sizes_of([f"data/{key}" for key in keys]) != nbytes_of(infos):
+        return None
+    return Extents(names, infos, _Views(records, keys))
+
+
+def _is_whole(value: Any) -> bool:
+    """Is it a tensor that is all of its storage, in row-major order?"""
+    return type(value) is ReadTensor and value.start == 0 and value.grid.is_contiguous

@@ -1,0 +1,186 @@
+"""One torch.save file: read from its zip directory and pickle, and written without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count
+from pathlib import Path as FilePath
+from typing import Any
+
+from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.interning import distinct, each
+from ckptmap.core.slot_columns import Form, OutTensors, Slots
+from ckptmap.core.state_tree import flatten, nest
+from ckptmap.core.tensor_columns import nbytes_of
+from ckptmap.core.text import counted
+from ckptmap.errors import PlanError
+from ckptmap.formats.pickle.writer import Numbered, StorageTensor, dump, way_out
+from ckptmap.formats.torch_save.columns import plain_tensors
+from ckptmap.formats.torch_save.reader import open_zip, parse
+from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
+from ckptmap.formats.zip.directory import bad
+from ckptmap.formats.zip.reader import Records, stem
+from ckptmap.protocols import OutFile, OutState, Place, Setup
+from ckptmap.storage.files import Files
+from ckptmap.tensors import Box, Index, Leaf, Path, TensorInfo, as_saved, contiguous_strides
+
+RECORDS = "ckptmap.records.json"
+MANIFEST = "ckptmap.manifest.json"
+
+FULL = Setup(
+    "full",
+    layout="full",
+    writer="torch-zip",
+    live="plain",
+    summary="one torch.save file of plain tensors",
+)
+DDP = Setup(
+    "ddp",
+    layout="full",
+    writer="torch-zip",
+    wrap=("module",),
+    live="DDP",
+    summary="one torch.save file, names as DistributedDataParallel has them",
+)
+COMPILED = Setup(
+    "compiled",
+    layout="full",
+    writer="torch-zip",
+    wrap=("_orig_mod",),
+    live="compiled",
+    summary="one torch.save file, names as torch.compile has them",
+)
+
+
+class TorchZip:
+    """Reads one torch.save file of any name and nesting; nothing is unpickled or called."""
+
+    name = "torch-zip"
+
+    def claims(self, place: Place) -> bool:
+        """A zip by its first bytes; whether torch.save wrote it is for `index` to find out."""
+        return not place.is_dir and place.head.startswith(b"PK\3\4")
+
+    def index(self, place: Place) -> Index:
+        """Raises SourceError CKM104, CKM105 or CKM106 where the file is malformed."""
+        file = str(FilePath(place.path).absolute())
+        with paused_gc():
+            found, data = open_zip(Files(), file)
+            leaves: Mapping[Path, Leaf] | None = plain_tensors(found, data, partial(_part, found))
+            if leaves is None:
+                leaves = flatten(parse(found, data), file, len(data))
+        manifest = None
+        if MANIFEST in found:
+            found.check(MANIFEST)
+            manifest = partial(found.read, MANIFEST, check=True)
+        return Index(
+            self.name, leaves, (file,), _read_records(found), manifest=manifest, listed=as_saved,
+            notes=_notes(found),
+        )  # fmt: skip
+
+
+def _notes(records: Records) -> tuple[str, ...]:
+    if not records.unwaited:
+        return ()
+    return (
+        f"{counted(records.unwaited, 'part')} of gathered tensors saved before torch had waited for "
+        "all bytes: the last may be torn; compare with another save, or save with ckptmap.save",
+    )
+
+
+def _part(records: Records, data: bytes, of_nbytes: int) -> Any:
+    return parse(records, data, of_nbytes=of_nbytes)
+
+
+def _read_records(records: Records) -> Mapping[str, Mapping[str, Any]]:
+    """ckptmap's own encoding records, from the zip; none in a file that others wrote."""
+    if RECORDS not in records:
+        return {}
+    try:
+        found = json.loads(records.read(RECORDS, check=True))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(r, dict) for r in found.values()):
+        raise bad(records.file, f"{RECORDS}: expected a JSON object of objects")
+    return found
+
+
+class TorchZipWriter:
+    """Writes one file that torch.load(weights_only=True, mmap=True) reads: nested plain dicts."""
+
+    name = "torch-zip"
+    one_file = True
+    shares_storage = True
+
+    def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        """The one file. Ties share a storage. Raises PlanError CKM202 for a value that only a
+        foreign class could hold, CKM114 where keys collide."""
+        with paused_gc():
+            return [self._file(state, name)]
+
+    def _file(self, state: OutState, name: str) -> OutFile:
+        tree, placed = _tree(state)
+        try:
+            pickle = dump(tree)
+        except TypeError as error:
+            raise PlanError("CKM202", str(error), way_out(error)) from error
+        sizes = nbytes_of([form.info for form in placed.forms])
+        layout = layout_zip(stem(name), pickle, list(zip(map(str, count()), sizes, strict=False)))
+        boxes = [form.chunks[0][1] for form in placed.forms]
+        slots = Slots(placed.paths, boxes, layout.offsets, sizes)
+        records = {}
+        if state.records:
+            records[RECORDS] = json.dumps(state.records, sort_keys=True).encode()
+        nbytes = layout.nbytes_with({key: len(data) for key, data in records.items()})
+        seal = _Seal(layout, records)
+        return OutFile(
+            name, nbytes, slots, seal, needs_crc=True, holds_manifest=True, between=layout.between
+        )
+
+
+@dataclass(frozen=True)
+class _Seal:
+    layout: ZipLayout
+    records: Mapping[str, bytes]
+
+    def __call__(self, crcs: Sequence[int], manifest: bytes | None) -> Iterable[tuple[int, bytes]]:
+        extra = dict(self.records)
+        if manifest is not None:
+            extra[MANIFEST] = manifest
+        return self.layout.ends(crcs, extra)
+
+
+def _tree(state: OutState) -> tuple[Any, OutTensors]:
+    """The nested state dict, tensors as views of numbered storages, and who owns each storage."""
+    tensors = OutTensors.of(state.tensors)
+    owners = tensors
+    if any(form.alias_of is not None for form in tensors.forms):
+        owners = OutTensors.of([t for t in tensors if t.alias_of is None])
+    for form in distinct(owners.forms).values():
+        _check_whole(form)
+    keys: Iterable[str] = map(str, range(len(owners)))
+    if owners is not tensors:
+        number = dict(zip(owners.paths, keys, strict=True))
+        keys = [
+            number[form.alias_of or path]
+            for path, form in zip(tensors.paths, tensors.forms, strict=True)
+        ]
+    likes = each([form.info for form in tensors.forms], _form)
+    leaves: Iterable[tuple[Path, Any]] = zip(tensors.paths, map(Numbered, keys, likes), strict=True)
+    return nest(chain(leaves, state.extra.items())), owners
+
+
+def _check_whole(form: Form) -> None:
+    chunks, whole = form.chunks, Box.whole(form.info.shape)
+    if len(chunks) != 1 or chunks[0][1] != whole:
+        boxes = [box for _, box in chunks]
+        raise ValueError(f"{form.info}: one file holds whole tensors, got {boxes}")
+
+
+def _form(info: TensorInfo) -> StorageTensor:
+    """What whole tensors of this info are like."""
+    stride = contiguous_strides([max(n, 1) for n in info.shape], 1)
+    return StorageTensor("", info.dtype, info.numel, 0, info.shape, stride)

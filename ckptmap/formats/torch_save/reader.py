@@ -1,0 +1,375 @@
+"""Read torch.save zip files, whole or as an item inside another file, from their headers only.
+
+Layout: all members stored, in one root folder: `data.pkl` (protocol 2), `byteorder`, `data/<key>`
+one a storage, `version`, and `.format_version`, `.storage_alignment`, `.data/serialization_id`
+since torch 2.7. Written by torch/serialization.py `_save` through miniz: data starts are aligned
+by padding in the local header's extra field, sizes are in the central directory only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+
+from ckptmap.errors import SourceError
+from ckptmap.formats.pickle.reader import DType, Inert, made_by, standing_for, stub
+from ckptmap.formats.pickle.reader import load as load_pickle
+from ckptmap.formats.pickle.writer import STORAGE_CLASS
+from ckptmap.formats.torch_save.not_torch import before_zip, other_zip
+from ckptmap.formats.zip.directory import bad
+from ckptmap.formats.zip.reader import Records, read_records
+from ckptmap.storage.files import Files
+from ckptmap.tensors import (
+    ITEMSIZE,
+    Box,
+    Chunk,
+    Extent,
+    Opaque,
+    Places,
+    Region,
+    StoredTensor,
+    TensorInfo,
+)
+
+MAX_EXPANSION = 1024
+MAX_EXPANDED_NBYTES = 64 << 20
+"""A view whose elements overlap may be larger than its storage by this factor, or up to this
+size: a broadcast mask is honest, 40 GB out of 16 bytes is an attack."""
+
+_STORAGE_DTYPE = {name: dtype for dtype, name in STORAGE_CLASS.items()} | {
+    "UntypedStorage": "uint8",
+    "ComplexHalfStorage": "complex32",
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a torch.save file holds: `tree` as saved, tensors as `StoredTensor`."""
+
+    tree: Any
+    records: Records
+    pickle_nbytes: int
+
+
+class StorageRef(Inert):
+    """A storage that a tensor views; alone in a tree it is an Opaque that nothing can use."""
+
+    module = "torch"
+    name = "TypedStorage"
+    held: tuple[_Storages, str, str, int]
+    """Where from, key, dtype, nbytes."""
+
+
+class ReadTensor(StoredTensor):
+    """A tensor that finds its bytes when asked: its data start is in a local header, which takes a
+    read. A pickle that holds it cannot set its fields."""
+
+    __slots__ = ("grid", "key", "records", "start")
+
+    def __init__(self, records: Records, key: str, start: int, grid: Grid) -> None:
+        self.records, self.key, self.start, self.grid = records, key, start, grid
+        self.info, self.replicas = grid.info, ()
+        self._place: Any = None
+        self._search = None
+
+    @property
+    def place(self) -> Places:
+        place: Places | None = self._place
+        if place is None:
+            place = self._place = _find(self.records, self.key, self.start, self.grid)
+        return place
+
+    def of(self, records: Records) -> ReadTensor:
+        """The same view of the same storage in another file, whose members are of equal sizes."""
+        return ReadTensor(records, self.key, self.start, self.grid)
+
+    @property
+    def share(self) -> object:
+        records, grid = self.records, self.grid
+        return (records.file, records.base, self.key, self.start, grid.info.shape, grid.steps)
+
+    def __setstate__(self, state: Any) -> None:
+        raise UnpicklingError("sets the state of a tensor that is already built")
+
+
+def load(files: Files, file: str, base: int = 0, nbytes: int | None = None) -> Loaded:
+    """Everything a torch.save zip holds: `nbytes` of `file` from `base` on, default: all of it.
+
+    Each tensor is a StoredTensor of one chunk whose region is absolute in `file`. Raises
+    SourceError: CKM104 truncated, CKM105 malformed zip, CKM106 malformed or unsafe pickle,
+    CKM117 a file of before torch 1.6.
+    """
+    records, data = open_zip(files, file, base, nbytes)
+    return Loaded(parse(records, data), records, len(data))
+
+
+def open_zip(
+    files: Files,
+    file: str,
+    base: int = 0,
+    nbytes: int | None = None,
+    read: Callable[[Files, str, int, int | None], Records] = read_records,
+) -> tuple[Records, bytes]:
+    """The members of a torch.save zip, and its pickle; raises as `load` does."""
+    try:
+        records = read(files, file, base, nbytes)
+    except SourceError as error:
+        raise before_zip(files, file, base) or other_zip(file, base) or error from None
+    if "data.pkl" not in records or "constants.pkl" in records:
+        raise other_zip(file, base) or bad(file, "is a zip without data.pkl, not a torch.save file")
+    byteorder = "little"
+    if "byteorder" in records:
+        byteorder = records.read("byteorder", limit=64).decode("latin-1")
+    if byteorder != "little":
+        raise SourceError(
+            "CKM101",
+            f"{file}: holds {byteorder[:20]}-endian tensors, expected little",
+            "load and torch.save it once on a little-endian machine",
+        )
+    return records, records.read("data.pkl", check=True)
+
+
+def parse(
+    records: Records,
+    data: bytes,
+    also: Callable[[Any], Any] | None = None,
+    of_nbytes: int = 0,
+) -> Any:
+    """What the pickle of a torch.save zip holds; `also` may resolve persistent ids of its own,
+    `of_nbytes` is as in `pickle_read.load`."""
+    find = _Storages(records).find
+
+    def resolve(pid: Any) -> Any:
+        found = also(pid) if also is not None else None
+        return find(pid) if found is None else found
+
+    return load_pickle(
+        data,
+        f"{records.file}: data.pkl",
+        allow=_ALLOW,
+        persistent_load=find if also is None else resolve,
+        of_nbytes=of_nbytes,
+    )
+
+
+class Grid(NamedTuple):
+    """Sizes and strides, checked once for the many tensors that share them.
+
+    `reach` counts elements from the first to past the last, `end` bytes; `steps` are the strides in
+    bytes.
+    """
+
+    info: TensorInfo
+    steps: tuple[int, ...]
+    reach: int
+    nbytes: int
+    is_contiguous: bool
+    end: int
+
+    @classmethod
+    def make(cls, dtype: str, size: Any, stride: Any) -> Grid:
+        if len(size) != len(stride) or not {*map(type, (*size, *stride))} <= {int}:
+            raise UnpicklingError(f"malformed sizes {size!r:.60} or strides {stride!r:.60}")
+        if min((*size, *stride), default=0) < 0:
+            raise UnpicklingError(f"negative size or stride in {size!r:.60}, {stride!r:.60}")
+        reach = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        steps = tuple([s * ITEMSIZE[dtype] for s in stride])
+        info = TensorInfo(tuple(size), dtype)
+        dense = Region("", 0, info.shape, steps, info.itemsize).is_contiguous
+        reach = 0 if 0 in size else reach
+        return cls(info, steps, reach, info.nbytes, dense, reach * info.itemsize)
+
+
+class _Storages:
+    """Finds the record of each storage that the pickle refers to."""
+
+    def __init__(self, records: Records) -> None:
+        self.records = records
+        self.grids: dict[tuple[Any, ...], Grid] = {}
+        self._classes: dict[Any, tuple[str, int]] = {}  # class -> dtype, bytes of an element
+
+    def find(self, pid: Any) -> StorageRef:
+        """`("storage", class, key, location, numel)`: numel in elements of the class's dtype."""
+        try:
+            kind, cls, key, _, numel = pid
+            dtype, itemsize = self._classes[cls]
+            nbytes = self.records.nbytes("data/" + key)
+        except (TypeError, ValueError, KeyError):
+            return self._look(pid)
+        if type(pid) is not tuple or kind != "storage" or type(numel) is not int:
+            return self._look(pid)
+        if numel * itemsize != nbytes:
+            return self._look(pid)
+        found = object.__new__(StorageRef)
+        found.__dict__["held"] = (self, key, dtype, nbytes)
+        return found
+
+    def _look(self, pid: Any) -> StorageRef:
+        """The same with every check: of the first of a class, and of what is malformed."""
+        if not (type(pid) is tuple and len(pid) == 5 and pid[0] == "storage"):
+            raise UnpicklingError(f"unknown persistent id {pid!r:.80}")
+        _, cls, key, _, numel = pid
+        if not (isinstance(cls, Opaque) and isinstance(key, str) and type(numel) is int):
+            raise UnpicklingError("malformed persistent id of a storage")
+        nbytes = self.records.nbytes(f"data/{key}")
+        dtype = _STORAGE_DTYPE.get(cls.name, "")
+        if dtype and numel * ITEMSIZE[dtype] != nbytes:
+            raise UnpicklingError(
+                f"storage {key!r} is {numel} x {dtype}, its record holds {nbytes} bytes"
+            )
+        if dtype:
+            self._classes[cls] = dtype, ITEMSIZE[dtype]
+        found = object.__new__(StorageRef)
+        found.__dict__["held"] = (self, key, dtype, nbytes)
+        return found
+
+    def grid(self, dtype: str, size: Any, stride: Any) -> Grid:
+        known = self.grids.get((dtype, size, stride))
+        if known is None:
+            known = self.grids[dtype, size, stride] = Grid.make(dtype, size, stride)
+        return known
+
+
+# --------------------------------------------------------------------------------- tensors
+
+
+def _rebuild_v2(
+    cls: Any,
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    requires_grad: Any = False,
+    hooks: Any = None,
+    metadata: Any = None,
+) -> Any:
+    """`torch._utils._rebuild_tensor_v2`; `metadata` would be a conjugate or negative bit."""
+    if type(storage) is StorageRef and type(offset) is int and not offset and metadata is None:
+        source, key, dtype, nbytes = storage.held
+        grid = source.grids.get((dtype, size, stride))
+        if grid is not None and grid.end <= nbytes >= grid.nbytes:
+            return ReadTensor(source.records, key, 0, grid)  # a whole storage, as nearly all are
+    dtype = storage.held[2] if isinstance(storage, StorageRef) else ""
+    if not dtype or metadata:
+        return stub("torch._utils", "_rebuild_tensor_v2")(storage, offset, size, stride, metadata)
+    return _view(storage, dtype, offset, size, stride)
+
+
+def _rebuild_v3(
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    requires_grad: Any = False,
+    hooks: Any = None,
+    dtype: Any = None,
+    metadata: Any = None,
+) -> Any:
+    """`torch._utils._rebuild_tensor_v3`: of dtype `dtype` over an untyped storage."""
+    if not isinstance(storage, StorageRef) or not isinstance(dtype, DType) or metadata:
+        named = stub("torch._utils", "_rebuild_tensor_v3")
+        return named(storage, offset, size, stride, dtype, metadata)
+    return _view(storage, dtype.name, offset, size, stride)
+
+
+def _view(storage: StorageRef, dtype: str, offset: Any, size: Any, stride: Any) -> StoredTensor:
+    """The tensor that is `size`, `stride`, `offset` (elements) of a storage, checked to lie in it."""
+    source, key, _, nbytes = storage.held
+    grid = source.grid(dtype, size, stride)
+    itemsize = ITEMSIZE[dtype]
+    if type(offset) is not int or offset < 0:
+        raise UnpicklingError(f"{grid.info} at offset {offset!r:.20} of storage {key!r}")
+    if grid.reach:
+        end = (offset + grid.reach) * itemsize
+        if end > nbytes:
+            raise UnpicklingError(
+                f"{grid.info} reaches byte {end} of storage {key!r}, which holds {nbytes}"
+            )
+        if grid.nbytes > MAX_EXPANDED_NBYTES and grid.nbytes > nbytes * MAX_EXPANSION:
+            raise UnpicklingError(
+                f"{grid.info} expands the {nbytes} bytes of storage {key!r} to {grid.nbytes}"
+            )
+    return ReadTensor(source.records, key, offset * itemsize, grid)
+
+
+def _find(records: Records, key: str, start: int, grid: Grid) -> Places:
+    """Its one extent, or its one chunk where its elements do not follow each other."""
+    offset, nbytes, crc32 = records.locate(f"data/{key}")
+    if grid.is_contiguous:
+        return Extent(records.file, offset + start, crc32 if grid.nbytes == nbytes else None)
+    info = grid.info
+    region = Region(records.file, offset + start, info.shape, grid.steps, info.itemsize)
+    return (Chunk(Box.whole(info.shape), region),)
+
+
+def _rebuild_parameter(data: Any, *rest: Any) -> Any:
+    """A Parameter is its tensor; what Python attributes it has are no part of a checkpoint, but for
+    bitsandbytes' scales: without them the tensor is codes that mean nothing."""
+    state = _merged(rest[-1]) if rest else None
+    if isinstance(state, dict) and isinstance(state.get("quant_state"), Opaque):
+        return Inert.of(Opaque("bitsandbytes.nn.modules", "Params4bit"), (data,), state, None)
+    return data
+
+
+_PLAIN_TENSORS = frozenset(
+    {("torch", "Tensor"), ("torch._tensor", "Tensor"), ("torch.nn.parameter", "Parameter")}
+    | {("torch.nn", "Parameter"), ("torch.nn.parameter", "Buffer"), ("torch.nn", "Buffer")}
+)
+
+_ARRIVING = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+"""What `full_tensor` makes of the parts of a subclass: `elem`, and whether anybody waited for it."""
+
+
+def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
+    """`torch._tensor._rebuild_from_type_v2`: a subclass, or a tensor with Python attributes."""
+    if not (isinstance(cls, type) and isinstance(function, type) and isinstance(args, tuple)):
+        raise UnpicklingError("malformed tensor subclass")
+    assert isinstance(cls, Opaque), "every class that the unpickler gives is one"
+    inner = function(*args)
+    if (cls.module, cls.name) in _PLAIN_TENSORS:
+        return inner
+    state = _merged(state)
+    elem = state.get("elem") if isinstance(state, dict) else None
+    if (cls.module, cls.name) == _ARRIVING and isinstance(elem, ReadTensor):
+        elem.records.unwaited += state.get("completed") is not True
+        return elem
+    if isinstance(inner, Opaque) and (inner.module, inner.name) == (cls.module, cls.name):
+        return Inert.of(cls, inner.args, state, inner.info)
+    info = inner.info if isinstance(inner, StoredTensor | Opaque) else None
+    return Inert.of(cls, (inner,), state, info)
+
+
+def _merged(state: Any) -> Any:
+    """(attributes, slots) -> one dict, as `torch._utils._set_obj_state` sets both."""
+    if isinstance(state, tuple) and len(state) == 2:
+        first, second = (part if part is not None else {} for part in state)
+        if isinstance(first, dict) and isinstance(second, dict):
+            return {**first, **second}
+    return state
+
+
+def _rebuild_wrapper_subclass(
+    cls: Any, dtype: Any, size: Any, stride: Any, offset: Any = 0, *rest: Any
+) -> Opaque:
+    """`torch._utils._rebuild_wrapper_subclass`: outer shape and dtype; the data come as state."""
+    if not isinstance(cls, Opaque) or any(type(n) is not int or n < 0 for n in size):
+        raise UnpicklingError("malformed wrapper subclass")
+    info = TensorInfo(tuple(size), dtype.name) if isinstance(dtype, DType) else None
+    return Inert.of(cls, (dtype, tuple(size), stride, offset, *rest), None, info)
+
+
+_ALLOW = {
+    key: standing_for(*key, function)
+    for key, function in (
+        (("torch._utils", "_rebuild_tensor_v3"), _rebuild_v3),
+        (("torch._utils", "_rebuild_parameter"), _rebuild_parameter),
+        (("torch._utils", "_rebuild_parameter_with_state"), _rebuild_parameter),
+        (("torch._utils", "_rebuild_wrapper_subclass"), _rebuild_wrapper_subclass),
+        (("torch._tensor", "_rebuild_from_type_v2"), _rebuild_from_type),
+    )
+}
+_ALLOW["torch._utils", "_rebuild_tensor_v2"] = made_by(
+    "torch._utils", "_rebuild_tensor_v2", _rebuild_v2
+)

@@ -1,0 +1,313 @@
+"""Read a zip archive whose members are stored as they are, zip64 included: its directory at once,
+data starts from the local headers, and only when asked for.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from operator import add, gt, sub
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptmap.errors import SourceError
+from ckptmap.formats.zip.directory import (
+    ENCRYPTED,
+    LOCAL,
+    U16,
+    U32,
+    Entries,
+    Entry,
+    bad,
+    parse_directory,
+    truncated,
+)
+from ckptmap.storage.crc32 import crc32
+from ckptmap.storage.files import Files, Fingerprint, head
+
+SMALL_NBYTES = 16 << 10
+"""An archive up to this size is read at once: one tensor's item of a DCP file, mostly."""
+
+TAIL_NBYTES = 4 << 10
+"""What is read of the end first; holds the whole directory of an archive of a few tensors."""
+
+BLOCK_NBYTES = 256 << 10
+NEAR_NBYTES = 16 << 10
+FEW = 64
+"""Local headers no farther apart are read a block at a time, not one by one; nor where the archive
+has few members, as a DCP item does."""
+
+MAX_COMMENT = 0xFFFF
+
+_MAGIC = b"PK\3\4"
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR = struct.Struct("<4sIQI")
+
+
+def is_zip(file: Path) -> bool:
+    """Does it begin as an archive of at least one member does?"""
+    try:
+        return head(file, len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+class Record(NamedTuple):
+    """A member: `offset` of its first byte in the file, absolute; `crc32` None: not computed."""
+
+    name: str
+    file: str
+    offset: int
+    nbytes: int
+    crc32: int | None
+
+
+class Window:
+    """The archive's bytes: from `base` on in a file, with the blocks read so far."""
+
+    def __init__(self, files: Files, file: str, base: int, nbytes: int | None) -> None:
+        if nbytes is None:
+            nbytes = _file_nbytes(files, file) - base
+        self.files, self.file, self.base, self.nbytes = files, file, base, nbytes
+        self._start = 0 if nbytes <= SMALL_NBYTES else nbytes - TAIL_NBYTES
+        self._tail = files.read(file, base + self._start, nbytes - self._start)
+        self._block: tuple[int, bytes] = (0, b"")
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise truncated(
+                self.file, f"expected bytes {offset}..{offset + nbytes}, found {self.nbytes}"
+            )
+        at = offset - self._start
+        if at >= 0:
+            return self._tail[at : at + nbytes]
+        return self.files.read(self.file, self.base + offset, nbytes)
+
+    def read_near(self, offset: int, nbytes: int) -> bytes:
+        """The same for bytes of which there are more nearby, that will be asked for next."""
+        start, block = self._block
+        at = offset - start
+        if at < 0 or at + nbytes > len(block):
+            block = self.read(offset, max(nbytes, min(BLOCK_NBYTES, self.nbytes - offset)))
+            self._block, at = (offset, block), 0
+        return block[at : at + nbytes]
+
+
+def _file_nbytes(files: Files, file: str) -> int:
+    try:
+        return Fingerprint.of(file).nbytes
+    except OSError as error:
+        raise SourceError(
+            "CKM101", f"{file}: cannot be read: {error.strerror}", "check the path"
+        ) from error
+
+
+class Records:
+    """The members of an archive by their names below its one root folder."""
+
+    def __init__(self, window: Window, root: str, entries: Entries) -> None:
+        self.root = root
+        self._root = f"{root}/".encode()
+        self._many = len(entries) > FEW
+        self.file = window.file
+        self.base = window.base
+        self._window = window
+        self._entries = entries
+        self.unwaited = 0
+        """Tensors that were saved while their bytes may still have been on their way."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def nbytes(self, name: str) -> int:
+        """Size of a member; from the directory, no read."""
+        entry = self._entries.get(name)
+        return self._entry(name)[1] if entry is None else entry[1]
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Sizes of the members of this prefix."""
+        return {n: entry[1] for n, entry in self._entries.items() if n.startswith(prefix)}
+
+    def sizes_of(self, names: Sequence[str]) -> list[int]:
+        """Sizes of these members; -1 where there is none."""
+        return self._entries.sizes_of(names)
+
+    def starts(self, prefix: str) -> Mapping[str, int]:
+        """Where the members of this prefix begin in the file, by what follows it."""
+        found = {n[len(prefix) :]: self.locate(n)[0] for n in self._entries if n.startswith(prefix)}
+        self._window.files.forget(self.file)  # nothing more is wanted of it here
+        return found
+
+    def crc32(self, name: str) -> int | None:
+        """None: it was not computed."""
+        entry = self._entry(name)
+        return entry.crc32 if entry.crc32 or not entry.nbytes else None
+
+    def __getitem__(self, name: str) -> Record:
+        """A member with its data start, which is read from its local header."""
+        return Record(name, self.file, *self.locate(name))
+
+    def locate(self, name: str) -> tuple[int, int, int | None]:
+        """The same without names: offset, nbytes and CRC-32."""
+        header, nbytes, crc32, limit = self._entries.get(name) or self._entry(name)
+        full, fixed = self._root + name.encode(), LOCAL.size
+        near = self._many and limit - header < NEAR_NBYTES
+        read = self._window.read_near if near else self._window.read
+        raw = read(header, fixed + len(full))
+        sig, flags, method, name_nbytes, extra_nbytes = LOCAL.unpack_from(raw)
+        if sig != _MAGIC or method or flags & ENCRYPTED:
+            raise bad(self.file, f"{name}: its local header is not that of a stored member")
+        if name_nbytes != len(full) or not raw.endswith(full):
+            raise bad(self.file, f"{name}: its local header says {raw[fixed:][:80]!r}")
+        start = header + fixed + name_nbytes + extra_nbytes
+        if start + nbytes > limit:
+            raise bad(self.file, f"{name}: overlaps what follows it at byte {limit}")
+        crc = crc32 if crc32 or not nbytes else None
+        return self.base + start, nbytes, crc
+
+    def locate_all(self, names: Sequence[str]) -> tuple[list[int], list[int | None]]:
+        """Offset and CRC-32 of each: `locate` of many."""
+        if not names:
+            return [], []
+        try:
+            headers, sizes, crcs, limits = self._entries.columns(names)
+        except KeyError:
+            return self._one_by_one(names)
+        fulls = [self._root + name.encode() for name in names]
+        lengths, fixed = list(map(len, fulls)), LOCAL.size
+        near = self._many and max(map(sub, limits, headers)) < NEAR_NBYTES
+        read = self._window.read_near if near else self._window.read
+        raws = [read(at, fixed + n) for at, n in zip(headers, lengths, strict=True)]
+        if [raw[fixed:] for raw in raws] != fulls:
+            return self._one_by_one(names)
+        heads = LOCAL.iter_unpack(b"".join([raw[:fixed] for raw in raws]))
+        signatures, flags, methods, stated, extras = zip(*heads, strict=True)
+        starts = [at + fixed + n for at, n in zip(headers, map(add, lengths, extras), strict=True)]
+        odd = {*signatures} != {_MAGIC} or any(methods) or list(stated) != lengths
+        if odd or any(flag & ENCRYPTED for flag in {*flags}):
+            return self._one_by_one(names)
+        if any(map(gt, map(add, starts, sizes), limits)):
+            return self._one_by_one(names)
+        found = [crc if crc or not n else None for crc, n in zip(crcs, sizes, strict=True)]
+        return [self.base + start for start in starts], found
+
+    def _one_by_one(self, names: Sequence[str]) -> tuple[list[int], list[int | None]]:
+        """The same, every fault by its name."""
+        found = [self.locate(name) for name in names]
+        return [at for at, _, _ in found], [crc for _, _, crc in found]
+
+    def read(self, name: str, *, limit: int = 1 << 30, check: bool = False) -> bytes:
+        """A member's bytes, at most `limit`; `check`: against its CRC-32."""
+        record = self[name]
+        if record.nbytes > limit:
+            raise bad(self.file, f"{name}: {record.nbytes} bytes, expected at most {limit}")
+        data = self._window.read(record.offset - self.base, record.nbytes)
+        if check:
+            self._compare(record, crc32(data))
+        return data
+
+    def check(self, name: str) -> None:
+        """Hold a member against its CRC-32, a block at a time; it may be large."""
+        record, crc = self[name], 0
+        start, end = record.offset - self.base, record.offset - self.base + record.nbytes
+        for at in range(start, end, BLOCK_NBYTES):
+            crc = crc32(self._window.read(at, min(BLOCK_NBYTES, end - at)), crc)
+        self._compare(record, crc)
+
+    def _compare(self, record: Record, crc: int) -> None:
+        if record.crc32 is not None and crc != record.crc32:
+            raise bad(
+                self.file,
+                f"{record.name}: damaged: CRC-32 {crc:08x}, expected {record.crc32:08x}",
+            )
+
+    def _entry(self, name: str) -> Entry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise bad(self.file, f"has no member {name[:80]!r}") from None
+
+
+def read_records(files: Files, file: str, base: int = 0, nbytes: int | None = None) -> Records:
+    """The directory of the archive that is `nbytes` of `file` from `base` on (default: all).
+
+    Raises SourceError CKM104 where its end is missing, CKM105 where a member is compressed or
+    encrypted, doubled, named outside the one root folder, overlaps another or ends past the file.
+    """
+    window, raw, count, directory = read_directory(files, file, base, nbytes)
+    return parsed_records(window, raw, count, directory)
+
+
+def read_directory(
+    files: Files, file: str, base: int = 0, nbytes: int | None = None
+) -> tuple[Window, bytes, int, int]:
+    """The archive, its central directory, how many members that announces, and where it starts."""
+    window = Window(files, file, base, nbytes)
+    if window.nbytes < _END.size:
+        raise truncated(file, f"{window.nbytes} bytes are no zip archive")
+    count, directory_nbytes, directory = _find_directory(window)
+    return window, window.read(directory, directory_nbytes), count, directory
+
+
+def parsed_records(window: Window, raw: bytes, count: int, directory: int) -> Records:
+    root, entries = parse_directory(window.file, raw, count, directory)
+    return Records(window, root, entries)
+
+
+def _find_directory(window: Window) -> tuple[int, int, int]:
+    """(members, nbytes, offset) of the central directory, from the end records."""
+    end_at, fields = _find_end(window)
+    count, nbytes, offset = fields
+    stop = end_at
+    if end_at >= _LOCATOR.size:
+        raw = window.read(end_at - _LOCATOR.size, _LOCATOR.size)
+        sig, _, end64_at, disks = _LOCATOR.unpack(raw)
+        if sig == b"PK\6\7":
+            if disks > 1 or end64_at + _END64.size > end_at - _LOCATOR.size:
+                raise bad(window.file, "malformed zip64 locator")
+            wide = _END64.unpack(window.read(end64_at, _END64.size))
+            if wide[0] != b"PK\6\6":
+                raise bad(window.file, "malformed zip64 end record")
+            for narrow, exact, top in zip(fields, wide[7:10], (U16, U32, U32), strict=True):
+                if narrow not in (exact, top):
+                    raise bad(window.file, "its two end records disagree")
+            count, nbytes, offset = wide[7:10]
+            stop = end64_at
+    if offset + nbytes != stop:
+        raise bad(window.file, f"its directory ends at byte {offset + nbytes}, expected {stop}")
+    return count, nbytes, offset
+
+
+def _find_end(window: Window) -> tuple[int, tuple[int, int, int]]:
+    """Where the end record lies, and its (members, directory nbytes, directory offset)."""
+    near = window.nbytes - _END.size
+    raw = window.read(near, _END.size)
+    if raw[:4] == b"PK\5\6" and raw[20:] == b"\0\0":
+        at = near
+    else:
+        back = min(window.nbytes, _END.size + MAX_COMMENT)
+        tail = window.read(window.nbytes - back, back)
+        found = tail.rfind(b"PK\5\6", 0, len(tail) - _END.size + 4)
+        if found < 0:
+            raise truncated(window.file, "the zip directory at its end is missing")
+        raw = tail[found : found + _END.size]
+        at = window.nbytes - back + found
+        after = window.nbytes - at - _END.size
+        if int.from_bytes(raw[20:], "little") != after:
+            raise bad(window.file, f"{after} bytes follow the end of the archive")
+    _, disk, start_disk, here, count, nbytes, offset, _ = _END.unpack(raw)
+    if disk not in (0, U16) or start_disk not in (0, U16) or here != count:
+        raise bad(window.file, "is a part of a split archive")
+    return at, (count, nbytes, offset)
+
+
+def stem(name: str) -> str:
+    """The root folder that torch.save takes for a file of this name: the name less its suffix."""
+    return Path(name).stem or "archive"

@@ -1,0 +1,226 @@
+"""What a continuation needs beside weights and optimizer state: scheduler, random streams, and the
+judgement whether it is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.extra_state import as_live
+from ckptmap.core.state_paths import nest
+from ckptmap.core.text import counted
+from ckptmap.errors import LoadError
+from ckptmap.live.load.load_plan import LoadPlan
+from ckptmap.live.model import extra_state as module_state
+from ckptmap.live.model import rng_state as streams
+from ckptmap.live.model.peers import rank_and_world
+from ckptmap.live.model.report import LoadReport, listed
+from ckptmap.live.model.target import Target
+from ckptmap.live.optimizer import flat_lowbit as flat_codes
+from ckptmap.live.optimizer import run_settings as settings
+from ckptmap.live.optimizer.param_groups import load_scheduler
+from ckptmap.live.optimizer.state_matcher import StatePlan
+from ckptmap.live.optimizer.unwrap import unwrapped
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
+"""Names under which a scheduler's state is saved, ours first."""
+LISTED = "lr_schedulers"
+"""Lightning's: a list; of one, that one."""
+RANDOM = ("auto", "recorded", "fresh", "leave")
+
+
+class Continuation:
+    """One load's: judged before anything is touched, finished after all else."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: torch.nn.Module,
+        optimizer: Any,
+        scheduler: Any,
+        targets: Sequence[Target],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._scheduler = scheduler
+        self._targets = targets
+        self._optimizer = None if optimizer is None else unwrapped(optimizer)
+        self._rank, world = rank_and_world()
+        self._live = settings.describe(model, self._optimizer, targets, world)
+        values = {**checkpoint.plain, **checkpoint.other}
+        everything = nest(module_state.without(values, checkpoint))
+        self._saved = _taken(everything, settings.KEY)
+        self._scheduler_state = _scheduler(everything)
+        self._takers = module_state.setters(model)
+        self._states = module_state.recorded(checkpoint)
+        for key in (streams.KEY, flat_codes.KEY):
+            everything.pop(key, None)
+        self._extra: dict[str, Any] = everything
+        self.inexact: list[str] = []
+        self._streams: dict[str, Any] = {}
+        self._fresh: bytes | None = None
+        self._said = ""
+
+    # ------------------------------------------------------------------ before
+
+    def judge(self, plan: LoadPlan, state: StatePlan | None, precision: str) -> None:
+        """Gather why it would not be exact."""
+        self._live["layout"] = settings.layout_digest(self._targets, plan.forms)
+        why = self.inexact
+        if not self._saved:
+            why.append("the checkpoint records no settings: ckptmap.save did not write it")
+        else:
+            why += settings.differences(self._own(self._saved), self._live)
+        if isinstance(own := self._saved.get("buffers"), list) and own:
+            why.append(f"each rank had its own of {counted(len(own), 'buffer')}, one was saved")
+        if self._saved.get("rounded_scales"):
+            why.append("a forward on the CPU rounded bitsandbytes' scales before it was saved")
+        for what, items in (
+            ("cast", plan.cast), ("decoded", plan.decoded), ("quantized here", plan.quantized),
+            ("missing", plan.missing), ("left as they are", plan.left), ("not loaded", plan.mismatched),
+        ):  # fmt: skip
+            if items:
+                why.append(f"{len(items)} weights {what}")
+        if self._saved.get("decoded") and not (state is not None and state.kept):
+            why.append("codes of moments were decoded when it was saved")
+        if state is None:
+            if self._checkpoint.optimizer_groups:
+                why.append("its optimizer state is not loaded: no optimizer was given")
+        else:
+            why += [*state.lossy, *state.choices]
+            why += [f"no state of {name}" for name in state.missing]
+            why += [f"state of {name} is not loaded" for name in state.unexpected]
+            if precision != "keep":
+                why.append(f"precision={precision!r} may change moments")
+        if bool(self._scheduler_state) != (self._scheduler is not None):
+            there = "is" if self._scheduler_state else "is no"
+            why.append(f"there {there} scheduler in the checkpoint")
+        why += [f"no {name}" for name in self._takers if name not in self._states]
+
+    def _own(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What was recorded of this rank."""
+        layouts = saved.get("layout")
+        if isinstance(layouts, list) and self._rank < len(layouts):
+            return {**saved, "layout": layouts[self._rank]}
+        return {key: value for key, value in saved.items() if key != "layout"}
+
+    def choose_streams(self, wanted: str, seed: int, exact: bool) -> None:
+        """Raises LoadError CKM507 where an exact continuation is wanted and is not to be had,
+        CKM511 where the recorded streams are, and there are none for this rank."""
+        own = streams.recorded(self._checkpoint.other, self._checkpoint.plain, self._rank)
+        fits = bool(own) and self._saved.get("world_size") == self._live["world_size"]
+        if not fits and wanted != "leave":
+            self.inexact.append("no random streams are recorded for this rank and world size")
+        rounds = bool((self._live.get("optimizer") or {}).get("rounds"))
+        if wanted in ("recorded", "auto") and fits:
+            self._streams, self._said = own, "restored"
+        elif wanted == "recorded":
+            raise LoadError(
+                "CKM511",
+                f"{self._checkpoint.path}: has no random streams of rank {self._rank} of"
+                f" {self._live['world_size']}",
+                "load with random='fresh', or with the world size of the save",
+            )
+        elif wanted == "fresh" or (wanted == "auto" and rounds):
+            self._fresh = self._base(seed)
+            self.inexact.append("random streams are made anew")
+        else:
+            self._said = "left as they are"
+        if wanted == "leave":
+            self.inexact.append("random streams are left as they are")
+        self.inexact = list(dict.fromkeys(self.inexact))
+        if exact and self.inexact:
+            raise LoadError(
+                "CKM507",
+                f"{self._checkpoint.path}: training cannot go on bit for bit: "
+                + listed(self.inexact),
+                "set these as they were, or load without exact=True",
+            )
+
+    def _base(self, seed: int) -> bytes:
+        """What fresh streams of all ranks come from: the streams of the saved rank 0, and a seed."""
+        first = streams.recorded(self._checkpoint.other, self._checkpoint.plain, 0)
+        recorded = bytes(first["cpu"].numpy().tobytes()) if first else b""
+        return recorded + seed.to_bytes(8, "big", signed=True)
+
+    # ------------------------------------------------------------------ after
+
+    def finish(self) -> None:
+        """Modules' extra state, the scheduler, and last of all the random streams: what comes
+        before may draw."""
+        for name, module in self._takers.items():
+            if name in self._states:
+                module.set_extra_state(_read(self._states[name]))
+        if self._scheduler is not None and self._scheduler_state:
+            load_scheduler(self._scheduler, self._scheduler_state)
+        if self._streams:
+            streams.restore(self._streams)
+        elif self._fresh is not None:
+            shard = streams.shard_of(self._targets)
+            made = streams.fresh(self._fresh, shard)
+            self._said = f"fresh, seed {made} for shard {list(shard)}"
+
+    def report(self, report: LoadReport, state: StatePlan | None) -> LoadReport:
+        step = self._extra.get("step")
+        extra = {key: _read(value) for key, value in self._extra.items() if key != "step"}
+        lost = [name for name in self._takers if name not in self._states]
+        strange = [name for name in self._states if name not in {*self._takers, *report.unexpected}]
+        return replace(
+            report, missing=(*report.missing, *lost), unexpected=(*report.unexpected, *strange),
+            state=None if state is None else state.report(), streams=self._said,
+            inexact=tuple(self.inexact), step=step if isinstance(step, int) else None, extra=extra,
+        )  # fmt: skip
+
+
+def _taken(everything: dict[str, Any], name: str) -> Mapping[str, Any]:
+    """A dict that is taken out; what has its name and is none stays an extra value."""
+    found = everything.get(name)
+    return everything.pop(name) if isinstance(found, Mapping) else {}
+
+
+def _scheduler(everything: dict[str, Any]) -> Mapping[str, Any]:
+    """A scheduler's state, taken out: at the root, the one of a list, or inside of the one dict that
+    has such a name, as verl's `extra_state`."""
+    found = next((name for name in SCHEDULERS if name in everything), SCHEDULERS[0])
+    state = _taken(everything, found) or _only(everything, LISTED)
+    inside = [
+        (key, name)
+        for key, value in everything.items()
+        if isinstance(value, Mapping)
+        for name in SCHEDULERS
+        if isinstance(value.get(name), Mapping)
+    ]
+    if state or len(inside) != 1:
+        return state
+    ((key, name),) = inside
+    rest: dict[str, Mapping[str, Any]] = dict(everything[key])
+    state = rest.pop(name)
+    del everything[key]
+    everything.update({key: rest} if rest else {})
+    return state
+
+
+def _only(everything: dict[str, Any], name: str) -> Mapping[str, Any]:
+    """The one dict of a list, taken out; a list of several stays an extra value."""
+    match everything.get(name):
+        case [Mapping() as found]:
+            del everything[name]
+            return found
+    return {}
+
+
+def _read(value: Any) -> Any:
+    """Nested values with their tensors read."""
+    from ckptmap.storage.lazy_tensor import LazyTensor
+
+    if isinstance(value, LazyTensor):
+        return value.read()
+    if isinstance(value, Mapping):
+        return {key: _read(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_read, value))
+    return as_live(value)

@@ -1,0 +1,136 @@
+"""What a load will do with the weights, what stands against it, and how far it came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ckptmap.checkpoint.lora.adapter_files import HEAD
+from ckptmap.errors import LoadError
+from ckptmap.live.model import peft as peft_live
+from ckptmap.live.model.collective_errors import explain
+from ckptmap.live.model.reader import Reader
+from ckptmap.live.model.report import Cast, Decoded, Encoded, LoadReport, Mismatch, listed
+from ckptmap.live.model.target import Target
+
+Step = Callable[[Reader], None]
+
+
+@dataclass
+class LoadPlan:
+    """What will be done, and what stands against it.
+
+    steps  one for each of `targets`
+    unfit  targets that are `mismatched`
+    forms  (class, dtype) of the local tensors that take the place of others, by FQN
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    missing: list[Target] = field(default_factory=list)
+    left: list[Target] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[Mismatch] = field(default_factory=list)
+    unfit: list[Target] = field(default_factory=list)
+    forms: dict[str, tuple[str, str]] = field(default_factory=dict)
+    trainable: list[str] = field(default_factory=list)
+    cast: list[Cast] = field(default_factory=list)
+    encoded: list[Encoded] = field(default_factory=list)
+    decoded: list[Decoded] = field(default_factory=list)
+    quantized: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    def refuse(
+        self, path: str, strict: bool, strict_encoding: bool, homeless: Sequence[str]
+    ) -> None:
+        """Raise for what must not be loaded, the most basic first."""
+        if strict:
+            self._refuse_names(path, homeless)
+            peft_live.refuse_begun(self.left, path)
+            self._refuse_shapes(path)
+        if self.trainable:
+            raise LoadError(
+                "CKM503",
+                f"{path}: NF4 weights are trainable in the model, expected requires_grad=False: "
+                + listed(self.trainable),
+                "freeze them, or load a checkpoint converted with --to hf-bf16",
+            )
+        if self.decoded and strict_encoding:
+            raise LoadError(
+                "CKM504",
+                f"{path}: {len(self.decoded)} quantized weights must be decoded to fit the model: "
+                + listed(self.decoded),
+                "change the world size, or pass strict_encoding=False",
+            )
+
+    def _refuse_names(self, path: str, homeless: Sequence[str]) -> None:
+        missing = [target.fqn for target in self.missing]
+        if missing or self.unexpected:
+            seen = [f"{len(missing)} missing: {listed(missing)}"] * bool(missing)
+            seen += [f"{len(self.unexpected)} unexpected: {listed(self.unexpected)}"] * bool(
+                self.unexpected
+            )
+            seen += [f"not readable: {listed(self.refused)}"] * bool(self.refused)
+            raise LoadError(
+                "CKM501",
+                f"{path}: keys do not match the model, {'; '.join(seen)}",
+                _way_out(missing, self.unexpected),
+            )
+        if homeless:
+            raise LoadError(
+                "CKM501",
+                f"model: non-persistent buffers are on meta and in no checkpoint: {listed(homeless)}",
+                "build the model with its buffers on a device (accelerate's init_empty_weights, then "
+                "tie_weights), or compute them and load with strict=False",
+            )
+
+    def _refuse_shapes(self, path: str) -> None:
+        if self.mismatched:
+            raise LoadError(
+                "CKM502",
+                f"{path}: {len(self.mismatched)} tensors do not fit: {listed(self.mismatched)}",
+                "build the model of this checkpoint, or load with strict=False",
+            )
+
+    def run(self, reader: Reader) -> None:
+        """Load them all. An error says which tensors have the checkpoint's values by then."""
+        done = 0
+        try:
+            for step in self.steps:
+                step(reader)
+                done += 1
+        except Exception as error:
+            loaded, now = [t.fqn for t in self.targets[:done]], self.targets[done].fqn
+            names = f": {listed(loaded)}" if loaded else ""
+            text = f"the model is half loaded, {done} of {len(self.steps)} tensors{names}"
+            explain(error, f"{text}; {now} may be in part", now)
+            raise
+
+    def report(self, reader: Reader, homeless: Sequence[str]) -> LoadReport:
+        without = [*self.missing, *self.unfit, *self.left]
+        empty = [target.fqn for target in without if target.local.is_meta]
+        ties = [(name, t.fqn) for t in self.targets for name in t.names[1:]]
+        return LoadReport(
+            loaded=tuple(target.fqn for target in self.targets),
+            missing=tuple(target.fqn for target in self.missing),
+            left=tuple(target.fqn for target in self.left),
+            unexpected=tuple(self.unexpected),
+            mismatched=tuple(self.mismatched),
+            cast=tuple(self.cast),
+            encoded=tuple(self.encoded),
+            decoded=tuple(self.decoded),
+            quantized=tuple(self.quantized),
+            tied=tuple(ties),
+            left_on_meta=(*empty, *homeless),
+            peak_host_nbytes=reader.meter.peak_host_nbytes,
+            peak_device_nbytes=reader.meter.peak_device_nbytes,
+        )
+
+
+def _way_out(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """peft puts `base_model.model.` before all names; a model that it has not wrapped has no place
+    for an adapter's."""
+    live, saved = (any(n.startswith(HEAD) for n in ns) for ns in (missing, unexpected))
+    if saved and not live:
+        return "wrap the model by get_peft_model first, or load what `ckptmap merge` makes of it"
+    return "load with strict=False to take what matches, or rename with a mapping"

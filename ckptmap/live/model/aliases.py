@@ -1,0 +1,106 @@
+"""Tensors of a model that lie on each other without being one: a slice of another, a transposed one.
+
+What is loaded last would be the value of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from ckptmap.live.model.reader import Reader
+from ckptmap.live.model.target import Target
+from ckptmap.storage.lazy_tensor import LazyTensor
+
+if TYPE_CHECKING:
+    import torch
+
+MANY = 255
+"""Of so many tensors on each other the first are told apart."""
+
+
+def clusters(targets: Sequence[Target]) -> Iterator[list[Target]]:
+    """Of dense ones in memory those, two or more, that have bytes in common."""
+    spans = sorted(((str(t.local.device), *_span(t.local), n) for n, t in enumerate(targets)))
+    for _, some in groupby(spans, lambda span: span[0]):
+        cluster: list[Target] = []
+        reach = 0
+        for _, start, stop, number in some:
+            if start >= reach:
+                yield from _sharing(cluster)
+                cluster = []
+            cluster.append(targets[number])
+            reach = max(reach, stop)
+        yield from _sharing(cluster)
+
+
+def _sharing(cluster: list[Target]) -> Iterator[list[Target]]:
+    """Columns of one matrix run through each other, and have nothing in common."""
+    if len(cluster) < 2:
+        return
+    taken = _Bytes(cluster)
+    for number, target in enumerate(cluster):
+        owners = taken.owners_of(target)
+        if owners.any():
+            yield cluster
+            return
+        owners.fill_(min(number + 1, MANY))
+
+
+def conflict(
+    reader: Reader, cluster: Sequence[tuple[Target, LazyTensor]]
+) -> tuple[LazyTensor, LazyTensor] | None:
+    """Two sources that give some byte of memory different values; None: all agree."""
+    import torch
+
+    memory = _Bytes([target for target, _ in cluster])
+    for number, (target, source) in enumerate(cluster):
+        read = torch.empty(target.local.shape, dtype=target.local.dtype)
+        for box, view in target.windows(read):
+            reader.decoded(source, box, view)
+        owners, values = memory.owners_of(target), memory.values_of(target)
+        fresh = read.view(-1).view(torch.uint8).view(values.shape)
+        wrong = owners[(owners > 0) & (fresh != values)]
+        if wrong.numel():
+            return cluster[int(wrong[0]) - 1][1], source
+        owners.fill_(min(number + 1, MANY))
+        values.copy_(fresh)
+    return None
+
+
+class _Bytes:
+    """The memory that these tensors span, as bytes: whose each is, and its value."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        import torch
+
+        spans = [_span(target.local) for target in targets]
+        self._start = min(start for start, _ in spans)
+        size = max(stop for _, stop in spans) - self._start
+        self._owners = torch.zeros(size, dtype=torch.uint8)
+        self._values: torch.Tensor | None = None
+
+    def owners_of(self, target: Target) -> torch.Tensor:
+        """A view, [*shape, itemsize]: 0, or 1 and up."""
+        return self._view(self._owners, target.local)
+
+    def values_of(self, target: Target) -> torch.Tensor:
+        import torch
+
+        if self._values is None:
+            self._values = torch.zeros(len(self._owners), dtype=torch.uint8)
+        return self._view(self._values, target.local)
+
+    def _view(self, memory: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        itemsize = local.element_size()
+        strides = [step * itemsize for step in local.stride()]
+        at = local.data_ptr() - self._start
+        return memory.as_strided((*local.shape, itemsize), (*strides, 1), at)
+
+
+def _span(local: torch.Tensor) -> tuple[int, int]:
+    """First byte, and the one behind the last."""
+    last = sum((size - 1) * step for size, step in zip(local.shape, local.stride(), strict=True))
+    start = local.data_ptr()
+    return start, start + (last + 1) * local.element_size()

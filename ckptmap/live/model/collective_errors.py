@@ -1,0 +1,107 @@
+"""Errors that all ranks of a model raise together: none is left waiting in a later collective."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ckptmap.errors import CkptmapError, LoadError
+from ckptmap.live.model.find_targets import reshard
+from ckptmap.live.model.process_groups import wrapped_groups
+from ckptmap.live.model.target import is_dtensor
+
+Seen = dict[str, dict[str, int]]
+"""What -> fact -> a rank that has it."""
+
+
+def peer_groups(model: Any) -> list[Any]:
+    """The process groups over which the model is spread: those of its meshes, and of wrappers.
+
+    Looks at no more than wrappers and meshes, so that it fails for no kind of model: what fails
+    afterwards is told to these ranks.
+    """
+    import torch
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    if not isinstance(model, torch.nn.Module):
+        return []
+    reshard(model)
+    groups: dict[int, Any] = {}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        mesh: Any = getattr(tensor, "device_mesh", None) if is_dtensor(tensor) else None
+        if mesh is not None and mesh.get_coordinate() is not None:
+            for group in mesh.get_all_groups():
+                groups.setdefault(id(group), group)
+    for group in wrapped_groups(model):
+        if group is not None:
+            groups.setdefault(id(group), group)
+    return [group for group in groups.values() if group.size() > 1]
+
+
+def explain(error: Exception, text: str, fqn: str = "") -> None:
+    """Say more of an error while it is on its way, and which tensor it is about."""
+    if isinstance(error, CkptmapError):
+        about = f"{fqn}: " * bool(fqn and fqn not in error.message)
+        error.message = f"{about}{error.message}; {text}"
+    else:
+        error.add_note(text)
+
+
+@contextmanager
+def agreed(peers: Sequence[Any]) -> Iterator[dict[str, str]]:
+    """Raise on every rank what any rank raised within: its own error there, a LoadError that names
+    that rank elsewhere.
+
+    Gives a dict for facts that must be the same on every rank which has them, by what they are of:
+    LoadError CKM509, on all ranks, where they are not.
+    """
+    error: Exception | None = None
+    facts: dict[str, str] = {}
+    try:
+        yield facts
+    except Exception as caught:
+        error = caught
+    found, seen = _exchanged(error, facts, peers)
+    if error is not None:
+        raise error
+    if found is not None:
+        rank, code, message, hint = found
+        raise LoadError(code, f"[rank {rank}] {message}", hint)
+    for what, ranks in seen.items():
+        if len(ranks) > 1:
+            raise LoadError(
+                "CKM509",
+                f"{what}: is not the same file for ranks {' and '.join(map(str, ranks.values()))}",
+                "give every rank the same checkpoint, or a copy of it",
+            )
+
+
+def _exchanged(
+    error: Exception | None, facts: Mapping[str, str], peers: Sequence[Any]
+) -> tuple[tuple[int, str, str, str] | None, Seen]:
+    """The first error of any rank, and the facts of all."""
+    import torch
+
+    found = None
+    if not peers:
+        return None, {}
+    rank = torch.distributed.get_rank()
+    seen: Seen = {what: {fact: rank} for what, fact in facts.items()}
+    if error is not None:
+        text = (
+            error.message
+            if isinstance(error, CkptmapError)
+            else "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        )
+        found = (rank, getattr(error, "code", "CKM505"), text, getattr(error, "hint", ""))
+    for group in peers:
+        answers: list[Any] = [None] * group.size()
+        torch.distributed.all_gather_object(answers, (found, seen), group=group)
+        found = next((answer for answer, _ in answers if answer is not None), None)
+        for _, theirs in answers:
+            for what, ranks in theirs.items():
+                seen[what] = {**ranks, **seen.get(what, {})}
+    return found, seen

@@ -1,0 +1,68 @@
+"""What modules keep beside tensors: `get_extra_state()`, `set_extra_state()` of torch.nn.Module.
+
+    save   {"0._extra_state": {...}}  -> ("extra", "module_extra_state", "0._extra_state", ...), of rank 0
+    load   the same, or what a state dict that was saved whole has under such a key
+
+torch writes it into every state dict, so a model without it is not the one that was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.extra_state import OWN as KEY
+from ckptmap.checkpoint.extra_state import SEGMENT, found_in, is_extra_state
+from ckptmap.core.state_paths import nest, opaques
+from ckptmap.mapping.wrappers import strip_wrappers
+from ckptmap.tensors import Path
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KEY", "getters", "recorded", "setters", "without"]
+
+
+def getters(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules that have some to save, by plain key."""
+    return _modules(model, "get_extra_state")
+
+
+def setters(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules that take some back, by plain key."""
+    return _modules(model, "set_extra_state")
+
+
+def _modules(model: torch.nn.Module, method: str) -> dict[str, torch.nn.Module]:
+    """Those of a class that has its own method: torch's raises."""
+    from torch import nn
+
+    found = {
+        f"{path}.{SEGMENT}" if path else SEGMENT: module
+        for path, module in model.named_modules()
+        if getattr(type(module), method) is not getattr(nn.Module, method)
+    }
+    return {plain: found[key] for key, plain in strip_wrappers(found, "model").items()}
+
+
+def recorded(checkpoint: Checkpoint) -> dict[str, Any]:
+    """By plain key, tensors as LazyTensors: what `ckptmap.save` put there, and what the model's state
+    dict holds; not what has an object of an unknown class in it, for a part of it is another
+    state."""
+    found: dict[str, Any] = {k: checkpoint[k] for k in checkpoint if is_extra_state(k)}
+    values = {**checkpoint.plain, **checkpoint.other}
+    places, keys = found_in(values, checkpoint.roles.model_root)
+    leaves: dict[str, dict[Path, Any]] = {}
+    for path, at in places.items():
+        leaves.setdefault(str(path[at]), {})[path[at:]] = values[path]
+    for key, parts in leaves.items():
+        if next(opaques(list(parts.values())), None) is None:
+            found[keys[key]] = nest(parts)[key]
+    return found
+
+
+def without(values: Mapping[Path, Any], checkpoint: Checkpoint) -> dict[Path, Any]:
+    """Extra values that are no state of the model's modules."""
+    states, _ = found_in(values, checkpoint.roles.model_root)
+    return {path: value for path, value in values.items() if path not in states}

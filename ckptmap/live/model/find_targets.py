@@ -1,0 +1,133 @@
+"""Every tensor of a live model as a Target, by plain FQN, whatever wraps the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import LoadError
+from ckptmap.live.model import fsdp1
+from ckptmap.live.model import fsdp2 as fsdp2_params
+from ckptmap.live.model import peft as peft_live
+from ckptmap.live.model.target import PLAIN, TRAINED_INT8, Target
+from ckptmap.mapping.wrappers import strip_wrappers
+from ckptmap.quantization.torchao.pickled import TRAINED_DENSE
+
+if TYPE_CHECKING:
+    import torch
+
+Found = dict[str, "tuple[torch.nn.Module, str, bool]"]
+"""Name with wrapper segments -> (module, attribute, is it a buffer)."""
+
+
+def find_targets(model: torch.nn.Module) -> tuple[list[Target], list[str]]:
+    """Every parameter and persistent buffer once, and the non-persistent buffers on meta, by name.
+
+    Raises LoadError CKM505 for tensor subclasses of unknown kinds.
+    """
+    reshard(model)
+    flats = fsdp1.flats(model)
+    taken = {(id(module), name) for flat in flats for module, name in flat.places}
+    found: Found = {}
+    homeless: list[str] = []
+    paths: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(path)
+        prefix = f"{path}." if path else ""
+        for name, value in module._parameters.items():
+            if value is not None and (id(module), name) not in taken and not _is_flat(value):
+                found[prefix + name] = (module, name, False)
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if name not in module._non_persistent_buffers_set:
+                found[prefix + name] = (module, name, True)
+            elif buffer.is_meta:
+                homeless.append(prefix + name)
+    keys = [_keys(flat, paths) for flat in flats]
+    plain = strip_wrappers([*found, *(key for some in keys for key in some)], "model")
+    targets = _tied_together(found, plain, fsdp2_params.fsdp_params(model))
+    targets += [
+        fsdp1.FlatTarget(
+            tuple(plain[key] for key in some), flat.places, False, None, flat.handle, flat.shape,
+            flat.first, flat.count, flat.at, flat.param,
+        )
+        for flat, some in zip(flats, keys, strict=True)
+    ]  # fmt: skip
+    return peft_live.named(model, targets), homeless
+
+
+def _is_flat(value: Any) -> bool:
+    return type(value).__name__ == "FlatParameter" or getattr(value, "_is_flat_param", False)
+
+
+def _keys(flat: fsdp1.Flat, paths: dict[int, list[str]]) -> list[str]:
+    """All names of a flat parameter's tensor, with wrapper segments."""
+    return [
+        f"{path}.{name}" if path else name
+        for module, name in flat.places
+        for path in paths[id(module)]
+    ]
+
+
+def _tied_together(found: Found, plain: dict[str, str], sharded: Any) -> list[Target]:
+    """One target for all names that hold the same object."""
+    ties: dict[int, list[str]] = {}
+    for key, (module, name, _) in found.items():
+        ties.setdefault(id(getattr(module, name)), []).append(key)
+    targets = []
+    for keys in ties.values():
+        _refuse_lazy(found[keys[0]], plain[keys[0]])
+        places = {(id(found[k][0]), found[k][1]): (found[k][0], found[k][1]) for k in keys}
+        managed = next((sharded[place] for place in places if place in sharded), None)
+        target = Target(
+            tuple(plain[key] for key in keys),
+            tuple(places.values()),
+            found[keys[0]][2],
+            managed,
+        )
+        _refuse_subclass(target)
+        targets.append(target)
+    return targets
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """After a forward the root unit of FSDP keeps whole parameters; bring its shards back."""
+    import torch
+
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    fsdp1.reshard(model)
+
+
+def _refuse_lazy(found: tuple[torch.nn.Module, str, bool], fqn: str) -> None:
+    import torch
+
+    module, name, _ = found
+    if torch.nn.parameter.is_lazy(getattr(module, name)):
+        raise LoadError(
+            "CKM505",
+            f"model: {fqn} of {type(module).__name__} has no shape yet",
+            "run a forward on a batch first, so that lazy modules know their shapes",
+        )
+
+
+def _refuse_subclass(target: Target) -> None:
+    if target.local.is_meta and type(target.tensor).__name__ in (TRAINED_INT8, *TRAINED_DENSE):
+        raise LoadError(
+            "CKM505",
+            f"model: {target.fqn} is a {type(target.tensor).__name__} on meta, which has no values to fill",
+            "build the model on its device, then quantize it for training",
+        )
+    for tensor in (target.tensor, target.local):
+        kind = type(tensor).__name__
+        if kind not in PLAIN:
+            raise LoadError(
+                "CKM505",
+                f"model: {target.fqn} is a {kind}, expected a tensor, DTensor or NF4Tensor",
+                "load before quantizing or wrapping this weight",
+            )

@@ -1,0 +1,176 @@
+"""FSDP1's flat parameters: which elements of which tensor lie where in this rank's shard.
+
+    FlatParameter shard [S]  =  ... | elements 5..17 of `a.weight` | elements 0..9 of `b.weight` | ...
+
+With `use_orig_params=True` each parameter is a view of its own part of the shard; an optimizer then
+keeps state of that part, else of the whole shard, padding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import LoadError
+from ckptmap.live.model.target import Target
+from ckptmap.sharding.flat_slices import rectangles
+from ckptmap.tensors import Box
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class FlatTarget(Target):
+    """One tensor of a flat parameter.
+
+    handle  torch's FlatParamHandle
+    shape   of the whole tensor
+    first   its first element that this rank holds, row-major; `count` of them from `at` on in the
+            rank's shard
+    param   the module's own parameter, with `use_orig_params=True`; else None
+    """
+
+    handle: Any = None
+    shape: tuple[int, ...] = ()
+    first: int = 0
+    count: int = 0
+    at: int = 0
+    param: Any = None
+
+    @property
+    def is_flat(self) -> bool:
+        return True
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """The rank's flat shard, whatever is gathered now."""
+        flat = self.handle.flat_param
+        # Until the first forward the shard is all there is.
+        found: torch.Tensor = getattr(flat, "_local_shard", flat)
+        return found.detach()
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """A stand-in without data: the whole tensor is nowhere."""
+        import torch
+
+        flat = self.handle.flat_param
+        own = flat if self.param is None else self.param
+        meta = torch.empty(self.shape, dtype=flat.dtype, device="meta")
+        return meta.requires_grad_(own.requires_grad)
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.shard.view(-1).narrow(0, self.at, self.count)
+
+    def boxes(self) -> list[tuple[Box, int]]:
+        """What this rank holds, and where each box begins in its `count` elements."""
+        stop = self.first + self.count
+        return [(box, at - self.first) for box, at in rectangles(self.shape, self.first, stop)]
+
+    def windows(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+        flat = local.view(-1)
+        return [(box, flat.narrow(0, at, box.numel).view(box.sizes)) for box, at in self.boxes()]
+
+    @property
+    def is_cut(self) -> bool:
+        return bool(self.handle.uses_sharded_strategy)
+
+    @property
+    def is_primary(self) -> bool:
+        """Of the ranks that hold these elements (HYBRID_SHARD), is this the one that saves them?"""
+        import torch
+
+        between = getattr(self.handle, "_ckptmap_between", None)
+        return between is None or torch.distributed.get_rank(between) == 0
+
+    def put(self, local: torch.Tensor) -> None:
+        raise AssertionError("a flat parameter is filled in place")
+
+
+def is_fsdp1(module: torch.nn.Module) -> bool:
+    return any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__)
+
+
+def handles(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """(FSDP1 module, its FlatParamHandle) of every unit that has parameters."""
+    return [
+        (module, module._handle)
+        for module in model.modules()
+        if is_fsdp1(module) and getattr(module, "_handle", None) is not None
+    ]
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Bring the shards back, and free what a forward gathered.
+
+    torch keeps that of the root, and of SHARD_GRAD_OP every unit's, for a backward that may follow,
+    even where the shard is in its place again; the next forward would compute with it, not with the
+    values that are loaded.
+    """
+    from torch.distributed.utils import _free_storage
+
+    found = handles(model)
+    _refuse_summoned(found)
+    for _, handle in found:
+        flat = handle.flat_param
+        if handle.uses_sharded_strategy and hasattr(flat, "_local_shard"):  # a forward has begun
+            handle.reshard(True)
+            handle.post_reshard()
+            handle._prefetched = False
+            eager = getattr(flat, "_full_prec_full_param_padded", None)
+            if eager is not None:  # of a forward in full precision, in eval mode
+                _free_storage(eager)
+
+
+def _refuse_summoned(found: Sequence[tuple[Any, Any]]) -> None:
+    """Raise LoadError CKM505 inside of summon_full_params: its end writes what it has gathered over
+    the shards, or what is then in that memory."""
+    for _, handle in found:
+        state = getattr(handle, "_training_state", None)
+        if handle.uses_sharded_strategy and getattr(state, "name", "") == "SUMMON_FULL_PARAMS":
+            raise LoadError(
+                "CKM505",
+                "model: its FSDP units are inside of summon_full_params, expected sharded ones",
+                "call it outside: each rank needs its own shards alone",
+            )
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Where one tensor lies, before it is named: fields as in `FlatTarget`."""
+
+    handle: Any
+    places: tuple[tuple[torch.nn.Module, str], ...]
+    shape: tuple[int, ...]
+    first: int
+    count: int
+    at: int
+    param: Any
+
+
+def flats(model: torch.nn.Module) -> list[Flat]:
+    """Every tensor of every flat parameter, each with all the places that share it."""
+    found = []
+    for module, handle in handles(model):
+        handle._ckptmap_between = getattr(module, "_inter_node_pg", None)
+        flat = handle.flat_param
+        named = flat._params if handle._use_orig_params else [None] * len(flat._param_infos)
+        shared = flat._shared_param_infos
+        for number, info in enumerate(flat._param_infos):
+            held = flat._shard_param_infos[number]
+            ties = [
+                (tie.module, tie.param_name)
+                for tie in shared
+                if tie.prim_module is info.module and tie.prim_param_name == info.param_name
+            ]
+            places = ((info.module, info.param_name), *ties)
+            shape = tuple(flat._shapes[number])
+            first, count, at = 0, 0, 0
+            if held.in_shard:
+                first, count = held.intra_param_start_idx, held.numel_in_shard
+                at = held.offset_in_shard
+            found.append(Flat(handle, places, shape, first, count, at, named[number]))
+    return found

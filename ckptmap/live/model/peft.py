@@ -1,0 +1,242 @@
+"""A live model that peft has wrapped: what its tensors are called in a base, and in an adapter's file.
+
+    live                                                  base        adapter's file
+    base_model.model.X.weight                             X.weight
+    base_model.model.X.base_layer.weight                  X.weight
+    base_model.model.X.lora_A.default.weight                          base_model.model.X.lora_A.weight
+    base_model.model.X.lora_magnitude_vector.default.weight           base_model.model.X.lora_magnitude_vector
+    base_model.vera_A.default                                         base_model.vera_A
+    base_model.model.X.original_module.weight             X.weight
+    base_model.model.X.token_adapter.base_layer.weight    X.weight
+    base_model.model.X.modules_to_save.default.weight     X.weight    base_model.model.X.weight
+
+Names of `get_peft_model` and `get_peft_model_state_dict`, peft 0.21. A file has no adapter's name: it
+is taken to be of the one that is active.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptmap import registry
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.checkpoint import open as open_checkpoint
+from ckptmap.checkpoint.lora.adapter_files import CONFIG, HEAD, WEIGHTS
+from ckptmap.errors import LoadError
+from ckptmap.formats.probe import look
+from ckptmap.live.model.report import listed
+from ckptmap.live.model.target import Adapted, Target
+from ckptmap.storage.files import whole
+from ckptmap.storage.hub.resolve import locate
+
+if TYPE_CHECKING:
+    import torch
+
+BASE_LAYER, ORIGINAL, SAVED = "base_layer", "original_module", "modules_to_save"
+TOKENS = "token_adapter"
+"""Around an embedding of which single rows are trained."""
+MAGNITUDE = "lora_magnitude_vector"
+"""A module in memory, a bare tensor in a file."""
+KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
+"""`init_lora_weights` that leave the base's weights as they are."""
+SETTINGS = (
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora",
+    "fan_in_fan_out",
+)  # fmt: skip
+"""What decides how much an adapter's tensors add, beside the tensors."""
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """What peft has put into a model.
+
+    layers  names of the dicts that hold an adapter's tensors: `lora_A`, ...
+    active  the adapter that a file without a name is of; empty: none, or several
+    config  adapter's name -> peft's config
+    """
+
+    layers: frozenset[str]
+    active: str
+    config: Mapping[str, Any]
+
+
+def wrapped(model: torch.nn.Module) -> Wrapped | None:
+    """None: peft has no part in it."""
+    layers, active, config = set[str](), set[str](), dict[str, Any]()
+    for module in model.modules():
+        if not any(cls.__module__.split(".")[0] == "peft" for cls in type(module).__mro__):
+            continue
+        layers.update(getattr(module, "adapter_layer_names", ()))
+        layers.update(_holders(module))
+        active.update(getattr(module, "active_adapters", ()) or ())
+    if not layers:
+        return None
+    for module in model.modules():
+        found = getattr(module, "peft_config", None)
+        if isinstance(found, Mapping):
+            config |= found
+    return Wrapped(frozenset(layers - {SAVED}), active.pop() if len(active) == 1 else "", config)
+
+
+def _holders(module: Any) -> list[str]:
+    """Of what peft keeps beside its layers the dicts that hold tensors: VeRA's shared matrices,
+    AdaLoRA's ranks, VeLoRA's buffers."""
+    from torch import nn
+
+    def holds(place: Any) -> bool:
+        found = isinstance(place, nn.Module) and [*place.parameters(), *place.buffers()]
+        return bool(found)
+
+    return [
+        name
+        for name in getattr(module, "other_param_names", ())
+        if holds(getattr(module, name, None))
+    ]
+
+
+def named(model: torch.nn.Module, targets: Sequence[Target]) -> list[Target]:
+    """The targets with their other names, where peft has wrapped the model."""
+    found = wrapped(model)
+    if found is None:
+        return list(targets)
+    return [replace(target, adapted=_adapted(target, found)) for target in targets]
+
+
+def _adapted(target: Target, found: Wrapped) -> Adapted:
+    forms = [_forms(name, found) for name in target.names]
+    base = [base for base, _, _ in forms if base and base not in target.names]
+    file = [file for _, file, _ in forms if file]
+    adapter = forms[0][2]
+    begun = _begun(found.config.get(adapter)) if adapter and not base else ""
+    return Adapted(tuple(dict.fromkeys(base)), tuple(dict.fromkeys(file)), adapter, begun)
+
+
+def _forms(name: str, found: Wrapped) -> tuple[str, str, str]:
+    """(name in a base, name in an adapter's file, adapter), empty where there is none."""
+    inside = name.removeprefix(HEAD)
+    beside = inside == name and name.startswith("base_model.")  # as what all layers share
+    head, path = "" if beside else HEAD, inside.split(".")
+    for at, segment in enumerate(path[:-1]):
+        if segment == SAVED:
+            rest = ".".join([*path[:at], *path[at + 2 :]])
+            adapter = path[at + 1]
+            return rest, HEAD + rest if adapter == found.active else "", adapter
+        if segment in found.layers:
+            adapter = path[at + 1]
+            leaf = () if segment == MAGNITUDE else path[at + 2 :]
+            rest = ".".join([*path[: at + 1], *leaf])
+            return "", head + rest if adapter == found.active else "", adapter
+    return ".".join(s for s in path if s not in (BASE_LAYER, ORIGINAL, TOKENS)), "", ""
+
+
+def _begun(config: Any) -> str:
+    """How an adapter's first values came from the base that it was put on; empty: they did not."""
+    if getattr(config, "use_dora", False):
+        return "use_dora=True"
+    if getattr(config, "kasa_config", None) is not None:
+        return "kasa_config"
+    way = getattr(config, "init_lora_weights", True)
+    return "" if way in KEEPS_BASE else f"init_lora_weights={way!r}"
+
+
+# ------------------------------------------------------------------------------- what is left
+
+
+def left_as_they_are(targets: Sequence[Target], found: Mapping[str, str]) -> list[Target]:
+    """Of the targets that a source lacks those that it need not have: an adapter, where it is a base;
+    the base, where it is an adapter. `found`: FQN -> the name that the source has of it."""
+    base, in_file, adapters = False, False, set[str]()
+    for target in targets:
+        adapted, name = target.adapted, found.get(target.fqn)
+        if adapted is not None and name is not None:
+            base = base or not adapted.adapter
+            in_file = in_file or name in adapted.file
+            adapters |= {adapted.adapter} if name not in adapted.base else set()
+    adapters.discard("")
+    if not base and not adapters:
+        return []
+
+    def need_not_be_there(adapted: Adapted) -> bool:
+        if adapted.adapter:
+            return adapted.adapter not in adapters
+        return in_file or not base
+
+    return [
+        target
+        for target in targets
+        if target.fqn not in found
+        and target.adapted is not None
+        and need_not_be_there(target.adapted)
+    ]
+
+
+def refuse_begun(left: Sequence[Target], path: str) -> None:
+    """Raise LoadError CKM514 where an adapter stays that began with values of another base."""
+    for target in left:
+        if target.adapted is not None and target.adapted.begun:
+            raise LoadError(
+                "CKM514",
+                f"{path}: has no {target.fqn}, which came from the base that was wrapped, expected"
+                f" its adapter too ({target.adapted.begun})",
+                "load the base before get_peft_model(model, ...), or with strict=False and the"
+                " adapter after it",
+            )
+
+
+# ------------------------------------------------------------------------------- an adapter's file
+
+
+def opened(
+    path: str | os.PathLike[str] | Checkpoint, model: torch.nn.Module, strict: bool
+) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint at a path, an adapter's directory too where peft has wrapped the model; and
+    what is set otherwise in its config.
+
+    Raises LoadError CKM515 where that is so and `strict`, SourceError as `ckptmap.open` does.
+    """
+    if isinstance(path, Checkpoint):
+        return path, []
+    found = wrapped(model)
+    weights = None if found is None else _weights(path)
+    if found is None or weights is None:
+        return open_checkpoint(path), []
+    other = _differences(weights.parent / CONFIG, found.config.get(found.active))
+    if other and strict:
+        raise LoadError(
+            "CKM515",
+            f"{path}: its adapter is not the model's: {listed(other)}",
+            "wrap the model with the adapter's own config: PeftConfig.from_pretrained",
+        )
+    return open_checkpoint(weights), [f"adapter {text}" for text in other]
+
+
+def _weights(path: str | os.PathLike[str]) -> Path | None:
+    """The file of an adapter that lies without its base."""
+    place = locate(path).path
+    if not place.is_dir() or not (place / CONFIG).is_file() or registry.knows(look(place)):
+        return None
+    return next((place / name for name in WEIGHTS if (place / name).is_file()), None)
+
+
+def _differences(file: Path, live: Any) -> list[str]:
+    """Settings of the adapter that are not the model's, as one phrase each."""
+    try:
+        text = json.loads(whole(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        text = None
+    if not isinstance(text, dict):
+        return [f"{CONFIG}: is no JSON object"]
+    if live is None:
+        return ["the model has no single active adapter"]
+    found = []
+    for name in SETTINGS:
+        mine, theirs = getattr(live, name, None), text.get(name)
+        mine = getattr(mine, "value", mine)
+        if name in text and (mine or None) != (theirs or None):
+            found.append(f"{name}: was {theirs}, is {mine}")
+    return found

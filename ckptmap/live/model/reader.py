@@ -1,0 +1,125 @@
+"""Bytes from a checkpoint into live tensors, through buffers of bounded size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptmap.live.model.report import Meter
+from ckptmap.storage.files import Files
+from ckptmap.storage.gather import fill, row_major_boxes
+from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
+from ckptmap.tensors import Box, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+DECODE_COPIES = 4
+"""Buffers of a box's logical size that decoding holds at once: parts, scales, values, result."""
+
+
+class Reader:
+    """Fills tensors on any device; host buffers of at most `max_memory` bytes at a time."""
+
+    def __init__(self, files: Files, max_memory: int) -> None:
+        self.files = files
+        self.max_memory = max_memory
+        self.meter = Meter()
+
+    def dense(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
+        """`box` of a dense tensor -> `out` (box.sizes, any floating or equal dtype, any device)."""
+        self._stored(source.parts[""], box, out)
+
+    def rounded(self, source: LazyTensor, box: Box, out: torch.Tensor, seed: int) -> None:
+        """`box` of a float32 tensor -> `out` in bfloat16, up or down by chance, as often as it is
+        near: the mean error is zero. The bits of a box depend on the seed alone."""
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        numel = min(box.numel, max(1, self.max_memory // (3 * 4)))
+        with self.meter.hold(3 * numel * 4, torch.device("cpu")):
+            for part in row_major_boxes(box, numel):
+                values = torch.empty(part.sizes, dtype=torch.float32)
+                self.decoded(source, part, values)
+                view = window(out, part.relative_to(box.offsets))
+                view.copy_(stochastic(values, generator))
+
+    def part(self, source: LazyTensor, name: str, box: Box, device: torch.device) -> torch.Tensor:
+        """A box of one stored part as a new tensor, as it is stored."""
+        import torch
+
+        stored = source.parts[name]
+        out = torch.empty(box.sizes, dtype=getattr(torch, stored.info.dtype), device=device)
+        self._stored(stored, box, out)
+        return out
+
+    def _stored(self, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
+        """Straight into `out` where its bytes are the file's, else cast and moved on the way."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, stored.info.dtype)
+        if out.device.type == "cpu" and out.dtype == dtype and is_as_it_lies(out):
+            fill(self.files, stored, box, tensor_bytes(out))
+            return
+        numel = min(box.numel, max(1, self.max_memory // stored.info.itemsize))
+        with self.meter.hold(numel * stored.info.itemsize, torch.device("cpu")):
+            staging = torch.empty(numel, dtype=dtype)
+            for part in row_major_boxes(box, numel):
+                values = staging[: part.numel]
+                fill(self.files, stored, part, tensor_bytes(values))
+                window(out, part.relative_to(box.offsets)).copy_(values.view(part.sizes))
+
+    def decoded(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
+        """`box` of a tensor of any encoding -> `out`, decoded where `out` is, then cast."""
+        import torch
+
+        itemsize = source.info.itemsize
+        most = max(1, self.max_memory // (DECODE_COPIES * itemsize))
+        for part in row_major_boxes(box, most):
+            with self.meter.hold(DECODE_COPIES * part.numel * itemsize, out.device):
+                values = torch.empty(part.sizes, dtype=source.torch_dtype, device=out.device)
+                source.read_into(part, values)
+                window(out, part.relative_to(box.offsets)).copy_(values)
+
+    def same(self, first: LazyTensor, other: LazyTensor, box: Box) -> bool:
+        """Are the boxes of two tensors of one shape and dtype the same bits, decoded?"""
+        import torch
+
+        most = max(1, self.max_memory // (2 * DECODE_COPIES * first.info.itemsize))
+        for part in row_major_boxes(box, most):
+            a, b = (t.read(part.offsets, part.sizes).view(-1) for t in (first, other))
+            if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+                return False
+        return True
+
+
+def is_as_it_lies(tensor: torch.Tensor) -> bool:
+    """Are its bytes in memory its values, row-major? Of a conjugate or a negative view they are
+    not: torch changes the sign when it reads them."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def window(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The part of a tensor that a box names, as a view; 0-d tensors have one part."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if offset or size != tensor.shape[dim]:  # not every subclass has a view of all of itself
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def stochastic(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """float32 -> bfloat16: up with the probability that the 16 bits dropped say, else down.
+
+    As torchao's `_fp32_to_bf16_sr`, on the CPU and with a generator of its own; infinities and NaN
+    stay what they are.
+    """
+    import torch
+
+    bits = values.view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, generator=generator)
+    rounded = ((bits + noise) & -65536).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+
+
+def as_bytes(values: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, row-major; without a copy where it is so on the CPU."""
+    return tensor_bytes(values.detach().cpu().contiguous().resolve_conj().resolve_neg())

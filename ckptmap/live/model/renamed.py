@@ -1,0 +1,83 @@
+"""A checkpoint by the live model's names, where it has those of another scheme.
+
+    model.layers.0.block_sparse_moe.experts.{0,1}.w2.weight      as transformers saves Mixtral
+    -> model.layers.0.mlp.experts.down_proj                      as transformers 5 holds it
+
+Tried only where the model lacks names and the checkpoint has others; what then has more of the
+model's names is taken, and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.renamed import translated
+from ckptmap.errors import CkptmapError
+from ckptmap.live.model.target import Target
+from ckptmap.mapping.config import as_config
+from ckptmap.mapping.detect import MEMORY, recognise
+from ckptmap.mapping.rules import HUB
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Named:
+    """`names` is from which scheme to which, `unmapped` the keys that no rule knows."""
+
+    checkpoint: Checkpoint
+    names: str = ""
+    unmapped: tuple[str, ...] = ()
+
+
+def by_the_models(
+    checkpoint: Checkpoint, model: torch.nn.Module, targets: Sequence[Target]
+) -> Named:
+    """The checkpoint as the model can take it; itself where that is as it is, or no scheme brings
+    it nearer."""
+    lacking = lacking_in(targets, checkpoint)
+    if not lacking or not strange_to(targets, checkpoint):
+        return Named(checkpoint)
+    config = config_of(model)
+    for scheme in schemes_for(targets, config):
+        try:
+            found = translated(checkpoint, scheme, config=config)
+        except CkptmapError:
+            continue  # another scheme may be the one
+        if lacking_in(targets, found) < lacking:
+            found.optimizer_reader = found.optimizer_reader.of_weights(found.infos())
+            return Named(found, found.translation.choice.text, found.unmapped)
+    return Named(checkpoint)
+
+
+def lacking_in(targets: Sequence[Target], source: Collection[str]) -> int:
+    """How many tensors of the model it has under none of their names."""
+    return sum(not target.named_in(source) for target in targets)
+
+
+def strange_to(targets: Sequence[Target], source: Collection[str]) -> bool:
+    """Has it names that no tensor of the model has?"""
+    known = {name for target in targets for name in target.known}
+    return any(name not in known for name in source)
+
+
+def schemes_for(targets: Sequence[Target], config: Mapping[str, Any] | None) -> Iterator[str]:
+    """Schemes that the model's own names may be in: the hub's, transformers' in memory, and those
+    that the names are recognised by."""
+    yield HUB
+    yield MEMORY
+    wanted = sorted({name for target in targets for name in target.known})
+    yield from (entry.title for entry in recognise(wanted, config))
+
+
+def config_of(model: torch.nn.Module) -> dict[str, Any] | None:
+    """transformers' config of the model, whatever wraps it."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "model_type") and hasattr(config, "to_dict"):
+            return as_config(config)
+    return None

@@ -1,0 +1,113 @@
+"""Random streams of a run: a rank's generators, saved under its own name and restored last.
+
+    extra.rng.rank0.cpu  u8 [5056]      torch's CPU generator
+    extra.rng.rank0.cuda u8 [16]        that of the rank's current CUDA device
+    extra.rng.rank0.python              random.getstate()
+
+Where nothing is recorded that fits, an optimizer that rounds stochastically gets fresh streams:
+the seed is a hash of (base, shard), the base being the recorded streams of another world size or a
+number that the caller gives, and the shard this rank's place along the mesh dims that cut every
+trained tensor. Ranks that hold the same part of one thus draw the same bits, all others independent
+ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import LoadError
+from ckptmap.live.model.fsdp1 import FlatTarget
+from ckptmap.live.model.target import Target, is_dtensor
+
+if TYPE_CHECKING:
+    from ckptmap.storage.lazy_tensor import LazyTensor
+
+KEY = "rng"
+
+
+def captured() -> dict[str, Any]:
+    """This rank's streams now: torch tensors and plain values, copies."""
+    import torch
+
+    found: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": _listed(random.getstate())}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _listed(state: tuple[Any, ...]) -> list[Any]:
+    version, internal, gauss = state
+    return [version, list(internal), gauss]
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Set this rank's generators. Raises LoadError CKM511 where a state is none of this torch's."""
+    import torch
+
+    try:
+        torch.set_rng_state(state["cpu"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+        if "python" in state:
+            version, internal, gauss = state["python"]
+            random.setstate((version, tuple(internal), gauss))
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        raise LoadError(
+            "CKM511",
+            f"the recorded random state is not one of this torch: {error}",
+            "load with random='fresh'",
+        ) from error
+
+
+def recorded(
+    tensors: Mapping[tuple[Any, ...], LazyTensor], plain: Mapping[tuple[Any, ...], Any], rank: int
+) -> dict[str, Any]:
+    """What a checkpoint has of this rank's streams; empty where it has none."""
+    head = (KEY, f"rank{rank}")
+    found: dict[str, Any] = {
+        str(path[2]): lazy.read()
+        for path, lazy in tensors.items()
+        if path[:2] == head and len(path) == 3
+    }
+    python: dict[tuple[Any, ...], Any] = {
+        path[3:]: value for path, value in plain.items() if path[:3] == (*head, "python")
+    }
+    if () in python:
+        found["python"] = python[()]
+    return found if "cpu" in found else {}
+
+
+def fresh(base: bytes, shard: Sequence[int]) -> int:
+    """Seed every generator of this rank by the documented rule; returns the seed."""
+    import torch
+
+    text = b"ckptmap stream|" + base + b"|" + ",".join(map(str, shard)).encode()
+    seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+    torch.manual_seed(seed)
+    random.seed(seed)
+    return seed
+
+
+def shard_of(targets: Sequence[Target]) -> tuple[int, ...]:
+    """This rank's place along the mesh dims that cut every trained tensor; () where every rank
+    holds all of one: its replicas must be rounded alike."""
+    trained = [target for target in targets if target.tensor.requires_grad] or targets
+    places = [_place(target) for target in trained]
+    first = places[0] if places else {}
+    return tuple(at for dim, at in first.items() if all(dim in place for place in places))
+
+
+def _place(target: Target) -> dict[str, int]:
+    """Mesh dim that cuts it -> this rank's place there; dims of several meshes are one by name."""
+    tensor: Any = target.tensor
+    if isinstance(target, FlatTarget):
+        return {"flat": int(target.handle.rank)} if target.handle.uses_sharded_strategy else {}
+    if not is_dtensor(tensor):
+        return {}
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or [f"{dim} of {mesh.ndim}" for dim in range(mesh.ndim)]
+    found = zip(names, mesh.get_coordinate() or (), tensor.placements, strict=False)
+    return {name: at for name, at, placement in found if not placement.is_replicate()}

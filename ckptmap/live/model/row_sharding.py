@@ -1,0 +1,24 @@
+"""How FSDP2 holds a parameter of which each rank is to have whole rows, quantized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptmap.live.model import fsdp2 as fsdp2_params
+from ckptmap.live.model.target import Target
+
+
+def row_shard(target: Target, kind: str) -> tuple[int, int] | str:
+    """(rank, world size) of a DTensor that FSDP2 cuts by rows; a text: why `kind` cannot be so."""
+    tensor: Any = target.tensor
+    if target.fsdp_param is None:
+        return f"a DTensor outside of fully_shard has no way to compute with {kind}"
+    if fsdp2_params.is_model_parallel(target.fsdp_param):
+        return f"a tensor-parallel weight has no way to compute with {kind}"
+    if fsdp2_params.reshards_apart(target.fsdp_param):
+        return f"reshard_after_forward to a smaller mesh does not support {kind}"
+    coordinate = tensor.device_mesh.get_coordinate()
+    shards = [i for i, p in enumerate(tensor.placements) if not p.is_replicate()]
+    if coordinate is None or len(shards) != 1 or not tensor.placements[shards[0]].is_shard(0):
+        return f"placements {tensor.placements} are not rows over one dim of the mesh"
+    return coordinate[shards[0]], tensor.device_mesh.size(shards[0])

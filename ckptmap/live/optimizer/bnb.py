@@ -1,0 +1,139 @@
+"""bitsandbytes' optimizers, one or two states, 8 bit or 32, paged or not.
+
+    adam, lamb        state1, state2        = exp_avg, exp_avg_sq
+    ademamix          state1 [2, ...]       = exp_avg, exp_avg_slow; state2 = exp_avg_sq
+    lion              state1                = exp_avg
+    momentum, lars    state1                = momentum_buffer      of torch.optim.SGD
+    rmsprop           state1                = square_avg           of torch.optim.RMSprop
+    adagrad           state1                = sum                  of torch.optim.Adagrad
+
+Source: bitsandbytes 0.50, optim/optimizer.py, optim/ademamix.py, backends/cpu/ops.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.live.optimizer.base import STEP, Codes, Family, Part, is_a
+from ckptmap.optim.lowbit import LowBit
+from ckptmap.optim.lowbit_bnb import UNNAMED
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK_SIZE = 256
+
+
+class Bnb(Family):
+    """Optimizers of some of bitsandbytes' algorithms; `first` and `second` are the moments that it
+    keeps in `state1`, row by row where they are several, and in `state2`."""
+
+    name = "bitsandbytes"
+    mixed = True
+    scratch = ("unorm_vec",)
+
+    def __init__(self, algorithms: tuple[str, ...], first: tuple[str, ...], second: str) -> None:
+        self._algorithms = algorithms
+        self._names = {"1": first, "2": (second,) if second else ()}
+        self.moments = (*self._names["1"], *self._names["2"])
+
+    def claims(self, optimizer: Any) -> bool:
+        known = is_a(optimizer, "bitsandbytes", "Optimizer1State", "Optimizer2State")
+        return known and getattr(optimizer, "optimizer_name", "") in self._algorithms
+
+    def flags(self, optimizer: Any) -> dict[str, Any]:
+        names = ("optim_bits", "min_8bit_size", "max_unorm", "skip_zeros")
+        found = {name: getattr(optimizer.args, name, None) for name in names}
+        return {**found, "is_paged": bool(optimizer.is_paged)}
+
+    def entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in state.items():
+            if name in ("state1", "state2"):
+                found |= self._moments(name[-1], state)
+            elif not name.startswith(("absmax", "qmap")):
+                found[name] = value
+        return found
+
+    def _moments(self, number: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Views of what is there, by canonical name."""
+        names, value = self._names[number], state[f"state{number}"]
+        absmax = state.get(f"absmax{number}")
+        if len(names) == 1:
+            return {names[0]: self._held(number, value, absmax, state)}
+        scales = [None] * len(names) if absmax is None else list(absmax)
+        rows = zip(names, value, scales, strict=True)
+        return {name: self._held(number, row, scale, state) for name, row, scale in rows}
+
+    def _held(self, number: str, value: Any, absmax: Any, state: Mapping[str, Any]) -> Any:
+        if absmax is None:
+            return value
+        signed, table = number == "1", state[f"qmap{number}"]
+        return Codes("bnb8bit", BLOCK_SIZE, signed, value, absmax, table, tuple(value.shape))
+
+    def named(self, source: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A moment that the checkpoint could not name is this optimizer's, if it has but one."""
+        if UNNAMED not in source or len(self.moments) != 1 or self.moments[0] in source:
+            return source
+        return {self.moments[0] if k == UNNAMED else k: value for k, value in source.items()}
+
+    def plain(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
+        """In float32 whatever is asked: with any other dtype its step does nothing, silently."""
+        import torch
+
+        return super().plain(part, torch.float32)
+
+    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+        optimizer, group = part.optimizer, part.group
+        number = next(i for i, known in enumerate(optimizer.param_groups) if known is group)
+        place = next(i for i, known in enumerate(group["params"]) if known is part.param)
+        if not optimizer.initialized:
+            optimizer.check_overrides()
+        optimizer.state[part.param] = {}
+        optimizer.init_state(group, part.param, number, place)
+        return self.entries(optimizer.state[part.param])
+
+    def install(self, part: Part, values: Mapping[str, Any]) -> None:
+        """Codes were filled in place; a count, or moments that became plain, are put there. One
+        plain moment makes all plain: the dtype of `state1` decides for both."""
+        state = part.optimizer.state[part.param]
+        # SGD's first step overwrites the moment: torch's, which counts none, is past it.
+        state[STEP] = max(int(values.get(STEP, 0)), int("momentum_buffer" in values))
+        if all(isinstance(values[name], Codes) for name in self.moments):
+            return
+        for number, names in self._names.items():
+            found = [_plain(values[name]) for name in names]
+            if found and not self._is_there(found, state[f"state{number}"]):
+                state[f"state{number}"] = found[0] if len(found) == 1 else _stacked(found)
+            state.pop(f"absmax{number}", None)
+            state.pop(f"qmap{number}", None)
+
+    def _is_there(self, found: list[Any], live: Any) -> bool:
+        """Were its own rows filled?"""
+        rows = [live] if len(found) == 1 else list(live)
+        pairs = zip(found, rows, strict=True)
+        return all(a.data_ptr() == b.data_ptr() and a.dtype == b.dtype for a, b in pairs)
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Codes):
+        return value
+    encoding = LowBit(value.scheme, value.block_size, value.signed)
+    return encoding.values(value.parts).view(value.shape)
+
+
+def _stacked(found: list[Any]) -> Any:
+    import torch
+
+    return torch.stack(found)
+
+
+BNB = (
+    Bnb(("adam", "lamb"), ("exp_avg",), "exp_avg_sq"),
+    Bnb(("ademamix",), ("exp_avg", "exp_avg_slow"), "exp_avg_sq"),
+    Bnb(("lion",), ("exp_avg",), ""),
+    Bnb(("momentum", "lars"), ("momentum_buffer",), ""),
+    Bnb(("rmsprop",), ("square_avg",), ""),
+    Bnb(("adagrad",), ("sum",), ""),
+)

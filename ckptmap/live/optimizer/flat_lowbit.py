@@ -1,0 +1,153 @@
+"""Low-bit moments of FSDP1's flat shards as they are, beside their decoded values.
+
+Blocks of a flat shard straddle parameters, so that by name a moment is stored in float32, for any
+other layout. Codes quantized anew from it are not those that were decoded; to go on bit for bit a
+rank needs its own, which are saved under its own name and used where it holds the same again:
+
+    extra.flat_state.rank0.<FQN>.exp_avg.form     ["adam8bit", 256, true, numel]
+    extra.flat_state.rank0.<FQN>.exp_avg.codes    u8 [numel], with .scale and .qmap
+    extra.flat_state.rank0.<FQN>.exp_avg.plain    of an entry too small for codes, in its dtype
+
+FQN is the first of the parameters that the optimizer's tensor holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.core.state_paths import nest
+from ckptmap.live.model.reader import Reader
+from ckptmap.live.model.target import Target
+from ckptmap.live.optimizer import run_settings as settings
+from ckptmap.live.optimizer.base import Codes, Part, codes_of, local_of
+from ckptmap.live.optimizer.owned_shards import Owner, is_decoded
+from ckptmap.optim.lowbit import PLAIN, QMAP
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import Box
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptmap.checkpoint.checkpoint import Checkpoint
+
+KEY = "flat_state"
+FORM = "form"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One entry: its form, [scheme, block size, signed, numel] or [dtype, numel], and its parts."""
+
+    form: Sequence[Any]
+    parts: Mapping[str, LazyTensor]
+
+
+def held(owners: Sequence[Owner]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Of this rank: {FQN: {entry: {part: tensor}}} of all that is saved decoded."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for owner in owners:
+        for name, value in owner.part.family.entries(owner.part.state).items():
+            if is_decoded(owner, value):
+                found.setdefault(owner.fqn, {})[name] = _parts(value)
+    return found
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    codes = codes_of(value)
+    if codes is None:
+        return {FORM: _plain_form(value), PLAIN: value}
+    parts = {name: tensor.reshape(-1) for name, tensor in codes.parts.items()}
+    return {FORM: _coded_form(codes), **parts}
+
+
+def _coded_form(codes: Codes) -> list[Any]:
+    numel = 1
+    for size in codes.shape:
+        numel *= size
+    return [codes.scheme, codes.block_size, codes.signed, numel]
+
+
+def _plain_form(value: torch.Tensor) -> list[Any]:
+    return [str(value.dtype).removeprefix("torch."), value.numel()]
+
+
+# ------------------------------------------------------------------------------- read again
+
+
+def recorded(
+    checkpoint: Checkpoint, targets: Sequence[Target], rank: int, world: int
+) -> dict[str, dict[str, Kept]] | None:
+    """What the checkpoint has of this rank, {FQN: {entry: Kept}}; None where it has none of any
+    rank, or this one holds other elements than it did."""
+    if not any(path[0] == KEY for path in checkpoint.plain):
+        return None
+    if not _same_layout(checkpoint, targets, rank, world):
+        return None
+    head = (KEY, f"rank{rank}")
+    forms: dict[tuple[Any, ...], Any] = {
+        path[2:4]: value
+        for path, value in checkpoint.plain.items()
+        if path[:2] == head and path[-1] == FORM
+    }
+    parts: dict[tuple[Any, ...], dict[str, LazyTensor]] = {}
+    for path, lazy in checkpoint.other.items():
+        if path[:2] == head and len(path) == 5:
+            parts.setdefault(path[2:4], {})[str(path[4])] = lazy
+    found: dict[str, dict[str, Kept]] = {}
+    for (fqn, name), form in forms.items():
+        found.setdefault(fqn, {})[name] = Kept(list(form), parts.get((fqn, name), {}))
+    return found
+
+
+def _same_layout(checkpoint: Checkpoint, targets: Sequence[Target], rank: int, world: int) -> bool:
+    saved = nest(checkpoint.plain).get(settings.KEY)
+    if not isinstance(saved, Mapping) or saved.get("world_size") != world:
+        return False
+    layouts = saved.get("layout")
+    if not isinstance(layouts, list | tuple) or rank >= len(layouts):
+        return False
+    return bool(layouts[rank] == settings.layout_digest(targets))
+
+
+def fits(kept: Mapping[str, Kept], part: Part) -> bool:
+    """Is it of a tensor of this size?"""
+    numel = local_of(part.param).numel()
+    return bool(kept) and all(one.form[-1] == numel for one in kept.values())
+
+
+def filled(kept: Kept, live: Any, part: Part, reader: Reader) -> Any:
+    """The live entry with what was kept, in the form that it had; None: it cannot have that here."""
+    import torch
+
+    codes = codes_of(live)
+    if PLAIN in kept.parts:
+        dtype: torch.dtype = getattr(torch, kept.form[0])
+        same = codes is None and local_of(live).dtype == dtype
+        plain: torch.Tensor = live if same else part.family.plain(part, dtype)
+        if plain.dtype != dtype:
+            return None
+        _copy(kept.parts[PLAIN], local_of(plain), reader)
+        return plain
+    if codes is None or list(kept.form) != _coded_form(codes):
+        return None
+    if any(name not in kept.parts for name in codes.parts):
+        return None
+    if codes.qmap is not None and not torch.equal(_read(kept.parts[QMAP], codes.qmap), codes.qmap):
+        return None
+    for name, tensor in _without_table(codes):
+        _copy(kept.parts[name], tensor, reader)
+    return live
+
+
+def _without_table(codes: Codes) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, tensor) for name, tensor in codes.parts.items() if name != QMAP)
+
+
+def _read(lazy: LazyTensor, like: torch.Tensor) -> torch.Tensor:
+    return lazy.read().to(like.device)
+
+
+def _copy(lazy: LazyTensor, out: torch.Tensor, reader: Reader) -> None:
+    reader.dense(lazy, Box.whole(lazy.shape), out.view(-1).view(lazy.shape))

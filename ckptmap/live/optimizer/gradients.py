@@ -1,0 +1,75 @@
+"""How a run makes its gradients, as far as that decides the bits of its next step: what is trained,
+who averages over ranks, in which precision. Recorded by `save`, compared by `load(exact=True)`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.live.model.fsdp1 import FlatTarget, is_fsdp1
+from ckptmap.live.model.target import Target
+
+if TYPE_CHECKING:
+    import torch
+
+
+def described(model: torch.nn.Module, targets: Sequence[Target]) -> dict[str, Any]:
+    """As plain values."""
+    import torch
+
+    return {
+        "averaged by": _averagers(model),
+        "mixed precision": sorted({text for m in model.modules() for text in _policies(m)}),
+        "parameters that are trained": _trained(targets),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _averagers(model: torch.nn.Module) -> list[str]:
+    """Wrappers that average over replicas; FSDP's are told by how tensors are cut."""
+    found = {
+        type(module).__name__
+        for module in model.modules()
+        if _is_ddp(module) and module.process_group.size() > 1  # type: ignore[operator]
+    }
+    return sorted(found)
+
+
+def _is_ddp(module: torch.nn.Module) -> bool:
+    return any(cls.__name__ == "DistributedDataParallel" for cls in type(module).__mro__)
+
+
+def _policies(module: torch.nn.Module) -> list[str]:
+    """What a module's mixed precision sets, one text for all; empty where it has none."""
+    from torch import distributed
+
+    if not distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    policy: Any = None
+    if is_fsdp1(module) or _is_ddp(module):
+        policy = module.mixed_precision
+    elif isinstance(module, FSDPModule):
+        policy = module._get_fsdp_state()._mp_policy
+    if policy is None:
+        return []
+    plain = type(policy)()
+    found = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    texts = [f"{name}={value}" for name, value in found.items() if value != getattr(plain, name)]
+    return [" ".join(texts)] * bool(texts)
+
+
+def _trained(targets: Sequence[Target]) -> str:
+    """How many, and which, in one word."""
+    names = sorted(target.fqn for target in targets if _is_trained(target))
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4).hexdigest()
+    return f"{len(names)} ({digest})"
+
+
+def _is_trained(target: Target) -> bool:
+    live = target.param if isinstance(target, FlatTarget) and target.param is not None else None
+    return bool((target.tensor if live is None else live).requires_grad)

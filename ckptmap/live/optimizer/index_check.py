@@ -1,0 +1,77 @@
+"""What the live optimizer says of parameters that a file only numbers.
+
+It is mostly built by the program that built the one of the file: where its groups are not in the
+model's order (names that were sorted, 10 before 2), the file's need not be either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.errors import LoadError
+from ckptmap.live.model.target import Target
+from ckptmap.live.optimizer.owned_shards import Owner
+from ckptmap.optim.order import MODEL_ORDER, fits
+
+
+def refuse_other_order(
+    checkpoint: Checkpoint, owners: Sequence[Owner], targets: Sequence[Target]
+) -> None:
+    """Raises LoadError CKM506 where the state was given names in the order of the model's dict, and
+    a live optimizer in an order of its own says others."""
+    other = _other(checkpoint, owners)
+    if other is None or not _of_its_own(owners, targets):
+        return
+    number, there, here = other
+    raise LoadError(
+        "CKM506",
+        f"{checkpoint.path}: parameter {number} of the optimizer is {there} by {MODEL_ORDER}, and"
+        f" {here} in the order of the live optimizer; the file has no names",
+        "say which parameter is which: ckptmap.open(path, param_order=...)",
+    )
+
+
+def says_others(checkpoint: Checkpoint, owners: Sequence[Owner]) -> bool:
+    """Would the state, taken one by one as torch takes it, be that of other parameters than in the
+    order of the model's dict?"""
+    return _other(checkpoint, owners) is not None
+
+
+def _other(checkpoint: Checkpoint, owners: Sequence[Owner]) -> tuple[int, str, str] | None:
+    """(number, name by the model's dict, live name) of the first that differs, where all fit."""
+    if checkpoint.optimizer_order != MODEL_ORDER or any(owner.is_flat for owner in owners):
+        return None
+    live = _grouped(owners)
+    stored = checkpoint.optimizer_groups
+    counts = [len(group["params"]) for group in stored if group["params"]]
+    if counts != [len(group) for group in live]:
+        return None
+    there = [fqn for group in stored for fqn in group["params"]]
+    here = [owner.members[0][0] for group in live for owner in group]
+    pairs = list(zip(there, here, strict=True))
+    if not all(_fits(checkpoint.optimizer.get(fqn, {}), target) for fqn, target in pairs):
+        return None
+    differ = ((n, f, t.fqn) for n, (f, t) in enumerate(pairs) if f not in t.known)
+    return next(differ, None)
+
+
+def _grouped(owners: Sequence[Owner]) -> list[list[Owner]]:
+    found: dict[int, list[Owner]] = {}
+    for owner in owners:
+        found.setdefault(id(owner.part.group), []).append(owner)
+    return list(found.values())
+
+
+def _fits(state: Mapping[str, Any], target: Target) -> bool:
+    shapes = ((name, lazy.shape) for name, lazy in state.items() if lazy.shape)
+    return all(fits(name, shape, tuple(target.tensor.shape)) for name, shape in shapes)
+
+
+def _of_its_own(owners: Sequence[Owner], targets: Sequence[Target]) -> bool:
+    """Is a live group not in the order of the model?"""
+    place = {id(target): at for at, target in enumerate(targets)}
+    groups = [[place[id(owner.members[0][0])] for owner in group] for group in _grouped(owners)]
+    return any(a > b for group in groups for a, b in pairwise(group))

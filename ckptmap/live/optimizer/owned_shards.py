@@ -1,0 +1,326 @@
+"""What this rank holds of a live model and its optimizer, named as it will be stored.
+
+    model      layers.0.weight, Shard(0) of 2    -> ("model", "layers.0.weight"), rows 0..64
+    optimizer  state[p]["exp_avg"] of 8 bits     -> cells of codes, with their scales
+               state[p]["step"]                  -> ("optimizer", "state", FQN, "step")
+
+Nothing is copied: a piece is a view of the live tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import LoadError
+from ckptmap.live.model.fsdp1 import FlatTarget
+from ckptmap.live.model.reader import window
+from ckptmap.live.model.target import Target, cut, is_dtensor, is_nf4
+from ckptmap.live.model.target import held as boxes_of
+from ckptmap.live.optimizer.base import Codes, Part, codes_of, local_of
+from ckptmap.live.optimizer.unwrap import parts_of
+from ckptmap.live.quantized import (
+    bnb as bnb_live,
+)
+from ckptmap.live.quantized import (
+    int8 as int8_live,
+)
+from ckptmap.live.quantized import (
+    int8_training as int8_trained,
+)
+from ckptmap.live.quantized import (
+    nf4 as nf4_live,
+)
+from ckptmap.optim.lowbit import LOGICAL, LowBit
+from ckptmap.tensors import Box, Path, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+STATE: Path = ("optimizer", "state")
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A box of a stored tensor, and the live values that fill it."""
+
+    box: Box
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class CodedPiece:
+    """A box of a moment that is held in codes."""
+
+    box: Box
+    codes: Codes
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """A stored tensor, and what this rank holds of it.
+
+    primary  of ranks that hold the same part, the one that saves it; None: all hold all of it, and
+             who saves it is agreed on
+    checked  must all ranks that hold it hold the same?
+    is_buffer  of the model: each rank may have its own, of which one is saved, and that is said
+    """
+
+    path: Path
+    info: TensorInfo
+    pieces: Sequence[Piece | CodedPiece]
+    primary: bool | None
+    checked: bool = False
+    is_buffer: bool = False
+
+
+@dataclass
+class Held:
+    """All of it."""
+
+    holdings: list[Holding] = field(default_factory=list)
+    records: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    values: dict[Path, Any] = field(default_factory=dict)
+    """Plain values: those of the lowest rank that has them are stored."""
+    decoded: list[str] = field(default_factory=list)
+    """Moments that are stored decoded, since their codes cannot be told apart by parameter."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What an exact continuation depends on, of this rank."""
+
+
+def info_of(shape: Sequence[int], values: torch.Tensor) -> TensorInfo:
+    return TensorInfo(tuple(shape), str(values.dtype).removeprefix("torch."))
+
+
+# ------------------------------------------------------------------------------- the model
+
+
+def hold_model(held: Held, targets: Sequence[Target]) -> None:
+    for target in targets:
+        if target.local.is_meta and not target.is_flat:
+            raise LoadError(
+                "CKM505", f"model: {target.fqn} is on meta, it has no values", "load it first"
+            )
+        for fqn in target.names:
+            if is_nf4(target.local):
+                _hold_nf4(held, target, ("model", fqn))
+            elif bnb_live.holds_codes(target):
+                _hold_bnb(held, target, ("model", fqn))
+            elif int8_live.is_live(target.local) or int8_trained.is_trained(target.local):
+                _hold_int8(held, target, ("model", fqn))
+            else:
+                held.holdings.append(_dense(target, ("model", fqn), target.local))
+
+
+def _dense(target: Target, path: Path, local: torch.Tensor) -> Holding:
+    """The model's tensor, or one that is cut as it is."""
+    info = info_of(target.tensor.shape, local)
+    pieces = [Piece(box, view) for box, view in target.windows(local)]
+    if not target.is_cut and not pieces:
+        pieces = [Piece(Box.whole(info.shape), local)]  # an empty tensor is a tensor
+    buffer = target.is_buffer
+    return Holding(path, info, pieces, _primary(target), not buffer, buffer)
+
+
+def _primary(target: Target) -> bool | None:
+    return target.is_primary if target.is_cut else None
+
+
+def _hold_nf4(held: Held, target: Target, path: Path) -> None:
+    """The five parts; a rank's rows are a run of each 1-D part."""
+    record, parts = nf4_live.stored_parts(target)
+    for part in parts:
+        primary = None if part.everywhere else _primary(target)
+        piece = Piece(part.box, part.values)
+        where = (*path[:-1], f"{path[-1]}.{part.name}")
+        held.holdings.append(Holding(where, part.info, [piece], primary, True))
+    held.records[".".join(map(str, path))] = record
+
+
+def _hold_bnb(held: Held, target: Target, path: Path) -> None:
+    """Codes and scales under bitsandbytes' own names."""
+    for part, values in bnb_live.stored_parts(target).items():
+        info = info_of(values.shape, values)
+        piece = Piece(Box.whole(info.shape), values)
+        held.holdings.append(Holding((*path[:-1], f"{path[-1]}{part}"), info, [piece], None, True))
+
+
+def _hold_int8(held: Held, target: Target, path: Path) -> None:
+    """Codes and scales; a scale of the whole tensor is on every rank."""
+    record, parts = int8_live.stored_parts(target, str(path[-1]))
+    for part in parts:
+        primary = None if part.everywhere else _primary(target)
+        piece = Piece(part.box, part.values)
+        held.holdings.append(Holding((*path[:-1], part.name), part.info, [piece], primary, True))
+    held.records[".".join(map(str, path))] = record
+
+
+# ------------------------------------------------------------------------------- the optimizer
+
+
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """Whose state an optimizer's tensor is: targets, and where each begins in a flat one."""
+
+    part: Part
+    members: Sequence[tuple[Target, int | None]]
+
+    def windows(
+        self, local: torch.Tensor
+    ) -> Iterator[tuple[Target, list[tuple[Box, torch.Tensor]]]]:
+        """`local` is this rank's part of the parameter, or of a moment of it."""
+        for target, at in self.members:
+            mine = local
+            if at is not None and isinstance(target, FlatTarget):
+                mine = local.reshape(-1).narrow(0, at, target.count)
+            yield target, target.windows(mine)
+
+    @property
+    def is_flat(self) -> bool:
+        return any(target.is_flat for target, _ in self.members)
+
+    @property
+    def fqn(self) -> str:
+        return self.members[0][0].fqn
+
+
+def owners(optimizer: Any, targets: Sequence[Target]) -> list[Owner]:
+    """Every parameter of the optimizer with the model's names for it, in its order.
+
+    Raises LoadError CKM508 for a parameter that is not the model's.
+    """
+    by_id: dict[int, list[tuple[Target, int | None]]] = {}
+    for target in targets:
+        if isinstance(target, FlatTarget):
+            if target.param is not None:
+                for module, name in target.places:
+                    live = getattr(module, name, None)
+                    by_id.setdefault(id(live), [(target, 0)])
+                by_id.setdefault(id(target.param), [(target, 0)])
+            flat = by_id.setdefault(id(target.handle.flat_param), [])
+            flat.append((target, target.at))
+        else:
+            by_id[id(target.tensor)] = [(target, None)]
+    found = []
+    for number, part in enumerate(parts_of(optimizer)):
+        members = by_id.get(id(part.model))
+        if members is None:
+            raise LoadError(
+                "CKM508",
+                f"optimizer: parameter {number} {tuple(part.model.shape)} is not the model's",
+                "build the optimizer after wrapping the model, from model.parameters()",
+            )
+        found.append(Owner(part, members))
+    return found
+
+
+def hold_optimizer(held: Held, mine: Sequence[Owner]) -> None:
+    for owner in mine:
+        if owner.is_flat and not owner.part.param.numel():
+            continue  # all of it is on other ranks: here no step is counted
+        for name, value in owner.part.family.entries(owner.part.state).items():
+            _hold_entry(held, owner, name, value)
+
+
+def _hold_entry(held: Held, owner: Owner, name: str, value: Any) -> None:
+    """One entry of a parameter's state, under every member's name."""
+    import torch
+
+    codes = codes_of(value)
+    if is_decoded(owner, value):
+        value = value.float() if codes is None else decoded(codes).view(codes.shape)
+        codes = None
+        held.decoded.append(f"{owner.fqn}.{name}")
+    if codes is not None:
+        _hold_codes(held, owner, name, codes)
+    elif not isinstance(value, torch.Tensor):
+        _refuse_nested(owner, name, value)
+        held.values |= {path: value for path in _paths(owner, name)}
+    elif _is_like_param(owner, value):
+        for target, views in owner.windows(local_of(value)):
+            pieces = [Piece(box, view) for box, view in views]
+            info = info_of(target.tensor.shape, value)
+            for fqn in target.names:
+                path = (*STATE, fqn, name)
+                held.holdings.append(Holding(path, info, pieces, _primary(target), True))
+    else:
+        held.holdings += [_apart(value, path) for path in _paths(owner, name)]
+
+
+def _refuse_nested(owner: Owner, name: str, value: Any) -> None:
+    """LBFGS keeps lists of directions over all parameters, under the name of the first."""
+    if holds_tensor(value):
+        kind = type(owner.part.optimizer).__name__
+        raise LoadError(
+            "CKM508",
+            f"optimizer: {kind} keeps {name} of {owner.fqn} as a {type(value).__name__} of"
+            " tensors, expected a tensor or a plain value",
+            "save without the optimizer, and its own state_dict() by torch.save",
+        )
+
+
+def holds_tensor(value: Any) -> bool:
+    import torch
+
+    if isinstance(value, Mapping):
+        return any(map(holds_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(holds_tensor, value))
+    return isinstance(value, torch.Tensor)
+
+
+def is_decoded(owner: Owner, value: Any) -> bool:
+    """Is an entry stored in float32 by name, since its codes straddle parameters, or, of one that
+    is narrow, since it may be in codes on another rank?"""
+    import torch
+
+    if not owner.is_flat:
+        return False
+    narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return codes_of(value) is not None or (owner.part.family.mixed and narrow)
+
+
+def _paths(owner: Owner, name: str) -> list[Path]:
+    return [(*STATE, fqn, name) for target, _ in owner.members for fqn in target.names]
+
+
+def _is_like_param(owner: Owner, value: Any) -> bool:
+    """Has it an element for each of the parameter's?"""
+    if owner.is_flat:
+        counts = {int(local_of(one).numel()) for one in (value, owner.part.param)}
+        return bool(value.dim()) and len(counts) == 1
+    return bool(value.shape == owner.part.model.shape)
+
+
+def _apart(value: Any, path: Path) -> Holding:
+    """A tensor with a shape, and where sharded a mesh, of its own: a step, a row of a matrix."""
+    local = local_of(value)
+    info = info_of(value.shape, local)
+    if not is_dtensor(value):
+        return Holding(path, info, [Piece(Box.whole(info.shape), local)], None, True)
+    mesh = value.device_mesh
+    place = mesh.get_coordinate()
+    boxes = cut(value.shape, mesh.shape, place, value.placements, str(path[-1]))
+    primary = not any(at for at, p in zip(place, value.placements, strict=True) if p.is_replicate())
+    return Holding(path, info, [Piece(box, window(local, at)) for box, at in boxes], primary, True)
+
+
+def _hold_codes(held: Held, owner: Owner, name: str, codes: Codes) -> None:
+    ((target, _),) = owner.members
+    info = TensorInfo(tuple(target.tensor.shape), LOGICAL)
+    boxes = boxes_of(target)
+    if len(boxes) != 1:
+        raise LoadError(
+            "CKM508",
+            f"optimizer: {target.fqn}.{name} is in codes over {len(boxes)} boxes of one rank",
+            "save it with a plain optimizer, or on a mesh of plain shards",
+        )
+    piece = CodedPiece(boxes[0][0], codes)
+    for path in _paths(owner, name):
+        held.holdings.append(Holding(path, info, [piece], _primary(target), True))
+
+
+def decoded(codes: Codes) -> torch.Tensor:
+    """Flat float32 values."""
+    return LowBit(codes.scheme, codes.block_size, codes.signed).values(codes.parts)

@@ -1,0 +1,241 @@
+"""Hyper-parameters of a live optimizer and its scheduler, set to the checkpoint's.
+
+They keep the form that the live optimizer needs: torchao's `lr` stays the tensor it is, bitsandbytes'
+a number. What an implementation chooses (foreach, fused, ...) stays the live one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ckptmap.errors import LoadError
+from ckptmap.live.model.report import listed
+from ckptmap.live.optimizer.algorithms import algorithm, spoken, unspoken
+from ckptmap.live.optimizer.base import Part
+from ckptmap.live.optimizer.owned_shards import Owner
+from ckptmap.storage.lazy_tensor import LazyTensor
+
+CHOICES = (
+    "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "amsgrad",
+    "centered",
+)  # fmt: skip
+"""Not hyper-parameters: how the optimizer computes, or which optimizer it is."""
+NAMES = ("params", "param_names")
+
+
+class Groups:
+    """The live groups matched with the checkpoint's, by the parameters that are in them."""
+
+    def __init__(
+        self,
+        owners: Sequence[Owner],
+        stored: Sequence[Mapping[str, Any]],
+        state: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """`state` is the checkpoint's, by FQN: what is kept tells what a group is for."""
+        self._state = state
+        self.settings: list[str] = []
+        self.choices: list[str] = []
+        self.inexact: list[str] = []
+        self._set: list[Callable[[], None]] = []
+        self._of = {fqn: group for group in stored for fqn in group["params"]}
+        live: dict[int, list[Owner]] = {}
+        for owner in owners:
+            live.setdefault(id(owner.part.group), []).append(owner)
+        self._groups = [members[0].part.group for members in live.values()]
+        for number, members in enumerate(live.values()):
+            self._match(number, members)
+
+    def betas(self, owner: Owner) -> Sequence[float]:
+        """Those of the checkpoint's group that the parameter was in."""
+        group = self._group(owner)
+        found = None if group is None else plain(group.get("betas"))
+        return found if isinstance(found, list | tuple) else ()
+
+    def meant_else(self, owner: Owner) -> str:
+        """Why state of the name that this optimizer has, too, cannot be its own; empty: it can.
+        SGD's momentum_buffer is a sum, Muon's an average, RMSprop's one of scaled steps."""
+        name, stored = "momentum_buffer", self._group(owner)
+        if stored is None or name not in owner.part.family.needs(owner.part):
+            return ""
+        theirs, ours = self._kind(stored), self._live_kind(owner.part, (stored,))
+        own = theirs == ours or name not in self._kept_of(stored)
+        return "" if own else f"{ours} has another {name} than the checkpoint's {theirs}"
+
+    def apply(self) -> None:
+        for setter in self._set:
+            setter()
+
+    def _group(self, owner: Owner) -> Mapping[str, Any] | None:
+        names = [name for target, _ in owner.members for name in target.known]
+        return next((self._of[name] for name in names if name in self._of), None)
+
+    def _match(self, number: int, members: Sequence[Owner]) -> None:
+        found = {id(g): g for owner in members if (g := self._group(owner)) is not None}
+        self._note_unlisted(number, members)
+        if not found:
+            return
+        live, part = members[0].part.group, members[0].part
+        kinds = {self._kind(group) for group in found.values()}
+        if kinds != {self._live_kind(part, found.values())}:
+            self.settings.append(
+                f"group {number}: kept as is, the checkpoint's are those of {', '.join(sorted(kinds))}"
+            )
+            return
+        self.inexact += _forms(number, live, found.values())
+        (kind,) = kinds
+        before = [{k: plain(v) for k, v in g.items() if k not in NAMES} for g in found.values()]
+        values = [spoken(kind, group, live) for group in before]
+        self.settings += [f"group {number} {text}" for text in unspoken(kind, before[0], live)]
+        for key, value in values[0].items():
+            others = [other.get(key) for other in values[1:]]
+            if all(other == value for other in others):
+                self._setting(f"group {number} {key}", live, key, value)
+            elif key in live:
+                shown = ", ".join(map(str, [value, *others]))
+                self.settings.append(
+                    f"group {number} {key}: its parameters had {shown}; kept {plain(live[key])}"
+                )
+                self.inexact.append(self.settings[-1])
+
+    def _note_unlisted(self, number: int, members: Sequence[Owner]) -> None:
+        """State whose group was not saved: DCP keeps the list of one rank, a stage's parameters."""
+        names = [target.fqn for owner in members for target, _ in owner.members
+                 if any(self._state.get(name) for name in target.known)
+                 and not any(name in self._of for name in target.known)]  # fmt: skip
+        if names:
+            self.settings.append(
+                f"group {number}: what was set for {len(names)} of its parameters is not in the"
+                f" checkpoint: {listed(names)}"
+            )
+            self.inexact.append(self.settings[-1])
+
+    def _kind(self, group: Mapping[str, Any]) -> str:
+        return algorithm(group, self._kept_of(group))
+
+    def _kept_of(self, group: Mapping[str, Any]) -> Collection[str]:
+        states = (self._state.get(fqn, ()) for fqn in group["params"])
+        return next(filter(None, states), ())
+
+    def _live_kind(self, part: Part, stored: Iterable[Mapping[str, Any]]) -> str:
+        """What an optimizer that is not known keeps is tried only where there is state to compare."""
+        stateful = any(self._state.get(fqn) for group in stored for fqn in group["params"])
+        known = part.family.name != "other"
+        return algorithm(part.group, part.family.needs(part) if known or stateful else ())
+
+    def _setting(self, title: str, live: dict[str, Any], key: str, value: Any) -> None:
+        if key in CHOICES:
+            if key in live and bool(live[key]) != bool(value):
+                self.choices.append(f"{title}: was {value}, is {live[key]}")
+            return
+        if key not in live:
+            if key == "initial_lr":  # a scheduler's, which begins from it
+                self._set.append(lambda: live.__setitem__(key, value))
+            else:
+                self.inexact.append(f"{title}: was {value}, is not there")
+            return
+        if isinstance(plain(live[key]), list | tuple) != isinstance(value, list | tuple):
+            return  # another thing of the same name
+        made = fitted(live[key], value)
+        if plain(live[key]) != plain(made):
+            self.settings.append(f"{title}: was {plain(live[key])} here, now {plain(made)}")
+        self._set.append(lambda: self._put(live, key, made))
+
+    def _put(self, group: dict[str, Any], key: str, value: Any) -> None:
+        """In place where a tensor is: a compiled step and a scheduler hold the object. One that
+        several groups share, as torch gives them a default, would become the last one's."""
+        import torch
+
+        shared = any(one.get(key) is group[key] for one in self._groups if one is not group)
+        if isinstance(group[key], torch.Tensor) and not shared:
+            with torch.no_grad():
+                group[key].fill_(float(value))
+        else:
+            group[key] = value
+
+
+def _forms(
+    number: int, live: Mapping[str, Any], stored: Iterable[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Numbers that were tensors, or are: an optimizer computes with them in their own precision."""
+    for group in stored:
+        for key in sorted(live.keys() & group.keys() - {*NAMES, *CHOICES}):
+            was, now = _form(group[key]), _form(live[key])
+            if was != now:
+                yield f"group {number} {key}: was {was}, is {now}"
+
+
+def _form(value: Any) -> str:
+    import torch
+
+    if isinstance(value, list | tuple | Mapping) and value:
+        return _form(next(iter(value.values() if isinstance(value, Mapping) else value)))
+    tensor = isinstance(value, torch.Tensor | LazyTensor)
+    return f"a {str(value.dtype).removeprefix('torch.')} tensor" if tensor else "no tensor"
+
+
+def plain(value: Any) -> Any:
+    """A tensor of one element as its number, in a list, too: betas may be two tensors. A list that a
+    file takes apart, since tensors lie in it, is one again."""
+    import torch
+
+    if isinstance(value, Mapping) and value and [*value] == [*range(len(value))]:
+        value = [*value.values()]
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    if isinstance(value, LazyTensor):
+        value = value.read()
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            return value.tolist()
+        return _shortest(value.item()) if value.dtype == torch.float32 else value.item()
+    return value
+
+
+def _shortest(number: float) -> float:
+    """The shortest decimal that is this float32: 0.001, where `item` gives 0.0010000000474974513."""
+    import torch
+
+    for digits in (6, 7, 8):
+        short = float(f"{number:.{digits}g}")
+        if float(torch.tensor(short, dtype=torch.float32)) == number:
+            return short
+    return number
+
+
+def fitted(live: Any, value: Any) -> Any:
+    """The checkpoint's value in the live one's form."""
+    import torch
+
+    value = plain(value)
+    if isinstance(live, torch.Tensor) and not isinstance(value, list | tuple):
+        return torch.full_like(live, float(value))
+    if isinstance(live, list | tuple) and isinstance(value, list | tuple):
+        joined = [*value, *live[len(value) :]][: len(live)] if live else value
+        items = [fitted(a, b) for a, b in zip(live, joined, strict=False)]
+        items += list(value[len(items) :]) if not live else []
+        return type(live)(items)
+    if isinstance(live, Mapping) and isinstance(value, Mapping):
+        made = {key: fitted(live.get(key), item) for key, item in value.items()}
+        kind: Any = type(live)  # a Counter stays one
+        return kind(made)
+    return value
+
+
+def load_scheduler(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Set a scheduler to its saved state, in the form of its present one.
+
+    Raises LoadError CKM508 where it is another scheduler's."""
+    live = scheduler.state_dict()
+    made = {key: fitted(live.get(key), value) for key, value in state.items()}
+    strange = sorted(map(str, made.keys() ^ live.keys()))
+    try:
+        scheduler.load_state_dict(made)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise LoadError(
+            "CKM508",
+            f"{type(scheduler).__name__} cannot take the saved scheduler's state: {error!r}"
+            f" (not in both: {', '.join(strange) or 'nothing'})",
+            "build the scheduler that was saved, or load without one",
+        ) from error

@@ -1,0 +1,178 @@
+"""What a state dict does not hold but an exact continuation depends on: recorded, and compared.
+
+Constructor arguments of the optimizer, compile mode, how gradients are made, versions, world size, how every tensor is cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.live.model.fsdp1 import FlatTarget
+from ckptmap.live.model.target import Target, device_for, fallback_device, is_dtensor
+from ckptmap.live.optimizer import gradients
+from ckptmap.live.optimizer.unwrap import family_of, inner_optimizers, is_offloaded, unwrapped
+from ckptmap.live.quantized import bnb as bnb_live
+
+if TYPE_CHECKING:
+    import torch
+
+VERSION = 1
+KEY = "ckptmap"
+"""Where it is kept among the extra values."""
+
+
+def describe(
+    model: torch.nn.Module, optimizer: Any, targets: Sequence[Target], world: int
+) -> dict[str, Any]:
+    """Of this rank, as plain values."""
+    import torch
+
+    elsewhere = fallback_device(targets)  # of what is on meta until it is loaded
+    devices = sorted({device_for(target, elsewhere).type for target in targets})
+    found: dict[str, Any] = {
+        "version": VERSION,
+        "world_size": world,
+        "mesh": meshes(targets),
+        "layout": layout_digest(targets),
+        "devices": devices,
+        "torch": torch.__version__,
+        "compile": compile_mode(model),
+        "gradients": gradients.described(model, targets),
+    }
+    if devices == ["cpu"]:
+        found["threads"] = torch.get_num_threads()
+    if any(map(bnb_live.is_rounded, targets)):
+        found["rounded_scales"] = True
+    if optimizer is not None:
+        found["optimizer"] = describe_optimizer(optimizer)
+    return found
+
+
+def describe_optimizer(optimizer: Any) -> dict[str, Any]:
+    outer = unwrapped(optimizer)
+    inner = inner_optimizers(outer)
+    first = inner[0]
+    family = family_of(first)
+    cls = type(outer)
+    found = {
+        "class": cls.__name__,
+        "module": cls.__module__,
+        "flags": family.flags(first),
+        "rounds": any(family_of(one).rounds(one) for one in inner),
+    }
+    if is_offloaded(outer):
+        found["inner"] = type(first).__name__
+    library = cls.__module__.split(".")[0]
+    if library != "torch":
+        found["library"] = f"{library} {_version(library)}"
+    return found
+
+
+def _version(library: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "?"
+
+
+def meshes(targets: Sequence[Target]) -> list[list[Any]]:
+    """[shape, dim names, placements] of every kind of placing that occurs."""
+    seen: dict[str, list[Any]] = {}
+    for target in targets:
+        tensor: Any = target.tensor
+        if is_dtensor(tensor):
+            mesh = tensor.device_mesh
+            names = list(mesh.mesh_dim_names or ())
+            entry = [list(mesh.shape), names, [str(p) for p in tensor.placements]]
+            seen.setdefault(repr(entry), entry)
+    return list(seen.values())
+
+
+def layout_digest(
+    targets: Sequence[Target], forms: Mapping[str, tuple[str, str]] | None = None
+) -> str:
+    """What of which tensor this rank holds, and in which dtype, in one number. `forms`: (class,
+    dtype) of what is not yet what it will be, by FQN."""
+    forms = forms or {}
+    digest = hashlib.blake2b(digest_size=8)
+    for target in sorted(targets, key=lambda target: target.fqn):
+        boxes: Any
+        if isinstance(target, FlatTarget):
+            boxes = (target.first, target.count, target.at)
+        elif whole := bnb_live.logical(target):
+            boxes = whole.shape  # a forward on the CPU gives its codes another
+        else:
+            boxes = [box for box, _ in target.windows(target.local)]
+        kind, dtype = forms.get(target.fqn, (type(target.local).__name__, target.dtype))
+        digest.update(repr((target.names, kind, dtype, boxes)).encode())
+    return digest.hexdigest()
+
+
+def compile_mode(model: torch.nn.Module) -> dict[str, Any]:
+    """What decides whether a step is compiled, and draws its random numbers in a kernel."""
+    import torch
+
+    names = [name for name, module in model.named_modules() if _is_compiled(module)]
+    found: dict[str, Any] = {"modules": names, "stance": _stance()}
+    inductor = getattr(torch, "_inductor", None)
+    config = getattr(inductor, "config", None)
+    if config is not None:
+        found["fallback_random"] = bool(config.fallback_random)
+    return found
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+def _stance() -> str:
+    """`default`, `force_eager`, ...; `disabled` by the environment."""
+    import torch._dynamo
+
+    if torch._dynamo.config.disable:
+        return "disabled"
+    stance = getattr(torch._dynamo.eval_frame, "_stance", None)
+    return str(getattr(stance, "stance", "default"))
+
+
+# ------------------------------------------------------------------------------- compared
+
+
+def differences(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
+    """Every setting that is not what it was, as one phrase each: what, recorded, found."""
+    found = []
+    titles = {
+        "world_size": "world size", "mesh": "mesh", "layout": "how tensors are cut",
+        "devices": "devices", "torch": "torch", "threads": "CPU threads",
+    }  # fmt: skip
+    for key, title in titles.items():
+        if key in saved and saved[key] != live.get(key):
+            found.append(_phrase(title, saved[key], live.get(key)))
+    found += _inside("compile mode", saved.get("compile"), live.get("compile"))
+    if "gradients" in saved:
+        found += _inside("gradients", saved["gradients"], live.get("gradients"))
+    mine, theirs = saved.get("optimizer"), live.get("optimizer")
+    if theirs is not None:
+        mine = mine or {}
+        for key in ("class", "inner", "library", "rounds"):
+            if mine.get(key) != theirs.get(key):
+                found.append(_phrase(f"optimizer {key}", mine.get(key), theirs.get(key)))
+        found += _inside("optimizer", mine.get("flags"), theirs.get("flags"))
+    return found
+
+
+def _inside(title: str, saved: Any, live: Any) -> list[str]:
+    saved, live = saved or {}, live or {}
+    keys = [key for key in {**saved, **live} if saved.get(key) != live.get(key)]
+    return [_phrase(f"{title} {key}", saved.get(key), live.get(key)) for key in keys]
+
+
+def _phrase(title: str, saved: Any, live: Any) -> str:
+    return f"{title}: was {saved}, is {live}"

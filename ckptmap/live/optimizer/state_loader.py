@@ -1,0 +1,400 @@
+"""One parameter's optimizer state: what is done with each entry, decided from headers alone.
+
+checkpoint exp_avg (any encoding, any cut)  ->  the live optimizer's own kind of exp_avg
+    codes     same scheme, same block boundaries: codes and scales move as bytes
+    values    plain, in the dtype that the optimizer steps with
+    recoded   decoded, and encoded by the optimizer's own library; the error is measured
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.live.model.reader import Reader, window
+from ckptmap.live.model.report import Cast, Recoded
+from ckptmap.live.model.target import cut, held, is_dtensor
+from ckptmap.live.optimizer.base import STEP, Codes, codes_of, local_of
+from ckptmap.live.optimizer.flat_lowbit import Kept, filled
+from ckptmap.live.optimizer.owned_shards import Owner, decoded
+from ckptmap.optim import lowbit_codes
+from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit, flat_span
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import Box
+
+if TYPE_CHECKING:
+    import torch
+
+Source = Mapping[str, Any]
+"""Canonical state name -> LazyTensor or plain value, of one parameter."""
+
+
+@dataclass
+class StateNotes:
+    """What was done, for the report."""
+
+    loaded: list[str] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list)
+    cast: list[Cast] = field(default_factory=list)
+    recoded: list[Recoded] = field(default_factory=list)
+    derived: list[str] = field(default_factory=list)
+    initialised: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """precision  "keep", "target" or "fp32"
+    schemes    low-bit schemes that occur in the checkpoint"""
+
+    precision: str
+    schemes: frozenset[str]
+
+
+class StateLoader:
+    """Fills the state of one parameter; `sources` are those of its members, in their order."""
+
+    def __init__(
+        self, owner: Owner, sources: Sequence[Source], policy: Policy, notes: StateNotes,
+        betas: Sequence[float] = (), kept: Mapping[str, Kept] | None = None,
+    ) -> None:  # fmt: skip
+        self.owner = owner
+        self.sources = sources
+        self.policy = policy
+        self.notes = notes
+        self.betas = betas
+        self.kept = kept or {}
+        self.lead = leading(sources)
+
+    def __call__(self, reader: Reader) -> None:
+        part = self.owner.part
+        blank = part.family.present(part) or part.family.blank(part, self.lead)
+        if not blank:
+            return
+        values = {name: self._entry(name, live, reader) for name, live in blank.items()}
+        part.family.install(part, values)
+        for (target, _), source in zip(self.owner.members, self.sources, strict=True):
+            used = {derivation(name, source, self.betas)[0] for name in blank}
+            self.notes.left += [f"{target.fqn}.{name}" for name in source if name not in used]
+
+    def _entry(self, name: str, live: Any, reader: Reader) -> Any:
+        import torch
+
+        if name == STEP:
+            return counted(live, step_of(self.lead) or 0)
+        if not isinstance(live, torch.Tensor | Codes):
+            return live
+        if not self._is_like_param(live):
+            return self._apart(name, live, reader)
+        if name in self.kept:
+            found = self._as_it_was(name, live, reader)
+            if found is not None:
+                return found
+        live = self._form(name, live)
+        with torch.no_grad():
+            codes = codes_of(live)
+            if codes is None:
+                self._plain(name, live, reader)
+            elif not self._copy(name, codes, reader):
+                self._recode(name, live, codes, reader)
+        return live
+
+    def _is_like_param(self, live: Any) -> bool:
+        if isinstance(live, Codes):
+            return True
+        whole = self.owner.part.model
+        return tuple(live.shape) == tuple(whole.shape)
+
+    def _as_it_was(self, name: str, live: Any, reader: Reader) -> Any:
+        """A flat shard's own codes; None: they are of another form than this optimizer's."""
+        import torch
+
+        with torch.no_grad():
+            found = filled(self.kept[name], live, self.owner.part, reader)
+        if found is not None:
+            titles = [f"{target.fqn}.{name}" for target, _ in self.owner.members]
+            self.notes.loaded += titles
+            self.notes.copied += titles if codes_of(found) is not None else ()
+        return found
+
+    # ------------------------------------------------------------------ which form
+
+    def _form(self, name: str, live: Any) -> Any:
+        """The optimizer's own, or, as `precision` asks, another that it can step with."""
+        import torch
+
+        part = self.owner.part
+        family, codes = part.family, codes_of(live)
+        if not family.mixed or self.policy.precision == "target":
+            return live
+        if self.policy.precision == "fp32":
+            plain = codes is None and local_of(live).dtype == torch.float32
+            return live if plain else family.plain(part, torch.float32)
+        stored = self._stored_form(name)
+        if codes is None:
+            if isinstance(stored, str):  # it was in codes, and would not be here
+                again = family.coded(part, stored, name != "exp_avg_sq" and "max" not in name)
+                if again is None or not self._places(name, _codes(again)):
+                    return family.plain(part, torch.float32)
+                return again
+            return live if stored is None else family.plain(part, stored)
+        if codes.scheme in self.policy.schemes and isinstance(stored, torch.dtype):
+            return family.plain(part, stored)  # it was too small to be in codes
+        if codes.scheme in self.policy.schemes and not self._places(name, codes):
+            return family.plain(part, torch.float32)  # its blocks are not this rank's
+        return live
+
+    def _stored_form(self, name: str) -> Any:
+        """Of this rank's part in the checkpoint: a scheme, a dtype, "mixed"; None: nothing."""
+        import torch
+
+        forms: set[Any] = set()
+        for (target, _), source in zip(self.owner.members, self.sources, strict=True):
+            lazy = self._lazy(name, source)
+            if lazy is None:
+                continue
+            encoding = lazy.encoding_
+            if not isinstance(encoding, LowBit):
+                forms.add(lazy.torch_dtype)
+                continue
+            cells = encoding.cells
+            for box, _ in target.windows(target.local):
+                touched = [c for c in cells if c.box.intersect(box)]
+                plain: torch.dtype = getattr(torch, encoding.plain)
+                kinds = {encoding.name if c.quantized else plain for c in touched}
+                forms |= kinds if cells else {encoding.name}
+        if len(forms) > 1:
+            return "mixed"
+        return next(iter(forms), None)
+
+    def _lazy(self, name: str, source: Source) -> LazyTensor | None:
+        found, _ = derivation(name, source, self.betas)
+        value = source.get(found)
+        return value if isinstance(value, LazyTensor) else None
+
+    # ------------------------------------------------------------------ filling
+
+    def _plain(self, name: str, live: Any, reader: Reader) -> None:
+        local = local_of(live)
+        for (target, boxes), source in zip(self.owner.windows(local), self.sources, strict=True):
+            lazy, title = self._lazy(name, source), f"{target.fqn}.{name}"
+            if lazy is None:
+                self.notes.initialised.append(f"{title}: the checkpoint has none")
+                if not source:  # its flat parameter may have been stepped here
+                    _zero(view for _, view in boxes)
+                continue
+            _, factor = derivation(name, source, self.betas)
+            for box, view in boxes:
+                (reader.dense if lazy.encoding == "dense" else reader.decoded)(lazy, box, view)
+                if factor is not None:
+                    view.mul_(factor)
+            self._note(title, lazy, str(local.dtype).removeprefix("torch."), factor)
+
+    def _note(self, title: str, lazy: LazyTensor, dtype: str, factor: float | None) -> None:
+        notes = self.notes
+        notes.loaded.append(title)
+        if factor is not None:
+            notes.derived.append(title)
+        stored = lazy.dtype
+        if isinstance(lazy.encoding_, LowBit) and not isinstance(
+            self._stored_form(title.rpartition(".")[2]), str
+        ):
+            stored = lazy.encoding_.plain  # on this rank it is not in codes
+        elif lazy.encoding != "dense":
+            error = None if dtype == "float32" else 2.0**-9
+            notes.recoded.append(Recoded(title, lazy.encoding, dtype, error or 0.0))
+            return
+        if stored != dtype:
+            notes.cast.append(Cast(title, stored, dtype))
+
+    def _copy(self, name: str, codes: Codes, reader: Reader) -> bool:
+        """Codes as bytes, where scheme, table and block boundaries agree."""
+        import torch
+
+        (target, _), source = self.owner.members[0], self.sources[0]
+        lazy, places = self._lazy(name, source), self._places(name, codes)
+        if lazy is None or places is None:
+            return False
+        device = codes.codes.device
+        if QMAP in lazy.parts and codes.qmap is not None:
+            table = reader.part(lazy, QMAP, Box.whole(lazy.parts[QMAP].info.shape), device)
+            if not torch.equal(table, codes.qmap):
+                return False
+        for part, live in ((CODES, codes.codes), (SCALE, codes.scale)):
+            live.view(-1).copy_(reader.part(lazy, part, places[part], device))
+        self.notes.loaded.append(f"{target.fqn}.{name}")
+        self.notes.copied.append(f"{target.fqn}.{name}")
+        return True
+
+    def _places(self, name: str, codes: Codes) -> Mapping[str, Box] | None:
+        """Where exactly this rank's blocks are stored; None: nowhere."""
+        (target, _), source = self.owner.members[0], self.sources[0]
+        lazy = self._lazy(name, source)
+        if lazy is None or self.owner.is_flat or name not in source:
+            return None
+        return code_places(lazy, codes, held(target))
+
+    def _recode(self, name: str, live: Any, codes: Codes, reader: Reader) -> None:
+        """Through float32 values of this rank's part, by the optimizer's own library."""
+        import torch
+
+        local = local_of(self.owner.part.param)
+        values = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
+        with reader.meter.hold(values.nbytes, values.device):
+            for (target, boxes), source in zip(
+                self.owner.windows(values), self.sources, strict=True
+            ):
+                lazy = self._lazy(name, source)
+                if lazy is None:
+                    self.notes.initialised.append(f"{target.fqn}.{name}: the checkpoint has none")
+                    continue
+                _, factor = derivation(name, source, self.betas)
+                for box, view in boxes:
+                    reader.decoded(lazy, box, view)
+                    if factor is not None:
+                        view.mul_(factor)
+            encode(live, codes, values)
+            error = relative_error(values, decoded(codes).view(values.shape))
+        for (target, _), source in zip(self.owner.members, self.sources, strict=True):
+            lazy = self._lazy(name, source)
+            if lazy is not None:
+                title = f"{target.fqn}.{name}"
+                self.notes.loaded.append(title)
+                form = lazy.dtype if lazy.encoding == "dense" else lazy.encoding
+                self.notes.recoded.append(Recoded(title, form, codes.scheme, error))
+
+    def _apart(self, name: str, live: Any, reader: Reader) -> Any:
+        """A tensor of a shape of its own, cut as it is here."""
+        lazy = self._lazy(name, self.lead)
+        title = f"{self.owner.fqn}.{name}"
+        if lazy is None and name in self.owner.part.family.scratch:
+            return live
+        if lazy is None or lazy.shape != tuple(live.shape):
+            self.notes.initialised.append(f"{title}: the checkpoint has none of this shape")
+            return live
+        local = local_of(live)
+        boxes = [(Box.whole(lazy.shape), Box.whole(lazy.shape))]
+        if is_dtensor(live):
+            mesh = live.device_mesh
+            boxes = cut(lazy.shape, mesh.shape, mesh.get_coordinate(), live.placements, title)
+        for box, place in boxes:
+            reader.dense(lazy, box, window(local, place))
+        self._note(title, lazy, str(local.dtype).removeprefix("torch."), None)
+        return live
+
+
+def _zero(views: Iterable[torch.Tensor]) -> None:
+    for view in views:
+        view.zero_()
+
+
+def step_of(source: Source) -> float | None:
+    """How many steps were counted; None: they are not."""
+    step = source.get(STEP)
+    value = step.read() if isinstance(step, LazyTensor) else step
+    return None if value is None else float(value)
+
+
+def leading(sources: Sequence[Source]) -> Source:
+    """Of the members of a flat parameter the one that was stepped most: it has one step count, and
+    one of what else is no moment."""
+    found = [source for source in sources if source]
+    return found[0] if len(found) == 1 else max(found, key=lambda source: step_of(source) or 0)
+
+
+def counted(live: Any, number: float) -> Any:
+    """A step count in the live optimizer's form, wider where that does not hold it: in bfloat16
+    1001 is 1000, and stays it."""
+    import torch
+
+    if isinstance(live, torch.Tensor):
+        wide = (live.dtype, torch.float32, torch.float64)
+        holds = (d for d in wide if torch.tensor(number, dtype=d).item() == number)
+        with torch.no_grad():
+            return live.to(next(holds, live.dtype)).fill_(number)
+    return int(number)
+
+
+def derivation(name: str, source: Source, betas: Sequence[float] = ()) -> tuple[str, float | None]:
+    """The state that a moment is made from, and the factor; itself, and None, where it is there.
+
+    max_exp_avg_sq <- exp_avg_sq, its value if this were the first step with amsgrad.
+    momentum_buffer <- exp_avg / (1 - beta1): both sum past gradients with weights beta1^k, and
+    Adam's average has the factor 1 - beta1 (Kingma and Ba, 2015, algorithm 1).
+    """
+    if name in source:
+        return name, None
+    if name == "max_exp_avg_sq" and "exp_avg_sq" in source:
+        return "exp_avg_sq", 1.0
+    adam = "exp_avg" in source and "exp_avg_sq" in source  # Lion's average has another factor
+    if name == "momentum_buffer" and adam and betas:
+        return "exp_avg", 1.0 / (1.0 - float(betas[0]))
+    return name, None
+
+
+def code_places(
+    lazy: LazyTensor, codes: Codes, boxes: Sequence[tuple[Box, Box]]
+) -> Mapping[str, Box] | None:
+    """Where the parts hold exactly this rank's blocks; None: other blocks, or another scheme."""
+    encoding = lazy.encoding_
+    same = isinstance(encoding, LowBit) and (
+        (encoding.name, encoding.block_size, encoding.signed)
+        == (codes.scheme, codes.block_size, codes.signed)
+    )
+    if not same or len(boxes) != 1:
+        return None
+    assert isinstance(encoding, LowBit)
+    box = boxes[0][0]
+    for number, cell in enumerate(encoding.cells):
+        if cell.quantized and cell.box.intersect(box) == box:
+            inside = _run(cell.box.sizes, box.relative_to(cell.box.offsets), encoding)
+            base = encoding.place(number)
+            return inside and {
+                part: Box((base[part].offsets[0] + run.offsets[0],), run.sizes)
+                for part, run in inside.items()
+            }
+    return None if encoding.cells else _run(lazy.shape, box, encoding)
+
+
+def _run(shape: Sequence[int], box: Box, encoding: LowBit) -> Mapping[str, Box] | None:
+    """Codes and scales of a box of whole blocks that follow each other; None: it is none."""
+    start, stop = flat_span(shape, box)
+    block, packed = encoding.block_size, encoding.kind.packed
+    whole = stop % block == 0 or stop == math.prod(shape)
+    if stop - start != box.numel or start % block or not whole:
+        return None
+    first, last = start // block, -(-stop // block)
+    return {
+        CODES: Box((start // packed,), ((stop - start) // packed,)),
+        SCALE: Box((first,), (last - first,)),
+    }
+
+
+def encode(live: Any, codes: Codes, values: torch.Tensor) -> None:
+    """Quantize float32 values into live codes."""
+    if codes.scheme == "bnb8bit":
+        from bitsandbytes import functional
+
+        made, state = functional.quantize_blockwise(
+            values.contiguous(), code=codes.qmap, blocksize=codes.block_size
+        )
+        codes.codes.copy_(made.view(codes.codes.shape))
+        codes.scale.copy_(state.absmax)
+        return
+    made = values.to(codes.codes.device)
+    if not lowbit_codes.encode(made, codes.block_size, codes.qmap, codes.codes, codes.scale):
+        local_of(live).copy_(values)
+
+
+def _codes(value: Any) -> Codes:
+    codes = codes_of(value)
+    assert codes is not None
+    return codes
+
+
+def relative_error(values: torch.Tensor, found: torch.Tensor) -> float:
+    """Root mean square of the difference over that of the values."""
+    whole = values.norm()
+    return float((found - values).norm() / whole) if float(whole) else 0.0

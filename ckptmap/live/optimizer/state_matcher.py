@@ -1,0 +1,270 @@
+"""Optimizer state of a checkpoint matched with a live optimizer, parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.errors import LoadError
+from ckptmap.live.model.collective_errors import explain
+from ckptmap.live.model.peers import rank_and_world
+from ckptmap.live.model.reader import Reader
+from ckptmap.live.model.report import StateReport, listed
+from ckptmap.live.model.target import Target, held
+from ckptmap.live.optimizer import flat_lowbit as flat_codes
+from ckptmap.live.optimizer.index_check import refuse_other_order
+from ckptmap.live.optimizer.owned_shards import Owner, owners
+from ckptmap.live.optimizer.param_groups import Groups
+from ckptmap.live.optimizer.state_loader import (
+    Policy,
+    Source,
+    StateLoader,
+    StateNotes,
+    derivation,
+    step_of,
+)
+from ckptmap.live.optimizer.unwrap import is_offloaded, unwrapped
+from ckptmap.optim.lowbit import LowBit
+from ckptmap.optim.reading import AS_GIVEN, BY_GROUPS
+from ckptmap.storage.lazy_tensor import LazyTensor
+
+PRECISIONS = ("keep", "target", "fp32")
+
+
+@dataclass
+class StatePlan:
+    """What will be done with the optimizer, and what stands against it.
+
+    lossy  entries that cannot be the same bits here
+    kept   is all that was saved decoded there as it was, and used?
+    """
+
+    steps: list[Callable[[Reader], None]] = field(default_factory=list)
+    notes: StateNotes = field(default_factory=StateNotes)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    lossy: list[str] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
+    choices: list[str] = field(default_factory=list)
+    kept: bool = False
+
+    def refuse(self, path: str, strict: bool) -> None:
+        if self.mismatched:
+            raise LoadError(
+                "CKM502",
+                f"{path}: optimizer state does not fit: {listed(self.mismatched)}",
+                "build the model of this checkpoint, or load the model alone",
+            )
+        if strict and (self.missing or self.unexpected):
+            seen = [f"{len(self.missing)} missing: {listed(self.missing)}"] * bool(self.missing)
+            seen += [f"{len(self.unexpected)} unexpected: {listed(self.unexpected)}"] * bool(
+                self.unexpected
+            )
+            raise LoadError(
+                "CKM506",
+                f"{path}: optimizer state does not match the optimizer's parameters,"
+                f" {'; '.join(seen)}",
+                "load with strict=False to take what matches, or the model alone",
+            )
+
+    def run(self, reader: Reader) -> None:
+        """Load it all, after the weights."""
+        try:
+            for step in self.steps:
+                step(reader)
+        except Exception as error:
+            loaded = f"{len(self.notes.loaded)} entries of the optimizer's state"
+            explain(error, f"the weights are loaded, and {loaded}: load both again")
+            raise
+
+    def report(self) -> StateReport:
+        notes = self.notes
+        return StateReport(
+            tuple(notes.loaded), tuple(notes.copied), tuple(notes.cast), tuple(notes.recoded),
+            tuple(notes.derived),
+            (*(f"{fqn}: the checkpoint has none" for fqn in self.missing), *notes.initialised),
+            (*(f"{fqn}: not in the optimizer" for fqn in self.unexpected), *notes.left),
+            (*self.settings, *self.choices),
+        )  # fmt: skip
+
+
+class StateMatcher:
+    """Decides what is done with the state of every parameter; reads no state."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, targets: Sequence[Target], optimizer: Any, precision: str
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._optimizer = unwrapped(optimizer)
+        self._owners = owners(self._optimizer, targets)
+        self._tensors, self._values = checkpoint.optimizer, checkpoint.optimizer_values
+        encodings = (lazy.encoding_ for state in self._tensors.values() for lazy in state.values())
+        schemes = frozenset(e.name for e in encodings if isinstance(e, LowBit))
+        self._targets = targets
+        self._policy = Policy(precision, schemes)
+        flat = precision == "keep" and any(owner.is_flat for owner in self._owners)
+        place = rank_and_world()
+        self._kept = flat_codes.recorded(checkpoint, targets, *place) if flat else None
+        self._used_kept: set[str] = set()
+        self._plan = StatePlan()
+
+    def plan(self) -> StatePlan:
+        """Raises LoadError CKM506 where the checkpoint's state cannot be read or named."""
+        plan = self._plan
+        self._refuse_unnamed()
+        refuse_other_order(self._checkpoint, self._owners, self._targets)
+        stored = self._checkpoint.optimizer_groups
+        groups = Groups(self._owners, stored, self._tensors)
+        listed_there = {fqn for group in stored for fqn in group["params"]}
+        used: set[str] = set()
+        plan.steps.append(
+            lambda reader: groups.apply()
+        )  # amsgrad and momentum decide what state is
+        if is_offloaded(self._optimizer):
+            plan.steps.append(self._refresh_copies)
+        for owner in self._owners:
+            family = owner.part.family
+            sources = [family.named(self._source(target, used)) for target, _ in owner.members]
+            self._decide(owner, sources, groups, listed_there)
+        plan.unexpected = [fqn for fqn in (*self._tensors, *self._values) if fqn not in used]
+        plan.unexpected = list(dict.fromkeys(plan.unexpected))
+        plan.settings = [*self._by_order(), *groups.settings, *plan.settings]
+        plan.choices = groups.choices
+        plan.lossy += groups.inexact
+        plan.kept = self._kept is not None and self._used_kept == self._kept.keys()
+        return plan
+
+    def _by_order(self) -> list[str]:
+        """How parameters that the file only numbers got their names, where nobody has said them."""
+        order = self._checkpoint.optimizer_order
+        said = order in ("", AS_GIVEN, BY_GROUPS)
+        return [] if said else [f"parameters are named by {order}: the file has no names"]
+
+    def _refuse_unnamed(self) -> None:
+        reader = self._checkpoint.optimizer_reader
+        if self._tensors or self._values or self._checkpoint.optimizer_groups:
+            return
+        why = reader.why or "it has none"
+        raise LoadError(
+            "CKM506",
+            f"{self._checkpoint.path}: no optimizer state can be loaded from it: {why}",
+            "load the model alone, or say which parameter is which: ckptmap.open(path,"
+            " param_order=...)",
+        )
+
+    def _source(self, target: Target, used: set[str]) -> Source:
+        """Everything the checkpoint has of one parameter, under the first of its names."""
+        found: dict[str, Any] = {}
+        for name in target.known:
+            state = {**self._values.get(name, {}), **self._tensors.get(name, {})}
+            if state:
+                used.add(name)
+                found = found or state
+        return found
+
+    def _decide(
+        self, owner: Owner, sources: Sequence[Source], groups: Groups, known: set[str]
+    ) -> None:
+        plan = self._plan
+        plan.missing += _unlisted(owner, sources, known)
+        if not any(sources):
+            plan.steps.append(lambda reader: _forget(owner))
+            return
+        if owner.is_flat and not owner.part.param.numel():
+            return  # all of it is on other ranks: none of it is stepped here
+        betas = groups.betas(owner)
+        reason = self._unfit(owner, sources, betas) or groups.meant_else(owner)
+        if reason:
+            plan.notes.initialised.append(f"{owner.fqn}: {reason}")
+            plan.lossy.append(f"{owner.fqn}: state begins anew")
+            plan.steps.append(lambda reader: _forget(owner))
+            return
+        _require_replicas(owner, sources)
+        self._foresee(owner, sources)
+        kept = self._kept_of(owner)
+        plan.steps.append(StateLoader(owner, sources, self._policy, plan.notes, betas, kept))
+
+    def _kept_of(self, owner: Owner) -> Mapping[str, flat_codes.Kept]:
+        kept = (self._kept or {}).get(owner.fqn, {}) if owner.is_flat else {}
+        if not flat_codes.fits(kept, owner.part):
+            return {}
+        self._used_kept.add(owner.fqn)
+        return kept
+
+    def _unfit(self, owner: Owner, sources: Sequence[Source], betas: Sequence[float]) -> str:
+        """Why the state cannot be this optimizer's; empty: it can. Shapes are checked, too."""
+        family = owner.part.family
+        for (target, _), source in zip(owner.members, sources, strict=True):
+            for name in family.needs(owner.part) if source else ():
+                origin, _ = derivation(name, source, betas)
+                lazy = source.get(origin)
+                if not isinstance(lazy, LazyTensor):
+                    kind = type(owner.part.optimizer).__name__
+                    return f"{kind} needs {name}, the checkpoint has {', '.join(source)}"
+                if family.like_param(owner.part, name) and lazy.shape != tuple(target.tensor.shape):
+                    shape = list(target.tensor.shape)
+                    self._plan.mismatched.append(
+                        f"{target.fqn}.{name}: model {shape}, checkpoint {list(lazy.shape)}"
+                    )
+        return ""
+
+    def _foresee(self, owner: Owner, sources: Sequence[Source]) -> None:
+        """Entries that will not be the same bits, as far as headers tell."""
+        family = owner.part.family
+        self._foresee_shared(owner, sources)
+        for (target, _), source in zip(owner.members, sources, strict=True):
+            if not source:
+                self._plan.lossy.append(f"{target.fqn}: state begins anew")
+                continue
+            for name in family.needs(owner.part):
+                lazy = source.get(name)
+                dtype = str(family.dtype_of(owner.part, name)).removeprefix("torch.")
+                if not isinstance(lazy, LazyTensor):
+                    self._plan.lossy.append(f"{target.fqn}.{name}: derived")
+                elif not family.mixed and (lazy.encoding != "dense" or lazy.dtype != dtype):
+                    self._plan.lossy.append(f"{target.fqn}.{name}: {lazy.dtype} becomes {dtype}")
+
+    def _foresee_shared(self, owner: Owner, sources: Sequence[Source]) -> None:
+        """A flat parameter counts one step, its members had one each."""
+        found = sorted({number for number in map(step_of, sources) if number is not None})
+        if len(found) > 1:
+            seen = ", ".join(f"{number:g}" for number in found)
+            why = f"{owner.fqn}.step: its flat parameter counts one, the checkpoint has {seen}"
+            self._plan.settings.append(f"{why}; is {found[-1]:g}")
+            self._plan.lossy.append(why)
+
+    def _refresh_copies(self, reader: Reader) -> None:
+        """CPUOffloadOptimizer steps on copies that it made of the weights before they were loaded."""
+        import torch
+
+        with torch.no_grad():
+            for device, host in self._optimizer.param_d2h_map.items():
+                host.copy_(device)
+
+
+def _unlisted(owner: Owner, sources: Sequence[Source], known: set[str]) -> list[str]:
+    """Its members without state that no group of the checkpoint knows: the others had not made any."""
+    if not owner.part.model.requires_grad:
+        return []
+    members = zip(owner.members, sources, strict=True)
+    return [
+        target.fqn for (target, _), source in members if not source and not known & {*target.known}
+    ]
+
+
+def _require_replicas(owner: Owner, sources: Sequence[Source]) -> None:
+    """Raise RunError CKM310 where ranks have saved other values of the same state."""
+    for (target, _), source in zip(owner.members, sources, strict=True):
+        like = tuple(target.tensor.shape)
+        for lazy in source.values():
+            if isinstance(lazy, LazyTensor):
+                boxes = (box for box, _ in held(target)) if lazy.shape == like else None
+                lazy.require_replicas(boxes)
+
+
+def _forget(owner: Owner) -> None:
+    """Without state; the optimizer makes it at its next step."""
+    owner.part.optimizer.state.pop(owner.part.param, None)

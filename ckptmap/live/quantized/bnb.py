@@ -1,0 +1,192 @@
+"""An NF4 weight of a checkpoint in a live bitsandbytes model: Params4bit with its quant state.
+
+    codes u8 [n/2] (the same nibbles, torchao's order is bitsandbytes')   -> data u8 [n/2, 1]
+    scales decoded, in float32 [n/64]                                      -> quant_state.absmax
+    torchao's table of 16 values                                           -> quant_state.code
+
+No code changes and nothing is quantized anew; nor are bitsandbytes' own codes. The values are
+torchao's up to the rounding of one product: bitsandbytes multiplies in float32, torchao in the
+weight's dtype. Into a weight that is quantized already, all else is quantized as that one is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import LoadError
+from ckptmap.live.model.reader import Reader
+from ckptmap.live.model.target import Target, is_dtensor
+from ckptmap.planning.recode import grid_of
+from ckptmap.quantization.nf4 import kernels as nf4_codes
+from ckptmap.quantization.nf4.encoding import DATA, FACTOR, MEAN, SCALERS, TABLE
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import Box, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+LIVE_CLASS = "Params4bit"
+
+
+def is_live(target: Target) -> bool:
+    """Is it, or is it to be, a bitsandbytes 4-bit weight?"""
+    return type(target.tensor).__name__ == LIVE_CLASS
+
+
+def can_hold(target: Target) -> str:
+    """Why bitsandbytes cannot hold the weight here; empty: it can."""
+    if is_dtensor(target.tensor) or target.is_flat:
+        return "it is cut over ranks, and Params4bit is loaded whole"
+    for module, _ in target.places:
+        if not any(cls.__name__ == "Linear4bit" for cls in type(module).__mro__):
+            return f"{type(module).__name__} is no bitsandbytes Linear4bit"
+    return ""
+
+
+def refuse(target: Target, reason: str) -> LoadError:
+    return LoadError(
+        "CKM512",
+        f"model: {target.fqn} cannot be a bitsandbytes NF4 weight: {reason}",
+        "replace its linear layer by bitsandbytes.nn.Linear4bit before loading",
+    )
+
+
+def live_state(target: Target) -> Any:
+    """The quant state of a weight that is quantized already; None: it is not yet."""
+    return getattr(target.tensor, "quant_state", None) if is_live(target) else None
+
+
+def holds_codes(target: Target) -> bool:
+    """Is it, or this rank's part of it, quantized already?"""
+    if is_dtensor(target.tensor):
+        return type(target.local).__name__ == LIVE_CLASS
+    return live_state(target) is not None
+
+
+def is_rounded(target: Target) -> bool:
+    """Has bitsandbytes put the codes in another order, for a forward on the CPU, and rounded the
+    scales? It computes with those, and saves others."""
+    state = live_state(target)
+    if state is None:
+        return False
+    nested = getattr(state, "state2", None)
+    scales = [state.absmax] if nested is None else [nested.absmax]
+    packed = getattr(state, "packing_format_for_cpu", False)
+    return packed or any(str(scale.dtype) != "torch.float32" for scale in scales)
+
+
+def logical(target: Target) -> TensorInfo | None:
+    """Shape and dtype of the weight that the live codes stand for; None: it has none."""
+    state = live_state(target)
+    if state is None:
+        return None
+    return TensorInfo(tuple(state.shape), str(state.dtype).removeprefix("torch."))
+
+
+def stored_parts(target: Target) -> dict[str, torch.Tensor]:
+    """What bitsandbytes itself saves of the weight, by what stands behind its name: codes "", scales
+    ".absmax", ... Its layer undoes the order of codes that a forward on the CPU has given them.
+
+    Raises LoadError CKM505 where it is cut over ranks: the scales of all of it are on each.
+    """
+    module, name = target.places[0]
+    if is_dtensor(target.tensor):
+        raise LoadError(
+            "CKM505",
+            f"model: {target.fqn} is a Params4bit that is cut over ranks, expected one that is whole",
+            "save the adapter alone with peft's save_pretrained, or keep the base in NF4Tensors",
+        )
+    found: dict[str, torch.Tensor] = {}
+    module._save_to_state_dict(found, "", False)
+    return {
+        key.removeprefix(name): value.detach()
+        for key, value in found.items()
+        if key == name or key.startswith(f"{name}.")
+    }
+
+
+def keeps_codes(source: LazyTensor, target: Target) -> bool:
+    """Are the source's codes those that the live weight has?"""
+    grid, state = grid_of(source), live_state(target)
+    return source.encoding == "nf4" or (
+        grid is not None and state is not None and grid.name == state.quant_type
+    )
+
+
+def put(reader: Reader, source: LazyTensor, target: Target, device: torch.device) -> None:
+    """Set the weight of every module that shares it: codes as they are, or, where the source has
+    none of this kind, quantized as the live weight is. Read whole."""
+    import bitsandbytes
+
+    if source.encoding == "nf4":
+        codes, state = _from_nf4(reader, source, device)
+    elif keeps_codes(source, target):
+        codes, state = _from_codes(source, live_state(target), device)
+    else:
+        codes, state = _quantized(reader, source, live_state(target), device)
+    for module, name in target.places:
+        weight = bitsandbytes.nn.Params4bit(
+            codes.view(-1, 1), requires_grad=False, quant_state=state,
+            blocksize=state.blocksize, compress_statistics=state.nested,
+            quant_type=state.quant_type, module=module, bnb_quantized=True,
+        )  # fmt: skip
+        setattr(module, name, weight)
+        module.quant_state = state
+
+
+def _from_nf4(reader: Reader, source: LazyTensor, device: torch.device) -> tuple[torch.Tensor, Any]:
+    from bitsandbytes.functional import QuantState
+
+    encoding: Any = source.encoding_
+    parts = {
+        name: reader.part(source, name, Box.whole(part.info.shape), device)
+        for name, part in source.parts.items()
+    }
+    scales = nf4_codes.scales(
+        parts[SCALERS], parts[FACTOR], parts[MEAN], encoding.scaler_block_size, 0
+    )
+    state = QuantState(
+        absmax=scales.float(), shape=_size(source), code=parts[TABLE].float(),
+        blocksize=encoding.block_size, quant_type="nf4", dtype=source.torch_dtype,
+    )  # fmt: skip
+    return parts[DATA], state
+
+
+def _from_codes(source: LazyTensor, live: Any, device: torch.device) -> tuple[torch.Tensor, Any]:
+    """bitsandbytes' own: the same codes, scales as they are decoded, in float32."""
+    import torch
+    from bitsandbytes.functional import QuantState, get_4bit_type
+
+    grid = grid_of(source)
+    assert grid is not None, "asked before"
+    codes = torch.empty(grid.codes.shape, dtype=torch.uint8)
+    source.read_codes(Box.whole(grid.codes.shape), codes)
+    state = QuantState(
+        absmax=source.read_scales().view(-1).to(device), shape=_size(source),
+        code=get_4bit_type(grid.name, device=str(device)), blocksize=2 * grid.block[0],
+        quant_type=grid.name, dtype=live.dtype,
+    )  # fmt: skip
+    return codes.to(device), state
+
+
+def _quantized(
+    reader: Reader, source: LazyTensor, live: Any, device: torch.device
+) -> tuple[torch.Tensor, Any]:
+    """By bitsandbytes, with the live weight's own settings."""
+    import torch
+    from bitsandbytes.functional import quantize_4bit
+
+    values = torch.empty(source.shape, dtype=live.dtype, device=device)
+    with reader.meter.hold(values.nbytes, device):
+        reader.decoded(source, Box.whole(source.shape), values)
+        made: tuple[torch.Tensor, Any] = quantize_4bit(
+            values, blocksize=live.blocksize, compress_statistics=live.nested,
+            quant_type=live.quant_type,
+        )  # fmt: skip
+    return made
+
+
+def _size(source: LazyTensor) -> torch.Size:
+    import torch
+
+    return torch.Size(source.shape)

@@ -1,0 +1,82 @@
+"""NF4 weights under DDP: left to themselves they are quantized again, or refused.
+
+DDP broadcasts the model when it is built. NF4 weights that share a bucket with other tensors are
+decoded for it and quantized again on every rank, rank 0 included, with other scales; one alone in
+its bucket is refused. `prepare_ddp` lets DDP ignore them and makes the replicas equal itself.
+
+    prepare_ddp(model); model = DistributedDataParallel(model)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import LoadError
+from ckptmap.live.model.peers import Peers
+from ckptmap.live.model.target import is_nf4
+from ckptmap.live.quantized.nf4_torchao import from_torchao
+
+if TYPE_CHECKING:
+    import torch
+
+
+def prepare_ddp(model: torch.nn.Module, source: int = 0) -> tuple[str, ...]:
+    """Before `DistributedDataParallel(model)`: NF4 weights of all ranks become those of rank
+    `source`, part by part, and DDP leaves them alone. Every rank calls it.
+
+    Returns their names. Raises LoadError CKM509 where the replicas differ afterwards: other
+    weights are NF4 on another rank.
+    """
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    names = [name for name, param in model.named_parameters() if is_nf4(param)]
+    known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(model, [*known, *names])
+    peers = Peers.join("replicas")
+    if len(set(map(tuple, peers.all(names)))) > 1:
+        raise LoadError(
+            "CKM509",
+            f"model: rank {peers.rank} has {len(names)} NF4 weights, other ranks have others",
+            "quantize the same weights on every rank",
+        )
+    if peers.world > 1:
+        with torch.no_grad():
+            for name in names:
+                for part in _parts(model.get_parameter(name)):
+                    torch.distributed.broadcast(part, source)
+    compare_nf4(model, peers)
+    return tuple(names)
+
+
+def compare_nf4(model: torch.nn.Module, peers: Peers | None = None) -> str:
+    """The digest of all NF4 weights, which all ranks must share; empty where there are none.
+
+    Raises LoadError CKM509 where they do not."""
+    import xxhash
+
+    from ckptmap.live.model.reader import as_bytes
+
+    peers = Peers.join("replicas") if peers is None else peers
+    digest, found = xxhash.xxh3_64(), False
+    for name, param in model.named_parameters():
+        if is_nf4(param):
+            found = True
+            digest.update(name.encode())
+            for part in _parts(param):
+                digest.update(as_bytes(part))
+    mine = digest.hexdigest() if found else ""
+    digests = peers.all(mine)
+    if len(set(digests)) > 1:
+        raise LoadError(
+            "CKM509",
+            f"model: the NF4 weights of rank {peers.rank} differ from other ranks': {digests}",
+            "call prepare_ddp(model) before DistributedDataParallel(model), or load again",
+        )
+    return mine
+
+
+def _parts(param: Any) -> list[torch.Tensor]:
+    _, _, parts = from_torchao(param.detach())
+    return list(parts.values())

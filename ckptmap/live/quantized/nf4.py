@@ -1,0 +1,257 @@
+"""NF4 in a live model: this rank's rows of a checkpoint's NF4 tensor as torchao's NF4Tensor.
+
+    parts of the whole tensor -> the blocks of this rank's rows, scaler blocks regrouped so that
+    every rank's are whole -> NF4Tensor [rows/world, cols] -> DTensor Shard(0), put in place
+
+`scaler_mean` and the table are the whole tensor's on every rank: torchao's all-gather takes them
+from the local shard. `n_blocks` is the whole tensor's count too, as in torchao's own `chunk`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from ckptmap.core.code_grids import Grid
+from ckptmap.live.model.reader import Reader
+from ckptmap.live.model.row_sharding import row_shard
+from ckptmap.live.model.target import Target, held, is_dtensor, is_nf4
+from ckptmap.live.quantized.nf4_torchao import from_torchao, live_scaler_block, regroup, to_torchao
+from ckptmap.planning.recode import grid_of, recoded
+from ckptmap.protocols import Refusal
+from ckptmap.quantization.nf4.encoding import DATA, FACTOR, MEAN, SCALERS, TABLE, default_encoding
+from ckptmap.quantization.nf4.scheme import NF4, NF4Scheme
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import Box, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_NUMEL = 1 << 22
+"""Elements that quantizing reads at a time, unless the memory bound asks for fewer."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one rank under an encoding whose scaler blocks they hold whole.
+
+    info      of the rows
+    whole     of the tensor
+    stored    the encoding of the whole tensor
+    live      the encoding of the rows
+    box       the rows in the whole tensor
+    """
+
+    info: TensorInfo
+    whole: TensorInfo
+    stored: NF4
+    live: NF4
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Of the quantized rows."""
+        parts = self.live.parts(self.info)
+        assert not isinstance(parts, Refusal), parts.reason
+        return sum(part.nbytes for part in parts.values())
+
+
+def can_hold(target: Target) -> str:
+    """Why the place where the tensor sits cannot have an NF4Tensor; empty: it can."""
+    if target.is_buffer:
+        return "a buffer cannot be an NF4Tensor"
+    if target.is_flat:
+        return "FSDP1 keeps flat dense parameters"
+    if is_nf4(target.local):
+        return ""
+    for module, _ in target.places:
+        if not any("Linear" in cls.__name__ for cls in type(module).__mro__):
+            return f"{type(module).__name__} cannot compute with an NF4Tensor"
+    return ""
+
+
+def rows_of(target: Target, info: TensorInfo, encoding: NF4) -> Rows | str:
+    """This rank's rows as they will be held; a text: why they cannot be."""
+    rank, world = 0, 1
+    tensor: Any = target.tensor
+    if is_dtensor(tensor):
+        sharding = row_shard(target, "NF4")
+        if isinstance(sharding, str):
+            return sharding
+        rank, world = sharding
+    scaler_block = live_scaler_block(info, encoding, world)
+    if scaler_block is None:
+        return f"{list(info.shape)} is not cut by {world} ranks into equal rows of whole blocks"
+    rows = info.shape[0] // world
+    shape = (rows, *info.shape[1:])
+    box = Box((rank * rows,) + (0,) * (len(shape) - 1), shape)
+    live = replace(encoding, scaler_block_size=scaler_block)
+    return Rows(TensorInfo(shape, info.dtype), info, encoding, live, box)
+
+
+# ------------------------------------------------------------------------------- from NF4
+
+
+def read_rows(reader: Reader, source: LazyTensor, rows: Rows, device: torch.device) -> torch.Tensor:
+    """The rows of an NF4 checkpoint tensor, only their bytes read."""
+    parts = {}
+    for name in source.parts:
+        box = rows.stored.part_box(rows.whole, name, rows.box)
+        assert box is not None
+        parts[name] = reader.part(source, name, box, device)
+    return _build(parts, rows)
+
+
+def _build(parts: dict[str, torch.Tensor], rows: Rows) -> torch.Tensor:
+    """Parts cut at the rows' blocks, the factors those that cover them -> the local NF4Tensor."""
+    first, count = _blocks(rows)
+    parts = regroup(parts, rows.info, rows.stored, rows.live.scaler_block_size)
+    unit = rows.live.scaler_block_size
+    low = first % rows.stored.scaler_block_size // unit
+    # A copy, so that no factor of another rank's rows is kept or saved.
+    parts[FACTOR] = parts[FACTOR][low : low + count // unit].clone()
+    return to_torchao(parts, rows.info, rows.live, rows.whole.numel // rows.live.block_size)
+
+
+def _blocks(rows: Rows) -> tuple[int, int]:
+    """The first block of the rows in the whole tensor, and how many there are."""
+    width = math.prod(rows.whole.shape[1:])
+    block = rows.stored.block_size
+    return rows.box.offsets[0] * width // block, rows.info.numel // block
+
+
+# ------------------------------------------------------------------------------- to be saved
+
+
+@dataclass(frozen=True, eq=False)
+class StoredPart:
+    """This rank's run of one part of the whole tensor.
+
+    everywhere  all ranks hold it, and the same
+    """
+
+    name: str
+    info: TensorInfo
+    box: Box
+    values: torch.Tensor
+    everywhere: bool
+
+
+def stored_parts(target: Target) -> tuple[Mapping[str, Any], list[StoredPart]]:
+    """The record of a live NF4 weight, and what this rank holds of each part, not copied."""
+    local, encoding, parts = from_torchao(target.local)
+    whole = TensorInfo(tuple(target.tensor.shape), local.dtype)
+    expected = encoding.parts(whole)
+    assert not isinstance(expected, Refusal), expected.reason
+    ((rows, _),) = held(target)
+    found = []
+    for name, values in parts.items():
+        everywhere = name in (MEAN, TABLE)
+        box = encoding.part_box(whole, name, rows)
+        assert box is not None
+        box = Box.whole(expected[name].shape) if everywhere else box
+        alone = everywhere or not is_dtensor(target.tensor)
+        found.append(StoredPart(name, expected[name], box, values, alone))
+    record = encoding.record(whole)
+    assert record is not None
+    return record, found
+
+
+# ------------------------------------------------------------------------------- from dense
+
+
+def kept_grid(source: LazyTensor) -> Grid | None:
+    """The grid of NF4 codes that another encoding holds; None: the source has no such codes."""
+    grid = grid_of(source)
+    return grid if grid is not None and grid.name == "nf4" else None
+
+
+def keeps_codes(source: LazyTensor, rows: Rows) -> bool:
+    """Can the source's codes be kept, so that nothing is quantized here?"""
+    grid = kept_grid(source)
+    return grid is not None and rows.stored.recoder(rows.whole, grid, "cpu") is not None
+
+
+def encoding_for(info: TensorInfo, source: LazyTensor) -> NF4 | str:
+    """How a tensor is held as a live NF4 weight, its codes kept where it has them; a text: why it
+    cannot be."""
+    grid = kept_grid(source)
+    kept = NF4Scheme().keeping(info, grid, False) if grid is not None else None
+    if isinstance(kept, NF4):
+        return kept
+    encoding = default_encoding(info)
+    parts = encoding.parts(info)
+    return parts.reason if isinstance(parts, Refusal) else encoding
+
+
+def quantize_rows(
+    reader: Reader, source: LazyTensor, rows: Rows, device: torch.device
+) -> torch.Tensor:
+    """`to_nf4` of the whole dense tensor, of which only these rows are kept; or its codes, where
+    it has them.
+
+    Every rank streams the whole tensor, since the scales depend on all of it; it holds one chunk,
+    the absmax of every block (1/64 of the elements) and its own rows.
+    """
+    import torch
+
+    parts = _empty_parts(rows, device)
+    grid = kept_grid(source)
+    if grid is not None and keeps_codes(source, rows):
+        with reader.meter.hold(8 * math.prod(grid.scales), device):
+            for write in recoded(source, rows.stored, grid, CHUNK_NUMEL):
+                _keep(parts, rows, write.part, write.box, write.values)
+        return _build(parts, rows)
+    encoder = rows.stored.encoder(rows.whole, str(device))
+    with reader.meter.hold(encoder.state_nbytes, device):
+        for box, offset in _chunks(rows.whole, rows.stored.block_size, reader.max_memory):
+            values = torch.empty(box.sizes, dtype=getattr(torch, rows.whole.dtype), device=device)
+            with reader.meter.hold(values.numel() * values.element_size(), device):
+                reader.decoded(source, box, values)
+                for write in encoder.feed(offset, values.view(-1)):
+                    _keep(parts, rows, write.part, write.box, write.values)
+        for write in encoder.finish():
+            _keep(parts, rows, write.part, write.box, write.values)
+    return _build(parts, rows)
+
+
+def _empty_parts(rows: Rows, device: torch.device) -> dict[str, torch.Tensor]:
+    """Part name -> an uninitialised tensor of the size that `_build` takes."""
+    import torch
+
+    parts = {}
+    for name in (DATA, SCALERS, FACTOR, MEAN, TABLE):
+        box = rows.stored.part_box(rows.whole, name, rows.box)
+        info = cast(dict[str, TensorInfo], rows.stored.parts(rows.whole))[name]
+        assert box is not None
+        parts[name] = torch.empty(box.sizes, dtype=getattr(torch, info.dtype), device=device)
+    return parts
+
+
+def _keep(
+    parts: dict[str, torch.Tensor], rows: Rows, name: str, box: Box, values: torch.Tensor
+) -> None:
+    """Copy what of a written range of a part falls to these rows."""
+    wanted = rows.stored.part_box(rows.whole, name, rows.box)
+    assert wanted is not None
+    wanted = wanted if wanted.sizes else Box((0,), (1,))
+    common = wanted.intersect(box)
+    if common is not None:
+        to, come = common.offsets[0] - wanted.offsets[0], common.offsets[0] - box.offsets[0]
+        n = common.sizes[0]
+        parts[name].view(-1)[to : to + n] = values[come : come + n]
+
+
+def _chunks(info: TensorInfo, block: int, max_memory: int) -> list[tuple[Box, int]]:
+    """Rows at a time, whole blocks each, with their first flat element."""
+    width = math.prod(info.shape[1:])
+    grain = block // math.gcd(block, width)
+    numel = min(CHUNK_NUMEL, max_memory // (2 * info.itemsize))
+    step = max(1, numel // (width * grain)) * grain
+    rest = (0,) * (len(info.shape) - 1)
+    return [
+        (Box((row, *rest), (min(step, info.shape[0] - row), *info.shape[1:])), row * width)
+        for row in range(0, info.shape[0], step)
+    ]

@@ -1,0 +1,253 @@
+"""Who writes what: every rank makes the same plan from what all ranks say that they hold.
+
+offers of all ranks  ->  stored tensors, each box with the one rank that writes it  ->  OutState
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.core.tiling import prove_tiling
+from ckptmap.errors import RunError
+from ckptmap.live.optimizer.owned_shards import CodedPiece, Held, Holding, Piece
+from ckptmap.optim.lowbit import CODES, QMAP, SCALE, Cell, LowBit, flat_span, joined
+from ckptmap.protocols import OutState, OutTensor, Refusal
+from ckptmap.tensors import Box, Path, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+SMALL_NBYTES = 64 << 10
+"""On a GPU, larger tensors are not copied only to compare replicas."""
+
+Boxes = list[tuple[int, Box]]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A Holding without its values, as other ranks are told of it."""
+
+    path: Path
+    info: TensorInfo
+    boxes: tuple[Box, ...]
+    primary: bool | None
+    checked: bool
+    digest: str = ""
+    coded: tuple[str, int, bool] | None = None
+    is_buffer: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Does no mesh say what each rank holds?"""
+        return self.primary is None
+
+
+def offer(holding: Holding) -> Offer:
+    first = holding.pieces[0] if holding.pieces else None
+    coded = None
+    if isinstance(first, CodedPiece):
+        codes = first.codes
+        coded = (codes.scheme, codes.block_size, codes.signed)
+    boxes = tuple(piece.box for piece in holding.pieces)
+    told_apart = holding.primary is None and (holding.checked or holding.is_buffer)
+    return Offer(
+        holding.path, holding.info, boxes, holding.primary, holding.checked,
+        _digest(holding) if told_apart else "", coded, holding.is_buffer,
+    )  # fmt: skip
+
+
+def _digest(holding: Holding) -> str:
+    """Of the bytes, to compare replicas; empty where that would cost a copy from the device."""
+    for values in itertools.chain.from_iterable(map(tensors_of, holding.pieces)):
+        if values.device.type != "cpu" and values.nbytes > SMALL_NBYTES:
+            return ""
+    return digest_of(holding.pieces)
+
+
+def tensors_of(piece: Piece | CodedPiece) -> list[torch.Tensor]:
+    return list(piece.codes.parts.values()) if isinstance(piece, CodedPiece) else [piece.values]
+
+
+def digest_of(pieces: Iterable[Piece | CodedPiece]) -> str:
+    """Of their bytes, wherever they are."""
+    import xxhash
+
+    from ckptmap.live.model.reader import as_bytes
+
+    digest = xxhash.xxh3_64()
+    for values in itertools.chain.from_iterable(map(tensors_of, pieces)):
+        digest.update(as_bytes(values))
+    found: str = digest.hexdigest()
+    return found
+
+
+def drifted_buffers(offers: Sequence[Sequence[Offer]]) -> list[str]:
+    """Names of those that are not the same on every rank."""
+    first: dict[Path, Offer] = {}
+    found: dict[str, None] = {}
+    for some in offers:
+        for one in some:
+            if one.is_buffer and _differ(one, first.setdefault(one.path, one)):
+                found[str(one.path[-1])] = None
+    return list(found)
+
+
+def _differ(one: Offer, other: Offer) -> bool:
+    """As far as it is known."""
+    return bool(one.digest and other.digest) and one.digest != other.digest
+
+
+@dataclass
+class Assignment:
+    """`mine` are the values that this rank writes, by stored path and box."""
+
+    tensors: list[OutTensor] = field(default_factory=list)
+    records: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    mine: dict[tuple[Path, Box], torch.Tensor] = field(default_factory=dict)
+
+    def state(self, values: Mapping[Path, Any], world: int) -> OutState:
+        return OutState(self.tensors, values, self.records, world)
+
+
+class Assigner:
+    """Gives every box to one rank, the least loaded where several hold it."""
+
+    def __init__(self, rank: int, world: int, held: Held) -> None:
+        self._rank = rank
+        self._load = [0] * world
+        self._held = {holding.path: holding for holding in held.holdings}
+        self._found = Assignment(records=dict(held.records))
+
+    def assign(self, offers: Sequence[Sequence[Offer]]) -> Assignment:
+        """`offers` of every rank. Raises RunError CKM509 where replicas differ, CKM510 where boxes
+        do not tile a tensor."""
+        by_path: dict[Path, list[tuple[int, Offer]]] = {}
+        for rank, some in enumerate(offers):
+            for one in some:
+                by_path.setdefault(one.path, []).append((rank, one))
+        for path, found in by_path.items():
+            self._check(path, found)
+            if any(one.coded for _, one in found):
+                self._moment(path, found)
+            else:
+                self._dense(path, found)
+        return self._found
+
+    def _check(self, path: Path, found: Sequence[tuple[int, Offer]]) -> None:
+        """Replicas that must be the same are."""
+        name = ".".join(map(str, path))
+        rank, first = found[0]
+        for other, one in found[1:]:
+            if one.checked and _differ(one, first):
+                raise RunError(
+                    "CKM509",
+                    f"{name}: ranks {rank} and {other} hold replicas that differ",
+                    "the replicas have drifted apart (stochastic rounding needs equal random"
+                    " streams); save with replicas='first' to keep the lowest rank's",
+                )
+            if one.checked and path[0] == "model" and one.is_whole != first.is_whole:
+                ranks = (rank, other) if first.is_whole else (other, rank)
+                raise RunError(
+                    "CKM510",
+                    f"{name}: rank {ranks[0]} holds all of it, rank {ranks[1]} a part by a mesh",
+                    "the ranks do not hold the same model",
+                )
+            if one.info.shape != first.info.shape or (
+                one.info.dtype != first.info.dtype and not (one.coded or first.coded)
+            ):
+                raise RunError(
+                    "CKM510",
+                    f"{name}: is {first.info} on rank {rank}, {one.info} on rank {other}",
+                    "the ranks do not hold the same model",
+                )
+
+    def _owned(self, found: Sequence[tuple[int, Offer]], nbytes: int) -> list[tuple[int, Offer]]:
+        if found[0][1].primary is not None:
+            return [(rank, one) for rank, one in found if one.primary]
+        checked = found[0][1].checked
+        owner = min(found, key=lambda f: (self._load[f[0]], f[0])) if checked else found[0]
+        self._load[owner[0]] += nbytes
+        return [owner]
+
+    def _dense(self, path: Path, found: Sequence[tuple[int, Offer]]) -> None:
+        info = found[0][1].info
+        owned = self._owned(found, info.nbytes)
+        by_box: dict[Box, int] = {}
+        for rank, one in owned:  # meshes of one dim each know nothing of the other's replicas
+            for box in one.boxes:
+                by_box.setdefault(box, rank)
+        chunks = [(rank, box) for box, rank in by_box.items()]
+        self._add(path, info, sorted(chunks, key=lambda c: (c[1].offsets, c[0])))
+        if self._rank in by_box.values():
+            for piece in self._held[path].pieces:
+                assert not isinstance(piece, CodedPiece)
+                if by_box[piece.box] == self._rank:
+                    self._found.mine[path, piece.box] = piece.values
+
+    def _add(self, path: Path, info: TensorInfo, chunks: Boxes) -> None:
+        wrong = prove_tiling(info.shape, [box for _, box in chunks])
+        if wrong is not None:
+            raise RunError(
+                "CKM510",
+                f"{'.'.join(map(str, path))}: {wrong}, expected to fill {info}",
+                "every rank that holds a part of the model must call save",
+            )
+        self._found.tensors.append(OutTensor(path, info, chunks))
+
+    # ------------------------------------------------------------------ moments in codes
+
+    def _moment(self, path: Path, found: Sequence[tuple[int, Offer]]) -> None:
+        """Cells of all ranks as one encoding, and each rank's codes as runs of its parts."""
+        info = TensorInfo(found[0][1].info.shape, "float32")
+        owned = self._owned(found, info.numel)
+        scheme, block, signed = next(one.coded for _, one in found if one.coded)
+        cells: dict[Cell, int] = {}
+        for rank, one in owned:
+            for box in one.boxes:
+                cells.setdefault(Cell(box, one.coded is not None), rank)
+        plain = next((one.info.dtype for _, one in owned if not one.coded), "float32")
+        together = joined(list(cells), info.shape, block)
+        encoding = LowBit(scheme, block, signed, together, plain)
+        parts = encoding.parts(info)
+        assert not isinstance(parts, Refusal)
+        chunks: dict[str, Boxes] = {part: [] for part in parts}
+        for cell, rank in cells.items():
+            places = _places(encoding, info, cell)
+            for part, box in places.items():
+                chunks[part].append((rank, box))
+                self._keep(path, rank, cell, part, box)
+        first = min(rank for cell, rank in cells.items() if cell.quantized)
+        if QMAP in parts:
+            table = Box.whole(parts[QMAP].shape)
+            chunks[QMAP] = [(first, table)]
+            self._keep(path, first, None, QMAP, table)
+        for part, part_info in parts.items():
+            where = sorted(chunks[part], key=lambda chunk: chunk[1].offsets)
+            self._add((*path[:-1], f"{path[-1]}.{part}"), part_info, where)
+        self._found.records[".".join(map(str, path))] = encoding.record(info)
+
+    def _keep(self, path: Path, rank: int, cell: Cell | None, part: str, box: Box) -> None:
+        if rank != self._rank:
+            return
+        where = (*path[:-1], f"{path[-1]}.{part}")
+        for piece in self._held[path].pieces:
+            if isinstance(piece, CodedPiece):
+                self._found.mine[where, box] = piece.codes.parts[part].view(-1)
+            elif cell is not None and piece.box == cell.box:
+                self._found.mine[where, box] = piece.values.reshape(-1)
+
+
+def _places(encoding: LowBit, info: TensorInfo, cell: Cell) -> Mapping[str, Box]:
+    """Where a cell's values lie in each part."""
+    if encoding.cells:
+        return encoding.place(encoding.cells.index(cell))
+    start, stop = flat_span(info.shape, cell.box)
+    packed, block = encoding.kind.packed, encoding.block_size
+    first, last = start // block, -(-stop // block)
+    return {
+        CODES: Box((start // packed,), ((stop - start) // packed,)),
+        SCALE: Box((first,), (last - first,)),
+    }

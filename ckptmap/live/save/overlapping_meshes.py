@@ -1,0 +1,61 @@
+"""Boxes that ranks of different meshes hold under one name: no mesh says that they are equal.
+
+    mesh ("tp", "dp"), a norm sharded over "dp" alone   -> each tp rank has computed the same
+    mesh ("ep", "dp"), experts sharded over "dp" alone  -> other weights under one name: refused
+
+A mesh names one rank for each of its boxes, so that only ranks of different meshes collide; where
+one mesh has everything, nothing is digested or exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptmap.errors import RunError
+from ckptmap.live.model.peers import Peers
+from ckptmap.live.optimizer.owned_shards import Held
+from ckptmap.live.save.assign_writers import Offer, digest_of
+from ckptmap.tensors import Box, Path
+
+Claim = tuple[Path, Box]
+
+
+def require_alike(held: Held, offers: Sequence[Sequence[Offer]], peers: Peers) -> None:
+    """Every rank calls it with the offers of all. Raises RunError CKM509, on all ranks, where the
+    values differ."""
+    claims = _claimed(offers)
+    if not claims:
+        return
+    mine: dict[Claim, str] = {}
+    with peers.together():
+        for holding in held.holdings:
+            for piece in holding.pieces:
+                if peers.rank in claims.get((holding.path, piece.box), ()):
+                    mine[holding.path, piece.box] = digest_of([piece])
+    told = peers.all(mine)
+    for claim, ranks in claims.items():
+        for other in ranks[1:]:
+            if told[other][claim] != told[ranks[0]][claim]:
+                raise _different(claim, ranks[0], other)
+
+
+def _claimed(offers: Sequence[Sequence[Offer]]) -> dict[Claim, list[int]]:
+    """Ranks that would each save a box, where there are several."""
+    found: dict[Claim, list[int]] = {}
+    for rank, some in enumerate(offers):
+        for one in some:
+            if one.primary and one.checked:
+                for box in one.boxes:
+                    found.setdefault((one.path, box), []).append(rank)
+    return {claim: ranks for claim, ranks in found.items() if len(ranks) > 1}
+
+
+def _different(claim: Claim, first: int, other: int) -> RunError:
+    path, box = claim
+    return RunError(
+        "CKM509",
+        f"{'.'.join(map(str, path))}: ranks {first} and {other}, of different meshes, hold other"
+        f" values of the part at {list(box.offsets)}, sizes {list(box.sizes)}",
+        "give weights that each group of ranks has for itself (experts, stages) names of their own,"
+        " or shard them over a mesh of all these ranks; replicas='first' saves the lowest rank's",
+    )

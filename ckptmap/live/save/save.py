@@ -1,0 +1,304 @@
+"""save(): a live model, its optimizer and all that a continuation needs, as one atomic checkpoint.
+
+    model, optimizer -> what each rank holds -> who writes what -> files of all ranks -> one rename
+
+Every rank writes its own boxes; nothing is gathered but descriptions and digests. The result is a
+DCP directory that torch's own `dcp.load` reads, too, with ckptmap's manifest.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.core import arguments
+from ckptmap.core.state_paths import ListIndex
+from ckptmap.errors import ArgumentError
+from ckptmap.live.model import extra_state as module_state
+from ckptmap.live.model import rng_state as streams
+from ckptmap.live.model.find_targets import find_targets
+from ckptmap.live.model.peers import Peers
+from ckptmap.live.model.report import listed
+from ckptmap.live.model.target import is_dtensor
+from ckptmap.live.optimizer import flat_lowbit as flat_codes
+from ckptmap.live.optimizer import run_settings as settings
+from ckptmap.live.optimizer.owned_shards import (
+    Held,
+    Holding,
+    Piece,
+    hold_model,
+    hold_optimizer,
+    holds_tensor,
+    info_of,
+    owners,
+)
+from ckptmap.live.optimizer.unwrap import unwrapped
+from ckptmap.live.save.assign_writers import Assigner, drifted_buffers, offer
+from ckptmap.live.save.overlapping_meshes import require_alike
+from ckptmap.live.save.write_dcp import Layout, snapshot, write
+from ckptmap.tensors import Box, Path
+
+if TYPE_CHECKING:
+    import torch
+
+_last: list[SaveHandle] = []
+"""The save that may still be running: the next one waits for it."""
+
+
+class SaveHandle:
+    """A save under way. `wait()` returns its notes once it is published, or raises its error."""
+
+    def __init__(
+        self, path: FilePath, run: Callable[[], tuple[str, ...]], background: bool
+    ) -> None:
+        self.path = path
+        self._run = run
+        self._notes: tuple[str, ...] = ()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if background:
+            self._thread = threading.Thread(target=self._work, name="ckptmap-save")
+            self._thread.start()
+        else:
+            self._work()
+            self.wait()
+
+    def _work(self) -> None:
+        try:
+            self._notes = self._run()
+        except BaseException as error:  # raised again by whoever waits
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def settle(self) -> None:
+        """Until it has ended, whether or not it failed."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait(self) -> tuple[str, ...]:
+        """Until it is published on all ranks. Raises DestinationError or RunError on each of them
+        where it failed on one; the destination is then as it was."""
+        self.settle()
+        if self._error is not None:
+            raise self._error
+        return self._notes
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    *,
+    step: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    replicas: str = "check",
+    background: bool = True,
+) -> SaveHandle:
+    """Save a model, its optimizer, its scheduler and every rank's random streams.
+
+    Every rank calls it, whatever wraps the model: plain, DDP, compiled, FSDP1, FSDP2, HSDP, TP.
+    Names are plain FQNs, optimizer state is keyed by them. Values are copied to the CPU before it
+    returns (`background=False`: written before it returns, and not copied); `wait()` tells when
+    they are published. Low-bit state is stored as plain parts with a record.
+
+    step, extra  plain values and tensors of rank 0; `ckptmap.load` returns them in its report
+    overwrite    replace the checkpoint that is there
+    replicas     "check": parameters that several ranks hold whole, or several meshes hold, must be
+                 equal; "first": those of the lowest rank are saved
+
+    Buffers may differ between ranks, as statistics of BatchNorm do under FSDP: those of the lowest
+    rank are saved, and a note of `wait()` says so (under DDP, rank 0's are everybody's).
+
+    Raises, on all ranks: DestinationError before a byte is written, LoadError CKM505 or CKM508 for
+    what cannot be saved, ArgumentError CKM516 for values that cannot, RunError CKM509 where
+    replicas differ, CKM510 where the ranks' parts do not make whole tensors.
+    """
+    while _last:
+        _last.pop().settle()
+    random_state = streams.captured()
+    peers = Peers.join("save")
+    with peers.together():
+        arguments.place("path", path)
+        arguments.module("model", model)
+        arguments.scheduler(scheduler, "state_dict")
+        arguments.choice("replicas", replicas, ("check", "first"))
+        step = None if step is None else arguments.whole("step", step, 0)
+        more = arguments.extra(extra, ("step",) * (step is not None))
+        held = _held(model, optimizer, scheduler, peers, random_state, step, more)
+        offered = [offer(holding) for holding in held.holdings]
+    offers = peers.all(offered)
+    everything = peers.all((held.values, held.records))
+    told = peers.all((held.settings["layout"], bool(held.decoded), replicas))
+    if any(wanted == "check" for *_, wanted in told):
+        require_alike(held, offers, peers)
+    with peers.together():
+        layouts, decoded = [layout for layout, *_ in told], any(found for _, found, _ in told)
+        drifted = [] if _broadcasts_buffers(model) else drifted_buffers(offers)
+        described = {
+            **held.settings, "layout": layouts, "decoded": decoded, "buffers": drifted,
+        }  # fmt: skip
+        _values(held, ("extra", settings.KEY), described)
+        if replicas == "first":
+            offers = [[_unchecked(one) for one in some] for some in offers]
+        for values, records in reversed(everything):
+            held.records.update(records)
+            held.values |= values
+        assignment = Assigner(peers.rank, peers.world, held).assign(offers)
+        target = FilePath(path)
+        with arguments.in_python():
+            state = assignment.state(_ordered(held.values), peers.world)
+            layout = Layout.of(state, target.name)
+        copies = snapshot(assignment.mine, copied=background)
+
+    notes = _lost(drifted)
+
+    def publish() -> tuple[str, ...]:
+        with arguments.in_python():
+            return (*write(layout, copies, target, overwrite, peers), *notes)
+
+    handle = SaveHandle(target, publish, background)
+    _last.append(handle)
+    return handle
+
+
+def _unchecked(one: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(one, checked=False)
+
+
+def _broadcasts_buffers(model: torch.nn.Module) -> bool:
+    """Under DDP each forward begins with rank 0's: nothing is lost with the others'."""
+    return any(getattr(module, "broadcast_buffers", False) for module in model.modules())
+
+
+def _lost(buffers: Sequence[str]) -> tuple[str, ...]:
+    if not buffers:
+        return ()
+    what = "buffer differs" if len(buffers) == 1 else "buffers differ"
+    return (
+        f"{len(buffers)} {what} between ranks, those of the lowest were saved: {listed(buffers)}",
+    )
+
+
+def _ordered(values: Mapping[Path, Any]) -> dict[Path, Any]:
+    return {path: values[path] for path in sorted(values, key=lambda path: tuple(map(str, path)))}
+
+
+def _held(
+    model: torch.nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    peers: Peers,
+    random_state: Mapping[str, Any],
+    step: int | None,
+    extra: dict[str, Any],
+) -> Held:
+    held = Held()
+    targets, _ = find_targets(model)
+    optimizer = None if optimizer is None else unwrapped(optimizer)
+    mine = [] if optimizer is None else owners(optimizer, targets)
+    held.settings = settings.describe(model, optimizer, targets, peers.world)
+    hold_model(held, targets)
+    if optimizer is not None:
+        hold_optimizer(held, mine)
+        for fqn, kept in flat_codes.held(mine).items():
+            _values(held, ("extra", flat_codes.KEY, f"rank{peers.rank}", fqn), kept, private=True)
+        if peers.rank == 0:
+            _values(held, ("optimizer", "param_groups"), _groups(mine))
+    _values(held, ("extra", streams.KEY, f"rank{peers.rank}"), random_state, private=True)
+    states = {k: m.get_extra_state() for k, m in module_state.getters(model).items()}
+    if peers.rank == 0:
+        for key, value in states.items():
+            _values(held, ("extra", module_state.KEY, key), value)
+        if scheduler is not None:
+            _values(held, ("extra", "scheduler"), scheduler.state_dict())
+        if step is not None:
+            extra = {"step": step, **extra}
+        own = {settings.KEY, streams.KEY, flat_codes.KEY, module_state.KEY, "scheduler"}
+        reserved = own & set(extra)
+        if reserved:
+            raise ArgumentError(
+                "CKM516", f"extra: {sorted(reserved)} are ckptmap's own", "use other names"
+            )
+        for key, value in extra.items():
+            _values(held, ("extra", key), value)
+    return held
+
+
+def _groups(mine: Any) -> list[dict[str, Any]]:
+    """Hyper-parameters with `params` by FQN."""
+    groups: dict[int, dict[str, Any]] = {}
+    for owner in mine:
+        group = owner.part.group
+        known = groups.setdefault(
+            id(group),
+            {
+                **{k: v for k, v in group.items() if k not in ("params", "param_names")},
+                "params": [],
+            },
+        )
+        known["params"] += [target.fqn for target, _ in owner.members]
+    return list(groups.values())
+
+
+def _values(held: Held, path: Path, value: Any, private: bool = False) -> None:
+    """A value of any nesting: its tensors beside the plain rest."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        _require_plain(path, value)
+        whole = value.detach()
+        piece = Piece(Box.whole(tuple(whole.shape)), whole)
+        info = info_of(whole.shape, whole)
+        held.holdings.append(Holding(path, info, [piece], True if private else None))
+    elif not holds_tensor(value):
+        held.values[path] = plain(value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _values(held, (*path, key), item, private)
+    else:
+        for number, item in enumerate(value):
+            _values(held, (*path, ListIndex(number)), item, private)
+
+
+def _require_plain(path: Path, value: Any) -> None:
+    """Raises ArgumentError CKM516 for a tensor whose values are not bytes of this rank."""
+    import torch
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    wraps = is_traceable_wrapper_subclass(value)
+    if wraps or value.is_meta or value.is_quantized or value.layout != torch.strided:
+        kind = f"a {type(value).__name__}, {value.layout}, on {value.device.type}"
+        if wraps:
+            kind = f"a {type(value).__name__}"
+        hint = "give its values as a plain tensor: to_dense(), dequantize()"
+        if is_dtensor(value):
+            hint = (
+                "give its full_tensor(), taken on every rank, or save the model that it is of by a"
+                " ckptmap.save of its own"
+            )
+        where = ".".join(map(str, path))
+        raise ArgumentError("CKM516", f"{where}: is {kind}, expected a plain tensor", hint)
+
+
+def plain(value: Any) -> Any:
+    """The same of Python's own types, as far as subclasses go: Counter -> dict, TorchVersion -> str.
+
+    What is no plain value stays as it is, and is refused by the writer under its name.
+    """
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [plain(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    kinds: tuple[Any, ...] = (bool, int, float, str, bytes)
+    return next((kind(value) for kind in kinds if isinstance(value, kind)), value)

@@ -1,0 +1,204 @@
+"""A save on disk: each rank writes its own file of a DCP directory, rank 0 publishes the whole.
+
+snapshot -> files of all ranks in one work directory -> manifest -> read back -> one rename
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+from ckptmap import registry
+from ckptmap.checkpoint.checkpoint import open as open_checkpoint
+from ckptmap.core.text import counted
+from ckptmap.errors import RunError
+from ckptmap.execution import manifest
+from ckptmap.live.model.peers import Peers
+from ckptmap.live.model.reader import as_bytes, is_as_it_lies
+from ckptmap.operations.check_structure import check_structure
+from ckptmap.operations.overwrite import refuse_stranger
+from ckptmap.protocols import OutFile, OutState
+from ckptmap.storage.crc32 import crc32
+from ckptmap.storage.publish import Workspace
+from ckptmap.tensors import Box, Path
+from ckptmap.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+WRITER = "dcp"
+
+
+def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> dict[Any, Any]:
+    """Values on the CPU, row-major; `copied`: apart from the live ones, which go on changing."""
+    import torch
+
+    found: dict[Any, Any] = {}
+    for key, values in mine.items():
+        values = values.detach()
+        pinned = values.is_cuda
+        apart = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=pinned)
+        if copied or values.device.type != "cpu" or not is_as_it_lies(values):
+            apart.copy_(values, non_blocking=pinned)
+            found[key] = apart
+        else:
+            found[key] = values
+    if any(values.is_cuda for values in mine.values()):
+        torch.cuda.synchronize()
+    return found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Files of all ranks, which every rank lays out alike."""
+
+    state: OutState
+    files: Sequence[OutFile]
+    digest: str
+
+    @classmethod
+    def of(cls, state: OutState, name: str) -> Layout:
+        files = registry.writer(WRITER).files(state, name)
+        said = [(f.name, f.nbytes, [(s.path, s.box, s.offset) for s in f.slots]) for f in files]
+        digest = hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
+        return cls(state, files, digest)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Digests of one file's slots, in order."""
+
+    name: str
+    digests: tuple[str, ...]
+
+
+def write(
+    layout: Layout, values: Mapping[tuple[Path, Box], Any], dst: FilePath, overwrite: bool,
+    peers: Peers,
+) -> tuple[str, ...]:  # fmt: skip
+    """Write and publish; every rank calls it, and gets what rank 0 notes. The destination is
+    complete or as it was. Raises DestinationError, RunError on all ranks."""
+    work: Workspace | None = None
+    try:
+        with peers.together():
+            if peers.rank == 0:
+                work = _open(layout, dst, overwrite)
+        out_dir = FilePath(peers.all(str(work.out_dir) if work else "")[0])
+        written: list[Written] = []
+        with peers.together():
+            for file in _mine(layout.files, peers.rank):
+                written.append(_write_file(out_dir / file.name, file, values))
+        everything = [one for some in peers.all(written) for one in some]
+        with peers.together():
+            if work is not None:
+                _finish(layout, out_dir, everything)
+                work.publish()
+        return peers.all(tuple(work.notes) if work else ())[0]
+    finally:
+        if work is not None:
+            work.__exit__(None, None, None)
+
+
+def _open(layout: Layout, dst: FilePath, overwrite: bool) -> Workspace:
+    if overwrite:
+        refuse_stranger(dst)
+    return Workspace.open(
+        dst, layout.digest, one_file=False, overwrite=overwrite, nbytes=layout.nbytes
+    )
+
+
+def _mine(files: Sequence[OutFile], rank: int) -> list[OutFile]:
+    """The data file of this rank; rank 0 writes what has no rank's name, too."""
+    own = f"__{rank}_"
+    return [
+        file
+        for file in files
+        if file.name.startswith(own) or (rank == 0 and not file.name.startswith("__"))
+    ]
+
+
+def _write_file(path: FilePath, file: OutFile, values: Mapping[Any, Any]) -> Written:
+    import xxhash
+
+    digests, crcs = [], []
+    try:
+        fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        try:
+            for slot in file.slots:
+                data = as_bytes(values[slot.path, slot.box])
+                assert data.nbytes == slot.nbytes, slot
+                _write_all(fd, data, slot.offset)
+                digests.append(xxhash.xxh3_64_hexdigest(data))
+                crcs.append(crc32(data) if file.needs_crc else 0)
+            for offset, piece in file.pieces(crcs if file.needs_crc else (), None):
+                _write_all(fd, memoryview(piece), offset)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise RunError(
+            "CKM306", f"{path}: write failed: {error.strerror}", "free some space and save again"
+        ) from error
+    return Written(file.name, tuple(digests))
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        done = os.pwrite(fd, data, offset)
+        data, offset = data[done:], offset + done
+
+
+def _finish(layout: Layout, out_dir: FilePath, written: Sequence[Written]) -> None:
+    """The manifest, and the proof: our own reader finds every tensor where it was put."""
+    document = _document(layout, {one.name: one.digests for one in written})
+    (out_dir / manifest.NAME).write_bytes(manifest.emit(document))
+    with open_checkpoint(out_dir) as ckpt:
+        problems = check_structure(ckpt, json.loads(manifest.emit(document)))
+    if problems:
+        raise RunError(
+            "CKM401",
+            f"the save is not as planned: {problems[0]} ({counted(len(problems), 'problem')})",
+            "nothing was published; this is a defect of ckptmap, please report it",
+        )
+
+
+def _document(layout: Layout, digests: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """A manifest as a conversion's: a live run is its source."""
+    tensors: dict[str, Any] = {}
+    for file in layout.files:
+        for slot, digest in zip(file.slots, digests[file.name], strict=True):
+            key = ".".join(map(str, slot.path))
+            entry = tensors.setdefault(key, {"fqn": _fqn(slot.path), "chunks": []})
+            box = slot.box
+            entry["chunks"].append(
+                (file.name, slot.offset, slot.nbytes, box.offsets, box.sizes, digest)
+            )
+    return {
+        "schema": manifest.SCHEMA,
+        "ckptmap": __version__,
+        "plan": layout.digest,
+        "setup": "fsdp2",
+        "container": WRITER,
+        "world_size": layout.state.world_size,
+        "source": {"container": "live", "setup": "live"},
+        "files": {file.name: {"nbytes": file.nbytes} for file in layout.files},
+        "carried": {},
+        "tensors": tensors,
+        "logical": {},
+        "records": dict(layout.state.records),
+        "dropped": {},
+        "tied": {},
+    }
+
+
+def _fqn(path: Path) -> str:
+    """As a plan names it: below its role."""
+    return ".".join(map(str, path[2:] if path[0] == "optimizer" else path[1:]))

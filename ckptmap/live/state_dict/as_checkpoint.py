@@ -1,0 +1,281 @@
+"""A state dict of a live run as a checkpoint: what every rank holds of it, nothing moved.
+
+{"layers.0.weight": DTensor, ...} of each rank  ->  pieces  ->  stored tensors that all ranks know,
+each box with the ranks that hold it  ->  Checkpoint
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.roles import Roles
+from ckptmap.core.state_paths import ListIndex
+from ckptmap.errors import LoadError
+from ckptmap.live.model.peers import Peers
+from ckptmap.live.model.target import PLAIN, Target, held, is_dtensor, is_nf4
+from ckptmap.live.optimizer.base import codes_of
+from ckptmap.live.optimizer.owned_shards import (
+    CodedPiece,
+    Held,
+    Holding,
+    Piece,
+    holds_tensor,
+    info_of,
+)
+from ckptmap.live.quantized import int8 as int8_live
+from ckptmap.live.quantized import nf4 as nf4_live
+from ckptmap.live.save.assign_writers import Assigner, Assignment, Offer, offer
+from ckptmap.live.state_dict import sharded_tensor as sharded
+from ckptmap.live.state_dict.memory_files import LiveStored, Memory
+from ckptmap.optim.order import Weight
+from ckptmap.optim.reading import Model
+from ckptmap.storage.files import Files
+from ckptmap.tensors import Box, Index, Path, TensorInfo, as_saved
+
+if TYPE_CHECKING:
+    import torch
+
+MODEL: Path = ("model",)
+OPTIMIZER: Path = ("optimizer",)
+WHERE = "state dict"
+Sources = Mapping[Path, tuple[TensorInfo, Sequence[tuple[int, Box]]]]
+"""Stored path -> what it is, and (rank, box) of all that is held of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf(Target):
+    """A tensor of a state dict; it sits in no module."""
+
+    value: Any = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        found: torch.Tensor = self.value
+        return found
+
+
+class LiveCheckpoint(Checkpoint):
+    """A state dict in memory; it keeps its order, as a pickled one does.
+
+    `weights`, where it has optimizer state alone, are those of the live model.
+    """
+
+    def __init__(self, index: Index, roles: Roles, weights: Mapping[str, TensorInfo]) -> None:
+        self._weights = weights
+        super().__init__(WHERE, index, roles, Files())
+
+    def _model(self, plain: Mapping[str, str]) -> Model:
+        if not self._weights:
+            return super()._model(plain)
+        weights = [Weight(fqn, info) for fqn, info in self._weights.items()]
+        return Model(weights, {fqn: fqn for fqn in self._weights}, self._keeps_order)
+
+
+@dataclass(frozen=True, eq=False)
+class Live:
+    """A state dict of all ranks; `memory` has this rank's part of it."""
+
+    checkpoint: Checkpoint
+    memory: Memory
+    sources: Sources
+    peers: Peers
+
+
+def opened(
+    state: Mapping[str, Any],
+    peers: Peers,
+    role: str,
+    weights: Mapping[str, TensorInfo] | None = None,
+) -> Live:
+    """Every one of `peers` calls it with what it has: shards, or all, or nothing.
+
+    role     "model" or "optimizer": what the state dict is
+    weights  of the model that optimizer state is of
+
+    Raises, on all ranks: LoadError CKM505 for tensors that cannot be read, RunError CKM510 where
+    the ranks' parts do not make whole tensors.
+    """
+    mine = Held()
+    with peers.together():
+        for path, value in _leaves(state, (role,)):
+            _hold(mine, path, value)
+    offers = peers.all([offer(replace(one, checked=False)) for one in mine.holdings])
+    told = peers.all((mine.values, mine.records, _ties(mine.holdings)))
+    with peers.together():
+        ties: dict[Path, object] = {}
+        for values, records, shared in reversed(told):
+            mine.values |= values
+            mine.records.update(records)
+            ties |= shared
+        assignment = Assigner(peers.rank, peers.world, mine).assign(offers)
+        memory = _memory(mine, assignment)
+        index = _index(assignment, mine, memory, ties, peers.world)
+        with memory.readable():
+            checkpoint = LiveCheckpoint(index, _roles(index, role), weights or {})
+    return Live(checkpoint, memory, _sources(offers, assignment), peers)
+
+
+def assigned(state: Mapping[Path, Any], peers: Peers) -> Assignment:
+    """Tensors by path as stored tensors, each box with the one rank that writes it, of replicas the
+    lowest. Raises as `opened` does."""
+    mine = Held()
+    with peers.together():
+        for path, value in state.items():
+            _hold(mine, path, value)
+    offers = peers.all([offer(replace(one, checked=False)) for one in mine.holdings])
+    for records in peers.all(mine.records):
+        mine.records.update(records)
+    with peers.together():
+        return Assigner(peers.rank, peers.world, mine).assign(offers)
+
+
+def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, Mapping) and value and all(isinstance(key, str | int) for key in value):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, list | tuple) and any(map(holds_tensor, value)):
+        for number, item in enumerate(value):
+            yield from _leaves(item, (*path, ListIndex(number)))
+    else:
+        yield path, value
+
+
+# ------------------------------------------------------------------------------- what is held
+
+
+def _hold(mine: Held, path: Path, value: Any) -> None:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        mine.values[path] = value
+        return
+    if sharded.is_sharded(value):
+        mine.holdings.append(sharded.holding(path, value))
+        return
+    leaf = Leaf((str(path[-1]),), (), False, None, value.detach())
+    local = leaf.local
+    codes = codes_of(leaf.tensor)
+    _refuse(path, leaf, codes is not None)
+    if codes is not None:
+        info = TensorInfo(tuple(value.shape), "float32")
+        ((box, _),) = held(leaf)
+        mine.holdings.append(Holding(path, info, [CodedPiece(box, codes)], _primary(leaf)))
+    elif is_nf4(local) or int8_live.is_live(local):
+        _hold_quantized(mine, path, leaf)
+    else:
+        info = info_of(value.shape, local)
+        pieces = [Piece(box, view) for box, view in leaf.windows(local)]
+        if not leaf.is_cut and not pieces:
+            pieces = [Piece(Box.whole(info.shape), local)]  # an empty tensor is a tensor
+        mine.holdings.append(Holding(path, info, pieces, _primary(leaf)))
+
+
+def _hold_quantized(mine: Held, path: Path, leaf: Leaf) -> None:
+    """Parts and record, as a save names them."""
+    if is_nf4(leaf.local):
+        record, parts = nf4_live.stored_parts(leaf)
+        names = [f"{path[-1]}.{part.name}" for part in parts]
+    else:
+        record, parts = int8_live.stored_parts(leaf, str(path[-1]))
+        names = [part.name for part in parts]
+    for name, part in zip(names, parts, strict=True):
+        primary = None if part.everywhere else _primary(leaf)
+        piece = Piece(part.box, part.values)
+        mine.holdings.append(Holding((*path[:-1], name), part.info, [piece], primary))
+    mine.records[".".join(map(str, path))] = record
+
+
+def _primary(leaf: Leaf) -> bool | None:
+    return leaf.is_primary if leaf.is_cut else None
+
+
+def _refuse(path: Path, leaf: Leaf, coded: bool) -> None:
+    name, kind = ".".join(map(str, path)), type(leaf.local).__name__
+    if str(leaf.local.layout) != "torch.strided":
+        kind = f"tensor of layout {leaf.local.layout}"
+    if leaf.local.is_meta and leaf.local.numel():
+        raise LoadError("CKM505", f"{WHERE}: {name} is on meta, it has no values", "load it first")
+    if coded and len(held(leaf)) != 1:
+        raise LoadError(
+            "CKM508", f"{WHERE}: {name} is in codes over {len(held(leaf))} boxes of one rank",
+            "use a mesh of plain shards",
+        )  # fmt: skip
+    if not coded and kind not in PLAIN:
+        raise LoadError(
+            "CKM505",
+            f"{WHERE}: {name} is a {kind}, expected a tensor, DTensor, NF4Tensor or Int8Tensor",
+            "decode it, or save it and convert the checkpoint",
+        )
+
+
+def _ties(holdings: Sequence[Holding]) -> dict[Path, object]:
+    """Path -> the first path whose values are the same bytes of memory."""
+    first: dict[object, Path] = {}
+    found: dict[Path, object] = {}
+    for holding in holdings:
+        pieces = [piece for piece in holding.pieces if isinstance(piece, Piece)]
+        keys = [
+            (v.data_ptr(), tuple(v.shape), v.stride(), v.dtype, str(v.device))
+            for v in (piece.values for piece in pieces)
+            if v.numel()
+        ]
+        if keys:
+            found[holding.path] = first.setdefault(tuple(keys), holding.path)
+    return found
+
+
+# ------------------------------------------------------------------------------- what all hold
+
+
+def _memory(mine: Held, assignment: Assignment) -> Memory:
+    memory = Memory()
+    for holding in mine.holdings:
+        for piece in holding.pieces:
+            if isinstance(piece, Piece):
+                memory.hold(holding.path, piece.box, piece.values)
+    known = {holding.path for holding in mine.holdings}
+    for (path, box), values in assignment.mine.items():
+        if path not in known:  # a part of a moment in codes
+            memory.hold(path, box, values.view(box.sizes))
+    return memory
+
+
+def _index(
+    assignment: Assignment, mine: Held, memory: Memory, ties: Mapping[Path, object], world: int
+) -> Index:
+    leaves: dict[Path, Any] = {
+        one.path: LiveStored(one.info, one.path, memory, ties.get(one.path))
+        for one in assignment.tensors
+    }
+    leaves |= mine.values
+    return Index("live", leaves, (), assignment.records, world, listed=as_saved)
+
+
+def _roles(index: Index, role: str) -> Roles:
+    """Who says what it is need not have it guessed."""
+    below = {path[1:]: leaf for path, leaf in index.leaves.items() if len(path) > 1}
+    if role == "model":
+        tensors = {path: leaf for path, leaf in below.items() if isinstance(leaf, LiveStored)}
+        return Roles(MODEL, tensors, None, {}, {})
+    return Roles(MODEL, {}, OPTIMIZER, below, {})
+
+
+def _sources(offers: Sequence[Sequence[Offer]], assignment: Assignment) -> Sources:
+    """Every rank's copies: of replicas the nearest is taken, not the one that would be saved."""
+    held_by: dict[Path, dict[tuple[int, Box], None]] = {}
+    for rank, some in enumerate(offers):
+        for one in some:
+            held_by.setdefault(one.path, {}).update(dict.fromkeys((rank, b) for b in one.boxes))
+    found = {}
+    for tensor in assignment.tensors:
+        boxes = held_by.get(tensor.path) or dict.fromkeys(tensor.chunks)
+        found[tensor.path] = (tensor.info, tuple(boxes))
+    return found
+
+
+def is_spread(tensors: Sequence[Any]) -> bool:
+    """Is it said of any of them what each rank holds?"""
+    return any(is_dtensor(tensor) or sharded.is_sharded(tensor) for tensor in tensors)

@@ -1,0 +1,162 @@
+"""What FSDP1's own `load_state_dict` takes, made beside the model and without gathering it.
+
+FULL_STATE_DICT      every rank has all of a tensor
+SHARDED_STATE_DICT   the rows that torch.chunk gives a rank: a ShardedTensor, or a DTensor where the
+                     model was wrapped with a device mesh
+LOCAL_STATE_DICT     flat shards by unit, which are no tensors of the model's names: refused
+
+Source: torch 2.13, torch/distributed/fsdp/_state_dict_utils.py and _shard_utils.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import LoadError
+from ckptmap.live.model.fsdp1 import FlatTarget, handles
+from ckptmap.live.model.target import Target, chunk_bounds
+from ckptmap.live.state_dict.load_state_dict import Shadow
+from ckptmap.mapping.wrappers import SEGMENTS, strip_wrappers
+from ckptmap.tensors import Box
+
+if TYPE_CHECKING:
+    import torch
+
+OWN_SEGMENTS = (SEGMENTS["fsdp1"], SEGMENTS["checkpoint"])
+"""What FSDP1 and checkpoint wrappers put into module paths, and leave out of state dicts."""
+
+WHOLE_SCALAR = Box((), ())
+
+
+@dataclass(frozen=True, eq=False)
+class FlatShadow(Shadow):
+    """A tensor of a flat parameter as a state dict of the model's type has it.
+
+    flat   the tensor in the model
+    owner  the FSDP1 module that holds it
+    rows   what of it this rank has in the state dict
+    """
+
+    flat: Any = None
+    owner: Any = None
+    rows: Box = WHOLE_SCALAR
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """A stand-in without data."""
+        found: torch.Tensor = self.flat.tensor
+        return found
+
+    @property
+    def local(self) -> torch.Tensor:
+        made = self.made.get("")
+        if made is not None:
+            return made
+        shard: torch.Tensor = self.flat.shard
+        return shard.new_empty(1).expand(self.rows.sizes)  # its shape and device, no memory
+
+    def windows(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+        return [(self.rows, local)] if self.rows.numel else []
+
+    @property
+    def result(self) -> torch.Tensor | None:
+        made = self.made.get("")
+        if made is None or not is_sharded_type(self.owner):
+            return made
+        mesh = getattr(self.owner, "_device_mesh", None)
+        if mesh is None:
+            return _sharded(made, self.flat.shape, self.rows, self.owner)
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        placements = [*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0)]
+        shape, stride = self.tensor.shape, self.tensor.stride()
+        return DTensor.from_local(
+            made, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+
+def shadows(model: torch.nn.Module, targets: Sequence[Target]) -> list[Shadow]:
+    """A shadow of every target. Raises LoadError CKM505 where no state dict can hold one, and for
+    LOCAL_STATE_DICT."""
+    owners = {id(handle): module for module, handle in handles(model)}
+    return [
+        _flat_shadow(target, owners[id(target.handle)])
+        if isinstance(target, FlatTarget)
+        else Shadow.of(target)
+        for target in targets
+    ]
+
+
+def _flat_shadow(flat: FlatTarget, owner: Any) -> FlatShadow:
+    if _type(owner) == "LOCAL_STATE_DICT":
+        raise LoadError(
+            "CKM505",
+            "model: its state dict type is LOCAL_STATE_DICT, expected FULL or SHARDED_STATE_DICT",
+            "set it with FullyShardedDataParallel.set_state_dict_type, or load with ckptmap.load",
+        )
+    rows = Box.whole(flat.shape)
+    if is_sharded_type(owner):
+        start, stop = chunk_bounds(flat.shape[0], owner.world_size, owner.rank)
+        rows = Box((start, *rows.offsets[1:]), (stop - start, *rows.sizes[1:]))
+    return FlatShadow(
+        flat.names, flat.places, flat.is_buffer, None, {}, flat=flat, owner=owner, rows=rows,
+        adapted=flat.adapted,
+    )  # fmt: skip
+
+
+def is_sharded_type(owner: Any) -> bool:
+    """Has the module's state dict rows alone? NO_SHARD always has whole tensors."""
+    return _type(owner) == "SHARDED_STATE_DICT" and owner.sharding_strategy.name != "NO_SHARD"
+
+
+def _type(owner: Any) -> str:
+    found: str = owner._state_dict_type.name
+    return found
+
+
+def _sharded(local: torch.Tensor, shape: Sequence[int], rows: Box, owner: Any) -> torch.Tensor:
+    """A ShardedTensor over the ranks that share the module; nothing is communicated."""
+    import torch
+    from torch.distributed import get_global_rank
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import (
+        ShardedTensorMetadata,
+        TensorProperties,
+    )
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    group, world = owner.process_group, owner.world_size
+    pieces = []
+    for rank in range(world):
+        start, stop = chunk_bounds(shape[0], world, rank)
+        if stop > start:
+            place = f"rank:{get_global_rank(group, rank)}/{local.device}"
+            offsets, sizes = [start, *(0 for _ in shape[1:])], [stop - start, *shape[1:]]
+            pieces.append(ShardMetadata(offsets, sizes, place))
+    mine = [Shard(local, pieces[owner.rank])] if rows.numel else []
+    whole = ShardedTensorMetadata(pieces, torch.Size(shape), TensorProperties(dtype=local.dtype))
+    made: torch.Tensor = ShardedTensor._init_from_local_shards_and_global_metadata(
+        mine, sharded_tensor_metadata=whole, process_group=group
+    )
+    return made
+
+
+def own_keys(model: torch.nn.Module, targets: Sequence[Target]) -> dict[str, str]:
+    """Plain name -> the name in FSDP1's state dict, which is not asked: it would gather."""
+    paths: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(path)
+    keys = [
+        f"{path}.{name}" if path else name
+        for target in targets
+        for module, name in target.places
+        for path in paths[id(module)]
+    ]
+    return {plain: _without_own(key) for key, plain in strip_wrappers(keys, "model").items()}
+
+
+def _without_own(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part not in OWN_SEGMENTS)

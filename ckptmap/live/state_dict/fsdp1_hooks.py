@@ -1,0 +1,131 @@
+"""`load_state_dict` of a model that FSDP1 wraps, in place of FSDP1's own.
+
+FSDP1's hooks gather every unit before any other hook can look at the state dict, and read it as
+their state dict type says. So the method is replaced on the instance: what arrives goes straight
+into the flat shards. Flat shards themselves, as LOCAL_STATE_DICT has them, go to FSDP1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.live.model.find_targets import find_targets
+from ckptmap.live.model.peers import Peers
+from ckptmap.live.model.report import LoadReport
+from ckptmap.live.model.target import Target
+from ckptmap.live.optimizer.owned_shards import Owner
+from ckptmap.live.state_dict.as_checkpoint import opened
+from ckptmap.live.state_dict.handle import Handle
+from ckptmap.live.state_dict.load_state_dict import load_live
+from ckptmap.live.state_dict.translate import EXTRA_STATE, joined, renamed
+from ckptmap.mapping.wrappers import strip_wrappers
+
+if TYPE_CHECKING:
+    import torch
+
+FLAT = ("_flat_param", "flat_param")
+"""What LOCAL_STATE_DICT calls a unit's flat parameter."""
+
+
+class Fsdp1Hooks:
+    """Installed until `handle.remove()`; every rank loads together."""
+
+    def __init__(
+        self, handle: Handle, model: torch.nn.Module, config: object, max_memory: int
+    ) -> None:
+        self._handle, self._model = handle, model
+        self._config, self._max_memory = config, max_memory
+        object.__setattr__(model, "load_state_dict", self._load)
+        handle.add(lambda: model.__dict__.pop("load_state_dict", None))
+
+    def _load(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As `torch.nn.Module.load_state_dict`; parameters are filled in place, also with `assign`.
+        Raises RuntimeError as it does, with what fits loaded."""
+        from torch.nn.modules.module import _IncompatibleKeys
+
+        model = self._model
+        weights = {k: v for k, v in state_dict.items() if not k.endswith(EXTRA_STATE)}
+        targets, homeless = find_targets(model)
+        peers = joined(weights, model)
+        if any(peers.all(any(key.rpartition(".")[2] in FLAT for key in weights))):
+            return type(model).load_state_dict(model, state_dict, strict=strict, assign=assign)
+        with peers.together():
+            config = self._config or getattr(model, "config", None)
+            named = renamed(weights, targets, config, None)
+        live = opened(named, peers, "model")
+        report = load_live(live, targets, homeless, strict=False, max_memory=self._max_memory)
+        self._handle.reports["model"] = report
+        extra = {k: v for k, v in state_dict.items() if k.endswith(EXTRA_STATE)}
+        lost, strange = set_extra_state(model, extra)
+        missing, unexpected = [*report.missing, *lost], [*report.unexpected, *strange]
+        _refuse(model, report, missing if strict else [], unexpected if strict else [])
+        return _IncompatibleKeys(missing, unexpected)
+
+
+def _refuse(
+    model: torch.nn.Module, report: LoadReport, missing: Sequence[str], unexpected: Sequence[str]
+) -> None:
+    found = [f"size mismatch for {mismatch}" for mismatch in report.mismatched]
+    for title, names in (("Missing", missing), ("Unexpected", unexpected)):
+        if names:
+            listed = ", ".join(f'"{name}"' for name in names)
+            found.append(f"{title} key(s) in state_dict: {listed}. ")
+    if found:
+        lines = "\n\t".join(found)
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t{lines}")
+
+
+def set_extra_state(
+    model: torch.nn.Module, state: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Give each module of its own extra state what it has there; (missing, unexpected) plain keys."""
+    from torch import nn
+
+    paths = {
+        f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: module
+        for path, module in model.named_modules()
+        if type(module).set_extra_state is not nn.Module.set_extra_state
+    }
+    live = {plain: paths[key] for key, plain in strip_wrappers(paths, "model").items()}
+    given = {plain: state[key] for key, plain in strip_wrappers(state, "state dict").items()}
+    for name, value in given.items():
+        if name in live:
+            live[name].set_extra_state(value)
+    return [name for name in live if name not in given], [n for n in given if n not in live]
+
+
+# ------------------------------------------------------------------------------- the optimizer
+
+
+def is_own_state(
+    optimizer: Any, state_dict: Mapping[str, Any], owners: Sequence[Owner], peers: Peers
+) -> bool:
+    """Is it what this very optimizer's `state_dict()` gives on each rank: state of local shards,
+    by index? torch loads that, and only it."""
+    flat = any(owner.is_flat for owner in owners)
+    return all(peers.all(flat and _is_local(optimizer, state_dict)))
+
+
+def _is_local(optimizer: Any, state_dict: Mapping[str, Any]) -> bool:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = state_dict.get("state", {})
+    if not all(type(key) is int and key < len(params) for key in state):
+        return False
+    return all(_has_shape(value, tuple(params[key].shape)) for key, value in state.items())
+
+
+def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    """Is any tensor of it so?"""
+    if isinstance(value, Mapping):
+        return any(_has_shape(item, shape) for item in value.values())
+    return tuple(getattr(value, "shape", (-1,))) == shape
+
+
+def in_module_order(model: torch.nn.Module, targets: Sequence[Target]) -> list[Target]:
+    """As the model had them before FSDP1 made units of them: what an index in optimizer state means
+    to everybody but itself."""
+    position = {id(module): number for number, module in enumerate(model.modules())}
+    return sorted(targets, key=lambda target: position[id(target.places[0][0])])

@@ -1,0 +1,252 @@
+"""hooks.install(): plain `load_state_dict` that takes foreign names, encodings and shardings.
+
+    model.load_state_dict(anything)      pre-hook: put into the model as `ckptmap.translate` would,
+                                         post-hook: what was missing is told as torch tells it
+    optimizer.load_state_dict(anything)  state keyed by FQN or index, of any optimizer, into this one
+
+A state dict that fits as it is goes its way through torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.core import arguments
+from ckptmap.live.model.collective_errors import peer_groups
+from ckptmap.live.model.find_targets import find_targets
+from ckptmap.live.model.fsdp1 import is_fsdp1
+from ckptmap.live.model.peers import Peers
+from ckptmap.live.model.target import PLAIN, Target, is_dtensor
+from ckptmap.live.optimizer.owned_shards import owners
+from ckptmap.live.optimizer.state_matcher import PRECISIONS
+from ckptmap.live.optimizer.unwrap import is_offloaded, unwrapped
+from ckptmap.live.state_dict.as_checkpoint import is_spread, opened
+from ckptmap.live.state_dict.fsdp1_hooks import Fsdp1Hooks, in_module_order, is_own_state
+from ckptmap.live.state_dict.handle import Handle
+from ckptmap.live.state_dict.load_state_dict import load_live
+from ckptmap.live.state_dict.translate import EXTRA_STATE, MAX_MEMORY, PURPOSE, joined, renamed
+from ckptmap.tensors import TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptmap.checkpoint.checkpoint import Checkpoint
+
+DENSE = PLAIN & {"Tensor", "Parameter", "Buffer"}
+
+
+def install(
+    model: torch.nn.Module,
+    optimizer: Any = None,
+    *,
+    config: object = None,
+    precision: str = "keep",
+    max_memory: int = MAX_MEMORY,
+) -> Handle:
+    """From now on `model.load_state_dict` and `optimizer.load_state_dict` take state dicts of any
+    setup that `ckptmap.translate` takes, until `remove()` of the handle.
+
+    model       as it is trained, in its outermost wrapper: plain, DDP, compiled, `fully_shard`ed,
+                FSDP1. Where it is spread over ranks, all of them load together
+    optimizer   built from its parameters
+    config      the model's config, where names of another scheme need sizes
+    precision   of moments, as in `ckptmap.load`
+    max_memory  bytes of messages a rank
+
+    A state dict that fits as it is goes to torch alone; of FSDP1 only flat shards do, as its
+    LOCAL_STATE_DICT and its optimizer's own `state_dict()` have them. All else goes into the shards
+    without gathering a unit.
+    """
+    arguments.module("model", model)
+    arguments.choice("precision", precision, PRECISIONS)
+    arguments.whole("max_memory", max_memory, 1)
+    if optimizer is not None:
+        owners(unwrapped(optimizer), find_targets(model)[0])  # those of another model are refused
+    handle = Handle()
+    if any(is_fsdp1(module) for module in model.modules()):
+        Fsdp1Hooks(handle, model, config, max_memory)
+    else:
+        _ModuleHooks(handle, model, config, max_memory)
+    if optimizer is not None:
+        _OptimizerHooks(handle, model, unwrapped(optimizer), precision, max_memory)
+    return handle
+
+
+class _ModuleHooks:
+    def __init__(self, handle: Handle, model: Any, config: object, max_memory: int) -> None:
+        self._handle, self._config, self._max_memory = handle, config, max_memory
+        self._prefix: str | None = None
+        handle.add(model.register_load_state_dict_pre_hook(self._before).remove)
+        handle.add(model.register_load_state_dict_post_hook(self._after).remove)
+
+    def _before(
+        self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
+        """torch does not say here whether it is strict: names that do not match are left to its
+        own message, as is usual with what does match already loaded."""
+        self._prefix = None
+        own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        weights = {k: v for k, v in own.items() if not k.endswith(EXTRA_STATE)}
+        targets, homeless = find_targets(module)
+        peers = joined(weights, module)
+        if all(peers.all(_fits(weights, module))):
+            return
+        with peers.together():
+            config = self._config or getattr(module, "config", None)
+            named = renamed(weights, targets, config, None)
+        live = opened(named, peers, "model")
+        report = load_live(live, targets, homeless, strict=False, max_memory=self._max_memory)
+        self._handle.reports["model"] = report
+        self._prefix = prefix
+        errors: list[str] = rest[-1]
+        errors += [f"size mismatch for {mismatch}" for mismatch in report.mismatched]
+        for key in weights:
+            del state_dict[prefix + key]
+
+    def _after(self, module: torch.nn.Module, incompatible: Any) -> None:
+        """torch counts everything as missing that it was not given; we know better."""
+        if self._prefix is None:
+            return
+        prefix, report = self._prefix, self._handle.reports["model"]
+        self._prefix = None
+        extra = [key for key in incompatible.missing_keys if key.endswith(EXTRA_STATE)]
+        others = [key for key in incompatible.missing_keys if not key.startswith(prefix)]
+        missing = [prefix + fqn for fqn in report.missing]
+        incompatible.missing_keys[:] = list(dict.fromkeys([*others, *missing, *extra]))
+        incompatible.unexpected_keys.extend(prefix + key for key in report.unexpected)
+
+
+def _fits(state: Mapping[str, Any], module: torch.nn.Module) -> bool:
+    """Is it what torch takes as it is? Nothing quantized, the same names, kinds, meshes."""
+    live = {k: v for k, v in module.state_dict().items() if not k.endswith(EXTRA_STATE)}
+    return set(live) == set(state) and all(_alike(live[key], state[key]) for key in live)
+
+
+def _alike(live: Any, given: Any) -> bool:
+    if is_dtensor(live) != is_dtensor(given) or live.shape != given.shape:
+        return False
+    if is_dtensor(live):
+        local, other = live.to_local(), given.to_local()
+        same = live.device_mesh == given.device_mesh and live.placements == given.placements
+    else:
+        local, other, same = live, given, True
+    return same and {type(local).__name__, type(other).__name__} <= DENSE
+
+
+# ------------------------------------------------------------------------------- the optimizer
+
+
+class _OptimizerHooks:
+    """Torch's own `load_state_dict` casts moments to the parameter's dtype, and would undo what was
+    loaded: it is given groups alone, and the state is put in its place afterwards."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        model: torch.nn.Module,
+        optimizer: Any,
+        precision: str,
+        max_memory: int,
+    ) -> None:
+        import torch
+
+        self._handle, self._model, self._optimizer = handle, model, optimizer
+        self._precision, self._max_memory = precision, max_memory
+        self._state: dict[Any, Any] | None = None
+        if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+            handle.add(optimizer.register_load_state_dict_pre_hook(self._before).remove)
+            handle.add(optimizer.register_load_state_dict_post_hook(self._after).remove)
+        else:  # bitsandbytes and torchao's offloading one have their own, without hooks
+            optimizer.load_state_dict = self._in_place_of
+            handle.add(lambda: optimizer.__dict__.pop("load_state_dict", None))
+
+    def _before(self, optimizer: Any, state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
+        if not self._load(state_dict):
+            return None
+        self._state = dict(optimizer.state)
+        return _groups_alone(optimizer)
+
+    def _after(self, optimizer: Any) -> None:
+        if self._state is not None:
+            optimizer.state.update(self._state)
+            self._state = None
+
+    def _in_place_of(self, state_dict: Mapping[str, Any]) -> None:
+        if not self._load(state_dict):
+            type(self._optimizer).load_state_dict(self._optimizer, state_dict)
+
+    def _load(self, state_dict: Mapping[str, Any]) -> bool:
+        """False: there is no state in it, only groups, or it is FSDP1's own local state."""
+        targets, _ = find_targets(self._model)
+        tensors = list(_tensors(state_dict))
+        spread = bool(peer_groups(self._model)) or is_spread(tensors)
+        peers = Peers.join(PURPOSE) if spread else Peers()
+        if not any(peers.all(bool(tensors))):
+            return False
+        if is_own_state(self._optimizer, state_dict, owners(self._optimizer, targets), peers):
+            return False
+        weights = {
+            name: TensorInfo(tuple(target.tensor.shape), target.dtype)
+            for target in targets
+            for name in target.names
+        }
+        live = opened(state_dict, peers, "optimizer", weights)
+        self._handle.reports["optimizer"] = load_live(
+            live,
+            targets,
+            optimizer=self._optimizer,
+            order=live_order(self._optimizer, targets, self._model),
+            weights=False,
+            precision=self._precision,
+            max_memory=self._max_memory,
+        )
+        return True
+
+
+def name_by_live(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) -> None:
+    """State that is keyed by index, and nothing in the checkpoint says which is which, is taken to
+    be in the live optimizer's order, as its own `load_state_dict` takes it. Raises SourceError
+    CKM207 where shapes refute it."""
+    if checkpoint.optimizer_by_index:
+        targets, _ = find_targets(model)
+        checkpoint.order_optimizer(live_order(optimizer, targets, model))
+
+
+def _tensors(value: Any) -> list[Any]:
+    import torch
+
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def live_order(
+    optimizer: Any, targets: Sequence[Target], model: torch.nn.Module
+) -> list[list[str]]:
+    """What an index means here: the live optimizer's own parameters, as torch takes it; those of
+    a flat parameter one by one, where the model had them. A group may be empty, as Trainer's for
+    no decay is of an adapter."""
+    inner = unwrapped(optimizer)
+    listed = [] if is_offloaded(inner) else inner.param_groups
+    by_group: dict[int, list[Target]] = {id(group): [] for group in listed}
+    whole = False
+    for owner in owners(optimizer, targets):
+        found = by_group.setdefault(id(owner.part.group), [])
+        found += [target for target, _ in owner.members]
+        whole = whole or len(owner.members) > 1
+    groups = by_group.values()
+    ordered = [in_module_order(model, group) if whole else group for group in groups]
+    return [[target.fqn for target in group] for group in ordered]
+
+
+def _groups_alone(optimizer: Any) -> dict[str, Any]:
+    """The optimizer's own groups as a state dict, parameters by number, no state."""
+    groups, first = [], 0
+    for group in optimizer.param_groups:
+        count = len(group["params"])
+        groups.append({**group, "params": list(range(first, first + count))})
+        first += count
+    return {"state": {}, "param_groups": groups}

@@ -1,0 +1,231 @@
+"""From a state dict in memory into targets: load() without files.
+
+targets matched with the state dict as with a checkpoint -> what each tensor needs of which rank
+-> exchanged batch by batch -> dense boxes straight into their places, the rest through the
+steps that load() takes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.core.code_grids import Coded
+from ckptmap.errors import LoadError
+from ckptmap.live.load.load_plan import Step
+from ckptmap.live.load.matcher import Matcher
+from ckptmap.live.model.report import LoadReport
+from ckptmap.live.model.target import Target, device_for, fallback_device, is_nf4, like
+from ckptmap.live.optimizer.index_check import says_others
+from ckptmap.live.optimizer.owned_shards import owners
+from ckptmap.live.optimizer.state_loader import StateLoader
+from ckptmap.live.optimizer.state_matcher import StateMatcher, StatePlan
+from ckptmap.live.optimizer.unwrap import unwrapped
+from ckptmap.live.quantized import bnb as bnb_live
+from ckptmap.live.quantized import int8 as int8_live
+from ckptmap.live.state_dict.as_checkpoint import Live
+from ckptmap.live.state_dict.memory_files import LiveReader, LiveStored
+from ckptmap.live.state_dict.reshard import Exchange, Need, Unit
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import Box
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Shadow(Target):
+    """A tensor beside the model's, of the same kind and cut alike; the model stays as it is."""
+
+    made: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, target: Target) -> Shadow:
+        """Raises LoadError CKM505 where the model keeps the tensor in a way of its own."""
+        if bnb_live.is_live(target):
+            raise LoadError(
+                "CKM505",
+                f"model: {target.fqn} is a Params4bit, which no state dict can hold",
+                "load it into the model with ckptmap.load, or ckptmap.hooks.install",
+            )
+        return cls(
+            target.names, target.places, target.is_buffer, target.fsdp_param, adapted=target.adapted
+        )
+
+    @property
+    def local(self) -> torch.Tensor:
+        made = self.made.get("")
+        found: torch.Tensor = super().local if made is None else made
+        return found
+
+    def refuse_lost_hooks(self) -> None:
+        """The model's own tensor stays."""
+
+    def put(self, local: torch.Tensor) -> None:
+        self.made[""] = local
+
+    @property
+    def result(self) -> torch.Tensor | None:
+        """What was made, as a tensor of the model's mesh; None: nothing was."""
+        made = self.made.get("")
+        return None if made is None else like(self.tensor, made)
+
+
+def load_live(
+    live: Live,
+    targets: Sequence[Target],
+    homeless: Sequence[str] = (),
+    *,
+    optimizer: Any = None,
+    order: Sequence[Sequence[str]] | None = None,
+    weights: bool = True,
+    strict: bool = True,
+    precision: str = "keep",
+    max_memory: int,
+) -> LoadReport:
+    """Fill the targets, and the optimizer's state, from a state dict of all ranks.
+
+    order       of the optimizer's parameters, for state that is keyed by index
+    weights     False: the state dict has optimizer state alone
+    max_memory  bytes of messages at once, and of what waits for a step at once, on each rank; a
+                tensor that must be re-encoded as a whole may take more
+
+    Raises what `ckptmap.load` does, on all ranks, before anything is touched.
+    """
+    import torch
+
+    checkpoint = live.checkpoint
+    reader = LiveReader(checkpoint.files, max_memory, live.memory)
+    device = fallback_device(targets)
+    with live.memory.readable(), torch.no_grad():
+        exchange = Exchange(live, max_memory, device)
+        scales = [Need(path, box, None, device) for path, box in _int8_scales(live)]
+        units: list[Unit] = []
+        with exchange.kept([Unit(scales)]), live.peers.together():
+            plan = _Matcher(checkpoint, reader, targets if weights else ()).plan()
+            plan.refuse(checkpoint.path, strict, False, homeless if weights else ())
+            for target, step in zip(plan.targets, plan.steps, strict=True):
+                source = checkpoint[target.named_in(checkpoint)[0]]
+                units.append(_unit(target, source, step, device))
+            state = _state(live, targets, optimizer, order, strict, precision)
+            units += _state_units(state, device) if state is not None else ()
+        exchange.run(units, reader)
+    report = plan.report(reader, homeless if weights else ())
+    return replace(report, state=None if state is None else state.report())
+
+
+# ------------------------------------------------------------------------------- weights
+
+
+class _Matcher(Matcher):
+    """The form of the model's weights stays: what is dense in it is decoded, where `load` would
+    put a quantized tensor in its place."""
+
+    def _decide(self, target: Target, source: LazyTensor) -> None:
+        local = target.local
+        kept = is_nf4(local) or int8_live.is_live(local) or bnb_live.is_live(target)
+        if kept or source.encoding == "dense":
+            super()._decide(target, source)
+            return
+        self._plan.targets.append(target)
+        self._decode(target, source, "the model's weight is dense")
+
+    def _compare_parts(self, targets: Sequence[Target], found: Mapping[str, str]) -> None:
+        """No rank has all values to compare."""
+
+
+def _unit(target: Target, source: LazyTensor, step: Step, device: torch.device) -> Unit:
+    """Dense into dense goes straight to its place, cast on arrival; all else waits for its step."""
+    local, where = target.local, device_for(target, device)
+    coded = is_nf4(local) or int8_live.is_live(local) or bnb_live.is_live(target)
+    stored = source.parts.get("")
+    if source.encoding == "dense" and not coded and isinstance(stored, LiveStored):
+        return Unit(list(_places(target, stored, where)))
+    if isinstance(target, Shadow) and not coded:
+        target.put(_empty(target, where))  # a step that fills in place must not fill the model
+    whole = bnb_live.is_live(target) or (is_nf4(local) and source.encoding != "nf4")
+    boxes = [Box.whole(source.shape)] if whole else [box for box, _ in target.windows(local)]
+    return Unit(list(needs(source, boxes, where)), step)
+
+
+def _empty(target: Target, device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.empty(target.local.shape, dtype=target.tensor.dtype, device=device)
+
+
+def _places(target: Target, stored: LiveStored, device: torch.device) -> Iterator[Need]:
+    if isinstance(target, Shadow) or target.local.is_meta:
+        target.put(_empty(target, device))
+    for box, view in target.windows(target.local):
+        yield Need(stored.path, box, view, device)
+
+
+def needs(source: LazyTensor, boxes: Sequence[Box], device: torch.device) -> Iterator[Need]:
+    """Of every part what these boxes of the logical tensor need."""
+    whole = set[str]()
+    encoding = source.encoding_
+    if isinstance(encoding, Coded) and encoding.grid(source.info) is not None:
+        whole.update(encoding.scale_parts(source.info))
+    nf4 = source.encoding == "nf4"
+    for name, part in source.parts.items():
+        if not isinstance(part, LiveStored):
+            continue  # stored otherwise than held: all of it is on this rank
+        for box in boxes:
+            found = None if name in whole and not nf4 else encoding.part_box(source.info, name, box)
+            cut = Box.whole(part.info.shape) if found is None else found
+            yield Need(part.path, cut, None, device)
+
+
+def _int8_scales(live: Live) -> Iterator[tuple[Any, Box]]:
+    """What is looked at to plan: scales and zero points of int8 weights."""
+    checkpoint = live.checkpoint
+    for fqn in checkpoint:
+        source = checkpoint[fqn]
+        if source.encoding != "dense" and int8_live.is_int8(source):
+            encoding: Any = source.encoding_
+            for name in encoding.scale_parts(source.info):
+                part = source.parts[name]
+                if isinstance(part, LiveStored):
+                    yield part.path, Box.whole(part.info.shape)
+
+
+# ------------------------------------------------------------------------------- the optimizer
+
+
+def _state(
+    live: Live, targets: Sequence[Target], optimizer: Any, order: Any, strict: bool, precision: str
+) -> StatePlan | None:
+    if optimizer is None:
+        return None
+    if order is not None and _is_by_position(live.checkpoint, targets, optimizer):
+        live.checkpoint.order_optimizer(order)
+    plan = StateMatcher(live.checkpoint, targets, optimizer, precision).plan()
+    plan.refuse(live.checkpoint.path, strict)
+    return plan
+
+
+def _is_by_position(checkpoint: Checkpoint, targets: Sequence[Target], optimizer: Any) -> bool:
+    """Does an index mean the live optimizer's own parameter, as torch takes it?"""
+    if checkpoint.optimizer_by_index:
+        return True
+    return says_others(checkpoint, owners(unwrapped(optimizer), targets))
+
+
+def _state_units(plan: StatePlan, device: torch.device) -> Iterator[Unit]:
+    for step in plan.steps:
+        found = list(_state_needs(step, device)) if isinstance(step, StateLoader) else []
+        yield Unit(found, step)
+
+
+def _state_needs(step: StateLoader, device: torch.device) -> Iterator[Need]:
+    """All entries of a parameter's state: this rank's boxes of those of its shape, others whole."""
+    for (target, _), source in zip(step.owner.members, step.sources, strict=True):
+        boxes = [box for box, _ in target.windows(target.local)]
+        where = device_for(target, device)
+        for lazy in source.values():
+            if isinstance(lazy, LazyTensor):
+                same = lazy.shape == tuple(target.tensor.shape)
+                yield from needs(lazy, boxes if same else [Box.whole(lazy.shape)], where)

@@ -1,0 +1,200 @@
+"""Tensors of a live run as the stored tensors of a checkpoint that lies in memory.
+
+path, box, tensor  ->  a block: read like a file by everything that reads checkpoints
+LiveStored         ->  all blocks of one path that this rank has now: its own, and those that
+                       other ranks have sent
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import RunError, SourceError
+from ckptmap.live.model.reader import Reader, window
+from ckptmap.storage.files import Files, Fingerprint, back, unback
+from ckptmap.storage.gather import fill
+from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
+from ckptmap.tensors import Box, Chunk, Path, Region, StoredTensor, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+_NUMBERS = itertools.count()
+Block = tuple[Box, "torch.Tensor", str]
+"""Box of the whole tensor, its values, and the name of the file that they stand for."""
+
+
+class Memory:
+    """The blocks of this rank, by stored path; `held` are its own, `landed` came from others.
+
+    It answers for its blocks as `ckptmap.storage.files.Backing` for placeholders of files.
+    """
+
+    origin = "state dict"
+
+    def __init__(self) -> None:
+        self.root = f"/ckptmap-live-{next(_NUMBERS)}"
+        self._blocks: dict[Path, list[Block]] = {}
+        self._landed: dict[Path, list[Block]] = {}
+        self._files: dict[str, torch.Tensor] = {}
+        self._names = itertools.count()
+
+    def hold(self, path: Path, box: Box, values: torch.Tensor) -> None:
+        known = self._blocks.setdefault(path, [])
+        if all(box != other for other, _, _ in known):
+            known.append(self._block(box, values))
+
+    def land(self, path: Path, box: Box, values: torch.Tensor) -> None:
+        self._landed.setdefault(path, []).append(self._block(box, values))
+
+    def _block(self, box: Box, values: torch.Tensor) -> Block:
+        name = f"{self.root}/{next(self._names)}"
+        if values.is_conj() or values.is_neg():
+            values = values.resolve_conj().resolve_neg()
+        self._files[name] = values.detach()
+        return box, self._files[name], name
+
+    def clear(self) -> None:
+        """Forget what came from others."""
+        for blocks in self._landed.values():
+            for _, _, name in blocks:
+                del self._files[name]
+        self._landed.clear()
+
+    # ------------------------------------------------------------------ boxes
+
+    def blocks(self, path: Path, box: Box) -> list[Block]:
+        """Blocks that fill the box: one that has all of it, else this rank's own, which are
+        apart from each other."""
+        found = [*self._landed.get(path, ()), *self._blocks.get(path, ())]
+        for block in found:
+            if block[0].intersect(box) == box:
+                return [block]
+        return [block for block in self._blocks.get(path, ()) if block[0].intersect(box)]
+
+    def has(self, path: Path, box: Box) -> bool:
+        """Is all of the box in one block?"""
+        found = self.blocks(path, box)
+        return len(found) == 1 and found[0][0].intersect(box) == box
+
+    def copy(self, path: Path, box: Box, out: torch.Tensor) -> None:
+        """`box` -> `out` (box.sizes, any device and dtype). Raises RunError CKM513."""
+        count = 0
+        for own, values, _ in self.blocks(path, box):
+            common = own.intersect(box)
+            assert common is not None
+            to = window(out, common.relative_to(box.offsets))
+            to.copy_(window(values, common.relative_to(own.offsets)))
+            count += common.numel
+        if count != box.numel:
+            raise RunError(
+                "CKM513",
+                f"{'.'.join(map(str, path))}: this rank has {count} of the {box.numel} elements of"
+                f" {list(box.offsets)}+{list(box.sizes)}",
+                "nothing was published; this is a defect of ckptmap, please report it",
+            )
+
+    # ------------------------------------------------------------------ as files
+
+    @contextmanager
+    def readable(self) -> Iterator[None]:
+        """Inside, whatever reads files reads blocks, too."""
+        back(self.root, self)
+        try:
+            yield
+        finally:
+            unback(self.root)
+
+    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        values = self._files.get(file)
+        if values is None:
+            raise SourceError("CKM101", f"{file}: is not on this rank", "gather it first")
+        if values.device.type == "cpu" and not values.is_contiguous():
+            values = self._files[file] = values.contiguous()
+        for buffer in buffers:
+            buffer[:] = _span(values, offset, buffer.nbytes)
+            offset += buffer.nbytes
+
+    def fingerprint(self, file: str) -> Fingerprint | None:
+        return Fingerprint(self._files[file].nbytes, 0, 0) if file in self._files else None
+
+    def held(self, file: str) -> str | None:
+        return None
+
+    def fetch(self, file: str) -> str:
+        raise SourceError("CKM101", f"{file}: is no file", "it is in memory")
+
+    def bring(self, files: Sequence[str], into: Any) -> None:
+        self.fetch(", ".join(files))
+
+    def drop(self, file: str) -> None:
+        """Nothing was brought."""
+
+    def close(self) -> None:
+        self._files.clear()
+
+
+def _span(values: torch.Tensor, offset: int, nbytes: int) -> memoryview:
+    """Bytes of a tensor in row-major order; of one on a device these alone are copied."""
+    import torch
+
+    if values.device.type == "cpu":
+        return tensor_bytes(values)[offset : offset + nbytes]
+    flat = values.contiguous().view(-1).view(torch.uint8)
+    return tensor_bytes(flat[offset : offset + nbytes].cpu())
+
+
+class LiveStored(StoredTensor):
+    """The stored tensor at `path`, of which the blocks that are here can be read."""
+
+    __slots__ = ("memory", "path")
+
+    def __init__(self, info: TensorInfo, path: Path, memory: Memory, share: object) -> None:
+        super().__init__(info, (), (), share)
+        self.path = path
+        self.memory = memory
+
+    @property
+    def place(self) -> Sequence[Chunk]:
+        """What is here now; nothing is remembered."""
+        return self.near(Box.whole(self.info.shape))
+
+    def near(self, box: Box) -> Sequence[Chunk]:
+        return [
+            Chunk(own, Region.contiguous(name, 0, own.sizes, self.info.itemsize))
+            for own, _, name in self.memory.blocks(self.path, box)
+        ]
+
+
+class LiveReader(Reader):
+    """Reads blocks where they are: nothing passes through the host that is not there already."""
+
+    def __init__(self, files: Files, max_memory: int, memory: Memory) -> None:
+        super().__init__(files, max_memory)
+        self._memory = memory
+
+    def _stored(self, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
+        if isinstance(stored, LiveStored):
+            self._memory.copy(stored.path, box, out)
+            return
+        fill_through(self.files, stored, box, out)
+
+    def same(self, first: LazyTensor, other: LazyTensor, box: Box) -> bool:
+        """Where this rank has both; other ranks compare the rest."""
+        for lazy in (first, other):
+            for part in lazy.parts.values():
+                if isinstance(part, LiveStored) and not self._memory.has(part.path, box):
+                    return True
+        return super().same(first, other, box)
+
+
+def fill_through(files: Files, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
+    """By way of the host: a tensor that is stored otherwise than it is held."""
+    import torch
+
+    values = torch.empty(box.sizes, dtype=getattr(torch, stored.info.dtype))
+    fill(files, stored, box, tensor_bytes(values))
+    out.copy_(values)

@@ -1,0 +1,115 @@
+"""The encodings of a state dict in memory: decoded, cast, or quantized into torchao's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptmap import registry
+from ckptmap.errors import LoadError
+from ckptmap.live.model.peers import Peers
+from ckptmap.live.model.reader import Reader
+from ckptmap.live.model.target import like
+from ckptmap.live.quantized import int8 as int8_live
+from ckptmap.live.quantized import nf4 as nf4_live
+from ckptmap.live.state_dict.as_checkpoint import WHERE, Leaf, is_spread, opened
+from ckptmap.live.state_dict.load_state_dict import needs
+from ckptmap.live.state_dict.memory_files import LiveReader
+from ckptmap.live.state_dict.reshard import Exchange, Unit
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import Box
+
+if TYPE_CHECKING:
+    import torch
+
+    State = Mapping[str, torch.Tensor]
+
+DENSE = "dense"
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+QUANTIZED = ("nf4", "int8")
+
+
+def decoded(state: State, peers: Peers, max_memory: int) -> dict[str, torch.Tensor]:
+    """Quantized tensors, bitsandbytes' with the tensors beside them, as plain ones of their own
+    dtype, cut as they were; others as they are. Every one of `peers` calls it."""
+    import torch
+
+    live = opened(state, peers, "model")
+    checkpoint, units, made = live.checkpoint, list[Unit](), dict[str, torch.Tensor]()
+    reader = LiveReader(checkpoint.files, max_memory, live.memory)
+    with live.memory.readable(), torch.no_grad():
+        for fqn in checkpoint:
+            source, given = checkpoint[fqn], state.get(fqn)
+            if source.encoding == DENSE and given is not None:
+                made[fqn] = given
+                continue
+            unit, made[fqn] = _decoding(source, given)
+            units.append(unit)
+        Exchange(live, max_memory, torch.device("cpu")).run(units, reader)
+    return made
+
+
+def _decoding(source: LazyTensor, given: torch.Tensor | None) -> tuple[Unit, torch.Tensor]:
+    """What decodes one tensor into a new one, and that."""
+    import torch
+
+    whole = given is None or tuple(given.shape) != source.shape
+    leaf = Leaf((source.fqn,), (), False, None, None if whole else given)
+    device = torch.device("cpu") if given is None else given.device
+    shape = source.shape if whole else tuple(leaf.local.shape)
+    new = torch.empty(shape, dtype=source.torch_dtype, device=device)
+    places = [(Box.whole(source.shape), new)] if whole else leaf.windows(new)
+
+    def step(reader: Reader) -> None:
+        for box, view in places:
+            reader.decoded(source, box, view)
+
+    unit = Unit(list(needs(source, [box for box, _ in places], device)), step)
+    return unit, new if whole else like(given, new)
+
+
+def cast(state: State, encoding: str) -> dict[str, torch.Tensor]:
+    """Floating tensors in another dtype, as `torch.Tensor.to`."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, DTYPES[encoding])
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
+
+
+def quantized(state: State, encoding: str, max_memory: int) -> dict[str, torch.Tensor]:
+    """The matrices that a conversion to this scheme quantizes, as torchao's tensors.
+
+    Raises LoadError CKM504 for DTensors: which rows a rank holds of a quantized weight, its model
+    says.
+    """
+    import torch
+
+    if is_spread(list(state.values())):
+        raise LoadError(
+            "CKM504",
+            f"{WHERE}: its tensors are cut over ranks, and no model says how {encoding} is cut",
+            "pass the model that is to take them: translate(state_dict, like=model)",
+        )
+    scheme = next(found for found in registry.schemes() if found.suffix == encoding)
+    live = opened(state, Peers(), "model")
+    made: dict[str, Any] = dict(state)
+    with live.memory.readable(), torch.no_grad():
+        reader = LiveReader(live.checkpoint.files, max_memory, live.memory)
+        for fqn in live.checkpoint:
+            source = live.checkpoint[fqn]
+            if source.encoding == DENSE and scheme.target(fqn, source.info) is not None:
+                made[fqn] = _quantized(reader, source, state[fqn], encoding)
+    return made
+
+
+def _quantized(
+    reader: Reader, source: LazyTensor, given: torch.Tensor, encoding: str
+) -> torch.Tensor:
+    leaf = Leaf((source.fqn,), (), False, None, given)
+    if encoding == "int8":
+        return int8_live.quantize_rows(reader, source, leaf, given.device)
+    found = nf4_live.encoding_for(source.info, source)
+    rows = found if isinstance(found, str) else nf4_live.rows_of(leaf, source.info, found)
+    if isinstance(rows, str):
+        return given  # too odd a shape for NF4: a conversion leaves it, too
+    return nf4_live.quantize_rows(reader, source, rows, given.device)

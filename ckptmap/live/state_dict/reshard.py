@@ -1,0 +1,362 @@
+"""Boxes of live tensors from the ranks that hold them to those that want them, device to device.
+
+    wants of all ranks -> parts (box, source, target) -> rounds under the byte budget, the same on
+    every rank and proven so by digest -> each round one message a pair of ranks
+
+Nothing is gathered: a rank receives what it wants and no more. What it holds itself is copied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptmap.errors import RunError
+from ckptmap.live.model.peers import Peers
+from ckptmap.live.model.reader import Reader, window
+from ckptmap.live.state_dict.as_checkpoint import Live, Sources
+from ckptmap.storage.gather import row_major_boxes
+from ckptmap.tensors import ITEMSIZE, Box, Path
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGN = 16
+"""Bytes to which a part is aligned in a message, so that it can be viewed in its own dtype."""
+
+
+@dataclass(eq=False)
+class Need:
+    """A box that this rank wants: into `out` (any dtype and device), or, without one, to be kept
+    on `device` while its unit's step runs."""
+
+    path: Path
+    box: Box
+    out: torch.Tensor | None
+    device: torch.device
+
+
+@dataclass(eq=False)
+class Unit:
+    """What belongs to one tensor of the model: boxes, and what is done once they are here."""
+
+    needs: list[Need] = field(default_factory=list)
+    step: Callable[[Reader], None] | None = None
+
+
+class Part(NamedTuple):
+    """One box on its way: for need number `need` of unit number `unit` of rank `target`."""
+
+    path: Path
+    box: Box
+    source: int
+    target: int
+    unit: int
+    need: int
+    nbytes: int
+
+    @property
+    def room(self) -> int:
+        """Bytes that it takes in a message."""
+        return -(-self.nbytes // ALIGN) * ALIGN
+
+
+Round = Sequence[Part]
+Wants = Sequence[Sequence[tuple[Path, Box, bool]]]
+"""Unit by unit, of one rank: path, box, and is it kept for the step?"""
+
+
+Outs = Mapping[tuple[int, int], tuple[Need, "torch.Tensor"]]
+"""(unit, need) -> the need, and the tensor that it goes into."""
+
+
+# ------------------------------------------------------------------------------- the plan
+
+
+def batches(
+    wants: Sequence[Wants], sources: Sources, budget: int
+) -> list[tuple[int, int, list[Round]]]:
+    """(first unit, end, rounds): what is kept at once fits the budget on every rank, save that one
+    unit may exceed it. Raises RunError CKM513 where nobody holds what is wanted."""
+    count = max(map(len, wants), default=0)
+    found, first, load = [], 0, [0] * len(wants)
+    kept = [0] * len(wants)
+    for unit in range(count + 1):
+        sizes = [
+            sum(_nbytes(sources, path, box) for path, box, keep in units[unit] if keep)
+            if unit < len(units)
+            else 0
+            for units in wants
+        ]
+        full = any(have + more > budget for have, more in zip(kept, sizes, strict=True))
+        if (unit == count or full) and unit > first:
+            routed = [
+                list(_parts(units[first:unit], first, rank, sources, load))
+                for rank, units in enumerate(wants)
+            ]
+            found.append((first, unit, list(rounds(_interleaved(routed), budget))))
+            first, kept = unit, [0] * len(wants)
+        kept = [have + more for have, more in zip(kept, sizes, strict=True)]
+    return found
+
+
+def _nbytes(sources: Sources, path: Path, box: Box) -> int:
+    return box.numel * ITEMSIZE[sources[path][0].dtype]
+
+
+def _parts(
+    units: Wants, first: int, rank: int, sources: Sources, load: list[int]
+) -> Iterator[Part]:
+    for unit, needs in enumerate(units, first):
+        for number, (path, box, _) in enumerate(needs):
+            for piece, source in routes(sources, path, box, rank, load):
+                nbytes = _nbytes(sources, path, piece)
+                load[source] += nbytes * (source != rank)
+                yield Part(path, piece, source, rank, unit, number, nbytes)
+
+
+def routes(
+    sources: Sources, path: Path, box: Box, rank: int, load: Sequence[int]
+) -> Iterator[tuple[Box, int]]:
+    """Pieces that tile `box`, each with a rank that holds it: this one first, then the one that has
+    least to send. Raises RunError CKM513."""
+    near = [(source, own) for source, own in sources[path][1] if own.intersect(box)]
+    near.sort(key=lambda found: (found[0] != rank, load[found[0]], found[0]))
+    rest = [box] if box.numel else []
+    for source, own in near:
+        left: list[Box] = []
+        for hole in rest:
+            common = own.intersect(hole)
+            if common is None:
+                left.append(hole)
+                continue
+            yield common, source
+            left += around(hole, common)
+        rest = left
+        if not rest:
+            return
+    if rest:
+        raise RunError(
+            "CKM513",
+            f"{'.'.join(map(str, path))}: no rank holds {list(rest[0].offsets)}"
+            f"+{list(rest[0].sizes)}, which rank {rank} needs",
+            "every rank must pass its part of the state dict",
+        )
+
+
+def around(box: Box, hole: Box) -> list[Box]:
+    """What is left of a box without a part of it, as boxes."""
+    found: list[Box] = []
+    for dim, (low, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        start, stop = hole.offsets[dim], hole.offsets[dim] + hole.sizes[dim]
+        for begin, end in ((low, start), (stop, low + size)):
+            if end > begin:
+                offsets = (*hole.offsets[:dim], begin, *box.offsets[dim + 1 :])
+                sizes = (*hole.sizes[:dim], end - begin, *box.sizes[dim + 1 :])
+                found.append(Box(offsets, sizes))
+    return found
+
+
+def _interleaved(routed: Sequence[Sequence[Part]]) -> Iterator[Part]:
+    """The first of each rank, the second of each, ...: all ranks are busy in every round."""
+    for some in itertools.zip_longest(*routed):
+        yield from (part for part in some if part is not None)
+
+
+def rounds(parts: Iterator[Part], budget: int) -> Iterator[Round]:
+    """Parts in their order, cut so that no rank has more than `budget` bytes in messages at once."""
+    limit = max(ALIGN, budget // 2 // ALIGN * ALIGN)
+    current: list[Part] = []
+    used: dict[int, int] = {}
+    for part in itertools.chain.from_iterable(_cut(part, limit) for part in parts):
+        ends = () if part.source == part.target else (part.source, part.target)
+        if current and any(used.get(end, 0) + part.room > budget for end in ends):
+            yield current
+            current, used = [], {}
+        for end in ends:
+            used[end] = used.get(end, 0) + part.room
+        current.append(part)
+    if current:
+        yield current
+
+
+def _cut(part: Part, limit: int) -> Iterator[Part]:
+    if part.source == part.target or part.nbytes <= limit:
+        yield part
+        return
+    itemsize = part.nbytes // part.box.numel
+    for box in row_major_boxes(part.box, limit // itemsize):
+        yield part._replace(box=box, nbytes=box.numel * itemsize)
+
+
+# ------------------------------------------------------------------------------- the moves
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Over which group, and on which device, messages go."""
+
+    group: Any
+    device: torch.device
+
+    @classmethod
+    def agreed(cls, peers: Peers, device: torch.device) -> Transport:
+        """The device itself where every rank has such a one and a backend that sends from it, else
+        the host."""
+        import torch
+        import torch.distributed as dist
+
+        if peers.world == 1:
+            return cls(None, torch.device("cpu"))
+        config = dict(one.split(":", 1) for one in dist.get_backend_config().split(","))
+        able = config.get(device.type, "") not in ("", "gloo", "undefined")
+        kinds = set(peers.all(device.type if able else "cpu"))
+        if kinds == {device.type} and device.type != "cpu":
+            return cls(None, device)
+        return cls(peers.group, torch.device("cpu"))
+
+
+class Exchange:
+    """Brings what units need, batch by batch, and runs their steps. Every rank makes and runs one,
+    with units of the same tensors in the same order."""
+
+    def __init__(self, live: Live, budget: int, device: torch.device) -> None:
+        self._memory, self._sources, self._peers = live.memory, live.sources, live.peers
+        self._budget = max(4 * ALIGN, budget)
+        self._transport = Transport.agreed(live.peers, device)
+
+    def run(self, units: Sequence[Unit], reader: Reader) -> None:
+        """Raises RunError on all ranks: CKM513 where the plan is not theirs or has a hole, and what
+        a step raises on one of them."""
+        for first, end, moves in self._planned(units):
+            with self._peers.together():
+                self._bring(units, first, min(end, len(units)), moves)
+                for unit in units[first:end]:
+                    if unit.step is not None:
+                        unit.step(reader)
+                self._memory.clear()
+
+    @contextmanager
+    def kept(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Inside, what these units need is here."""
+        for first, end, moves in self._planned(units):
+            with self._peers.together():
+                self._bring(units, first, min(end, len(units)), moves)
+        try:
+            yield
+        finally:
+            self._memory.clear()
+
+    def _planned(self, units: Sequence[Unit]) -> list[tuple[int, int, list[Round]]]:
+        """The same batches on every rank."""
+        for unit in units:
+            unit.needs = [need for need in unit.needs if not self._is_here(need)]
+        mine = [[(n.path, n.box, n.out is None) for n in unit.needs] for unit in units]
+        wants = self._peers.all(mine)
+        with self._peers.together():
+            plan = batches(wants, self._sources, self._budget)
+        self._agree(plan)
+        return plan
+
+    def _bring(self, units: Sequence[Unit], first: int, end: int, moves: Sequence[Round]) -> None:
+        outs = self._outs(units, first, end)
+        for one in moves:
+            self._move(one, outs)
+        for need, out in outs.values():
+            if need.out is None:
+                self._memory.land(need.path, need.box, out)
+
+    def _is_here(self, need: Need) -> bool:
+        """May the step read it where it is?"""
+        return need.out is None and (not need.box.numel or self._memory.has(need.path, need.box))
+
+    def _agree(self, plan: Any) -> None:
+        digest = hashlib.blake2b(repr(plan).encode(), digest_size=16).hexdigest()
+        for rank, other in enumerate(self._peers.all(digest)):
+            if other != digest:
+                raise RunError(
+                    "CKM513",
+                    f"rank {rank} has plan {other}, rank {self._peers.rank} has {digest}",
+                    "run the same release of ckptmap on every rank",
+                )
+
+    def _outs(self, units: Sequence[Unit], first: int, end: int) -> Outs:
+        """Where each need goes; what is kept for a step gets a tensor of its own."""
+        import torch
+
+        found = {}
+        for number in range(first, end):
+            for index, need in enumerate(units[number].needs):
+                out = need.out
+                if out is None:
+                    dtype: torch.dtype = getattr(torch, self._sources[need.path][0].dtype)
+                    out = torch.empty(need.box.sizes, dtype=dtype, device=need.device)
+                found[number, index] = (need, out)
+        return found
+
+    def _move(self, parts: Round, outs: Outs) -> None:
+        """One round: one message a pair of ranks; what is here already is copied meanwhile."""
+        rank = self._peers.rank
+        sent: dict[int, list[Part]] = {}
+        received: dict[int, list[Part]] = {}
+        for part in parts:
+            if part.source == rank != part.target:
+                sent.setdefault(part.target, []).append(part)
+            elif part.target == rank != part.source:
+                received.setdefault(part.source, []).append(part)
+        outbound = {peer: self._message(some) for peer, some in sent.items()}
+        inbound = {peer: self._message(some) for peer, some in received.items()}
+        for peer, message in outbound.items():
+            for part, values in self._values(sent[peer], message):
+                self._memory.copy(part.path, part.box, values)
+        works = self._started(outbound, inbound)
+        for part in parts:
+            if part.source == part.target == rank:
+                self._memory.copy(part.path, part.box, _view(part, outs))
+        for work in works:
+            work.wait()
+        for peer, message in inbound.items():
+            for part, values in self._values(received[peer], message):
+                _view(part, outs).copy_(values)
+
+    def _started(
+        self, outbound: Mapping[int, torch.Tensor], inbound: Mapping[int, torch.Tensor]
+    ) -> Sequence[Any]:
+        import torch.distributed as dist
+
+        group = self._transport.group
+        operations = []
+        for peer in sorted({*outbound, *inbound}):
+            if peer in outbound:
+                operations.append(dist.P2POp(dist.isend, outbound[peer], peer, group))
+            if peer in inbound:
+                operations.append(dist.P2POp(dist.irecv, inbound[peer], peer, group))
+        works: Sequence[Any] = dist.batch_isend_irecv(operations) if operations else ()
+        return works
+
+    def _message(self, parts: Sequence[Part]) -> torch.Tensor:
+        import torch
+
+        nbytes = sum(part.room for part in parts)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._transport.device)
+
+    def _values(
+        self, parts: Sequence[Part], message: torch.Tensor
+    ) -> Iterator[tuple[Part, torch.Tensor]]:
+        """Each part with its place in the message, in its own dtype and shape."""
+        import torch
+
+        at = 0
+        for part in parts:
+            dtype: torch.dtype = getattr(torch, self._sources[part.path][0].dtype)
+            yield part, message[at : at + part.nbytes].view(dtype).view(part.box.sizes)
+            at += part.room
+
+
+def _view(part: Part, outs: Outs) -> torch.Tensor:
+    need, out = outs[part.unit, part.need]
+    return window(out, part.box.relative_to(need.box.offsets))

@@ -1,0 +1,203 @@
+"""translate(): a state dict in memory as another setup wants it. No file is read or written.
+
+state_dict, like=model   names, encodings and shards of a live model, DTensors resharded
+state_dict, to="meta"    names of another scheme, wrappers off and on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckptmap.core import arguments
+from ckptmap.errors import ArgumentError, CkptmapError, LoadError
+from ckptmap.live.model.collective_errors import peer_groups
+from ckptmap.live.model.find_targets import find_targets
+from ckptmap.live.model.fsdp1 import is_fsdp1
+from ckptmap.live.model.peers import Peers
+from ckptmap.live.model.renamed import lacking_in, schemes_for, strange_to
+from ckptmap.live.model.report import LoadReport
+from ckptmap.live.model.target import Target
+from ckptmap.live.state_dict.as_checkpoint import WHERE, is_spread, opened
+from ckptmap.live.state_dict.fsdp1 import own_keys, shadows
+from ckptmap.live.state_dict.load_state_dict import load_live
+from ckptmap.live.state_dict.recode import DENSE, DTYPES, QUANTIZED, cast, decoded, quantized
+from ckptmap.mapping.config import as_config
+from ckptmap.mapping.memory import translate_names
+from ckptmap.mapping.wrappers import strip_wrappers, wrap_prefix
+
+if TYPE_CHECKING:
+    import torch
+
+    State = Mapping[str, torch.Tensor]
+
+MAX_MEMORY = 64 << 20
+"""Bytes of messages a rank by default."""
+PURPOSE = "translate"
+EXTRA_STATE = "_extra_state"
+
+
+class Translation(dict[str, "torch.Tensor"]):
+    """The state dict; `report` says what was cast, decoded or quantized, None where names alone
+    were changed."""
+
+    report: LoadReport | None = None
+
+
+def translate(
+    state_dict: State,
+    *,
+    like: torch.nn.Module | None = None,
+    to: str | None = None,
+    config: object = None,
+    source: str | None = None,
+    wrap: Sequence[str] = (),
+    encoding: str | None = None,
+    strict: bool = True,
+    max_memory: int = MAX_MEMORY,
+) -> Translation:
+    """The same weights by other names, in other encodings, in other shards.
+
+    like        a live model, which stays as it is: what comes out is what its own
+                `load_state_dict` takes, name by name, in its dtypes, NF4 or int8 where it is so, on
+                its mesh with its placements. The ranks that hold the model together call it
+                together, each with what it has: its shards of any mesh, everything, or nothing.
+                An FSDP1 model's state dict type says whether that is whole tensors or rows.
+                Where live DTensors are on another mesh their boxes move from device to device, in
+                messages of at most `max_memory` bytes a rank; what is here is not sent
+    to          a scheme of names: `hf`, `auto`, `meta`, `llama/torchtune`, a mapping file. None:
+                the names as they are, without wrapper segments
+    config      the model's config, for `to`: a dict, a transformers config, a path
+    source      the scheme of the state dict's names; None: told by its keys
+    wrap        wrapper segments to put on, outermost first: `("ddp", "compile")`
+    encoding    "dense": what is quantized is decoded; "bf16", "fp16", "fp32": and cast; "nf4",
+                "int8": the matrices that a conversion would quantize become torchao's tensors.
+                None: as they are
+    strict      names must match `like`; False: what matches is made, `report` has the rest
+
+    Raises LoadError as `ckptmap.load` does; PlanError CKM601 to CKM617 for names; RunError CKM510
+    and CKM513 where the ranks' parts do not make whole tensors.
+    """
+    arguments.tensors("state_dict", state_dict)
+    arguments.whole("max_memory", max_memory, 1)
+    if encoding is not None:
+        arguments.choice("encoding", encoding, (DENSE, *DTYPES, *QUANTIZED))
+    _refuse_nested(state_dict)
+    if like is not None:
+        arguments.module("like", like)
+    else:
+        named = _named(state_dict, to, config, source, encoding, max_memory)
+        prefix = wrap_prefix(wrap)
+        return Translation({prefix + name: tensor for name, tensor in named.items()})
+    if to is not None or wrap or encoding:
+        given = [f"to={to!r}"] * (to is not None) + [f"wrap={wrap!r}"] * bool(wrap)
+        given += [f"encoding={encoding!r}"] * bool(encoding)
+        raise ArgumentError(
+            "CKM516",
+            f"{', '.join(given)}, expected nothing beside like=: the model says names, wrappers and"
+            " encodings",
+            "leave out the others, or like=",
+        )
+    return _like(state_dict, like, config, source, strict, max_memory)
+
+
+def _named(
+    state_dict: State,
+    to: str | None,
+    config: object,
+    source: str | None,
+    encoding: str | None,
+    max_memory: int,
+) -> dict[str, torch.Tensor]:
+    """Decoded before names change, which may rearrange elements; quantized after. A module's extra
+    state goes along as it is."""
+    plain = _plain(state_dict)
+    extra = {name: value for name, value in plain.items() if name.endswith(EXTRA_STATE)}
+    made = {name: tensor for name, tensor in plain.items() if name not in extra}
+    if encoding == DENSE or encoding in DTYPES:
+        peers = Peers.join(PURPOSE) if is_spread(list(made.values())) else Peers()
+        made = decoded(made, peers, max_memory)
+    if to is not None:
+        made = translate_names(made, to, config, source=source)
+    if encoding in DTYPES:
+        made = cast(made, encoding)
+    if encoding in QUANTIZED:
+        made = quantized(made, encoding, max_memory)
+    return made | extra
+
+
+def _refuse_nested(state_dict: Mapping[str, object]) -> None:
+    import torch
+
+    for key, value in state_dict.items():
+        if not isinstance(value, torch.Tensor) and not key.endswith(EXTRA_STATE):
+            raise LoadError(
+                "CKM505",
+                f"{WHERE}: {key!r} is a {type(value).__name__}, expected tensors by name",
+                f"pass the dict of the weights alone, state_dict[{key!r}] if that is it",
+            )
+
+
+def _plain(state_dict: State) -> dict[str, torch.Tensor]:
+    names = strip_wrappers(list(state_dict), WHERE)
+    return {plain: state_dict[key] for key, plain in names.items()}
+
+
+def _like(
+    state_dict: State,
+    model: torch.nn.Module,
+    config: object,
+    source: str | None,
+    strict: bool,
+    max_memory: int,
+) -> Translation:
+    targets, homeless = find_targets(model)
+    peers = joined(state_dict, model)
+    with peers.together():
+        made = shadows(model, targets)
+        weights = renamed(state_dict, targets, config or getattr(model, "config", None), source)
+    live = opened(weights, peers, "model")
+    report = load_live(live, made, homeless, strict=strict, max_memory=max_memory)
+    keys = live_keys(model, targets)
+    found = Translation()
+    for shadow in made:
+        result = shadow.result
+        if result is not None:
+            found |= {keys.get(name, name): result for name in shadow.names}
+    found.report = report
+    return found
+
+
+def joined(state_dict: State, model: torch.nn.Module) -> Peers:
+    """All ranks, where the model or the state dict is spread over them; else this one alone."""
+    if peer_groups(model) or is_spread(list(state_dict.values())):
+        return Peers.join(PURPOSE)
+    return Peers()
+
+
+def live_keys(model: torch.nn.Module, targets: Sequence[Target]) -> dict[str, str]:
+    """Plain name -> the name that the model's own state dict has."""
+    if any(map(is_fsdp1, model.modules())):
+        return own_keys(model, targets)
+    keys = [key for key in model.state_dict() if not key.endswith(EXTRA_STATE)]
+    return {plain: key for key, plain in strip_wrappers(keys, "model").items()}
+
+
+def renamed(
+    state_dict: State, targets: Sequence[Target], config: object, source: str | None
+) -> dict[str, torch.Tensor]:
+    """By the model's names, where the state dict has those of another scheme that is known; else
+    without wrapper segments. What does not match after all is for the matcher to say."""
+    plain = _plain({k: v for k, v in state_dict.items() if not k.endswith(EXTRA_STATE)})
+    lacking = lacking_in(targets, plain)
+    if not plain or not lacking or not strange_to(targets, plain):
+        return plain
+    given = as_config(config)
+    for name in schemes_for(targets, given):
+        try:
+            found = translate_names(plain, name, given, source=source)
+        except CkptmapError:
+            continue  # another scheme may be the one
+        if lacking_in(targets, found) < lacking:
+            return found
+    return plain

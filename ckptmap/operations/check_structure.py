@@ -1,0 +1,166 @@
+"""Is everything where the manifest says? Asked of an output before it is published, and by verify."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.core.state_paths import join
+from ckptmap.core.tensor_columns import Extents
+from ckptmap.errors import CkptmapError
+from ckptmap.execution import manifest as manifests
+from ckptmap.protocols import Slot
+from ckptmap.tensors import Box, Extent, Region, StoredTensor
+
+
+def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
+    """Every tensor of the manifest is found where it says, by our own readers, and no other."""
+    base = Path(ckpt.path).absolute() if Path(ckpt.path).is_dir() else None
+    problems = [
+        f"{name}: {size} bytes, expected {entry['nbytes']}"
+        for name, entry in document["files"].items()
+        if base is not None and (size := nbytes_of(base / name)) != entry["nbytes"]
+    ]
+    if _all_lie(ckpt, document["tensors"]):
+        return problems
+    stored = {
+        join(path): leaf
+        for path, leaf in ckpt.index.leaves.items()
+        if isinstance(leaf, StoredTensor)
+    }
+    planned, root = document["tensors"], None if base is None else f"{base}/"
+    for key, chunks in _places(planned):
+        tensor = stored.get(key)
+        if tensor is None or not _lies_at(tensor, chunks, root):
+            problems += _place_problems(key, planned[key], tensor, base)
+    unlisted = [(k, tensor) for k, tensor in stored.items() if k not in planned]
+    if unlisted:
+        shares = {tensor.share for key, tensor in stored.items() if key in planned} - {None}
+        unlisted = [(k, t) for k, t in unlisted if t.share not in shares and t.info.numel]
+    if unlisted:
+        listed = {(_name(c[0], base), c[1], c[2]) for _, c in chunks_of(document)}
+        carried = document["carried"]  # files that went along whole, tensors and all
+        problems += [
+            f"{key}: is not in the manifest"
+            for key, tensor in unlisted
+            if not all(
+                _name(chunk.region.file, base) in carried or _is_listed(chunk.region, listed, base)
+                for chunk in tensor.chunks
+            )
+        ]
+    return problems
+
+
+def _all_lie(ckpt: Checkpoint, planned: Mapping[str, Any]) -> bool:
+    """Is every tensor the one extent that was planned, and no other there? A look at columns, for
+    what was just written; False leaves it to a look at each to say what is wrong."""
+    leaves, path = ckpt.index.leaves, Path(ckpt.path).absolute()
+    outs = planned.alone() if isinstance(planned, manifests.Tensors) else None
+    if outs is None or not isinstance(leaves, Extents):
+        return False
+    names: list[str] = []
+    files: list[str] = []
+    offsets: list[int] = []
+    kinds: list[tuple[Box, int]] = []
+    for name, keys, slots in outs:
+        names += keys
+        files += [str(path / name if path.is_dir() else path)] * len(keys)
+        offsets += slots.offsets
+        kinds += zip(slots.boxes, slots.sizes, strict=True)
+    try:
+        located = leaves.located()
+    except CkptmapError:
+        return False
+    if located is None or (list(leaves.names), list(located.files)) != (names, files):
+        return False
+    distinct = {(id(i), id(k[0]), k[1]): (i, *k) for i, k in zip(leaves.infos, kinds, strict=True)}
+    alike = all(
+        box == Box.whole(info.shape) and nbytes == info.nbytes
+        for info, box, nbytes in distinct.values()
+    )
+    return alike and list(located.offsets) == offsets
+
+
+def chunks_of(document: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Key and (file, offset, nbytes, offsets, sizes, digest) of every chunk."""
+    for key, entry in document["tensors"].items():
+        for chunk in entry["chunks"]:
+            yield key, chunk
+
+
+def _places(planned: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, Slot]]]]:
+    """Key, and the file and slot of each chunk."""
+    if isinstance(planned, manifests.Tensors):
+        yield from planned.places()
+        return
+    for key, entry in planned.items():
+        slots = [
+            (name, Slot((key,), Box(tuple(offsets), tuple(sizes)), offset, nbytes))
+            for name, offset, nbytes, offsets, sizes, _ in entry["chunks"]
+        ]
+        yield key, slots
+
+
+def _lies_at(tensor: StoredTensor, chunks: Sequence[tuple[str, Slot]], root: str | None) -> bool:
+    """Is it the one chunk that was planned? A quick look at what nearly every tensor is: False
+    leaves it to `_place_problems` to find out, and to say, what is wrong."""
+    try:
+        place = tensor.place
+    except CkptmapError:
+        return False
+    if type(place) is not Extent or len(chunks) != 1 or tensor.replicas:
+        return False
+    name, (_, box, offset, nbytes) = chunks[0]
+    info = tensor.info
+    return (
+        place.offset == offset
+        and info.shape == box.sizes
+        and not any(box.offsets)
+        and info.nbytes == nbytes
+        and (root is None or place.file == root + name)
+    )
+
+
+def _is_listed(region: Region, listed: Container[tuple[str, int, int]], base: Path | None) -> bool:
+    """Are they the bytes of another one: of the one step count that a flat parameter has, say?"""
+    return (_name(region.file, base), region.offset, region.nbytes) in listed
+
+
+def nbytes_of(file: Path) -> int:
+    """Bytes of a file; -1 where there is none."""
+    return file.stat().st_size if file.is_file() else -1
+
+
+def _place_problems(
+    key: str, entry: Mapping[str, Any], tensor: StoredTensor | None, base: Path | None
+) -> Iterator[str]:
+    if tensor is None:
+        yield f"{key}: is missing"
+        return
+    try:
+        found = {
+            (_name(chunk.region.file, base), chunk.region.offset, chunk.box.offsets, chunk.box.sizes):
+            chunk.region
+            for chunk in (*tensor.chunks, *tensor.replicas)
+        }  # fmt: skip
+    except CkptmapError as error:
+        yield str(error)
+        return
+    for name, offset, nbytes, offsets, sizes, _ in entry["chunks"]:
+        region = found.get((_name(name, base), offset, tuple(offsets), tuple(sizes)))
+        if nbytes == 0:
+            continue
+        if region is None or region.nbytes != nbytes or not region.is_contiguous:
+            yield f"{key}: no chunk {offsets}+{sizes} at byte {offset} of {name}"
+        elif base is not None and region.file != f"{base}/{name}" != str(Path(region.file)):
+            yield f"{key}: lies in {region.file}, expected {name}"
+    if len(found) != len(entry["chunks"]) and tensor.info.numel:
+        yield f"{key}: {len(found)} chunks, expected {len(entry['chunks'])}"
+
+
+def _name(file: str, base: Path | None) -> str:
+    """A file of a directory by its name; a checkpoint of one file may have any."""
+    return "" if base is None else os.path.basename(file)

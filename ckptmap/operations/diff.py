@@ -1,0 +1,145 @@
+"""diff(): two checkpoints of any setups, compared by plain FQN, and by what both hold beside
+tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.compare import difference, same_parts
+from ckptmap.checkpoint.plain_values import matched, unequal_values
+from ckptmap.core.name_table import Look, fold
+from ckptmap.core.state_paths import join
+from ckptmap.core.text import counted
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import Path
+
+SHOWN = 20
+"""Plain values that differ and that the text lists."""
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """`changed` names what differs a tensor: shape, dtype, encoding, values; `settings` what is no
+    tensor, and is in both but not equal: step, scheduler, hyper-parameters."""
+
+    a: str
+    b: str
+    same: int
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    changed: Mapping[str, str]
+    values: bool
+    settings: Mapping[str, str] = field(default_factory=dict)
+    same_settings: int = 0
+
+    @property
+    def equal(self) -> bool:
+        return not (self.only_a or self.only_b or self.changed or self.settings)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": 1, "equal": self.equal, "a": self.a, "b": self.b, "same": self.same,
+            "only_a": list(self.only_a), "only_b": list(self.only_b),
+            "changed": dict(self.changed), "values": self.values,
+            "settings": dict(self.settings), "same_settings": self.same_settings,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        what = "shape, dtype, encoding and values" if self.values else "shape, dtype and encoding"
+        lines = [f"only in {self.a}: {name}{times}" for name, times, _ in _alike(self.only_a)]
+        lines += [f"only in {self.b}: {name}{times}" for name, times, _ in _alike(self.only_b)]
+        changed = _alike(list(self.changed), list(self.changed.values()))
+        lines += [f"{name}: {why}{times}" for name, times, why in changed]
+        lines += self._settings()
+        verdict = "the same" if self.equal else "different"
+        beside = f", {self.same_settings} plain values agree" if self.same_settings else ""
+        agree = f"{counted(self.same, 'tensor')} agree{'s' * (self.same == 1)} in {what}{beside}"
+        return "\n".join([*lines, f"{verdict}: {agree}"])
+
+    def _settings(self) -> list[str]:
+        if not self.settings:
+            return []
+        lines = [f"  {name}: {why}" for name, why in islice(self.settings.items(), SHOWN)]
+        more = len(self.settings) - len(lines)
+        lines += [f"  and {more} more (all of them with --json)"] if more else []
+        return ["what is no tensor:", *lines]
+
+
+def _alike(names: Sequence[str], whys: Sequence[str] = ()) -> Iterator[tuple[str, str, str]]:
+    """Pattern, how many times, and reason, of names that differ by numbers alone and have one
+    reason: a model's optimizer, missing, is a screen and not a thousand lines."""
+    looks = {why: Look(why, (), (), "", 0) for why in {"", *whys}}
+    for found in fold(names, [looks[why] for why in whys or [""] * len(names)]):
+        yield found.pattern, f"  {found.count}x" if found.count > 1 else "", found.look.role
+
+
+def diff(
+    a: str | os.PathLike[str] | Checkpoint,
+    b: str | os.PathLike[str] | Checkpoint,
+    *,
+    values: bool = False,
+) -> DiffReport:
+    """Weights and optimizer state by FQN; with `values` their decoded values too, bit for bit,
+    streamed in bounded memory. What is neither, tensors too, is compared where both hold it; what
+    one has more inside of such an entry, and is no tensor, is a difference."""
+    one, two = (x if isinstance(x, Checkpoint) else open(x) for x in (a, b))
+    mine, theirs = _tensors(one), _tensors(two)
+    beside, others = map(_beside, (one, two), matched(one, two))
+    both_hold = beside.keys() & others.keys()
+    mine.update({name: lazy for name, lazy in beside.items() if name in both_hold})
+    theirs.update({name: lazy for name, lazy in others.items() if name in both_hold})
+    changed: dict[str, str] = {}
+    for name in mine:
+        if name in theirs:
+            why = _changed(mine[name], theirs[name], values)
+            if why is not None:
+                changed[name] = why
+    common = sum(name in theirs for name in mine)
+    agree, unequal = unequal_values(one, two)
+    settings = {name: f"{a!r:.60} and {b!r:.60}" for name, (a, b) in unequal.items()}
+    return DiffReport(
+        one.shown, two.shown, common - len(changed),
+        tuple(name for name in mine if name not in theirs),
+        tuple(name for name in theirs if name not in mine),
+        changed, values, settings, agree,
+    )  # fmt: skip
+
+
+def _tensors(ckpt: Checkpoint) -> dict[str, LazyTensor]:
+    found = {fqn: ckpt[fqn] for fqn in ckpt}
+    for states in ckpt.optimizer.values():
+        found.update({f"optimizer:{lazy.fqn}": lazy for lazy in states.values()})
+    return found
+
+
+def _beside(ckpt: Checkpoint, names: Mapping[Path, Path]) -> dict[str, LazyTensor]:
+    """Tensors that are neither weights nor optimizer state."""
+    return {
+        f"other:{join(names[path]) if path in names else lazy.fqn}": lazy
+        for path, lazy in ckpt.other.items()
+    }
+
+
+def _changed(a: LazyTensor, b: LazyTensor, values: bool) -> str | None:
+    if a.shape != b.shape:
+        return f"shape {list(a.shape)} and {list(b.shape)}"
+    reasons = []
+    if a.dtype != b.dtype:
+        reasons.append(f"dtype {a.dtype} and {b.dtype}")
+    if a.encoding != b.encoding:
+        reasons.append(f"encoding {a.encoding} and {b.encoding}")
+    if values and not (not reasons and same_parts(a, b) is None):
+        found = difference(a, b)
+        if found is not None:
+            reasons.append(
+                f"{found.count} of {a.info.numel} values differ, by at most {found.max_abs:.3e}"
+                f" ({found.relative:.3e} relative rms), the first at {list(found.index)}"
+            )
+        elif not reasons:
+            return None  # other bytes, the same values: two ways to store them
+    return "; ".join(reasons) or None

@@ -1,0 +1,316 @@
+"""A first draft of a mapping file, from two checkpoints of one model in two naming schemes.
+
+Keys are grouped by pattern (`layers.{}.w`), and groups of one set of numbers are paired: by equal
+contents where these may be read, else by shape and by how alike the names are. What is drafted
+without contents is a guess, and says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from functools import cached_property
+from itertools import permutations
+from typing import Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.errors import PlanError
+from ckptmap.mapping.names import HOLE, skeleton
+from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
+
+LETTERS = "nekjlm"
+"""Names of captures, in the order of the numbers in a key."""
+MAX_PARTS = 3
+"""Tensors that may be one: q, k and v."""
+MAX_NUMEL = 1 << 28
+"""Elements of a tensor whose contents are still looked at."""
+
+
+@dataclass
+class Group:
+    """All keys of one pattern: they have the same shape, or none of them is drafted."""
+
+    pattern: str
+    tensors: dict[tuple[int, ...], LazyTensor]
+
+    @cached_property
+    def first(self) -> LazyTensor:
+        return self.tensors[min(self.tensors)]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.first.shape
+
+    @property
+    def numbers(self) -> frozenset[tuple[int, ...]]:
+        return frozenset(self.tensors)
+
+    @property
+    def uniform(self) -> bool:
+        return len({lazy.shape for lazy in self.tensors.values()}) == 1
+
+    @property
+    def name(self) -> str:
+        """The pattern with captures: `layers.{n}.experts.{e}.w`."""
+        parts = self.pattern.split(HOLE)
+        holes = [f"{{{letter}}}" for letter in LETTERS[: len(parts) - 1]]
+        return parts[0] + "".join(h + p for h, p in zip(holes, parts[1:], strict=True))
+
+    @cached_property
+    def rows(self) -> list[bytes]:
+        """A digest of each row of the first tensor; of each element of a vector."""
+        return row_digests(self.first)
+
+
+@dataclass
+class Draft:
+    """The rules found, and what is left on both sides."""
+
+    rules: list[str] = field(default_factory=list)
+    dims: dict[str, str] = field(default_factory=dict)
+    left: list[Group] = field(default_factory=list)
+    right: list[Group] = field(default_factory=list)
+    guessed: int = 0
+
+    @property
+    def summary(self) -> str:
+        left = len(self.left) + len(self.right)
+        return f"{len(self.rules)} rules, {self.guessed} of them guessed; {left} patterns are left"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "text": str(self), "rules": len(self.rules), "guessed": self.guessed,
+            "left": [group.name for group in self.left],
+            "right": [group.name for group in self.right],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        head = [
+            "# A draft by `ckptmap mappings new`: give it a family and a name, and look at every guess.",
+            "schema = 1", 'family = "mine"', 'scheme = "mine"', "",
+        ]  # fmt: skip
+        dims = [
+            '[dims]  # of this model; better as config values, n = "num_hidden_layers"',
+            *(f"{axis} = {value}" for axis, value in self.dims.items()),
+            "",
+        ]
+        left = [f"# not drafted, hf:   {g.name} {list(g.shape)}" for g in self.left]
+        left += [f"# not drafted, mine: {g.name} {list(g.shape)}" for g in self.right]
+        return "\n".join([*head, *(dims if self.dims else []), *self.rules, *left]) + "\n"
+
+
+def draft(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], *, values: bool = False
+) -> Draft:
+    """`source` has the hub's names. With `values` contents are compared, of one tensor a pattern.
+    Raises PlanError CKM615 where nothing can be paired."""
+    with open(source) as hub, open(target) as other:
+        drafting = _Drafting(groups_of(hub), groups_of(other), values)
+        found = drafting.run()
+    if not found.rules:
+        raise PlanError(
+            "CKM615",
+            f"{source} and {target}: no two tensors could be the same",
+            "give two checkpoints of one model; `ckptmap diff A B` shows what they hold",
+        )
+    return found
+
+
+def groups_of(ckpt: Checkpoint) -> list[Group]:
+    """The patterns of a checkpoint, in stored order."""
+    found: dict[str, Group] = {}
+    for fqn in ckpt:
+        pattern, numbers = skeleton(fqn)
+        found.setdefault(pattern, Group(pattern, {})).tensors[numbers] = ckpt[fqn]
+    return list(found.values())
+
+
+def row_digests(lazy: LazyTensor) -> list[bytes]:
+    import xxhash
+
+    if lazy.info.numel > MAX_NUMEL:
+        return []
+    data = tensor_bytes(lazy.read().contiguous())
+    count = lazy.shape[0] if lazy.shape else 1
+    step = data.nbytes // max(1, count)
+    return [xxhash.xxh3_64_digest(data[i * step : (i + 1) * step]) for i in range(count)]
+
+
+class _Drafting:
+    def __init__(self, left: list[Group], right: list[Group], values: bool) -> None:
+        self.values = values
+        self.extents: dict[str, set[int]] = {}
+        """Of each capture how many numbers it has; 0: not all from 0."""
+        self.draft = Draft(left=left, right=right)
+
+    def run(self) -> Draft:
+        self._pairs()
+        self._stacks()
+        self._joins()
+        for letter, (count, *others) in self.extents.items():
+            if count and not others:
+                self.draft.dims.setdefault(letter, str(count))
+        return self.draft
+
+    def _count(self, group: Group) -> None:
+        """Take the extents of its captures: a file without them cannot be tested without keys."""
+        for letter, seen in zip(LETTERS, zip(*group.numbers, strict=True), strict=False):
+            whole = set(seen) == set(range(len(set(seen))))
+            self.extents.setdefault(letter, set()).add(len(set(seen)) if whole else 0)
+
+    def _rule(self, hub: str, other: str, guessed: bool, *groups: Group) -> None:
+        why = "several have these contents" if self.values else "shapes alone"
+        note = f"# a guess: {why}\n" if guessed else ""
+        self.draft.rules.append(f"{note}[[rule]]\nhf   = {hub}\nmine = {other}\n")
+        self.draft.guessed += guessed
+        for side in (self.draft.left, self.draft.right):
+            side[:] = [group for group in side if all(group is not used for used in groups)]
+
+    # ------------------------------------------------------------------ one to one
+
+    def _pairs(self) -> None:
+        """Best first: equal contents, then likeness of names."""
+        scored = [
+            (score, -i, -j, a, b, axes)
+            for i, a in enumerate(self.draft.left)
+            for j, b in enumerate(self.draft.right)
+            if a.uniform and b.uniform and a.numbers == b.numbers
+            for score, axes in self._alike(a, b)
+        ]
+        equal = Counter(id(group) for row in scored if row[0] >= 2 for group in row[3:5])
+        used: set[int] = set()
+        for score, _, _, a, b, axes in sorted(scored, key=lambda row: row[:3], reverse=True):
+            if id(a) in used or id(b) in used:
+                continue
+            used |= {id(a), id(b)}
+            hub, other = (f" :: {side}" if side else "" for side in axes)
+            self._count(a)
+            certain = score >= 2 and equal[id(a)] == equal[id(b)] == 1
+            self._rule(_quoted(a.name + hub), _quoted(b.name + other), not certain, a, b)
+
+    def _alike(self, a: Group, b: Group) -> Iterator[tuple[float, tuple[str, str]]]:
+        likeness = SequenceMatcher(None, a.pattern, b.pattern, autojunk=False).ratio()
+        if not self.values:
+            if a.shape == b.shape:
+                yield likeness, ("", "")
+        elif a.shape == b.shape and a.rows == b.rows:
+            yield 3 + likeness, ("", "")
+        elif a.shape == b.shape and sorted(a.rows) == sorted(b.rows):
+            axes = self._rotary(a, b)
+            if axes is not None:
+                yield 2 + likeness, axes
+        elif a.shape == b.shape[::-1] and len(a.shape) == 2 and self._transposed(a, b):
+            yield 2 + likeness, ("a b", "b a")
+
+    def _rotary(self, a: Group, b: Group) -> tuple[str, str] | None:
+        """Rows of halves against rows of neighbours, whatever the head size."""
+        count = len(a.rows)
+        for half in (n for n in range(1, count // 2 + 1) if count % (2 * n) == 0):
+            order = [
+                head * 2 * half + two * half + r
+                for head in range(count // (2 * half))
+                for r in range(half)
+                for two in range(2)
+            ]
+            rest = " i" if len(a.shape) > 1 else ""
+            for first, second, forward in (("two r", "r two", True), ("r two", "two r", False)):
+                one, other = (a.rows, b.rows) if forward else (b.rows, a.rows)
+                if half > 1 and [one[at] for at in order] == other:
+                    axis = self._dim(half)
+                    mine, theirs = (side.replace("r", axis) for side in (first, second))
+                    return f"(h {mine}){rest}", f"(h {theirs}){rest}"
+        return None
+
+    def _dim(self, half: int) -> str:
+        """The axis of half a head, of this extent."""
+        for axis in ("r", "r2", "r3"):
+            if self.draft.dims.setdefault(axis, str(half)) == str(half):
+                return axis
+        return "r"
+
+    def _transposed(self, a: Group, b: Group) -> bool:
+        import torch
+
+        return torch.equal(a.first.read().t(), b.first.read())
+
+    # ------------------------------------------------------------------ many to one
+
+    def _stacks(self) -> None:
+        """A number in the names of one side that is a dim of the other's tensors."""
+        for a in list(self.draft.left):
+            for b in list(self.draft.right):
+                numbers = {n[:-1] for n in a.tensors if n}
+                experts = {n[-1] for n in a.tensors if n}
+                if not (a.uniform and b.uniform and experts) or numbers != b.numbers:
+                    continue
+                axes = self._stacked(a, b, len(experts))
+                if axes is not None and a in self.draft.left:
+                    letter = LETTERS[len(next(iter(a.tensors))) - 1]
+                    hub, other = (side.replace("E", letter) for side in axes)
+                    guessed = not self.values
+                    self._rule(
+                        _quoted(f"{a.name} :: {hub}"),
+                        _quoted(f"{b.name} :: {other}"),
+                        guessed,
+                        a,
+                        b,
+                    )
+                    break
+
+    def _stacked(self, a: Group, b: Group, count: int) -> tuple[str, str] | None:
+        if len(a.shape) != 2 or len(b.shape) != 3 or b.shape[0] != count:
+            return None
+        for order, other in (((0, 1), "E a b"), ((1, 0), "E b a")):
+            if tuple(a.shape[d] for d in order) != b.shape[1:]:
+                continue
+            if not self.values or self._same_slice(a, b, order):
+                return "a b", other
+        return None
+
+    def _same_slice(self, a: Group, b: Group, order: tuple[int, ...]) -> bool:
+        import torch
+
+        last = max(a.tensors)
+        mine = a.tensors[last].read().permute(order)
+        theirs = b.tensors[last[:-1]]
+        box = theirs.read((last[-1], 0, 0), (1, *theirs.shape[1:]))
+        return torch.equal(mine, box[0])
+
+    def _joins(self) -> None:
+        """Tensors of one module that lie behind each other in one of the other side."""
+        for b in list(self.draft.right):
+            parts = self._joined(b)
+            if parts is not None:
+                stop, texts = 0, []
+                rest = " i" if len(b.shape) > 1 else ""
+                for part in parts:
+                    texts.append(f'"{part.name} :: s{rest} @ s[{stop}:{stop + part.shape[0]}]"')
+                    stop += part.shape[0]
+                hub = "[\n  " + ",\n  ".join(texts) + ",\n]"
+                self._rule(hub, _quoted(f"{b.name} :: s{rest}"), not self.values, b, *parts)
+
+    def _joined(self, b: Group) -> Sequence[Group] | None:
+        near = [
+            a
+            for a in self.draft.left
+            if a.uniform and a.shape and a.numbers == b.numbers and a.shape[1:] == b.shape[1:]
+        ]
+        by_module: dict[str, list[Group]] = {}
+        for a in near:
+            module = a.pattern.rsplit(".", 2)[0]
+            by_module.setdefault(module, []).append(a)
+        for found in by_module.values():
+            for count in range(2, MAX_PARTS + 1):
+                for parts in permutations(found, count):
+                    if sum(part.shape[0] for part in parts) != b.shape[0]:
+                        continue
+                    if not self.values or [r for p in parts for r in p.rows] == b.rows:
+                        return parts
+        return None
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'

@@ -1,0 +1,154 @@
+"""What is published: the files of a local checkpoint with their hashes, and which of the
+repository's old files they replace."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.errors import AnswerNo, DestinationError
+from ckptmap.operations.verify import read_manifest, sha256_of, verify
+from ckptmap.storage.hub.entry import Entry, git_sha1
+
+WEIGHTS = re.compile(
+    r"((diffusion_pytorch_)?model|ckptmap)(-\d+-of-\d+)?\.safetensors"
+    r"|((diffusion_pytorch_)?model|ckptmap)\.safetensors\.index\.json"
+    r"|(diffusion_)?pytorch_model(-\d+-of-\d+)?\.bin|(diffusion_)?pytorch_model\.bin\.index\.json"
+    r"|ckptmap\.manifest\.json"
+)
+"""Names that a loader takes for the model's weights: old ones must not stay beside new ones. Not
+adapters, variants, or what lies in folders below."""
+LOCAL_ONLY = re.compile(r"(\.git|\.cache|__pycache__)(/.*)?|.*\.(lock|tmp|incomplete)|\.env.*")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One file to be published at `path`: a local file, or its content."""
+
+    path: str
+    nbytes: int
+    sha256: str
+    file: Path | None = None
+    content: bytes = b""
+
+    def equals(self, entry: Entry | None) -> bool:
+        """Is it what the repository has?"""
+        if entry is None or entry.nbytes != self.nbytes:
+            return False
+        if entry.sha256 is not None:
+            return entry.sha256 == self.sha256
+        return entry.git_sha1 == git_sha1(self.read())
+
+    def read(self) -> bytes:
+        return self.content if self.file is None else self.file.read_bytes()
+
+
+@dataclass(frozen=True)
+class Content:
+    """Everything that one push publishes. `deleted` are paths of the repository that go."""
+
+    items: Sequence[Item]
+    deleted: Sequence[str] = ()
+
+    @property
+    def id(self) -> str:
+        """The same for the same content, wherever it is pushed from."""
+        seen = hashlib.sha256()
+        for item in sorted(self.items, key=lambda item: item.path):
+            seen.update(f"{item.path} {item.nbytes} {item.sha256}\n".encode())
+        return seen.hexdigest()[:12]
+
+    @property
+    def change(self) -> str:
+        """The id, and what goes: a pull request that began before a file was there cannot delete
+        it."""
+        gone = hashlib.sha256("\n".join(sorted(self.deleted)).encode()).hexdigest()[:6]
+        return f"{self.id}-{gone}" if self.deleted else self.id
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+    def left(self, tree: Mapping[str, Entry]) -> list[Item]:
+        """Items that the tree does not have yet."""
+        return [item for item in self.items if not item.equals(tree.get(item.path))]
+
+    def is_in(self, tree: Mapping[str, Entry]) -> bool:
+        return not self.left(tree) and not any(path in tree for path in self.deleted)
+
+
+def items_of(ckpt: Checkpoint, folder: str, fresh: bool) -> tuple[list[Item], list[str]]:
+    """The files of a local checkpoint, to be put into `folder` of the repository, and notes.
+
+    `fresh`: it was written just now, so that the manifest's hashes are the files'. Else files are
+    held against the manifest, where there is one: DestinationError CKM715 where they differ.
+    """
+    sha256: Mapping[str, str] = _known_sha256(ckpt) if fresh else {}
+    if not fresh:
+        _check(ckpt)
+    place = Path(ckpt.path)
+    if place.is_file():
+        return [_item(place, place.name, folder, sha256)], []
+    files = sorted(file for file in place.rglob("*") if file.is_file())
+    names = {file: file.relative_to(place).as_posix() for file in files}
+    left = [name for name in names.values() if LOCAL_ONLY.fullmatch(name)]
+    items = [_item(file, name, folder, sha256) for file, name in names.items() if name not in left]
+    if not items:
+        raise DestinationError("CKM715", f"{place}: holds no file to publish", "check the path")
+    return items, [f"left behind: {name}" for name in left]
+
+
+def _check(ckpt: Checkpoint) -> None:
+    if manifest_of(ckpt) is None:
+        return
+    report = verify(ckpt.path)
+    if not report.ok:
+        raise DestinationError(
+            "CKM715",
+            f"{ckpt.path}: is not what its manifest says: {report.problems[0]}",
+            f"see all of it with: ckptmap verify {quote(ckpt.path)}",
+        )
+
+
+def _known_sha256(ckpt: Checkpoint) -> Mapping[str, str]:
+    """SHA-256 that the manifest states of files that were written just now."""
+    manifest = manifest_of(ckpt)
+    files: Mapping[str, Any] = {} if manifest is None else manifest["files"]
+    return {name: about["sha256"] for name, about in files.items() if "sha256" in about}
+
+
+def manifest_of(ckpt: Checkpoint) -> dict[str, Any] | None:
+    """ckptmap's own manifest; None: it did not write this."""
+    try:
+        return read_manifest(ckpt)
+    except AnswerNo:
+        return None
+
+
+def _item(file: Path, name: str, folder: str, sha256: Mapping[str, str]) -> Item:
+    found = sha256.get(name) or sha256_of(file)
+    return Item(_in(folder, name), file.stat().st_size, found, file)
+
+
+def written(folder: str, name: str, content: bytes) -> Item:
+    """A file that is made here."""
+    digest = hashlib.sha256(content).hexdigest()
+    return Item(_in(folder, name), len(content), digest, content=content)
+
+
+def _in(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def replaced(tree: Iterable[str], items: Sequence[Item], folder: str) -> list[str]:
+    """Weights in `folder` of the repository that a loader could take in place of the new ones."""
+    mine = {item.path for item in items}
+    below = _in(folder, "")
+    names = {path: path.removeprefix(below) for path in tree if path.startswith(below)}
+    return [path for path, name in names.items() if path not in mine and WEIGHTS.fullmatch(name)]

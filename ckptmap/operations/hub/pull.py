@@ -1,0 +1,168 @@
+"""pull(): a checkpoint from the Hub as it is, every file verified, all of it or nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.framework_members import left_behind
+from ckptmap.core.text import human
+from ckptmap.errors import CkptmapError, RunError, SourceError
+from ckptmap.operations.overwrite import refuse_stranger
+from ckptmap.storage.destination import named_place
+from ckptmap.storage.hub.entry import Entry
+from ckptmap.storage.hub.mirror import Mirror, mirrored
+from ckptmap.storage.hub.resolve import named_as_asked
+from ckptmap.storage.hub.uri import is_hub, parse
+from ckptmap.storage.publish import Workspace, clear_published, sync_tree
+
+OTHER_WEIGHTS = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot",
+    ".npz", ".distcp", ".index.json", ".tflite", ".mlmodel",
+)  # fmt: skip
+"""Ends of names of weights: of a model directory, those in other forms stay on the Hub."""
+
+GIT = (".gitattributes", ".gitignore")
+"""How Git is to keep the repository: nothing of the checkpoint."""
+
+
+@dataclass(frozen=True)
+class PullReport:
+    """What a pull did."""
+
+    src: str
+    dst: str
+    files: int
+    nbytes: int
+    seconds: float
+    notes: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": 1, "src": self.src, "dst": self.dst, "files": self.files,
+            "nbytes": self.nbytes, "seconds": round(self.seconds, 3), "notes": list(self.notes),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        line = (
+            f"fetched {self.src} to {self.dst}: {self.files} files, {human(self.nbytes)} in"
+            f" {self.seconds:.1f} s; sizes and hashes checked"
+        )
+        return "\n".join([line, *(f"note: {note}" for note in self.notes)])
+
+
+def pull(
+    src: str,
+    dst: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    sync: bool = True,
+) -> PullReport:
+    """Fetch the checkpoint at `hf://org/name[@revision][/folder]`, its files as they are: what its
+    index names and what lies beside it (config, tokenizer, card), no weights in other forms.
+
+    The destination is complete or untouched, and the same call continues one that was interrupted:
+    whole files are kept. `sync` as for `convert`. Raises SourceError where there is no checkpoint, DestinationError where it
+    must not be written, RunError CKM709 where what comes is not what the Hub lists.
+    """
+    started = time.monotonic()
+    if not is_hub(src):
+        raise SourceError(
+            "CKM701",
+            f"{src}: is no place on the Hub",
+            "write hf://org/name, or use ckptmap convert",
+        )
+    mirror, place = mirrored(parse(src))
+    with open(src) as ckpt:
+        wanted, left = _chosen(ckpt, mirror, place)
+    said = left_behind(ckpt.index.left)  # what is fetched is no longer left, the rest is told below
+    notes = [
+        *(note for note in ckpt.notes if note not in said),
+        *([f"left on the Hub: {', '.join(left[:6])}"] if left else []),
+    ]
+    one_file, target = place.is_file(), named_place(dst)
+    nbytes = sum(entry.nbytes for entry in wanted.values())
+    if _has(target, wanted, one_file):
+        notes.append("was complete already")
+        if sync:
+            sync_tree(target)
+        notes += clear_published(target, _digest(ckpt.origin, wanted), sync)
+    else:
+        if overwrite:
+            refuse_stranger(target, wanted)
+        with Workspace.open(
+            target, _digest(ckpt.origin, wanted), one_file=one_file, overwrite=overwrite,
+            nbytes=nbytes,
+        ) as work:  # fmt: skip
+            _fetch(mirror, wanted, work)
+            _prove(work.out_dir / target.name if one_file else work.out_dir, ckpt)
+            work.publish(sync)
+            notes += work.notes
+    seconds = time.monotonic() - started
+    return PullReport(ckpt.origin, str(target), len(wanted), nbytes, seconds, notes)
+
+
+def _chosen(ckpt: Checkpoint, mirror: Mirror, place: Path) -> tuple[dict[str, Entry], list[str]]:
+    """Files by their name in the destination, and those left on the Hub."""
+    mine = {*ckpt.index.files, *(str(place / name) for name in ckpt.index.behind)}
+    if place.is_file():
+        return {place.name: mirror.entry(str(place))}, []
+    of_transformers = ckpt.index.container in ("hf", "hf-bin")
+    wanted, left = {}, []
+    for file, entry in mirror.entries():
+        name = Path(file).relative_to(place).as_posix()
+        if file not in mine and name.startswith(GIT):
+            continue
+        if file in mine or not name.endswith(OTHER_WEIGHTS) or not of_transformers:
+            wanted[name] = entry
+        else:
+            left.append(name)
+    return wanted, left
+
+
+def _digest(origin: str, wanted: Mapping[str, Entry]) -> str:
+    lines = [origin, *(f"{name} {entry.digest}" for name, entry in sorted(wanted.items()))]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _has(target: Path, wanted: Mapping[str, Entry], one_file: bool) -> bool:
+    """Is it there already? A run may have been killed just after it published."""
+    files = {target if one_file else target / name: entry for name, entry in wanted.items()}
+    return all(file.is_file() and entry.is_in(file) for file, entry in files.items())
+
+
+def _fetch(mirror: Mirror, wanted: Mapping[str, Entry], work: Workspace) -> None:
+    """Each file where it will be published from; what an earlier run brought is kept."""
+    coming = work.path / "coming"
+    for name, entry in wanted.items():
+        file = work.out_dir / (work.dst.name if work.one_file else name)
+        if file.is_file() and entry.is_in(file):
+            continue
+        came = mirror.repo.download(entry, coming)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(came, file)
+    shutil.rmtree(coming, ignore_errors=True)
+
+
+def _prove(written: Path, ckpt: Checkpoint) -> None:
+    """What came opens, and holds the tensors that the headers on the Hub announced."""
+    try:
+        with named_as_asked(), open(written) as mine:
+            same = {fqn: mine.group(fqn).info for fqn in mine} == {
+                fqn: ckpt.group(fqn).info for fqn in ckpt
+            }
+    except CkptmapError as error:
+        raise RunError(
+            "CKM709", f"{ckpt.origin}: what was fetched does not open: {error}", "run it again"
+        ) from error
+    if not same:
+        raise RunError(
+            "CKM709", f"{ckpt.origin}: what was fetched holds other tensors", "run it again"
+        )

@@ -1,0 +1,316 @@
+"""Where a push puts what is not yet to be seen, and how it becomes visible at once.
+
+    main          a pull request, found again by its title; merged when it is proven
+    another one   a work branch; then one commit, or the branch itself where it is new
+
+Both are refs that nobody loads from. What a ref holds is asked of the Hub, never remembered: a
+killed push leaves no state that the next one could misread.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckptmap.errors import DestinationError, RunError
+from ckptmap.operations.hub.content import Content
+from ckptmap.storage.hub.errors import told
+from ckptmap.storage.hub.repo import Repo, Tree
+from ckptmap.storage.hub.uri import HubName
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, Discussion, HfApi
+
+MAIN = "main"
+BATCH_NBYTES = 10_000_000_000
+"""Bytes of files that one commit into the pull request brings: what a killed push may do again."""
+BATCH_FILES = 100
+"""Files of one commit: what the Hub advises (huggingface_hub, upload guide)."""
+_WORK_BRANCH = re.compile(r"ckptmap-[0-9a-f]{12}")
+
+
+def api() -> HfApi:
+    from huggingface_hub import HfApi
+
+    return HfApi(library_name="ckptmap")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A revision to be published to, as it is now: `head` its commit, `tree` what it holds."""
+
+    repo: str
+    revision: str
+    head: str
+    tree: Tree
+    exists: bool = True
+
+    @classmethod
+    def look(cls, repo: str, revision: str) -> Target:
+        """A branch that is not there yet begins as main is."""
+        at = _at(repo, revision)
+        if at is not None:
+            return cls(repo, revision, at.commit, at.tree(kind=RunError))
+        main = _at(repo, MAIN)
+        assert main is not None, f"{repo}: a repository has a main branch"
+        return cls(repo, revision, main.commit, main.tree(kind=RunError), exists=False)
+
+
+@dataclass
+class Stage:
+    """A ref apart from the target, that content is written into."""
+
+    target: Target
+    content: Content
+    ref: str
+    title: str
+    pull: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    # ------------------------------------------------------------------ writing
+
+    def tree(self) -> tuple[str, Tree]:
+        at = _at(self.target.repo, self.ref)
+        assert at is not None, f"{self.ref}: was there a moment ago"
+        return at.commit, at.tree(kind=RunError)
+
+    def write(self) -> int:
+        """Bring what is not there yet, batch by batch; the bytes of it."""
+        head, tree = self.tree()
+        left, nbytes = self.content.left(tree), 0
+        gone = [path for path in self.content.deleted if path in tree]
+        while left or gone:
+            batch = [left.pop(0)] if left else []
+            while left and len(batch) < BATCH_FILES:
+                if sum(item.nbytes for item in (*batch, left[0])) > BATCH_NBYTES:
+                    break
+                batch.append(left.pop(0))
+            adds = [_addition(item.path, item.file or item.content, item.sha256) for item in batch]
+            head = self._commit(adds, [] if left else gone, head)
+            nbytes += sum(item.nbytes for item in batch)
+            gone = gone if left else []
+        return nbytes
+
+    def _commit(self, adds: list[CommitOperationAdd], gone: list[str], head: str) -> str:
+        with told(self.target.repo, RunError, "uploading"):
+            api().preupload_lfs_files(self.target.repo, adds, revision=self.ref)
+            done = api().create_commit(
+                self.target.repo, [*adds, *_deletions(gone)], commit_message=self.title,
+                revision=self.ref, parent_commit=head,
+            )  # fmt: skip
+        return done.oid
+
+    def check(self) -> None:
+        """Raises RunError CKM713 where the Hub does not hold exactly what was to be there."""
+        _, tree = self.tree()
+        wrong = [item.path for item in self.content.left(tree)]
+        wrong += [path for path in self.content.deleted if path in tree]
+        if wrong:
+            found = tree.get(wrong[0])
+            raise RunError(
+                "CKM713",
+                f"hf://{self.target.repo}@{self.ref}: {wrong[0]} is not what was sent"
+                f" ({len(wrong)} such), found {'nothing' if found is None else found.digest[:12]}",
+                f"{self.target.revision} is as it was; run the same command again",
+            )
+        strange = self.foreign(tree)
+        if strange:
+            raise RunError(
+                "CKM713",
+                f"hf://{self.target.repo}@{self.ref}: {strange[0]} differs from"
+                f" {self.target.revision}, which this push does not change ({len(strange)} such)",
+                f"{self.target.revision} is as it was; see who wrote there, then run again",
+            )
+
+    def foreign(self, tree: Tree) -> list[str]:
+        """Paths outside the content in which the ref differs from its target."""
+        mine = {item.path for item in self.content.items} | set(self.content.deleted)
+        paths = {*tree, *self.target.tree} - mine
+        return sorted(path for path in paths if tree.get(path) != self.target.tree.get(path))
+
+
+# --------------------------------------------------------------------------- pull requests
+
+
+def open_pull(target: Target, content: Content, what: str) -> Stage:
+    """The pull request of an earlier run of the same push, or a new one, a draft."""
+    title = f"{what} (ckptmap {content.change})"
+    with told(target.repo, RunError, "looking for its pull request"):
+        found = [d for d in api().get_repo_discussions(target.repo) if _is_ours(d, content)]
+    notes = []
+    for pull in sorted(found, key=lambda d: d.num):
+        if f"(ckptmap {content.change})" not in pull.title:
+            notes.append(f"pull request {pull.num} began from another main: close it")
+            continue
+        stage = Stage(target, content, f"refs/pr/{pull.num}", title, pull.num)
+        strange = stage.foreign(stage.tree()[1])
+        if not strange:
+            stage.notes.append(f"continued pull request {pull.num}")
+            return stage
+        notes.append(f"pull request {pull.num} is not continued: {strange[0]} differs from main")
+    with told(target.repo, RunError, "opening a pull request"):
+        made = api().create_pull_request(target.repo, title, description=_description(content))
+    return Stage(target, content, f"refs/pr/{made.num}", title, made.num, notes)
+
+
+def _is_ours(found: Discussion, content: Content) -> bool:
+    named = f"(ckptmap {content.id}" in found.title
+    return found.is_pull_request and named and found.status in ("open", "draft")
+
+
+def _description(content: Content) -> str:
+    rows = [f"| `{item.path}` | {item.nbytes} | `{item.sha256}` |" for item in content.items]
+    return "\n".join(
+        [
+            "Written by ckptmap. It is merged once every file here has the size and SHA-256 below;"
+            " a push that was interrupted is continued here.",
+            "", "| file | bytes | sha256 |", "|---|---|---|", *rows[:200],
+            *([f"| and {len(rows) - 200} more | | |"] if len(rows) > 200 else []),
+        ]
+    )  # fmt: skip
+
+
+def merge_pull(stage: Stage) -> None:
+    """Raises RunError CKM714 where main changed meanwhile so that it cannot be merged."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    assert stage.pull is not None
+    ready(stage)
+    repo = stage.target.repo
+    with told(repo, RunError, "merging"):
+        try:
+            api().merge_pull_request(repo, stage.pull)
+        except HfHubHTTPError as error:
+            if error.response.status_code not in (400, 409, 412):
+                raise
+            raise RunError(
+                "CKM714",
+                f"hf://{repo}: pull request {stage.pull} cannot be merged: "
+                f"{error.server_message or 'the Hub refuses'}",
+                f"main is as it was; look at {page(stage)}",
+            ) from error
+
+
+def ready(stage: Stage) -> None:
+    """A pull request is opened as a draft, which cannot be merged."""
+    assert stage.pull is not None
+    with told(stage.target.repo, RunError, "opening its pull request for merging"):
+        details = api().get_discussion_details(stage.target.repo, stage.pull)
+        if details.status == "draft":
+            api().change_discussion_status(stage.target.repo, stage.pull, "open")
+
+
+def page(stage: Stage) -> str:
+    from huggingface_hub.constants import ENDPOINT
+
+    return f"{ENDPOINT}/{stage.target.repo}/discussions/{stage.pull}"
+
+
+# -------------------------------------------------------------------------------- branches
+
+
+def open_branch(target: Target, content: Content, what: str) -> Stage:
+    """A work branch that begins where the target is; one of another time is begun anew."""
+    ref = f"ckptmap-{content.id}"
+    stage = Stage(target, content, ref, f"{what} (ckptmap {content.id})")
+    at = _at(target.repo, ref)
+    with told(target.repo, RunError, "making a branch"):
+        if at is not None and stage.foreign(at.tree(kind=RunError)):
+            api().delete_branch(target.repo, branch=ref)
+            at = None
+        if at is None:
+            api().create_branch(target.repo, branch=ref, revision=target.head)
+        else:
+            stage.notes.append(f"continued branch {ref}")
+    return stage
+
+
+def advance_branch(stage: Stage) -> None:
+    """The target takes what the work branch holds, in one step; the work branch goes."""
+    target, content = stage.target, stage.content
+    with told(target.repo, RunError, f"moving {target.revision}"):
+        if not target.exists:
+            head, _ = stage.tree()
+            api().create_branch(target.repo, branch=target.revision, revision=head)
+        else:
+            left = content.left(target.tree)
+            gone = [path for path in content.deleted if path in target.tree]
+            adds = [_addition(item.path, item.file or item.content, item.sha256) for item in left]
+            api().create_commit(
+                target.repo, [*adds, *_deletions(gone)], commit_message=stage.title,
+                revision=target.revision, parent_commit=target.head,
+            )  # fmt: skip
+        api().delete_branch(target.repo, branch=stage.ref)
+
+
+def sweep(target: Target) -> None:
+    """Remove work branches that hold what the target holds: of runs that were stopped right after
+    they had published."""
+    with told(target.repo, RunError, "removing work branches"):
+        for ref in api().list_repo_refs(target.repo).branches:
+            if _WORK_BRANCH.fullmatch(ref.name) is None:
+                continue
+            if Repo(target.repo, ref.target_commit).tree(kind=RunError) == target.tree:
+                api().delete_branch(target.repo, branch=ref.name)
+
+
+# ------------------------------------------------------------------------------- both
+
+
+def _at(repo: str, revision: str) -> Repo | None:
+    """The repository at a revision; None: it has none of this name."""
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    with told(repo, RunError):
+        try:
+            info = api().model_info(repo, revision=revision)
+        except RevisionNotFoundError:
+            return None
+    return Repo(info.id, info.sha or "", revision)
+
+
+def _addition(path: str, source: object, sha256: str) -> CommitOperationAdd:
+    from huggingface_hub import CommitOperationAdd
+
+    made = CommitOperationAdd(path, source)  # type: ignore[arg-type]
+    made.upload_info.sha256 = bytes.fromhex(sha256)  # known already: one read less
+    return made
+
+
+def _deletions(paths: list[str]) -> list[CommitOperationDelete]:
+    from huggingface_hub import CommitOperationDelete
+
+    return [CommitOperationDelete(path, is_folder=False) for path in paths]
+
+
+def found_or_made(name: HubName, private: bool) -> Repo:
+    """The repository to push into, made where there is none.
+
+    Raises DestinationError CKM707 without a token, 711 where it was renamed, 712 where it is public
+    and should not be.
+    """
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    with told(name.repo, DestinationError, "making it"):
+        try:
+            info = api().model_info(name.repo)
+        except GatedRepoError:
+            raise
+        except RepositoryNotFoundError:
+            api().create_repo(name.repo, private=private or None)
+            info = api().model_info(name.repo)
+    if info.id.lower() != name.repo.lower():
+        raise DestinationError(
+            "CKM711",
+            f"hf://{name.repo}: was renamed, it is {info.id} now",
+            f"push there: ckptmap push SRC {info.id}",
+        )
+    if private and not info.private:
+        raise DestinationError(
+            "CKM712",
+            f"hf://{info.id}: is public, and --private was asked for",
+            f"make it private first: {ENDPOINT}/{info.id}/settings",
+        )
+    return Repo(info.id, info.sha or "", name.revision)

@@ -1,0 +1,264 @@
+"""merge(): a base and an adapter into one checkpoint, planned, written and published as any other.
+
+A quantized base can be merged back into its own grid, but steps of the grid can be larger than what
+an adapter adds: how much of it survives is measured, and it needs `force`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckptmap import setups
+from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.lora.merged import overlaid
+from ckptmap.checkpoint.lora.merged_tensor import Merged, untouched
+from ckptmap.errors import ArgumentError, PlanError
+from ckptmap.operations.convert import run
+from ckptmap.planning.options import MAX_MEMORY, Progress, RunOptions
+from ckptmap.planning.plan import Plan
+from ckptmap.planning.planner import plan
+from ckptmap.planning.report import Report
+from ckptmap.planning.steps import Encode
+from ckptmap.protocols import Encoder, Encoding, Refusal, Write
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.process_state import one_torch_thread
+from ckptmap.tensors import Box, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptmap.checkpoint.lora.adapter_files import Adapter
+
+SAMPLE_NUMEL = 1 << 18
+"""Values of each tensor that are looked at."""
+RUNS = 4
+"""Places of a tensor that they are taken from."""
+TRIED = 4
+"""Tensors that are encoded for an estimate before anything is written."""
+OPTIONS = frozenset(
+    ("world_size", "mesh", "tp_plan", "include", "exclude", "drop", "wrap", "root", "config_from",
+     "max_shard_nbytes", "like", "exact_scales"),
+)  # fmt: skip
+"""Options of a conversion that a merge takes too."""
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What a grid leaves of a change D = merged - base, once it is E = written - base.
+
+    error       |E - D| / |D|: 0 all of it; 1 as if nothing had been added
+    projection  <E, D> / |D|²: the part of D that E has in its direction
+    """
+
+    error: float
+    projection: float
+
+    def __str__(self) -> str:
+        return f"err/|delta| {self.error:.2f}, {self.projection:.0%} of the delta survives"
+
+
+@dataclass(frozen=True)
+class MergeReport(Report):
+    """What a merge did. `survival` has the matrices that were written to a grid, by FQN."""
+
+    survival: Mapping[str, Survival] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        survival = {f: [s.error, s.projection] for f, s in self.survival.items()}
+        return {**super().to_json(), "survival": survival}
+
+    def __str__(self) -> str:
+        lines = [f"delta: {fqn}: {found}" for fqn, found in self.survival.items()]
+        return "\n".join([super().__str__(), *lines])
+
+
+def merge(
+    base: str | os.PathLike[str] | Checkpoint,
+    adapter: str | os.PathLike[str] | Adapter,
+    dst: str | os.PathLike[str],
+    to: str | None = None,
+    *,
+    force: bool = False,
+    adapter_config: str | os.PathLike[str] | None = None,
+    leave: Sequence[str] = (),
+    device: str = "cpu",
+    threads: int | None = None,
+    max_memory: int = MAX_MEMORY,
+    overwrite: bool = False,
+    digest: str = "xxh3",
+    progress: bool | Progress = False,
+    low_disk: bool = False,
+    sync: bool = True,
+    **options: Any,
+) -> MergeReport:
+    """Merge a LoRA adapter (rsLoRA, DoRA, modules_to_save, biases) into `base`, written to `dst`.
+
+    to       as for `convert`; None: the base's own setup
+    force    merge a quantized base back into a grid, where little of the adapter survives
+    leave    patterns of modules and tensors of the adapter that are not merged
+    options  those of `OPTIONS`, and the others, as for `convert`
+
+    Merged in fp32 and rounded once: to the base's dtype, or to what `to` casts to. Optimizer state
+    of the base is left behind. Raises SourceError CKM320 to CKM322 where the two do not fit, and
+    PlanError CKM323 without `force`, and as `convert` does.
+    """
+    made = plan_merge(
+        base, adapter, to, force=force, adapter_config=adapter_config, leave=leave, **options
+    )
+    how = RunOptions(
+        device=device, threads=threads, max_memory=max_memory, overwrite=overwrite, digest=digest,
+        progress=progress, low_disk=low_disk, sync=sync,
+    )  # fmt: skip
+    return with_survival(made, run(made, dst, how))
+
+
+def plan_merge(
+    base: str | os.PathLike[str] | Checkpoint,
+    adapter: str | os.PathLike[str] | Adapter,
+    to: str | None = None,
+    *,
+    force: bool = False,
+    adapter_config: str | os.PathLike[str] | None = None,
+    leave: Sequence[str] = (),
+    **options: Any,
+) -> Plan:
+    """What `merge` would do; see there. Only for an estimate of what survives are values read."""
+    stranger = next((name for name in options if name not in OPTIONS), None)
+    if stranger is not None:
+        raise ArgumentError(
+            "CKM516",
+            f"{stranger}: is no option of a merge, expected one of {', '.join(sorted(OPTIONS))}",
+            "merge first, then convert what was merged",
+        )
+    ckpt = base if isinstance(base, Checkpoint) else open(base)
+    to = to or own_setup(ckpt)
+    whole = overlaid(
+        ckpt, adapter, to, adapter_config, leave, config_from=options.get("config_from")
+    )
+    made = plan(whole, to, optimizer="drop", **options)
+    again = [step for step in _gridded(made) if step.tensor.quantized]
+    if again and not force:
+        raise _refused(again, to)
+    return made
+
+
+def own_setup(ckpt: Checkpoint) -> str:
+    """The `--to` that leaves everything as it is; for what no setup writes (a safetensors file
+    alone) `hf`."""
+    encoded = [name for name in ckpt.encodings if name != "dense"]
+    name = ckpt.setup.removesuffix("-" + "-".join(encoded)) if encoded else ckpt.setup
+    return name if name in setups.names() else "hf"
+
+
+def _gridded(made: Plan) -> list[Encode]:
+    """Matrices with something added that are written quantized."""
+    return [
+        step
+        for step in made.encodes
+        if step.encoding.name != "dense" and isinstance(step.tensor.encoding_, Merged)
+    ]
+
+
+def _refused(again: Sequence[Encode], to: str) -> PlanError:
+    tried = again[:: max(1, len(again) // TRIED)][:TRIED]
+    with one_torch_thread(True):
+        found = [(step.tensor.fqn, estimated) for step in tried if (estimated := _estimate(step))]
+    told = "".join(f"; {fqn}: {survival}" for fqn, survival in found)
+    grid = again[0].encoding.name
+    plain = setups.parse(to).setup.name
+    return PlanError(
+        "CKM323",
+        f"--to {to}: {len(again)} merged tensors would be rounded to the {grid} grid again, which"
+        f" can undo what the adapter adds{told}",
+        f"--to {plain}-bf16 keeps it, or say --force",
+    )
+
+
+# --------------------------------------------------------------------------------- survival
+
+
+def with_survival(made: Plan, report: Report) -> MergeReport:
+    """The report, with what was left of the changes in the file that was written."""
+    found: dict[str, Survival] = {}
+    steps = _gridded(made)
+    if steps:
+        with open(report.dst) as ckpt, one_torch_thread(True):
+            for step in steps:
+                fqn = step.tensor.fqn
+                found[fqn] = measured(step, _stored(ckpt[fqn]))
+    kept = {item.name: getattr(report, item.name) for item in fields(Report)}
+    return MergeReport(**kept, survival=found)
+
+
+def _stored(out: LazyTensor) -> Callable[[Box, torch.Tensor], torch.Tensor]:
+    return lambda box, _: out.read(box.offsets, box.sizes)
+
+
+def _estimate(step: Encode) -> Survival | None:
+    """As `measured`, by encoding the sample alone; None: the encoding does not take one."""
+    tensor = step.tensor
+    refusals = (
+        isinstance(step.encoding.parts(TensorInfo(box.sizes, tensor.dtype)), Refusal)
+        for box in _sample(tensor.shape)
+    )
+    if any(refusals):
+        return None
+    return measured(step, lambda _, values: _encoded(step.encoding, values, tensor.dtype))
+
+
+def measured(step: Encode, written: Callable[[Box, torch.Tensor], torch.Tensor]) -> Survival:
+    """What survives on a sample; `written(box, merged)` gives what a file holds of it."""
+    tensor, base = step.tensor, untouched(step.tensor)
+    squares = errors = along = 0.0
+    for box in _sample(tensor.shape):
+        before = base.read(box.offsets, box.sizes).double()
+        merged = tensor.read(box.offsets, box.sizes)
+        wanted, got = merged.double() - before, written(box, merged).double() - before
+        squares += float((wanted * wanted).sum())
+        errors += float((got - wanted).square().sum())
+        along += float((got * wanted).sum())
+    if not squares:
+        return Survival(0.0, 1.0)
+    return Survival((errors / squares) ** 0.5, along / squares)
+
+
+def _sample(shape: tuple[int, ...]) -> Iterator[Box]:
+    """Runs of whole rows, spread over the matrix."""
+    columns = max(1, prod(shape[1:]))
+    rows = min(shape[0], max(1, SAMPLE_NUMEL // columns))
+    if rows == shape[0]:
+        yield Box.whole(shape)
+        return
+    count = -(-rows // RUNS)
+    for start in sorted({(shape[0] - count) * i // (RUNS - 1) for i in range(RUNS)}):
+        yield Box((start, *(0 for _ in shape[1:])), (count, *shape[1:]))
+
+
+def _encoded(encoding: Encoding, values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The values as they come back from this encoding."""
+    import torch
+
+    info = TensorInfo(tuple(values.shape), dtype)
+    encoder, infos = encoding.encoder(info, "cpu"), encoding.parts(info)
+    assert not isinstance(infos, Refusal), "asked before"
+    parts = {part: torch.empty(infos[part].nbytes, dtype=torch.uint8) for part in infos}
+    flat, step = values.reshape(-1), -(-SAMPLE_NUMEL // encoder.step) * encoder.step
+    feeds = (encoder.feed(at, flat[at : at + step]) for at in range(0, flat.numel(), step))
+    for write in chain(chain.from_iterable(feeds), _last(encoder)):
+        start = sum(write.box.offsets) * infos[write.part].itemsize  # boxes of writes are flat
+        data = write.values.contiguous().view(-1).view(torch.uint8)
+        parts[write.part][start : start + data.numel()] = data
+    out = torch.empty(info.shape, dtype=getattr(torch, dtype))
+    shaped = {p: parts[p].view(getattr(torch, i.dtype)).view(i.shape) for p, i in infos.items()}
+    encoding.decode(info, shaped, Box.whole(info.shape), out)
+    return out
+
+
+def _last(encoder: Encoder) -> Iterator[Write]:
+    """What it adds, asked for only after all was fed."""
+    yield from encoder.finish()

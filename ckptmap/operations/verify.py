@@ -1,0 +1,328 @@
+"""verify(): is an output whole, are its bytes those that were written, are its values the source's?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.compare import difference, holds, same_bytes, same_parts, worst
+from ckptmap.checkpoint.lora.merged import overlaid
+from ckptmap.checkpoint.plain_values import beside_pair, named_beside, optimizer_pairs
+from ckptmap.checkpoint.renamed import named_alike, tied_away
+from ckptmap.core.state_paths import differing, role_and_fqn
+from ckptmap.core.text import counted
+from ckptmap.errors import AnswerNo, CkptmapError, SourceError
+from ckptmap.execution import manifest as manifests
+from ckptmap.operations.check_structure import check_structure, chunks_of, nbytes_of
+from ckptmap.planning.recode import grid_of, kept_at, recoded
+from ckptmap.planning.restored_scales import restore
+from ckptmap.protocols import Write
+from ckptmap.storage.files import Files, whole
+from ckptmap.storage.gather import row_major_boxes
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.storage.limits import SHORT
+from ckptmap.storage.process_state import one_torch_thread
+from ckptmap.tensors import Box
+
+if TYPE_CHECKING:
+    import torch
+
+READ_NBYTES = 4 << 20
+NO_DIGESTS = "no digests, since it was written with --digest none"
+SHOWN = 20
+"""Problems that the text lists."""
+FEED_NUMEL = 1 << 19
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was checked, and what was found wrong: `problems` is empty where all is well."""
+
+    path: str
+    tensors: int
+    nbytes: int
+    checks: tuple[str, ...]
+    problems: tuple[str, ...]
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Lossy tensors, by FQN: rms of the difference from the source over rms of the source."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": 1, "ok": self.ok, "path": self.path, "tensors": self.tensors,
+            "nbytes": self.nbytes, "checks": list(self.checks), "problems": list(self.problems),
+            "errors": dict(self.errors),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        held = f"{counted(self.tensors, 'stored tensor')}, {counted(self.nbytes, 'byte')}"
+        head = f"{self.path}: {held}; {', '.join(self.checks)}"
+        lines = [f"{'ok' if self.ok else 'NOT ok'}: {head}"]
+        if self.errors:
+            fqn = worst(self.errors)
+            lines.append(
+                f"  lossy: {counted(len(self.errors), 'tensor')}, worst {fqn}:"
+                f" {self.errors[fqn]:.3e} relative rms"
+            )
+        lines += [f"  {problem}" for problem in self.problems[:SHOWN]]
+        if len(self.problems) > SHOWN:
+            lines.append(f"  and {len(self.problems) - SHOWN} more (all of them with --json)")
+        return "\n".join(lines)
+
+
+def verify(
+    path: str | os.PathLike[str],
+    against: str | os.PathLike[str] | Checkpoint | None = None,
+    *,
+    threads: int | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    base: str | os.PathLike[str] | None = None,
+) -> VerifyReport:
+    """Coverage, sizes and digests by the manifest; with `against`, values by their fidelity.
+
+    Moved and cast values must be bit-equal (to `torch.Tensor.to`), quantized ones to an encoding
+    of the source's values made once more; its error is reported. `adapter` is what was merged with
+    `against`, whose config lies beside it; `base` is what has the scales of its payloads. Raises AnswerNo CKM403 where there is no manifest.
+    """
+    try:
+        ckpt = open(path)
+    except SourceError as error:
+        if error.code in ("CKM101", SHORT):
+            raise
+        return VerifyReport(str(path), 0, 0, ("structure",), (str(error),))
+    with ckpt:
+        document = read_manifest(ckpt)
+        problems = check_structure(ckpt, document)
+        digests = all(chunk[5] for _, chunk in chunks_of(document))
+        if not problems:
+            problems = list(_digest_problems(ckpt, document, threads, digests))
+        checks = ["structure", "digests" if digests else NO_DIGESTS]
+        errors: dict[str, float] = {}
+        if against is not None:
+            source = against if isinstance(against, Checkpoint) else open(against)
+            if base is not None:
+                restore(source, base)
+            if adapter is not None:
+                merged = document.get("merged", {})
+                source = overlaid(
+                    source, adapter, document["setup"], leave=merged.get("leave", ()),
+                    untied=merged.get("untied"),
+                )  # fmt: skip
+            source = _named_as(ckpt, source, document)
+            with one_torch_thread(source.merged is not None):  # as it was merged, to the bit
+                values, errors = _against(ckpt, source, document)
+            problems += [*values, *_plain_problems(ckpt, source, document["dropped"])]
+            checks.append(f"values against {source.shown}")
+        nbytes = sum(chunk[2] for _, chunk in chunks_of(document))
+        return VerifyReport(
+            ckpt.shown, len(document["tensors"]), nbytes, tuple(checks), tuple(problems), errors
+        )
+
+
+def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
+    data = None if ckpt.index.manifest is None else ckpt.index.manifest()
+    file = Path(ckpt.path) / manifests.NAME
+    if data is None and file.is_file():
+        data = whole(file).read_bytes()
+    if data is None:
+        raise AnswerNo(
+            "CKM403",
+            f"{ckpt.path}: has no manifest, ckptmap did not write it",
+            "compare two checkpoints with `ckptmap diff A B --values`",
+        )
+    return manifests.parse(data, ckpt.path)
+
+
+# --------------------------------------------------------------------------------- digests
+
+
+def _digest_problems(
+    ckpt: Checkpoint, document: Mapping[str, Any], threads: int | None, digests: bool
+) -> Iterator[str]:
+    base = Path(ckpt.path)
+
+    def check(item: tuple[str, Sequence[Any]]) -> str | None:
+        key, (name, offset, nbytes, _, _, expected) = item
+        file = str(base / name) if base.is_dir() else ckpt.path
+        found = _digest(ckpt.files, file, offset, nbytes)
+        if found == expected:
+            return None
+        return f"{key}: xxh3 {found} at byte {offset} of {name}, expected {expected}"
+
+    chunks = chunks_of(document) if digests else ()
+    ordered = sorted(chunks, key=lambda item: (item[1][0], item[1][1]))
+    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1)) as pool:
+        yield from (problem for problem in pool.map(check, ordered, chunksize=64) if problem)
+    for name, entry in document["carried"].items():
+        file = base / name
+        if nbytes_of(file) != entry["nbytes"] or _digest(ckpt.files, str(file), 0, entry["nbytes"]) != entry["xxh3"]:  # fmt: skip
+            yield f"{name}: is not the file that was carried over"
+    for name, entry in document["files"].items():
+        if "sha256" in entry and sha256_of(base / name) != entry["sha256"]:
+            yield f"{name}: sha256 differs from the manifest"
+
+
+def _digest(files: Files, file: str, offset: int, nbytes: int) -> str:
+    import xxhash
+
+    digest = xxhash.xxh3_64()
+    for at in range(0, nbytes, READ_NBYTES):
+        digest.update(files.read(file, offset + at, min(READ_NBYTES, nbytes - at)))
+    return digest.hexdigest()
+
+
+def sha256_of(file: Path) -> str:
+    import hashlib
+
+    with whole(file).open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+# --------------------------------------------------------------------------------- values
+
+
+def _against(
+    ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any]
+) -> tuple[list[str], dict[str, float]]:
+    problems: list[str] = []
+    errors: dict[str, float] = {}
+    if document.get("merged") is not None and source.merged is None:
+        return ["an adapter was merged into it: give that, too, with --adapter"], {}
+    beside = named_beside(source, ckpt)
+    weights = [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
+    for name, entry in document["logical"].items():
+        role, fqn = role_and_fqn(name)
+        name_here = beside.get(fqn, fqn) if role == "other" else fqn
+        mine, theirs = ckpt.find(role, name_here), source.find(role, fqn)
+        if mine is None or theirs is None:
+            problems.append(f"{name}: is not in {ckpt.path if mine is None else source.path}")
+        elif mine.info.shape != theirs.info.shape:
+            problems += _stored_otherwise(name, theirs, mine)
+        else:
+            try:
+                wrong = CHECKS[entry["fidelity"]](theirs, mine, errors)
+            except CkptmapError as error:
+                if error.code == SHORT:  # nothing is said of the values
+                    raise
+                wrong = str(error)
+            problems += [f"{name}: {wrong}"] if wrong else []
+    known = {*weights, *document["dropped"], *document["tied"]}
+    known |= tied_away(source, document.get("names"), known)
+    problems += [f"{fqn}: is in {source.path} only" for fqn in source if fqn not in known]
+    return problems, errors
+
+
+def _plain_problems(ckpt: Checkpoint, source: Checkpoint, dropped: Container[str]) -> Iterator[str]:
+    """What is no tensor: what lies beside the weights, and the settings of the optimizer."""
+    theirs, mine, depth = beside_pair(source, ckpt, dropped)
+    yield from differing(mine, theirs, depth)
+    for theirs, mine, depth in optimizer_pairs(source, ckpt) if ckpt.optimizer_groups else ():
+        yield from differing(mine, theirs, depth)
+
+
+def _named_as(ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any]) -> Checkpoint:
+    """The source under the names of the output, its indices those of the output's groups."""
+    if source.optimizer_by_index:
+        _order_as(ckpt, source)
+    if document.get("names") is None:
+        return source
+    weights = [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
+    return named_alike(source, document["names"], weights)
+
+
+def _stored_otherwise(name: str, source: LazyTensor, mine: LazyTensor) -> Iterator[str]:
+    """The source may hold a payload alone, whose scales came from a `--base`: its bytes are there."""
+    here, there = mine.parts.get(""), source.parts.get("")
+    if here is None or there is None or here.info != there.info:
+        yield f"{name}: {mine.info}, the source has {source.info}"
+    elif same_bytes(there, here, source.files, mine.files) is not None:
+        yield f"{name}: its payload differs from the source's"
+
+
+def _order_as(ckpt: Checkpoint, source: Checkpoint) -> None:
+    """Name what an index means in the source as the output does; its groups are the source's. Not
+    where parameters were left behind: then the state cannot be compared, and that is reported."""
+    order = [group["params"] for group in ckpt.optimizer_groups]
+    try:
+        source.order_optimizer(order)
+    except CkptmapError:
+        source.optimizer_reader.given = None
+        source.optimizer_reader.ask()
+
+
+def _moved(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
+    if source.encoding_ == mine.encoding_ or source.encoding == mine.encoding == "dense":
+        part = same_parts(source, mine)
+        return None if part is None else f"{part} differ from the source"
+    return _cast(source, mine, errors)
+
+
+def _cast(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
+    found = difference(source, mine)
+    if found is None:
+        return None
+    return f"{found.count} values are not the source's cast, the first at {list(found.index)}"
+
+
+def _quantized(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
+    """Encode the source once more: every part must come out bit for bit. How large its error is is not judged."""
+    encoder = mine.encoding_.encoder(source.info, "cpu")
+    feeds = (encoder.feed(*values) for values in _steps(source, encoder.step))
+    for write in chain.from_iterable(chain(feeds, _after(encoder.finish))):
+        if not holds(mine, write):
+            return f"{write.part} differ from an encoding of the source"
+    return _measure(source, mine, errors)
+
+
+def _after(finish: Callable[[], Iterable[Write]]) -> Iterator[Iterable[Write]]:
+    """Called only once all that stands before it in a chain is used up."""
+    yield finish()
+
+
+def _recoded(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
+    """Keep the source's codes once more: every part must come out bit for bit as it is stored."""
+    grid = grid_of(source)
+    if grid is None or kept_at(source, mine.encoding_, grid) is None:
+        return f"{source.encoding} codes cannot be kept in {mine.encoding}"
+    for write in recoded(source, mine.encoding_, grid, FEED_NUMEL):
+        if not holds(mine, write):
+            return f"{write.part} differ from the source's codes and scales"
+    return _measure(source, mine, errors)
+
+
+def _measure(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
+    """Its size is not judged, but what was finite must be so still."""
+    found = difference(source, mine)
+    errors[source.fqn] = found.relative if found else 0.0
+    if found is None or not found.lost:
+        return None
+    return f"decodes {counted(found.lost, 'finite value')} of the source to NaN or infinity"
+
+
+CHECKS: Mapping[str, Callable[[LazyTensor, LazyTensor, dict[str, float]], str | None]] = {
+    "bytes": _moved, "exact": _moved, "codes": _recoded, "cast": _cast,
+    "quantize": _quantized, "requantize": _quantized,
+}  # fmt: skip
+
+
+def _steps(lazy: LazyTensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(flat offset, values) in row-major order, each a multiple of `step` elements but the last."""
+    import torch
+
+    offset, rest = 0, torch.empty(0, dtype=lazy.torch_dtype)
+    for box in row_major_boxes(Box.whole(lazy.shape), FEED_NUMEL):
+        rest = torch.cat([rest, lazy.read(box.offsets, box.sizes).view(-1)])
+        whole = len(rest) - len(rest) % step
+        yield offset, rest[:whole]
+        offset, rest = offset + whole, rest[whole:]
+    if len(rest):
+        yield offset, rest

@@ -1,0 +1,58 @@
+"""Optimizer state put in the order, and cut as, the setup's own loader expects it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.optim.by_unit import by_unit
+from ckptmap.optim.regroup import regrouped
+from ckptmap.optim.state import PARAMS, Optimizer
+from ckptmap.planning.sharding import Cutter
+from ckptmap.protocols import Setup
+from ckptmap.sharding.parameter_order import find_config
+
+if TYPE_CHECKING:
+    from ckptmap.planning.options import Options
+
+
+def arranged(
+    optimizer: Optimizer, ckpt: Checkpoint, setup: Setup, cutter: Cutter, options: Options
+) -> tuple[Optimizer, list[str]]:
+    """The state, keyed by FQN, and notes on what was changed. Raises PlanError CKM207 and CKM504
+    where the loader could not have it so."""
+    notes: list[str] = []
+    if cutter.by_order:
+        before = len(optimizer.leaves)
+        optimizer = by_unit(optimizer, lambda fqn: cutter.unit(fqn, ckpt[fqn].info), ckpt)
+        if before > len(optimizer.leaves):
+            notes.append(
+                f"a flat parameter has one step count: {before - len(optimizer.leaves)} more of its"
+                " parameters are compared with it"
+            )
+    if setup.grouping is not None and optimizer.groups:
+        optimizer, more = _grouped(optimizer, ckpt, setup, options)
+        notes += more
+    return optimizer, notes
+
+
+def _grouped(
+    optimizer: Optimizer, ckpt: Checkpoint, setup: Setup, options: Options
+) -> tuple[Optimizer, list[str]]:
+    """In the groups of the loader, which knows parameters by their place in them alone."""
+    assert setup.grouping is not None, "asked for where there is one"
+    listed = [fqn for group in optimizer.groups for fqn in group[PARAMS]]
+    infos = {fqn: ckpt[fqn].info for fqn in listed if fqn in ckpt}
+    config = find_config(ckpt.index.beside or ckpt.path, options.config_from or options.like)
+    order = None if config is None else setup.grouping.groups(config, infos)
+    if order is None:
+        why = "no config.json is there" if config is None else f"{config} does not tell it"
+        return optimizer, [
+            f"optimizer: the parameters stay in the source's groups and order, which {setup.name}"
+            f" may not have: {why}"
+        ]
+    if order == [list(group[PARAMS]) for group in optimizer.groups]:
+        return optimizer, []
+    return regrouped(optimizer, order), [
+        f"optimizer: parameters put into the {len(order)} groups and the order of {setup.name}"
+    ]

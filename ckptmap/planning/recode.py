@@ -1,0 +1,76 @@
+"""Codes of one encoding, stored in another: the codes as they are, the scales anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ckptmap.core.code_grids import Coded, Grid, Recodes
+from ckptmap.errors import RunError
+from ckptmap.protocols import Encoding, Write
+from ckptmap.storage.gather import row_major_boxes
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import Box
+
+if TYPE_CHECKING:
+    import torch
+
+
+def grid_of(lazy: LazyTensor) -> Grid | None:
+    """The grid of its codes; None: it has none that another encoding could keep."""
+    encoding = lazy.encoding_
+    return encoding.grid(lazy.info) if isinstance(encoding, Coded) else None
+
+
+def kept_at(lazy: LazyTensor, encoding: Encoding, grid: Grid | None) -> str | None:
+    """The fidelity at which its codes can be kept, from headers alone; None: they cannot."""
+    if grid is None or not isinstance(encoding, Recodes):
+        return None
+    recoder = encoding.recoder(lazy.info, grid, "cpu")
+    return None if recoder is None else recoder.fidelity
+
+
+def recoded(tensor: LazyTensor, encoding: Encoding, grid: Grid, limit: int) -> Iterator[Write]:
+    """Everything to be written, at most `limit` codes at a time.
+
+    The scales are held whole: 4 bytes a block. Raises RunError CKM309 where one is not finite, or
+    cannot be held by the encoding.
+    """
+    recoder = encoding.recoder(tensor.info, grid, "cpu") if isinstance(encoding, Recodes) else None
+    assert recoder is not None, f"{tensor.fqn}: {encoding.name} does not take {grid}"
+    scales = _finite_scales(tensor)
+    for offset, codes in _steps(tensor, grid, recoder.step, limit):
+        yield from recoder.feed(offset, codes, scales)
+    yield from recoder.finish(scales)
+
+
+def _finite_scales(tensor: LazyTensor) -> torch.Tensor:
+    scales = tensor.read_scales()
+    bad = int(scales.isfinite().logical_not_().sum())
+    if bad:
+        raise RunError(
+            "CKM309",
+            f"expected finite scales, found NaN or infinity in {bad} of {scales.numel()}",
+            "it was quantized from values that were not finite; leave it as it is with --no-encode",
+        )
+    return scales
+
+
+def _steps(
+    tensor: LazyTensor, grid: Grid, step: int, limit: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(flat offset, flat codes) in row-major order, each a multiple of `step` but the last."""
+    import torch
+
+    held = torch.empty(0, dtype=getattr(torch, grid.codes.dtype))
+    offset = 0
+    for box in row_major_boxes(Box.whole(grid.codes.shape), max(step, limit // step * step)):
+        codes = held.new_empty(box.sizes)
+        tensor.read_codes(box, codes)
+        held = torch.cat([held, codes.view(-1)]) if held.numel() else codes.view(-1)
+        ready = held.numel() - held.numel() % step
+        if ready:
+            yield offset, held[:ready]
+            offset, held = offset + ready, held[ready:].clone()
+    if held.numel():
+        yield offset, held

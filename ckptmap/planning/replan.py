@@ -1,0 +1,86 @@
+"""A plan made again: from its file, or with exact scales for tensors that turned out to need them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from glob import escape
+from pathlib import Path as FilePath
+from shlex import quote
+from typing import Any
+
+from ckptmap.errors import PlanError
+from ckptmap.planning.options import Options
+from ckptmap.planning.plan import SCHEMA, Plan
+from ckptmap.planning.planner import plan
+
+DONE = ("world_size", "steps", "files", "dropped", "tied")
+"""What a saved plan says of its output, and what only follows from its options."""
+
+
+def with_exact_scales(made: Plan, fqns: Sequence[str]) -> Plan | None:
+    """The plan with exact scales for these tensors, too; None: they have them, or cannot."""
+    patterns = tuple(escape(fqn) for fqn in fqns)
+    options = replace(made.options, exact_scales=(*made.options.exact_scales, *patterns))
+    finer = plan(made.ckpt, made.options.to, options=options)
+    before = {step.tensor.fqn: step.encoding for step in made.encodes}
+    after = {step.tensor.fqn: step.encoding for step in finer.encodes}
+    # One that is not encoded then moves as bytes: its own scales were exact.
+    if not fqns or any(before[fqn] == after.get(fqn) for fqn in fqns):
+        return None
+    note = (
+        f"{fqns[0]}{f' and {len(fqns) - 1} more' if len(fqns) > 1 else ''}: scales are kept exactly,"
+        " since outliers would have made others zero or of another sign"
+    )
+    return replace(finer, notes=(*finer.notes, note))
+
+
+def replan(path: str | os.PathLike[str]) -> Plan:
+    """The plan that `Plan.save` wrote, made again from its source: the same, or PlanError CKM209."""
+    try:
+        saved = json.loads(FilePath(path).read_text(encoding="utf-8"))
+        given: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in saved["options"].items()
+        }
+        options, digest, schema = Options(**given), str(saved["digest"]), saved["schema"]
+        source = os.fspath(saved["source"]["path"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        why = f"it has no {error}" if isinstance(error, KeyError) else why
+        raise PlanError(
+            "CKM209",
+            f"{path}: is no saved plan: {why}",
+            "write one with ckptmap plan -o plan.json",
+        ) from error
+    if schema != SCHEMA:
+        raise PlanError(
+            "CKM209",
+            f"{path}: is a plan of schema {schema!r}, expected {SCHEMA}",
+            f"plan again with this ckptmap: ckptmap plan {quote(str(source))} --to {options.to}"
+            f" -o {quote(str(path))}",
+        )
+    if options.param_order is not None:  # JSON has lists
+        options = replace(options, param_order=tuple(map(tuple, options.param_order)))
+    made = plan(source, options.to, options=options)
+    if made.digest != digest:
+        raise PlanError(
+            "CKM209",
+            f"{path}: {source} is not what was planned on: digest {made.digest[:12]}, expected {digest[:12]}",
+            "plan again: the source, ckptmap, or the file's options have changed",
+        )
+    edited = _edited(saved, made)
+    if edited:
+        raise PlanError(
+            "CKM209",
+            f"{path}: {edited!r} is not what its options give: it was edited",
+            "what a plan does is said by options: plan again with --exclude, --drop, --encode",
+        )
+    return made
+
+
+def _edited(saved: Mapping[str, Any], made: Plan) -> str:
+    """The first entry of the file that is not what would be done; empty: all of it is."""
+    document = json.loads(json.dumps(made.to_json()))
+    return next((name for name in DONE if saved.get(name) != document[name]), "")

@@ -1,0 +1,61 @@
+"""What a run of a plan gives back: what was written where, how exactly, and how long it took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptmap.checkpoint.compare import worst
+from ckptmap.core.name_table import listed
+from ckptmap.core.text import counted, human
+
+SAMPLE_NUMEL = 1 << 14
+"""Values of a quantized tensor whose error is measured."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did."""
+
+    dst: str
+    tensors: int
+    nbytes_in: int
+    nbytes_out: int
+    seconds: float
+    fidelity: Mapping[str, int]
+    continued_nbytes: int
+    """Bytes that an earlier, interrupted run had already written."""
+    dropped: Mapping[str, str]
+    tied: Mapping[str, str]
+    notes: Sequence[str] = ()
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Tensors that were quantized, by FQN: rms of the error over rms of the values, on a sample of
+    at most SAMPLE_NUMEL values each."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": 1, "dst": self.dst, "tensors": self.tensors, "nbytes_in": self.nbytes_in,
+            "nbytes_out": self.nbytes_out, "seconds": round(self.seconds, 3),
+            "fidelity": dict(self.fidelity), "continued_nbytes": self.continued_nbytes,
+            "dropped": dict(self.dropped), "tied": dict(self.tied), "notes": list(self.notes),
+            "errors": dict(self.errors),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{name} {count}" for name, count in self.fidelity.items())
+        line = (
+            f"wrote {self.dst}: {counted(self.tensors, 'tensor')}, {human(self.nbytes_in)} ->"
+            f" {human(self.nbytes_out)} in {self.seconds:.1f} s; {kinds}"
+        )
+        lines = [line]
+        if self.continued_nbytes:
+            lines.append(f"continued: {human(self.continued_nbytes)} of an earlier run were kept")
+        if self.errors:
+            fqn = worst(self.errors)
+            lines.append(
+                f"lossy: {counted(len(self.errors), 'tensor')}, worst {fqn}:"
+                f" {self.errors[fqn]:.3e} relative rms on a sample"
+            )
+        lines += listed("dropped", self.dropped)
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

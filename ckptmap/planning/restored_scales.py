@@ -1,0 +1,78 @@
+"""Scales from a base checkpoint for payloads that the source holds alone.
+
+FSDP2 saves the packed bytes of a bitsandbytes tensor and drops its quantization state, without
+which they cannot be decoded. A base checkpoint of the same quantized model has that state. It is
+taken only together with the proof, in the run, that the packed bytes of both are the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.errors import PlanError
+from ckptmap.planning.steps import Compare
+from ckptmap.protocols import Group
+
+PREFIXES = ("base_model.model.",)
+"""What peft puts before the names of the model that it wraps."""
+INSERTED = ".base_layer."
+"""What peft puts between a module and its weight."""
+_HINT = "this base has other weights: its scales would decode these codes to wrong values"
+
+
+def restore(ckpt: Checkpoint, path: str | os.PathLike[str]) -> tuple[list[Compare], list[str]]:
+    """Turn payloads of `ckpt` into the tensors that they are of, by the checkpoint at `path`.
+
+    Gives the comparisons that must hold and a note. Raises PlanError CKM312 where the base has no
+    scales for any payload, or where a payload is of another size than the base's.
+    """
+    base = open(path)
+    compares: list[Compare] = []
+    names: list[str] = []
+    for fqn in ckpt:
+        known = _known(fqn, base)
+        mine = ckpt.group(fqn)
+        if known is None:
+            continue
+        group = base.group(known)
+        if mine.encoding.name != "dense" and mine.encoding != group.encoding:
+            continue  # it has scales of its own
+        packed, payload = group.parts[""], mine.parts[""]
+        if payload.info != packed.info:
+            if payload.info.dtype == group.info.dtype and payload.info.shape == group.info.shape:
+                continue  # it is dense here, only the base is quantized
+            raise PlanError(
+                "CKM312",
+                f"{fqn}: {payload.info}, expected the {packed.info} of {known} in {path}",
+                "give the base checkpoint that this model was loaded from",
+            )
+        compares += [Compare(f"{fqn} (and its --base)", packed, c, _HINT) for c in payload.chunks]
+        ckpt.put(fqn, Group(fqn, group.info, group.encoding, {**group.parts, "": payload}))
+        names.append(fqn)
+    if not names:
+        raise PlanError(
+            "CKM312",
+            f"{path}: has scales for no tensor of {ckpt.path}",
+            "give a quantized checkpoint with the same names as --base",
+        )
+    more = [file for file in base.index.files if file not in ckpt.index.files]
+    ckpt.index = replace(ckpt.index, files=(*ckpt.index.files, *more))
+    return compares, [f"scales of {len(names)} tensors are from {path}: {names[0]}, ..."]
+
+
+def _known(fqn: str, base: Checkpoint) -> str | None:
+    """The name under which the base has it quantized, with a payload of its own."""
+    for name in _names(fqn):
+        if name in base and base.group(name).encoding.name != "dense":
+            return name if "" in base.group(name).parts else None
+    return None
+
+
+def _names(fqn: str) -> Iterator[str]:
+    yield fqn
+    for prefix in PREFIXES:
+        fqn = fqn.removeprefix(prefix)
+    yield fqn.replace(INSERTED, ".")

@@ -1,0 +1,64 @@
+"""What a plan is made of: the checkpoint opened, its scales restored, under the names asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+
+from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.renamed import translated
+from ckptmap.errors import PlanError
+from ckptmap.planning.options import Options
+from ckptmap.planning.restored_scales import restore
+from ckptmap.planning.steps import Compare
+from ckptmap.storage.hub.resolve import named_as_asked
+
+UNNAMED = "names stay as they are without --names, which says into which scheme"
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """`compares` must hold of the checkpoint, by what was taken from another one."""
+
+    ckpt: Checkpoint
+    compares: Sequence[Compare] = ()
+    notes: Sequence[str] = ()
+
+
+def sourced(source: str | os.PathLike[str] | Checkpoint, options: Options) -> Sourced:
+    """Scales first: a payload without them has another shape than its tensor, and names go by
+    shapes. Raises SourceError, PlanError."""
+    _require_config(options.config_from)
+    if not isinstance(source, Checkpoint):
+        source = open(source, root=options.source_root, like=options.like)
+    source.order_optimizer(options.param_order, options.like or options.config_from)
+    with named_as_asked():
+        found = restore(source, options.base) if options.base is not None else ((), ())
+        if options.names is not None:
+            leave, config = partial(_left_behind, options), options.config_from
+            source = translated(source, options.names, options.names_from, config, leave)
+    compares, notes = found
+    if options.names is None and options.names_from is not None:
+        notes = [*notes, f"--names-from {options.names_from}: {UNNAMED}"]
+    return Sourced(source, compares, notes)
+
+
+def _require_config(path: str | None) -> None:
+    """What is asked for and not there must not give way to what lies beside the weights."""
+    if path is not None and not Path(path).exists():
+        raise PlanError(
+            "CKM101", f"--config-from {path}: no such file or directory", "check --config-from"
+        )
+
+
+def _left_behind(options: Options, key: str) -> str | None:
+    """Why a key of the source stays behind: it is named before names are translated."""
+    for name, patterns in (("exclude", options.exclude), ("drop", options.drop)):
+        for pattern in patterns:
+            if key == pattern or fnmatchcase(key, pattern):
+                return f"--{name} {pattern}"
+    return None

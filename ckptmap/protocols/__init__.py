@@ -1,0 +1,53 @@
+"""What an adapter must be: a container, a layout, an encoding scheme, a writer, a setup.
+
+One format is one package of `formats/` and one line in `registry.py`. What opens, plans and executes
+speaks to these protocols only and names no format.
+"""
+
+from __future__ import annotations
+
+from ckptmap.protocols.encodings import (
+    Encoder,
+    Encoding,
+    Group,
+    NamesParts,
+    Refusal,
+    Scheme,
+    Write,
+    part_key,
+)
+from ckptmap.protocols.layouts import FlatUnit, Layout, MeshLayout, Placement
+from ckptmap.protocols.reading import Container, Directory, Member, Members, Place
+from ckptmap.protocols.setups import CarriedFile, Carrier, Declared, Filing, Grouping, Setup
+from ckptmap.protocols.writing import OutFile, OutState, OutTensor, Slot, Writer
+
+__all__ = [
+    "CarriedFile",
+    "Carrier",
+    "Container",
+    "Declared",
+    "Directory",
+    "Encoder",
+    "Encoding",
+    "Filing",
+    "FlatUnit",
+    "Group",
+    "Grouping",
+    "Layout",
+    "Member",
+    "Members",
+    "MeshLayout",
+    "NamesParts",
+    "OutFile",
+    "OutState",
+    "OutTensor",
+    "Place",
+    "Placement",
+    "Refusal",
+    "Scheme",
+    "Setup",
+    "Slot",
+    "Write",
+    "Writer",
+    "part_key",
+]

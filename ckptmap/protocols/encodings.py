@@ -1,0 +1,126 @@
+"""What stores a logical tensor as payload and scales, and decodes it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an encoding cannot hold a tensor."""
+
+    reason: str
+
+
+class Group(NamedTuple):
+    """Stored parts that together make one logical tensor of dtype and shape `info`; a tuple,
+    because there may be 100,000 of them."""
+
+    fqn: str
+    info: TensorInfo
+    encoding: Encoding
+    parts: Mapping[str, StoredTensor]
+    """Part name -> stored tensor; a dense tensor has the one part `""`."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """Bytes for a part, of its dtype: flat `values` go to the run `box` of its flat elements."""
+
+    part: str
+    box: Box
+    values: torch.Tensor
+
+
+class Encoder(Protocol):
+    """Turns one logical tensor into its parts, box by box, in row-major order."""
+
+    step: int
+    """A box must hold a multiple of this many elements, counted row-major (the last may not)."""
+    splittable: bool
+    """True: any box can be encoded alone, in any order; False: needs the whole tensor's statistics."""
+    state_nbytes: int
+    """What it keeps between feeds, in bytes."""
+
+    def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
+        """`values`: flat, row-major, of the logical dtype, starting at flat element `offset`."""
+
+    def finish(self) -> Iterable[Write]:
+        """What is known only after the last element: scales of scales, means."""
+
+
+class Encoding(Protocol):
+    """One scheme with its parameters: a frozen value that stands for how one tensor is stored."""
+
+    @property
+    def name(self) -> str: ...
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        """Part name -> what would be stored for a logical tensor; no data. Part names are
+        suffixes: part `p` of FQN `w` is stored under `w.p`, part `""` under `w` itself."""
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        """The box of a part that holds what `box` of the logical tensor needs; None: the part
+        cannot be cut there."""
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        """Fill `out` (box.sizes, logical dtype) from parts cut by `part_box(info, p, box)`."""
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder: ...
+
+    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+        """JSON that says how to read the parts again; None where the parts say it themselves."""
+
+
+# Encodings whose codes another can keep bit for bit, and how: see `ckptmap.core.code_grids`.
+
+
+@runtime_checkable
+class NamesParts(Protocol):
+    """An encoding whose parts have names of their library's: `fc._weight_qdata` of `fc.weight`."""
+
+    def part_key(self, key: str, part: str) -> str:
+        """The stored name of a part of the tensor `key`."""
+
+
+def part_key(encoding: Encoding, key: str, part: str) -> str:
+    """The stored name of a part: `w.part` of `w`, where the encoding does not say otherwise."""
+    if isinstance(encoding, NamesParts):
+        return encoding.part_key(key, part)
+    return f"{key}.{part}" if part else key
+
+
+class Scheme(Protocol):
+    """One tensor encoding as the registry knows it: recognises it, and makes it a target.
+
+    `suffix` names it in `--to SETUP-SUFFIX`; empty: it is no target.
+    """
+
+    name: str
+    suffix: str
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+    ) -> list[tuple[Group, Sequence[str]]]:
+        """Groups found among plainly stored tensors, each with the keys that it consumes. Asked
+        only where there is a record, or a tensor that is no float of 16 bits or more."""
+
+    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
+        """The group that a pickled tensor subclass holds; None: not this scheme's class.
+        Raises SourceError where it is this scheme's but malformed."""
+
+    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        """How this scheme would store the tensor; None: it leaves tensors like this as they are
+        (an integer buffer under a cast, a norm under a 4-bit scheme)."""
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        """How it would store any tensor that the user names, or why it cannot."""

@@ -1,0 +1,148 @@
+"""What `--to` names: a layout and a writer, and what they need beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ckptmap.tensors import Path, TensorInfo
+
+if TYPE_CHECKING:
+    from pathlib import Path as FilePath
+
+
+class Declared(Protocol):
+    """The weights that are written, as what lies beside them must declare them."""
+
+    def config(
+        self, present: Mapping[str, Any] | None, heads: Collection[str]
+    ) -> Mapping[str, Any] | None:
+        """Their `quantization_config`, for the one that the source had, and for the modules whose
+        weight is tied to another; None: there must be none."""
+
+    def undeclared(
+        self, present: Mapping[str, Any] | None, wanted: Mapping[str, Any] | None
+    ) -> Sequence[str]:
+        """What should be said of what `present` declares and `wanted` does not."""
+
+    def check(self, document: Mapping[str, Any]) -> None:
+        """Raises PlanError CKM203 where a model of this config could not load them."""
+
+
+class CarriedFile(Protocol):
+    """A file that lies beside the weights of the source and goes along with them."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def mark(self) -> str:
+        """Tells its content: the same on every machine."""
+
+    def read(self) -> bytes:
+        """All of it. Raises OSError, and RunError where it is on the Hub and cannot be fetched."""
+
+    def pieces(self) -> Iterator[bytes]:
+        """The content, a piece at a time. Raises as `read` does."""
+
+
+class Carrier(Protocol):
+    """What a framework keeps beside the weights, and what it says about them.
+
+    `siblings` are the source's files beside its weights; `beside`, if given, is a directory or
+    config file to take them from instead.
+    """
+
+    def ties(
+        self, infos: Mapping[str, TensorInfo], siblings: Sequence[str], beside: str | None
+    ) -> Mapping[str, str]:
+        """FQN -> the FQN it is declared tied to; the first is not written if both are equal."""
+
+    def files(
+        self,
+        siblings: Sequence[str],
+        beside: str | None,
+        dtypes: Collection[str],
+        quantized: Declared,
+        untied: Collection[str],
+    ) -> tuple[Mapping[str, CarriedFile], list[str]]:
+        """Files by name, and notes; `dtypes` are those of the matrices that are written, `untied`
+        heads that are no longer tied to an embedding."""
+
+    def stem(self, carried: Mapping[str, CarriedFile]) -> str | None:
+        """How names of weight files must begin for who loads them beside these files; None: as
+        the writer has them."""
+
+
+class Filing(Protocol):
+    """How a framework's directory keeps what is neither weight nor optimizer state: in files, each
+    by the key of its value."""
+
+    def file_of(self, key: str) -> str | None:
+        """`"scheduler"` -> `"scheduler.bin"`; None: it has no place for such a value."""
+
+    def rank_of(self, key: str) -> int | None:
+        """The one rank whose value it is; None: it is that of all."""
+
+    def new_rank(self, rank: int, first: str) -> tuple[str, CarriedFile] | None:
+        """Name and content of what a rank needs that the source had not, by the file of its rank 0;
+        None: nothing."""
+
+    def notes(self, keys: Collection[str], before: int, after: int) -> list[str]:
+        """What should be said of values that go along from one number of ranks to another."""
+
+
+class Grouping(Protocol):
+    """How what loads a setup groups the parameters of its optimizer, where it counts them."""
+
+    def groups(self, config: FilePath, infos: Mapping[str, TensorInfo]) -> list[list[str]] | None:
+        """The parameters `infos`, one list a group, by the model of a config.json; None: it is of
+        another model."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A point on the axes, as `--to` names it."""
+
+    name: str
+    layout: str
+    writer: str
+    wrap: tuple[str, ...] = ()
+    """Segments put before every name, outermost first: `("module",)`."""
+    sharded: bool = False
+    """True: cut over `--world-size` ranks."""
+    holds_extra: bool = True
+    """False: has no place for what is not a weight (optimizer, step)."""
+    carrier: Carrier | None = None
+    """Who carries files beside the weights over; None: the setup has no place for them."""
+    rooted: bool = False
+    """True: the weights are at `model` and the optimizer at `optimizer`, whatever there is."""
+    places: tuple[str, ...] | None = None
+    """Extra values that it has a place for, plain ones only; None: any."""
+    filing: Filing | None = None
+    """Who says in which files it keeps extra values, one each; None: they are with the weights."""
+    dense: bool = False
+    """True: its own loader knows plain tensors only, no payload with scales beside it."""
+    optimizer_keys: str = ""
+    """The one key form of optimizer state that it takes; empty: any."""
+    grouping: Grouping | None = None
+    """Who knows the groups that its loader makes; None: the source's are kept."""
+    live: str = ""
+    """What wraps the live model that it is for: "plain", "compiled", "DDP", "FSDP1" or "FSDP2"; empty:
+    nothing is known of what such a model holds."""
+    summary: str = ""
+
+    @property
+    def head(self) -> str:
+        """The first segment that its wrappers put before names; empty without wrappers."""
+        return self.wrap[0] if self.wrap else ""
+
+    def has_place_for(self, path: Path, tensor: bool = False) -> bool:
+        """Is there a place for this extra value?"""
+        if self.filing is not None:
+            name = self.filing.file_of(str(path[0]))
+            return name is not None and not (tensor and name.endswith(".json"))
+        if not self.holds_extra or self.places is None:
+            return self.holds_extra
+        return path[0] in self.places and not tensor

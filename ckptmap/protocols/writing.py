@@ -1,0 +1,99 @@
+"""What writes an on-disk format: the state dict it is asked for, and the files that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from ckptmap.protocols.layouts import FlatUnit, Placement
+from ckptmap.tensors import Box, Path, TensorInfo
+
+
+class OutTensor(NamedTuple):
+    """A stored tensor to be written: where in the state dict, what, and cut how.
+
+    `chunks` tile it once; where `placement` is given, a writer may write some of them again, or
+    in parts, as each rank holds them.
+    """
+
+    path: Path
+    info: TensorInfo
+    chunks: Sequence[tuple[int, Box]]
+    alias_of: Path | None = None
+    """A tie: the same storage as that earlier tensor; set only for a writer that shares it."""
+    placement: Placement | None = None
+    unit: FlatUnit | None = None
+    """Cut with the others of its unit, in the order of the state's tensors; `chunks` is whole."""
+
+
+@dataclass(frozen=True)
+class OutState:
+    """Everything a container is asked to write.
+
+    `extra` are plain values by path; `records` go into the container itself, so that a copy
+    without its manifest still opens.
+    """
+
+    tensors: Sequence[OutTensor]
+    extra: Mapping[Path, Any] = field(default_factory=dict)
+    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    world_size: int = 1
+    max_shard_nbytes: int = 5_000_000_000
+    stem: str | None = None
+    """How names of weight files begin, where the library that loads them looks for one of its own."""
+
+
+class Slot(NamedTuple):
+    """Where one chunk's bytes go in an output file: row-major, `nbytes` from `offset`."""
+
+    path: Path
+    box: Box
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """One file to be written: the places of tensor data, in file order, and all around them.
+
+    `seal(crcs, manifest)` yields (offset, bytes) for everything that is not slot data, once all
+    data is written: `crcs` has the CRC-32 of each slot in order (empty unless `needs_crc`),
+    `manifest` is the manifest's JSON where `holds_manifest`. `nbytes` is the size before a
+    manifest is put in.
+
+    `between(i, crc)`, of a file that `needs_crc`, gives what lies between slot i, of this CRC-32,
+    and the next one, so that small slots and what is between them are written at once; `seal`
+    leaves that out then.
+    """
+
+    name: str
+    nbytes: int
+    slots: Sequence[Slot]
+    seal: Callable[[Sequence[int], bytes | None], Iterable[tuple[int, bytes]]]
+    needs_crc: bool = False
+    holds_manifest: bool = False
+    between: Callable[[int, int], bytes] | None = None
+
+    def pieces(
+        self, crcs: Sequence[int], manifest: bytes | None = None
+    ) -> Iterator[tuple[int, bytes]]:
+        """(offset, bytes) of all that is not slot data: what `seal` gives and what is between."""
+        yield from self.seal(crcs, manifest)
+        if self.between is not None:
+            for index, slot in enumerate(self.slots[:-1]):
+                yield slot.offset + slot.nbytes, self.between(index, crcs[index])
+
+
+class Writer(Protocol):
+    """One on-disk format, written."""
+
+    name: str
+    one_file: bool
+    """True: the destination is a file; False: a directory."""
+    shares_storage: bool
+    """True: two names of one storage are written once; False: each is written."""
+
+    def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        """The files that hold this state, data files first, a commit file last. `name` is the
+        destination's own name, for a one-file format. Deterministic."""

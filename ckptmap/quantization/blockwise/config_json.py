@@ -1,0 +1,47 @@
+"""The `quantization_config` of the config.json beside a tensor's file: what only it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptmap.errors import SourceError
+from ckptmap.storage.files import Files, whole
+from ckptmap.storage.gather import fill
+from ckptmap.tensors import Box, StoredTensor
+
+MAX_NBYTES = 16 << 20
+
+
+def quantization_config(stored: StoredTensor) -> Mapping[str, Any]:
+    """Empty where there is none, or none that can be read: a hint, never needed to be there."""
+    place = next(iter(stored.chunks), None)
+    if place is None:
+        return {}
+    file = Path(place.region.file).parent / "config.json"
+    try:
+        if not file.is_file() or file.stat().st_size > MAX_NBYTES:
+            return {}
+        config = json.loads(whole(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    for holder in (config, config.get("text_config") if isinstance(config, dict) else None):
+        found = holder.get("quantization_config") if isinstance(holder, dict) else None
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def small(stored: StoredTensor, files: Files, where: str) -> bytes:
+    """All bytes of a tensor of a few elements: a format number, a shape."""
+    if stored.info.nbytes > 4096:
+        raise SourceError(
+            "CKM115",
+            f"{where}: expected a few numbers, found {stored.info}",
+            "the checkpoint is damaged; save it again",
+        )
+    data = bytearray(stored.info.nbytes)
+    fill(files, stored, Box.whole(stored.info.shape), memoryview(data))
+    return bytes(data)

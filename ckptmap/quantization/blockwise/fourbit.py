@@ -1,0 +1,252 @@
+"""Four bits an element: tables of 16 values in float32, codes of blocks, and back.
+
+    w [n] T, absmax [n/block] f32  <->  codes [n/2] u8, the first of two in the high nibble
+
+The arithmetic is bitsandbytes' (0.50, backends/default/ops.py): the quotient `w * (1 / absmax)` and
+the product `table[code] * absmax` are float32, the product is rounded once to T. A block that is
+short (the last one) is divided, not multiplied. The code is the number of midpoints below the
+quotient (see `counting`), so a tie takes the lower value. Work goes in chunks that stay in cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ckptmap.quantization.blockwise.thresholds import Counter
+from ckptmap.tensors import Box, TensorInfo, contiguous_strides
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_NUMEL = 512 * 1024
+"""Elements at a time: larger temporaries leave the cache and pay page faults."""
+LEAST_ABSMAX = 1e-38
+"""What a smaller absmax counts as, so that its inverse is finite."""
+
+# QLoRA, arXiv:2305.14314, appendix E, as float32; and FP4 with 2 exponent bits and 1 mantissa bit
+# over its largest value, in the order of bit patterns: the sign is the upper bit.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+_FP4 = tuple(value / 12.0 for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+ZERO_PAIR = {"nf4": 0x77, "fp4": 0x00}
+"""The byte of two zeros."""
+NEAR_ZERO = 1 / 64
+"""As a share of the largest scale: what 8 bits may make of a scale of 0, and more."""
+
+_counters: dict[tuple[str, str], Counter] = {}
+
+
+def table(kind: str, device: torch.device | str = "cpu") -> torch.Tensor:
+    """The 16 values, float32, by code."""
+    import torch
+
+    values = NF4 if kind == "nf4" else (*_FP4, 0.0, *(-value for value in _FP4[1:]))
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+# ------------------------------------------------------------------------------- encoding
+
+
+def _counter(kind: str, device: str) -> Counter:
+    """Of the midpoints between neighbours: above one the count is higher, at it not yet."""
+    import torch
+
+    found = _counters.get((kind, device))
+    if found is not None:
+        return found
+    ordered, codes = table(kind, device).sort(stable=True)
+    middles = (ordered.narrow(0, 0, 15) + ordered.narrow(0, 1, 15)) / 2
+    above = middles.nextafter(torch.full_like(middles, torch.inf))
+    found = Counter(above, codes.to(torch.uint8))
+    if type(above) is torch.Tensor:  # a fake one must not outlive its mode
+        _counters[kind, device] = found
+    return found
+
+
+class Quantizer:
+    """Codes and absmax of blocks, in chunks, over buffers that are used again."""
+
+    def __init__(self, kind: str, numel: int, block: int, dtype: torch.dtype, device: str) -> None:
+        import torch
+
+        self._block = block
+        self._chunk = max(1, min(-(-numel // block), CHUNK_NUMEL // block)) * block
+        self._counter = _counter(kind, device)
+        self._integer = torch.int32 if dtype.itemsize == 4 else torch.int16
+        self._spare = torch.empty(self._chunk, dtype=torch.int32, device=device)
+        self._quotient = torch.empty(self._chunk, dtype=torch.float32, device=device)
+        self._code = torch.empty(self._chunk, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers."""
+        held = (self._spare, self._quotient, self._code)
+        return sum(b.numel() * b.element_size() for b in held)
+
+    def run(self, values: torch.Tensor, absmax: torch.Tensor, packed: torch.Tensor) -> None:
+        """values [m] T -> absmax [ceil(m/block)] f32, packed [ceil(m/2)] u8. The last block may
+        be short, in the last call only."""
+        whole = values.numel() - values.numel() % self._block
+        for start in range(0, whole, self._chunk):
+            n = min(self._chunk, whole - start)
+            scale = absmax.narrow(0, start // self._block, n // self._block)
+            self._whole(values.narrow(0, start, n), scale, packed.narrow(0, start // 2, n // 2))
+        if whole < values.numel():
+            first = whole // self._block
+            rest = values.narrow(0, whole, values.numel() - whole)
+            place = packed.narrow(0, whole // 2, packed.numel() - whole // 2)
+            self._short(rest, absmax.narrow(0, first, 1), place)
+
+    def _whole(self, values: torch.Tensor, absmax: torch.Tensor, packed: torch.Tensor) -> None:
+        import torch
+
+        n = values.numel()
+        # Without their sign, floats order as the integers of their bits, NaN above infinity.
+        magnitude = self._spare.view(self._integer).narrow(0, 0, n)
+        torch.bitwise_and(values.view(self._integer), torch.iinfo(self._integer).max, out=magnitude)
+        peaks = magnitude.view(-1, self._block).amax(1).view(values.dtype)
+        torch.abs(peaks.float(), out=absmax)
+        inverse = absmax.clamp(min=LEAST_ABSMAX).reciprocal_()
+        quotient = self._quotient.narrow(0, 0, n)
+        blocks = (-1, self._block)
+        torch.mul(values.view(blocks), inverse.unsqueeze(-1), out=quotient.view(blocks))
+        self._pack(quotient, packed)
+
+    def _short(self, values: torch.Tensor, absmax: torch.Tensor, packed: torch.Tensor) -> None:
+        import torch
+
+        torch.clamp(values.abs().amax().float().view(1), min=LEAST_ABSMAX, out=absmax)
+        quotient = values.float() / absmax
+        if quotient.numel() % 2:
+            quotient = torch.cat([quotient, quotient.new_zeros(1)])
+        self._pack(quotient, packed)
+
+    def _pack(self, quotient: torch.Tensor, packed: torch.Tensor) -> None:
+        n = quotient.numel()
+        spare, code = self._spare.narrow(0, 0, n), self._code.narrow(0, 0, n)
+        self._counter.count(quotient, spare, code)
+        pack(code, spare, packed)
+
+
+def pack(codes: torch.Tensor, spare: torch.Tensor, packed: torch.Tensor) -> None:
+    """codes [n] u8, each below 16 -> packed [n/2] u8, the first of two in the high nibble. `spare`,
+    [n] i32, is written over."""
+    import torch
+
+    pairs = codes.view(torch.int16)  # first + second * 256
+    sixteen = spare.view(torch.int16).narrow(0, 0, pairs.numel())
+    torch.mul(pairs, 4097, out=sixteen)  # modulo 2^16: first + (first * 16 + second) * 256
+    torch.bitwise_right_shift(sixteen, 8, out=packed)  # the low byte of it
+
+
+# ------------------------------------------------------------------------------- decoding
+
+
+def pairs(values: torch.Tensor) -> torch.Tensor:
+    """values [16] f32 -> [256] i64: the two values of a byte, in order."""
+    import torch
+
+    byte = torch.arange(256, device=values.device)
+    pairs = torch.stack([values.take(byte >> 4), values.take(byte & 15)], dim=1)
+    return pairs.view(torch.int64).flatten()
+
+
+class Dequantizer:
+    """Values of blocks, at most `numel` (even) at a time, in a buffer that is used again."""
+
+    def __init__(self, numel: int, values: torch.Tensor) -> None:
+        self._pairs = pairs(values)
+        self._values = values.new_empty(numel)
+
+    def run(self, packed: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
+        """packed [ceil(m/2)] u8, scale [ceil(m/block)] f32 -> values [m] f32, m even, valid until
+        the next run."""
+        import torch
+
+        m = 2 * packed.numel()
+        values = self._values.narrow(0, 0, m)
+        index = packed.to(torch.int32)
+        torch.index_select(self._pairs, 0, index, out=values.view(torch.int64))
+        whole = m // block
+        blocks = values.narrow(0, 0, whole * block).view(-1, block)
+        blocks.mul_(scale.narrow(0, 0, whole).unsqueeze(-1))
+        if whole < scale.numel():
+            values.narrow(0, whole * block, m - whole * block).mul_(scale.narrow(0, whole, 1))
+        return values
+
+
+class ZeroBlocks:
+    """Blocks of zeros among codes that are kept: in 8 bits their scale may come out as anything, of
+    any sign, and must not matter."""
+
+    def __init__(self, kind: str, step: int) -> None:
+        """`step`: bytes of codes a block."""
+        self._zeros, self._step = ZERO_PAIR[kind], step
+        self._found: list[torch.Tensor] = []
+
+    def feed(self, offset: int, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """codes u8 from flat `offset` on, scales of the whole tensor -> codes, those of zero in a
+        block whose scale is 0."""
+        import torch
+
+        first, numel = offset // self._step, codes.numel()
+        part = scales.narrow(0, first, -(-numel // self._step))
+        near = part.abs() <= part.abs().amax() * NEAR_ZERO
+        if not bool(near.any()):
+            return codes
+        padded = torch.nn.functional.pad(codes, (0, -numel % self._step), value=self._zeros)
+        blocks = padded.view(-1, self._step).masked_fill((part == 0).unsqueeze(-1), self._zeros)
+        at = near.nonzero().flatten()
+        self._found.append(first + at[(blocks[at] == self._zeros).all(1)])
+        return blocks.flatten()[:numel]
+
+    def hidden(self, scales: torch.Tensor) -> torch.Tensor:
+        """The scales, 0 in blocks of zeros."""
+        import torch
+
+        return scales.index_fill(0, torch.cat(self._found), 0) if self._found else scales
+
+
+# ------------------------------------------------------------------------------- boxes
+
+
+def span(info: TensorInfo, box: Box) -> tuple[int, int]:
+    """Flat positions of a box's first element and of the one after its last."""
+    strides = contiguous_strides(info.shape, 1)
+    start = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
+    if box.numel == 0:
+        return start, start
+    reach = sum((n - 1) * s for n, s in zip(box.sizes, strides, strict=True))
+    return start, start + reach + 1
+
+
+def blocks_of(info: TensorInfo, box: Box, block: int) -> tuple[int, int]:
+    """First and last + 1 of the blocks that the box's flat span touches; none for an empty box,
+    which may begin where the tensor ends."""
+    if box.numel == 0:
+        return 0, 0
+    start, stop = span(info, box)
+    return start // block, -(-stop // block)
+
+
+def slabs(
+    info: TensorInfo, box: Box, out: torch.Tensor
+) -> Iterator[tuple[int, int, torch.Tensor, tuple[int, ...]]]:
+    """Parts of a box that are small enough to decode at once: flat start and stop in the tensor,
+    the part of `out`, and the strides of its elements in the tensor."""
+    sizes, strides = box.sizes, contiguous_strides(info.shape, 1)
+    start, stop = span(info, box)
+    if stop - start == math.prod(sizes):  # flat-contiguous: rows need not be kept apart
+        out, sizes, strides = out.view(-1), (box.numel,), (1,)
+    rows = max(1, CHUNK_NUMEL // strides[0])
+    reach = sum((n - 1) * s for n, s in zip(sizes[1:], strides[1:], strict=True))
+    for row in range(0, sizes[0], rows):
+        part = out.narrow(0, row, min(rows, sizes[0] - row))
+        low = start + row * strides[0]
+        yield low, low + (part.shape[0] - 1) * strides[0] + reach + 1, part, strides

@@ -1,0 +1,114 @@
+"""Values to codes and scales in chunks that stay in cache, by the rule of a library.
+
+Without their sign, floats order as the integers of their bits, NaN above infinity: the maximum of
+integers is many times faster than that of 16-bit floats, and tells whether all is finite. Nothing
+here waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptmap.quantization.blockwise.rounding_rules import Rule
+
+if TYPE_CHECKING:
+    import torch
+
+
+CHUNK_NUMEL = 512 * 1024
+"""Elements at a time."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Codes [r, w], scales [r] or [p, q] as they are stored, and the absmax that they came from."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    absmax: torch.Tensor
+
+
+def absmax_of(
+    values: torch.Tensor, dims: tuple[int, ...], spare: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The largest absolute value along `dims`, in the values' dtype, NaN where there is one.
+    `spare` is a buffer of float32, of at least as many elements, that is overwritten."""
+    import torch
+
+    integer = torch.int32 if values.element_size() == 4 else torch.int16
+    bits, mask = values.view(integer), torch.iinfo(integer).max
+    if spare is None:
+        magnitude = bits.bitwise_and(mask)
+    else:
+        room = spare.view(-1).view(integer).narrow(0, 0, values.numel()).view(values.shape)
+        magnitude = torch.bitwise_and(bits, mask, out=room)
+    return magnitude.amax(dims).view(values.dtype)
+
+
+def quantize_rows(values: torch.Tensor, rule: Rule) -> Quantized:
+    """values [r, w] T, a block a row -> codes [r, w], scales [r]."""
+    import torch
+
+    rows, width = values.shape
+    if not values.is_cpu:
+        return _quantize(values, rule, None, None)
+    step = min(rows, max(1, CHUNK_NUMEL // width))
+    wide = torch.empty((step, width), dtype=torch.float32)
+    codes = torch.empty((rows, width), dtype=getattr(torch, rule.codes_dtype))
+    found = []
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        part, room = values.narrow(0, start, count), wide.narrow(0, 0, count)
+        found.append(_quantize(part, rule, room, codes.narrow(0, start, count)))
+    scales, peaks = _joined([f.scales for f in found]), _joined([f.absmax for f in found])
+    return Quantized(codes, scales, peaks)
+
+
+def _quantize(
+    values: torch.Tensor, rule: Rule, wide: torch.Tensor | None, codes: torch.Tensor | None
+) -> Quantized:
+    """By way of `wide` into `codes` where they are given: memory that is new every time is slower
+    than all of the arithmetic."""
+    import torch
+
+    if rule.takes == "float32":
+        values = values.to(torch.float32)  # not into `wide`, which is about to be overwritten
+    elif rule.takes:  # by way of float32: torch's cast from bfloat16 to float16 is slower
+        values = _as_float32(values, wide).to(getattr(torch, rule.takes))
+    absmax = absmax_of(values, (1,), wide)
+    scale, operand = rule.scales(absmax)
+    made = _as_float32(values, wide)
+    rule.apply(made, operand.unsqueeze(1))
+    coded = made.to(getattr(torch, rule.codes_dtype)) if codes is None else codes.copy_(made)
+    return Quantized(coded, scale, absmax)
+
+
+def _as_float32(values: torch.Tensor, wide: torch.Tensor | None) -> torch.Tensor:
+    import torch
+
+    return values.to(torch.float32, copy=True) if wide is None else wide.copy_(values)
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    import torch
+
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def quantize_tiles(values: torch.Tensor, block: tuple[int, int], rule: Rule) -> Quantized:
+    """values [r, w] T -> codes [r, w], scales [ceil(r / p), ceil(w / q)]; the last tile of a dim
+    may be short."""
+    import torch
+
+    rows, width = values.shape
+    dtype = getattr(torch, rule.codes_dtype)
+    padded = [math.ceil(n / b) * b for n, b in zip(values.shape, block, strict=True)]
+    edge = (0, padded[1] - width, 0, padded[0] - rows)
+    wide = torch.nn.functional.pad(values.to(torch.float32, copy=True), edge)
+    tiles = wide.view(padded[0] // block[0], block[0], padded[1] // block[1], block[1])
+    absmax = absmax_of(tiles, (1, 3))
+    scale, operand = rule.scales(absmax)
+    rule.apply(tiles, operand.unsqueeze(1).unsqueeze(3))
+    return Quantized(wide.narrow(0, 0, rows).narrow(1, 0, width).to(dtype), scale, absmax)

@@ -1,0 +1,210 @@
+"""What encodings of 8-bit codes with one scale a block share: a subclass names parts and a rule.
+
+    w [a, b] T -> codes [a, b] i8 or fp8, scale [ceil(a / p), ceil(b / q)], perhaps a zero point
+
+A subclass is a frozen dataclass. Boxes of codes are boxes of the tensor, so any cut is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from ckptmap.core.code_grids import Grid, Recoder
+from ckptmap.errors import RunError
+from ckptmap.protocols import Encoder, Refusal
+from ckptmap.quantization.blockwise import dequantize as values
+from ckptmap.quantization.blockwise import grid as geometry
+from ckptmap.quantization.blockwise.encoder import Constants, ScaledEncoder, ScaledRecoder
+from ckptmap.quantization.blockwise.rounding_rules import Rule
+from ckptmap.tensors import Box, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Codes with one scale for each `block` elements; () stands for a scale a row.
+
+    scale_dtype  of the stored scales
+    zero_dtype   of the stored zero points, of the scales' shape; empty: there are none
+    extra        other parts that belong to the tensor and do not change its values: (name, dtype,
+                 shape)
+    """
+
+    name: ClassVar[str]
+    scheme: ClassVar[str]
+    """What its records call it."""
+    codes_part: ClassVar[str]
+    scale_part: ClassVar[str]
+    zero_part: ClassVar[str] = ""
+    codes_dtype: ClassVar[str] = "int8"
+    factor: ClassVar[float] = 1.0
+    """Multiplied last, in fp32."""
+
+    block: tuple[int, ...] = ()
+    scale_dtype: str = "float32"
+    zero_dtype: str = ""
+    extra: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+
+    # ------------------------------------------------------------------ shapes
+
+    def block_of(self, info: TensorInfo) -> tuple[int, ...]:
+        if not self.block:
+            return geometry.per_row(info.shape)
+        return geometry.clamped(self.block, info.shape)
+
+    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        """As stored; the grid itself where a subclass does not say otherwise."""
+        return geometry.grid_shape(info.shape, self.block_of(info))
+
+    def refusal(self, info: TensorInfo) -> Refusal | None:
+        """Why it cannot hold the tensor."""
+        if info.dtype not in DTYPES:
+            return Refusal(f"holds {', '.join(DTYPES)}, found {info.dtype}")
+        if not info.shape or not info.numel:
+            return Refusal(f"holds tensors of elements, found shape {list(info.shape)}")
+        if self.block and (len(self.block) != len(info.shape) or min(self.block) < 1):
+            return Refusal(f"blocks of {list(self.block)} do not cut shape {list(info.shape)}")
+        return None
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        refusal = self.refusal(info)
+        if refusal is not None:
+            return refusal
+        shape = self.scale_shape(info)
+        found = {
+            self.codes_part: TensorInfo(info.shape, self.codes_dtype),
+            self.scale_part: TensorInfo(shape, self.scale_dtype),
+        }
+        if self.zero_dtype:
+            found[self.zero_part] = TensorInfo(shape, self.zero_dtype)
+        return found | {name: TensorInfo(size, dtype) for name, dtype, size in self.extra}
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        """The same box of the codes, the scales of the blocks that it touches; other parts whole.
+        Never None."""
+        if part == self.codes_part:
+            return box
+        if part in (self.scale_part, self.zero_part):
+            grid = geometry.grid_box(box, self.block_of(info))
+            return geometry.stored_box(grid, self.scale_shape(info))
+        return Box.whole(next(size for name, _, size in self.extra if name == part))
+
+    # ------------------------------------------------------------------ values
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        """Any box; holds besides the parts one chunk of values."""
+        if not box.numel:
+            return
+        import torch
+
+        block = self.block_of(info)
+        grid = geometry.grid_box(box, block)
+        scale = geometry.as_grid(parts[self.scale_part], grid).to(torch.float32)
+        zero = geometry.as_grid(parts[self.zero_part], grid) if self.zero_dtype else None
+        codes = parts[self.codes_part]
+        values.decode(codes, scale, zero, box, block, out, self.factor)
+
+    def rule(self, info: TensorInfo) -> Rule:
+        """How values become codes."""
+        raise NotImplementedError(type(self).__name__)
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        return ScaledEncoder(
+            info, self.block_of(info), self.rule(info), self.codes_part, self.scale_part,
+            self.constants(info), device,
+        )  # fmt: skip
+
+    def constants(self, info: TensorInfo) -> Constants:
+        """Other parts that hold the same whatever the values are."""
+        return {}
+
+    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+        return {
+            "scheme": self.scheme,
+            "version": 1,
+            "block": list(self.block or self.block_of(info)),
+            "scale_dtype": self.scale_dtype,
+            "shape": list(info.shape),
+            "dtype": info.dtype,
+            **self.more_record(info),
+        }
+
+    def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
+        return {}
+
+    # ------------------------------------------------------------------ codes as they are
+
+    def grid(self, info: TensorInfo) -> Grid | None:
+        """One of zero points that are known to be none, or that `scales` finds to be zero."""
+        if self.zero_dtype and not self.is_symmetric:
+            return None
+        codes = TensorInfo(info.shape, self.codes_dtype)
+        return Grid(self.codes_dtype, codes, self.block_of(info), self.values_name)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Are its zero points always zero where its library wrote them?"""
+        return False
+
+    values_name: ClassVar[str] = "code * scale in fp32"
+    """Two encodings whose equal codes and equal scales give equal bits have one name."""
+
+    def scale_parts(self, info: TensorInfo) -> Sequence[str]:
+        return (self.scale_part, self.zero_part) if self.zero_dtype else (self.scale_part,)
+
+    def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """fp32, of the grid's shape. Raises RunError CKM315 where a zero point is not zero."""
+        import torch
+
+        if self.zero_dtype and bool(parts[self.zero_part].count_nonzero()):
+            raise RunError(
+                "CKM315",
+                "its zero points are not all 0: the codes of an asymmetric tensor mean something "
+                "else on a grid without them",
+                "decode it first (--to hf-bf16), then quantize; or keep it as it is (--no-encode)",
+            )
+        shape = geometry.grid_shape(info.shape, self.block_of(info))
+        return parts[self.scale_part].to(torch.float32).reshape(shape)
+
+    def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        return box if part == self.codes_part else None
+
+    def codes(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        out.copy_(parts[self.codes_part])
+
+    def keeping(self, info: TensorInfo, grid: Grid) -> Self | None:
+        """Itself, where it can take these codes as they are."""
+        fits = not self.refusal(info) and self.recoder(info, grid, "cpu") is not None
+        return self if fits else None
+
+    def recoder(self, info: TensorInfo, grid: Grid, device: str) -> Recoder | None:
+        """Takes any codes of its dtype in its own blocks; exact where their scales mean the same."""
+        mine = self.grid(info)
+        same = mine is not None and (mine.name, mine.codes, mine.block) == (
+            grid.name, grid.codes, grid.block,
+        )  # fmt: skip
+        if mine is None or not same or self.zero_dtype or self.extra_to_fill(info):
+            return None
+        exact = mine.values == grid.values and self.scale_dtype == "float32"
+        return ScaledRecoder(
+            self.codes_part, self.scale_part, self.scale_dtype, self.unscaled,
+            self.constants(info), "exact" if exact else "codes",
+        )  # fmt: skip
+
+    def extra_to_fill(self, info: TensorInfo) -> bool:
+        """Has it parts that codes and scales do not tell?"""
+        return any(name not in self.constants(info) for name, _, _ in self.extra)
+
+    def unscaled(self, scales: torch.Tensor) -> torch.Tensor:
+        """Scales, value = code * scale, as this encoding stores them."""
+        return scales

@@ -1,0 +1,93 @@
+"""bitsandbytes' double quantization: the absmax of blocks in 8 bits, 256 of them a scale.
+
+    absmax [m] f32 -> offset (their mean), q [m] u8, scale [ceil(m/256)] f32
+    absmax'[i] = dynamic[q[i]] * scale[i / 256] + offset
+
+The dynamic map of 256 values is that of 8-bit Optimizers via Block-wise Quantization
+(arXiv:2110.02861, section 2.2); here each value gets the nearest of it, a tie the lower one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckptmap.quantization.blockwise.scale_levels import ScaleGrid
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 256
+"""The one size that bitsandbytes' own kernels take."""
+CHUNK = 1 << 16
+"""Scales at a time, a multiple of the block."""
+
+
+def dynamic_map() -> torch.Tensor:
+    """256 values in ascending order, float32: for each power of ten down to 1e-6 the middles of
+    2**k equal steps from 0.1 to 1, k = 6 for the largest; both signs, zero and one."""
+    import torch
+
+    values = [0.0, 1.0]
+    for k in range(7):
+        edges = torch.linspace(0.1, 1, 2**k + 1, dtype=torch.float32)
+        middles = ((edges[:-1] + edges[1:]) / 2.0).mul(10 ** (k - 6)).tolist()
+        values += [*middles, *(-middle for middle in middles)]
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+def quantize(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """absmax [m] f32 -> q [m] u8, scale [ceil(m/256)] f32, offset, as bitsandbytes has them."""
+    import torch
+
+    offset = float(absmax.mean())
+    values = dynamic_map()
+    middles = (values[:-1] + values[1:]) / 2
+    codes = torch.empty(absmax.shape, dtype=torch.uint8)
+    scale = torch.empty(-(-absmax.numel() // BLOCK), dtype=torch.float32)
+    for start in range(0, absmax.numel(), CHUNK):
+        part = absmax[start : start + CHUNK] - offset
+        blocks = torch.nn.functional.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
+        peaks = scale[start // BLOCK :][: len(blocks)]
+        torch.amax(blocks.abs(), 1, out=peaks)
+        quotient = blocks * peaks.clamp(min=1e-38).reciprocal().unsqueeze(-1)
+        found = torch.bucketize(quotient.flatten()[: part.numel()], middles, out_int32=True)
+        codes[start : start + CHUNK] = found
+    return codes, scale, offset
+
+
+def requantize(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The same of scales that had been stored already: those that were double quantized, or come
+    from here, are given their own numbers again. The offset is no mean, and nothing is clipped."""
+    import torch
+
+    grid = ScaleGrid(dynamic_map(), BLOCK, torch.float32, divides=False)
+    offset, scale = grid.fitted(absmax)
+    codes = torch.empty(absmax.shape, dtype=torch.uint8)
+    for start in range(0, absmax.numel(), grid.step):
+        part = absmax[start : start + grid.step]
+        units = scale[start // BLOCK :][: -(-part.numel() // BLOCK)]
+        codes[start : start + part.numel()] = grid.coded(part, offset, units).at
+    return codes, scale, float(offset)
+
+
+def dequantize(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    values: torch.Tensor,
+    offset: float,
+    block: int,
+    first: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """codes [m] u8 -> absmax [m] f32. The first code is number `first` within the first scale's
+    block; `dtype` is what the products are rounded to before the offset is added."""
+    import torch
+
+    out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    added = torch.tensor(offset, device=codes.device)
+    for start in range(0, codes.numel(), CHUNK):
+        part = codes[start : start + CHUNK].to(torch.int32)
+        at = torch.arange(first + start, first + start + part.numel(), device=codes.device) // block
+        product = values.index_select(0, part) * scale.index_select(0, at)
+        out[start : start + CHUNK] = product.to(dtype) + added
+    return out

@@ -1,0 +1,164 @@
+"""Values or codes into the parts of a bitsandbytes 4-bit tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from ckptmap.core.code_grids import CoarseScales
+from ckptmap.errors import RunError
+from ckptmap.protocols import Refusal, Write
+from ckptmap.quantization.blockwise import fourbit
+from ckptmap.quantization.bnb import double_quant as bnb_nested
+from ckptmap.tensors import Box, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Form(Protocol):
+    """What an encoder needs to know of the encoding that it works for."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def block(self) -> int: ...
+    @property
+    def nested(self) -> object | None: ...
+    @property
+    def state(self) -> str: ...
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal: ...
+    def blob(self, info: TensorInfo, offset: float = 0.0) -> bytes: ...
+    def blocks(self, info: TensorInfo) -> int: ...
+
+
+def _flat(start: int, count: int) -> Box:
+    return Box((start,), (count,))
+
+
+def _check_finite(absmax: torch.Tensor, first: int, block: int) -> None:
+    bad = absmax.isfinite().logical_not()
+    count = int(bad.sum())
+    if count:
+        at = (first + int(bad.int().argmax())) * block
+        raise RunError(
+            "CKM309",
+            f"expected finite values, found NaN or infinity in {count} blocks of {block}, the first"
+            f" within flat elements {at} to {at + block - 1}",
+            "leave this tensor unquantized with --no-encode, or repair it",
+        )
+
+
+def _check_held(absmax: torch.Tensor, decoded: torch.Tensor, dtype: str) -> None:
+    """Raises RunError CKM309 where a scale that `dtype` holds is none any more in 8 bits: its block
+    has a code of 1 or -1, which decodes to the scale itself."""
+    import torch
+
+    wanted: torch.dtype = getattr(torch, dtype)
+    bad = decoded.to(wanted).isfinite().logical_not_().logical_and_(absmax.to(wanted).isfinite())
+    count = int(bad.sum())
+    if count:
+        raise RunError(
+            "CKM309",
+            f"{count} block scales overflow {dtype} in 8 bits, the largest absolute value is"
+            f" {float(absmax.amax()):.6g}",
+            "keep its scales exactly with --exact-scales, or leave it unquantized with --no-encode",
+        )
+
+
+def _scale_writes(
+    form: Form,
+    info: TensorInfo,
+    absmax: torch.Tensor,
+    needed: torch.Tensor,
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, float]],
+) -> Iterator[Write]:
+    """absmax [blocks] f32 -> every part but the payload. `needed` is 0 where the sign of a scale does
+    not matter; `quantize` is of `bnb_nested`."""
+    import torch
+
+    offset = 0.0
+    if form.nested is None:
+        yield Write("absmax", _flat(0, absmax.numel()), absmax)
+    else:
+        codes, scale, offset = quantize(absmax)
+        values = bnb_nested.dynamic_map()
+        found = bnb_nested.dequantize(
+            codes, scale, values, offset, bnb_nested.BLOCK, 0, torch.float32
+        )
+        _check_held(absmax, found, info.dtype)
+        CoarseScales.check(needed, found)
+        yield Write("absmax", _flat(0, codes.numel()), codes)
+        yield Write("nested_absmax", _flat(0, scale.numel()), scale)
+        yield Write("nested_quant_map", _flat(0, 256), values)
+    yield from _constants(form, info, offset)
+
+
+def _constants(form: Form, info: TensorInfo, offset: float) -> Iterator[Write]:
+    import torch
+
+    yield Write("quant_map", _flat(0, 16), fourbit.table(form.kind))
+    blob = torch.frombuffer(bytearray(form.blob(info, offset)), dtype=torch.uint8)
+    yield Write(form.state, _flat(0, blob.numel()), blob)
+
+
+class FourBitEncoder:
+    """Codes at once; the absmax, too, unless it is quantized once more at the end."""
+
+    splittable = False
+
+    def __init__(self, form: Form, info: TensorInfo, device: str) -> None:
+        import torch
+
+        refusal = form.parts(info)
+        if isinstance(refusal, Refusal):
+            raise ValueError(refusal.reason)
+        self._form, self._info = form, info
+        self.step = form.block
+        dtype: torch.dtype = getattr(torch, info.dtype)
+        self._quantizer = fourbit.Quantizer(form.kind, info.numel, form.block, dtype, device)
+        self._absmax = torch.empty(form.blocks(info), dtype=torch.float32, device=device)
+        self._missing = info.numel
+        self.state_nbytes = 4 * self._absmax.numel() + self._quantizer.nbytes
+
+    def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
+        """values [m] T, `offset` a multiple of the block, m too but at the end -> u8 [ceil(m/2)]."""
+        import torch
+
+        numel, first = values.numel(), offset // self.step
+        assert offset % self.step == 0
+        packed = torch.empty(-(-numel // 2), dtype=torch.uint8, device=values.device)
+        absmax = self._absmax.narrow(0, first, -(-numel // self.step))
+        self._quantizer.run(values, absmax, packed)
+        self._missing -= numel
+        return (Write("", _flat(offset // 2, packed.numel()), packed),)
+
+    def finish(self) -> Iterable[Write]:
+        """Raises RunError CKM309 where an input was not finite or double quantization makes it so,
+        CKM311 where that would change the sign of a block."""
+        assert self._missing == 0, f"{self._missing} elements of {self._info} were not fed"
+        absmax = self._absmax.cpu()
+        _check_finite(absmax, 0, self.step)
+        return _scale_writes(self._form, self._info, absmax, absmax, bnb_nested.quantize)
+
+
+class FourBitRecoder:
+    """Codes as they are; absmax from the scales."""
+
+    state_nbytes = 0
+
+    def __init__(self, form: Form, info: TensorInfo, fidelity: str) -> None:
+        self._form, self._info = form, info
+        self.fidelity = fidelity
+        self.step = form.block // 2
+        self._zeros = fourbit.ZeroBlocks(form.kind, self.step)
+
+    def feed(self, offset: int, codes: torch.Tensor, scales: torch.Tensor) -> Iterable[Write]:
+        if self._form.nested is not None:
+            codes = self._zeros.feed(offset, codes, scales)
+        return (Write("", _flat(offset, codes.numel()), codes),)
+
+    def finish(self, scales: torch.Tensor) -> Iterable[Write]:
+        needed = self._zeros.hidden(scales)
+        return _scale_writes(self._form, self._info, scales, needed, bnb_nested.requantize)

@@ -1,0 +1,303 @@
+"""bitsandbytes NF4 and FP4: how one tensor is stored, decoded, and taken over code by code.
+
+    w [...] T, n elements, of FQN P  ->
+        P                               codes, two a byte; u8, or the same bytes as 16- or 32-bit
+                                        floats: [ceil(n/2) / itemsize, 1]
+        P.absmax                        f32 [ceil(n/block)]; double quantized u8
+        P.quant_map                     f32 [16], for information: readers use their own table
+        P.nested_absmax                 f32 [ceil(n/block/256)]       double quantized only
+        P.nested_quant_map              f32 [256]                     double quantized only
+        P.quant_state.bitsandbytes__nf4 JSON in u8: quant_type, blocksize, dtype, shape, and
+                                        nested_blocksize, nested_dtype, nested_offset
+
+Source: bitsandbytes 0.50, functional.py, `QuantState.as_dict`. The decoded values are those of its
+generic formula, float32 products rounded once to T. Payloads in floats are never read as floats:
+many of their patterns are NaNs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.core.code_grids import Grid, Recoder
+from ckptmap.protocols import Encoder, Refusal
+from ckptmap.quantization.blockwise import fourbit
+from ckptmap.quantization.bnb import double_quant as bnb_nested
+from ckptmap.quantization.bnb.encoder import FourBitEncoder, FourBitRecoder
+from ckptmap.tensors import ITEMSIZE, Box, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("bfloat16", "float16", "float32")
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+ABSMAX, MAP, NESTED_ABSMAX, NESTED_MAP = (
+    "absmax", "quant_map", "nested_absmax", "nested_quant_map",
+)  # fmt: skip
+STATE = "quant_state.bitsandbytes__"
+VALUES = "float32 products, rounded once"
+OFFSET_NBYTES = 32
+"""Bytes that a nested offset may take in the JSON: it is known after the last element only."""
+
+
+@dataclass(frozen=True)
+class Nested:
+    """How the absmax is quantized once more; the offset is in the JSON, as `nested_offset`."""
+
+    block: int = bnb_nested.BLOCK
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class FourBit:
+    """Blocks of `block` elements share an absmax.
+
+    kind        "nf4" or "fp4"
+    storage     dtype of the payload
+    written     bytes of the JSON; None: as many as are written here
+    transposed  the payload is that of the transpose: a `Conv1D` of GPT-2, whose logical weight is
+                [in, out]
+    turned      the absmax is bf16 [in/block, out], as bitsandbytes 0.50 writes it after a forward
+                on a CPU with AVX512-BF16
+    """
+
+    kind: str
+    block: int = 64
+    nested: Nested | None = None
+    storage: str = "uint8"
+    written: int | None = None
+    transposed: bool = False
+    turned: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"bnb-{self.kind}-dq" if self.nested is not None else f"bnb-{self.kind}"
+
+    @property
+    def state(self) -> str:
+        """Name of the part that holds the JSON."""
+        return STATE + self.kind
+
+    def stored(self, info: TensorInfo) -> TensorInfo:
+        """The tensor in the order of its codes: the transpose, for a `Conv1D`."""
+        return TensorInfo(info.shape[::-1], info.dtype) if self.transposed else info
+
+    def blocks(self, info: TensorInfo) -> int:
+        return -(-info.numel // self.block)
+
+    # ------------------------------------------------------------------ parts
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        refusal = self._refusal(info)
+        if refusal is not None:
+            return refusal
+        payload = -(-info.numel // 2) // ITEMSIZE[self.storage]
+        blocks = self.blocks(info)
+        absmax = TensorInfo((blocks,), "uint8" if self.nested else "float32")
+        if self.turned:
+            rows, columns = self.stored(info).shape
+            absmax = TensorInfo((columns // self.block, rows), "bfloat16")
+        parts = {"": TensorInfo((payload, 1), self.storage), ABSMAX: absmax}
+        parts[MAP] = TensorInfo((16,), "float32")
+        if self.nested is not None:
+            parts[NESTED_ABSMAX] = TensorInfo((-(-blocks // self.nested.block),), "float32")
+            parts[NESTED_MAP] = TensorInfo((256,), "float32")
+        nbytes = len(self.blob(info)) if self.written is None else self.written
+        parts[self.state] = TensorInfo((nbytes,), "uint8")
+        return parts
+
+    def _refusal(self, info: TensorInfo) -> Refusal | None:
+        if info.dtype not in DTYPES:
+            return Refusal(f"bitsandbytes holds {', '.join(DTYPES)}, found {info.dtype}")
+        if self.block not in BLOCKS:
+            return Refusal(f"block size {self.block} is none of bitsandbytes': {BLOCKS}")
+        if info.numel == 0:
+            return Refusal("it has no elements")
+        if -(-info.numel // 2) % ITEMSIZE[self.storage]:
+            return Refusal(f"{info.numel} codes do not fill elements of {self.storage}")
+        if self.turned and (
+            len(info.shape) != 2 or self.stored(info).shape[1] % self.block or self.nested
+        ):
+            return Refusal("its 2-D absmax does not fit its shape")
+        return None
+
+    def afresh(self) -> FourBit:
+        """The same codes, as they are written for values that have changed."""
+        return replace(self, written=None, turned=False)
+
+    def blob(self, info: TensorInfo, offset: float = 0.0) -> bytes:
+        """The JSON part; spaces at its end make up for the digits of an unknown offset."""
+        state: dict[str, Any] = {
+            "quant_type": self.kind,
+            "blocksize": self.block,
+            "dtype": info.dtype,
+            "shape": list(self.stored(info).shape),
+        }
+        if self.nested is None:
+            return json.dumps(state).encode()
+        state |= {"nested_blocksize": self.nested.block, "nested_dtype": self.nested.dtype}
+        room = len(json.dumps(state | {"nested_offset": 0})) + OFFSET_NBYTES
+        return json.dumps(state | {"nested_offset": offset}).ljust(room).encode()
+
+    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+        """Only of a transposed one: a container of no config.json could not tell."""
+        if not self.transposed:
+            return None
+        return {"scheme": self.name, "native": "bitsandbytes", "transposed": True}
+
+    # ------------------------------------------------------------------ boxes
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        """The least range of whole blocks that covers the box's flat span."""
+        if self.transposed:
+            box = Box(box.offsets[::-1], box.sizes[::-1])
+        stored = self.stored(info)
+        first, last = fourbit.blocks_of(stored, box, self.block)
+        if part == "":
+            return self._payload(info, first * self.block // 2, last * self.block // 2)
+        if part == ABSMAX and self.turned:
+            a_row = stored.shape[1] // self.block
+            row, stop = first // a_row, -(-last // a_row)
+            return Box((0, row), (a_row, stop - row))
+        if part == ABSMAX:
+            return Box((first,), (last - first,))
+        if part == NESTED_ABSMAX and self.nested is not None:
+            low = first // self.nested.block
+            return Box((low,), (-(-last // self.nested.block) - low,))
+        return Box((0,), (self._shared(info, part),))
+
+    def _shared(self, info: TensorInfo, part: str) -> int:
+        """Elements of a part that every box needs: without nesting none, the table is known."""
+        if self.nested is None or part == MAP:
+            return 0
+        if part == NESTED_MAP:
+            return 256
+        return len(self.blob(info)) if self.written is None else self.written
+
+    def _payload(self, info: TensorInfo, start: int, stop: int) -> Box:
+        """Elements of the payload that hold these bytes."""
+        itemsize = ITEMSIZE[self.storage]
+        low, high = start // itemsize, -(-min(stop, -(-info.numel // 2)) // itemsize)
+        return Box((low, 0), (max(0, high - low), 1))
+
+    # ------------------------------------------------------------------ decoding
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        """Bit-equal to bitsandbytes' generic `dequantize_4bit`; any box."""
+        import torch
+
+        if box.numel == 0:
+            return
+        if self.transposed:
+            turned = Box(box.offsets[::-1], box.sizes[::-1])
+            values = torch.empty(turned.sizes, dtype=out.dtype, device=out.device)
+            self._decode(self.stored(info), parts, turned, values)
+            out.copy_(values.T)
+        else:
+            self._decode(info, parts, box, out)
+
+    def _decode(
+        self, stored: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        import torch
+
+        block = self.block
+        first, last = fourbit.blocks_of(stored, box, block)
+        packed = parts[""].view(-1).view(torch.uint8)
+        absmax = self._absmax(stored, parts, first, last)
+        slabs = list(fourbit.slabs(stored, box, out))
+        widest = max(stop - start for start, stop, _, _ in slabs) + 2 * block
+        numel = min(widest, (last - first) * block)
+        run = fourbit.Dequantizer(numel, fourbit.table(self.kind, out.device)).run
+        for start, stop, part, strides in slabs:
+            low, high = start // block - first, -(-stop // block) - first
+            codes = packed[low * block // 2 : high * block // 2]
+            values = run(codes, absmax[low:high], block)
+            part.copy_(values.as_strided(part.shape, strides, start - (first + low) * block))
+
+    def _absmax(
+        self, stored: TensorInfo, parts: Mapping[str, torch.Tensor], first: int, last: int
+    ) -> torch.Tensor:
+        """Of the blocks from `first` to before `last`, fp32."""
+        import torch
+
+        absmax = parts[ABSMAX]
+        if self.turned:
+            a_row = stored.shape[1] // self.block
+            flat = absmax.T.reshape(-1).float()
+            return flat.narrow(0, first - first // a_row * a_row, last - first)
+        if self.nested is None:
+            return absmax
+        block = self.nested.block
+        offset = json.loads(bytes(parts[self.state].tolist()))["nested_offset"]
+        return bnb_nested.dequantize(
+            absmax, parts[NESTED_ABSMAX], parts[NESTED_MAP], offset, block, first % block,
+            getattr(torch, self.nested.dtype),
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ codes
+
+    def grid(self, info: TensorInfo) -> Grid | None:
+        """None for the payload of a transpose: its codes are in another order."""
+        if self.transposed:
+            return None
+        codes = TensorInfo((-(-info.numel // 2),), "uint8")
+        return Grid(self.kind, codes, (self.block // 2,), VALUES)
+
+    def scale_parts(self, info: TensorInfo) -> Sequence[str]:
+        if self.nested is None:
+            return (ABSMAX,)
+        return (ABSMAX, NESTED_ABSMAX, NESTED_MAP, self.state)
+
+    def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._absmax(self.stored(info), parts, 0, self.blocks(info))
+
+    def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        if part != "":
+            return None
+        return self._payload(info, box.offsets[0], box.offsets[0] + box.sizes[0])
+
+    def codes(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        import torch
+
+        skip = box.offsets[0] % ITEMSIZE[self.storage]
+        out.copy_(parts[""].view(-1).view(torch.uint8)[skip : skip + box.sizes[0]])
+
+    # ------------------------------------------------------------------ writing
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        return FourBitEncoder(self, info, device)
+
+    def recoder(self, info: TensorInfo, grid: Grid, device: str) -> Recoder | None:
+        mine = self.grid(info)
+        if isinstance(self.parts(info), Refusal) or mine is None or self.storage != "uint8":
+            return None
+        if (grid.name, grid.codes, grid.block) != (mine.name, mine.codes, mine.block):
+            return None
+        same = grid.values == mine.values and self.nested is None
+        return FourBitRecoder(self, info, "exact" if same else "codes")
+
+    # ------------------------------------------------------------------ repair
+
+    def repaired(self) -> FourBit | None:
+        """The well-formed encoding that the tensor is written in instead; None: it is well-formed."""
+        return replace(self, turned=False, written=None) if self.turned else None
+
+    @property
+    def remark(self) -> str:
+        """What should be said about how it was found; "" where nothing is wrong."""
+        if self.turned:
+            return (
+                "absmax was bf16 and transposed, as bitsandbytes writes it after a forward on a CPU"
+                " with AVX512-BF16; it is put right, and exact where the weights were bf16"
+            )
+        if self.nested is not None and self.nested.dtype != "float32":
+            return f"nested absmax was rounded to {self.nested.dtype} by bitsandbytes before it was saved"
+        return ""

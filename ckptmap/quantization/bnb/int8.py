@@ -1,0 +1,238 @@
+"""bitsandbytes' LLM.int8: one absmax a row.
+
+    fc.weight [out, in] T  ->  fc.weight i8 [out, in], fc.SCB f32 [out], fc.weight_format u8 []
+
+As `Linear8bitLt` saves it (bitsandbytes 0.50, nn/modules.py): value = code * SCB * (1 / 127), two
+products in fp32. Files before 0.38 have no `weight_format`; those of 0.38 to 0.44 may hold the
+tiles of a GPU's kernels, which are refused. The file does not say the dtype of the weights: it is
+that of the tensors around them. GPT-2 kin keep the transpose of their `Conv1D` weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ckptmap.core.code_grids import Grid
+from ckptmap.errors import SourceError
+from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.quantization.blockwise.config_json import small
+from ckptmap.quantization.blockwise.encoder import Constants
+from ckptmap.quantization.blockwise.errors import DAMAGED, checked, malformed
+from ckptmap.quantization.blockwise.model_dtype import model_dtype
+from ckptmap.quantization.blockwise.records import read_record
+from ckptmap.quantization.blockwise.rounding_rules import BitsandbytesInt8, Rule
+from ckptmap.quantization.blockwise.scaled import Scaled
+from ckptmap.quantization.bnb.reader import Models
+from ckptmap.quantization.default_selection import is_expert, is_single_module, is_wide
+from ckptmap.storage.files import Files
+from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+SCB, FORMAT = "SCB", "weight_format"
+_TILES = {1: "col32", 2: "col_turing", 3: "col_ampere"}
+_FORMAT_PART: tuple[tuple[str, str, tuple[int, ...]], ...] = ((FORMAT, "uint8", ()),)
+
+
+@dataclass(frozen=True)
+class BnbInt8(Scaled):
+    """By rows, always; `extra` names the format number where there is one. `transposed`: the codes
+    are those of the transpose of the weight, as GPT-2 kin have it."""
+
+    name: ClassVar[str] = "bnb-int8"
+    scheme: ClassVar[str] = "bnb-int8"
+    codes_part: ClassVar[str] = ""
+    scale_part: ClassVar[str] = SCB
+    factor: ClassVar[float] = 7.874015718698502e-3
+    values_name: ClassVar[str] = "(code * absmax) / 127 in fp32"
+
+    transposed: bool = False
+
+    def part_key(self, key: str, part: str) -> str:
+        stem, dot, _ = key.rpartition(".")
+        return f"{stem}{dot}{part}" if part else key
+
+    def stored(self, info: TensorInfo) -> TensorInfo:
+        return TensorInfo(info.shape[::-1], info.dtype) if self.transposed else info
+
+    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        return info.shape[:1]
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        return super().parts(self.stored(info))
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        return super().part_box(self.stored(info), part, self._turned(box))
+
+    def _turned(self, box: Box) -> Box:
+        return Box(box.offsets[::-1], box.sizes[::-1]) if self.transposed else box
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        """A transposed weight is held once more, turned."""
+        turned = self._turned(box)
+        values = out.new_empty(turned.sizes) if self.transposed else out
+        super().decode(self.stored(info), parts, turned, values)
+        if self.transposed:
+            out.copy_(values.transpose(0, 1))
+
+    def grid(self, info: TensorInfo) -> Grid | None:
+        """None where the codes lie across: a grid's are those of the weight as it is."""
+        return None if self.transposed else super().grid(info)
+
+    def refusal(self, info: TensorInfo) -> Refusal | None:
+        if len(info.shape) != 2:
+            return Refusal(f"bitsandbytes' int8 holds matrices, found shape {list(info.shape)}")
+        return super().refusal(info)
+
+    def rule(self, info: TensorInfo) -> Rule:
+        return BitsandbytesInt8()
+
+    def constants(self, info: TensorInfo) -> Constants:
+        return {name: (dtype, (0,)) for name, dtype, _ in self.extra}
+
+    def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
+        return {
+            "native": "bitsandbytes",
+            "format": bool(self.extra),
+            "transposed": self.transposed,
+        }
+
+    def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return super().scales(info, parts) / 127.0
+
+    def unscaled(self, scales: torch.Tensor) -> torch.Tensor:
+        """Infinity, which is refused, where a code times the scale is, before it is divided by 127."""
+        import torch
+
+        stored = scales * 127.0
+        return stored.masked_fill((stored * 128.0).isinf(), torch.inf)
+
+
+class BnbInt8Scheme:
+    """Recognises LLM.int8 by its SCB, and quantizes linear weights to it."""
+
+    name = "bnb-int8"
+    suffix = "bnb-int8"
+    live = "int8"
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+    ) -> list[tuple[Group, Sequence[str]]]:
+        """Raises SourceError CKM115 where parts do not fit, CKM316 for the tiles of a kernel."""
+        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
+        return [*groups, *_found(stored, mine, records)]
+
+    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
+        return None
+
+    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        """Weights of linear layers, not those that GPT-2 kin hold as [in, out]: bitsandbytes would
+        quantize the transpose."""
+        if not is_single_module(fqn, info):
+            return None
+        encoding = self.encoding(info)
+        return None if isinstance(encoding, Refusal) else encoding
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        encoding = BnbInt8(extra=_FORMAT_PART)
+        return encoding.refusal(info) or encoding
+
+    def takes(self, fqn: str) -> bool:
+        """No expert and none held in fp32: see `selection.is_expert`, `is_wide`."""
+        return not is_expert(fqn) and not is_wide(fqn)
+
+    def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
+        return BnbInt8(extra=_FORMAT_PART).keeping(info, grid)
+
+    def quantization_config(
+        self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
+    ) -> Mapping[str, Any]:
+        """As transformers' `BitsAndBytesConfig(load_in_8bit=True)` writes it."""
+        return {
+            "quant_method": "bitsandbytes",
+            "_load_in_4bit": False,
+            "_load_in_8bit": True,
+            "load_in_4bit": False,
+            "load_in_8bit": True,
+            "llm_int8_threshold": 6.0,
+            "llm_int8_skip_modules": sorted(dense),
+            "llm_int8_enable_fp32_cpu_offload": False,
+            "llm_int8_has_fp16_weight": False,
+            "bnb_4bit_quant_type": "fp4",
+            "bnb_4bit_use_double_quant": False,
+            "bnb_4bit_compute_dtype": "float32",
+            "bnb_4bit_quant_storage": "uint8",
+        }
+
+
+def _recorded(
+    fqn: str, record: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> tuple[Group, Sequence[str]]:
+    info = read_record(fqn, record, "bnb-int8").info
+    extra = _FORMAT_PART if record.get("format") else ()
+    encoding = BnbInt8(extra=extra, transposed=record.get("transposed") is True)
+    return _group(fqn, info, encoding, stored)
+
+
+def _found(
+    stored: Mapping[str, StoredTensor],
+    known: Collection[str],
+    records: Mapping[str, Mapping[str, Any]],
+) -> Iterator[tuple[Group, Sequence[str]]]:
+    """Those of other writers, by the key that gives them away. The format is a number, or in torch
+    files of bitsandbytes before 0.43 its name."""
+    scales = [key for key in stored if key.endswith(SCB) and key[:-3][-1:] in ("", ".")]
+    dtype = model_dtype(stored, set(scales), "float16") if scales else ""
+    files, models = Files(), Models()
+    try:
+        for key in scales:
+            fqn = f"{key.removesuffix(SCB)}weight"
+            codes = stored.get(fqn)
+            if fqn in known or codes is None or codes.info.dtype != "int8":
+                continue
+            said = f"{key.removesuffix(SCB)}{FORMAT}"
+            number = stored.get(said)
+            if number is not None:
+                _check_rows(fqn, small(number, files, fqn))
+            elif said in records:
+                _check_name(fqn, str(records[said].get("value")))
+            across = models.is_conv1d(fqn, codes)
+            info = TensorInfo(codes.info.shape[:: -1 if across else 1], dtype)
+            encoding = BnbInt8(extra=_FORMAT_PART if number else (), transposed=across)
+            yield _group(fqn, info, encoding, stored)
+    finally:
+        files.close()
+
+
+def _check_rows(fqn: str, number: bytes) -> None:
+    if any(number):
+        _check_name(fqn, _TILES.get(number[0], f"number {number[0]}"))
+
+
+def _check_name(fqn: str, name: str) -> None:
+    if name == "row":
+        return
+    raise SourceError(
+        "CKM316",
+        f"{fqn}: stored in the order of a GPU kernel's tiles, expected rows, found {name}",
+        "load it with bitsandbytes 0.38 to 0.44 on such a GPU and save it before the first forward:"
+        " then it saves rows",
+    )
+
+
+def _group(
+    fqn: str, info: TensorInfo, encoding: BnbInt8, stored: Mapping[str, StoredTensor]
+) -> tuple[Group, Sequence[str]]:
+    expected = encoding.parts(info)
+    if isinstance(expected, Refusal):
+        raise malformed(fqn, f"bnb-int8: {expected.reason}", DAMAGED)
+    keys = {part: encoding.part_key(fqn, part) for part in expected}
+    found = {part: stored.get(key) for part, key in keys.items()}
+    parts = checked(fqn, "bnb-int8", expected, found)
+    return Group(fqn, info, encoding, parts), tuple(keys.values())

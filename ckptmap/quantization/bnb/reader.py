@@ -1,0 +1,179 @@
+"""bitsandbytes 4-bit tensors as they are found: the payload, its companions, and the JSON in one of
+them, which alone says the shape. It is read when the checkpoint is opened: about 100 bytes each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptmap.protocols import Group, Refusal
+from ckptmap.quantization.blockwise.errors import malformed
+from ckptmap.quantization.bnb.fourbit import (
+    ABSMAX,
+    DTYPES,
+    MAP,
+    NESTED_ABSMAX,
+    NESTED_MAP,
+    STATE,
+    FourBit,
+    Nested,
+)
+from ckptmap.quantization.default_selection import CONV1D
+from ckptmap.storage.files import Files, whole
+from ckptmap.storage.gather import fill
+from ckptmap.tensors import Box, StoredTensor, TensorInfo
+
+MAX_STATE_NBYTES = 1 << 16
+CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
+
+
+def found(
+    stored: Mapping[str, StoredTensor],
+    records: Mapping[str, Mapping[str, Any]],
+    kind: str,
+    nested: bool,
+) -> Iterator[tuple[Group, Sequence[str]]]:
+    """Groups of one kind ("nf4", "fp4"), double quantized or not; a record says no more than that
+    one is transposed. Raises SourceError CKM115 where companions are missing or do not fit."""
+    suffix = f".{STATE}{kind}"
+    states = [key for key in stored if key.endswith(suffix)]
+    if not states:
+        return
+    files, models = Files(), Models(records)
+    try:
+        for key in states:
+            fqn = key.removesuffix(suffix)
+            if (f"{fqn}.{NESTED_ABSMAX}" in stored) == nested:
+                yield _group(fqn, key, kind, stored, files, models)
+    finally:
+        files.close()
+
+
+def _group(
+    fqn: str,
+    key: str,
+    kind: str,
+    stored: Mapping[str, StoredTensor],
+    files: Files,
+    models: Models,
+) -> tuple[Group, Sequence[str]]:
+    payload = stored.get(fqn)
+    if payload is None:
+        raise malformed(fqn, f"expected the payload of {key}, found none")
+    state = _state(fqn, stored[key], files)
+    shape = tuple(state["shape"])
+    nested = _nested(fqn, state, f"{fqn}.{NESTED_ABSMAX}" in stored)
+    absmax = stored.get(f"{fqn}.{ABSMAX}")
+    encoding = FourBit(
+        kind,
+        state["blocksize"],
+        nested,
+        payload.info.dtype,
+        stored[key].info.numel,
+        models.is_conv1d(fqn, payload),
+        absmax is not None and absmax.info.dtype == "bfloat16" and len(absmax.info.shape) == 2,
+    )
+    info = TensorInfo(shape[::-1] if encoding.transposed else shape, state["dtype"])
+    if len(encoding.blob(info)) == encoding.written:
+        encoding = replace(encoding, written=None)
+    keys = {part: f"{fqn}.{part}" if part else fqn for part in _names(encoding)}
+    return Group(fqn, info, encoding, _parts(fqn, encoding, info, keys, stored)), tuple(
+        keys.values()
+    )
+
+
+def _names(encoding: FourBit) -> tuple[str, ...]:
+    nested = (NESTED_ABSMAX, NESTED_MAP) if encoding.nested is not None else ()
+    return ("", ABSMAX, MAP, *nested, encoding.state)
+
+
+def _parts(
+    fqn: str,
+    encoding: FourBit,
+    info: TensorInfo,
+    keys: Mapping[str, str],
+    stored: Mapping[str, StoredTensor],
+) -> dict[str, StoredTensor]:
+    expected = encoding.parts(info)
+    if isinstance(expected, Refusal):
+        raise malformed(fqn, expected.reason, "the file is damaged")
+    parts = {}
+    for part, want in expected.items():
+        have = stored.get(keys[part])
+        if have is None:
+            raise malformed(fqn, f"{keys[part]} is missing, expected {want}")
+        if have.info != want:
+            raise malformed(fqn, f"{keys[part]}, expected {want}, found {have.info}")
+        parts[part] = have
+    return parts
+
+
+def _state(fqn: str, stored: StoredTensor, files: Files) -> dict[str, Any]:
+    """The JSON part, checked."""
+    if stored.info.dtype != "uint8" or not 0 < stored.info.numel <= MAX_STATE_NBYTES:
+        raise malformed(fqn, f"its quant_state, expected JSON in uint8, found {stored.info}")
+    data = bytearray(stored.info.numel)
+    fill(files, stored, Box.whole(stored.info.shape), memoryview(data))
+    try:
+        state = json.loads(bytes(data))
+        shape, block = state["shape"], state["blocksize"]
+        good = isinstance(shape, list) and all(type(n) is int and n > 0 for n in (*shape, block))
+        good = good and state["dtype"] in DTYPES
+    except (ValueError, KeyError, TypeError, RecursionError):
+        good = False
+    if not good:
+        raise malformed(
+            fqn,
+            f"its quant_state, expected JSON with blocksize, dtype and shape, found {bytes(data[:80])!r}",
+            "the file is damaged; save it again",
+        )
+    return dict(state)
+
+
+def _nested(fqn: str, state: Mapping[str, Any], has_parts: bool) -> Nested | None:
+    says = "nested_offset" in state
+    if says != has_parts:
+        raise malformed(
+            fqn,
+            f"its quant_state says {'double' if says else 'single'} quantization, its companions"
+            f" {'double' if has_parts else 'single'}",
+        )
+    if not has_parts:
+        return None
+    offset, block = state["nested_offset"], state.get("nested_blocksize")
+    dtype = state.get("nested_dtype")
+    if type(offset) not in (int, float) or type(block) is not int or block < 1:
+        raise malformed(fqn, f"nested offset {offset!r} and blocksize {block!r}, expected numbers")
+    if dtype not in DTYPES:
+        raise malformed(fqn, f"nested dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
+    return Nested(block, dtype)
+
+
+class Models:
+    """What our records, or the config.json beside a file, say of Conv1D; read once a directory."""
+
+    def __init__(self, records: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._records = records or {}
+        self._known: dict[Path, bool] = {}
+
+    def is_conv1d(self, fqn: str, payload: StoredTensor) -> bool:
+        if self._records.get(fqn, {}).get("transposed") is True:
+            return True
+        if not CONV1D.intersection(fqn.split(".")[-2:-1]) or not payload.chunks:
+            return False
+        directory = Path(payload.chunks[0].region.file).parent
+        if directory not in self._known:
+            self._known[directory] = _model_type(directory / "config.json") in CONV1D_MODELS
+        return self._known[directory]
+
+
+def _model_type(config: Path) -> str | None:
+    try:
+        found = json.loads(whole(config).read_text(encoding="utf-8"))
+        kind = found.get("model_type") if isinstance(found, dict) else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return kind if isinstance(kind, str) else None

@@ -1,0 +1,192 @@
+"""What config.json says of compressed-tensors weights, as `QuantizationConfig` writes it, and what is
+read in one."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ckptmap.formats.huggingface.loaded_names import loaded_as
+from ckptmap.protocols import Encoding
+from ckptmap.quantization.blockwise.errors import malformed
+from ckptmap.quantization.blockwise.grid import grid_shape
+from ckptmap.quantization.blockwise.scaled import Scaled
+from ckptmap.tensors import TensorInfo
+
+Key = tuple[str, int, str, bool, bool, str, tuple[int, ...]]
+
+
+BEYOND = ("kv_cache_scheme", "transform_config")
+"""What a config says of no weight: how keys and values are cached, what rotates activations."""
+
+
+def declared(
+    encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+    dense: Collection[str],
+    beyond: Mapping[str, Any],
+) -> Mapping[str, Any]:
+    """One group for each way of quantizing; the only one targets every linear layer, several name
+    their modules, as on disk and as they are called once loaded. `dense` are ignored. Activations
+    of linear layers are not quantized; `beyond` weights is said what `beyond_weights` found."""
+    others = loaded_as([*encoded, *(f"{module}.weight" for module in dense)])
+    groups: dict[Key, list[str]] = {}
+    for name, (encoding, info) in encoded.items():
+        if isinstance(encoding, Scaled):
+            module = name.removesuffix(".weight")
+            groups.setdefault(_key(encoding, info), []).extend((module, *others(module)))
+    formats = {key[2] for key in groups}
+    attention = beyond.get("config_groups", {})
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "config_groups": {
+            f"group_{number}": _group(key, ["Linear"] if len(groups) == 1 else names)
+            for number, (key, names) in enumerate(groups.items())
+        }
+        | {f"group_{len(groups) + n}": group for n, group in enumerate(attention.values())},
+        "ignore": sorted(dense),
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        **{name: beyond[name] for name in BEYOND if name in beyond},
+    }
+
+
+def beyond_weights(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """What a config of this library says of no weight, and is true of a model of these `names`:
+    static scales that it promises must be there. Groups are those of attention."""
+    if config.get("quant_method") != "compressed-tensors":
+        return {}
+    found = {name: config[name] for name in BEYOND if config.get(name)}
+    if not _scaled(found.get("kv_cache_scheme"), "k_scale", names):
+        found.pop("kv_cache_scheme", None)
+    groups = config.get("config_groups")
+    attention = {
+        name: group
+        for name, group in (groups.items() if isinstance(groups, Mapping) else ())
+        if isinstance(group, Mapping) and _of_attention(group.get("targets"))
+        if _scaled(group.get("input_activations"), "q_scale", names)
+    }
+    return found | ({"config_groups": attention} if attention else {})
+
+
+def _of_attention(targets: object) -> bool:
+    """By class, as that library names them."""
+    names = targets if isinstance(targets, list) else []
+    return bool(names) and all(str(name).endswith("Attention") for name in names)
+
+
+def _scaled(activations: object, scale: str, names: Collection[str]) -> bool:
+    if not isinstance(activations, Mapping):
+        return False
+    if activations.get("dynamic") is True:
+        return True
+    return any(name.endswith(f".{scale}") for name in names)
+
+
+def _key(encoding: Scaled, info: TensorInfo) -> Key:
+    """Type, bits, format, whether it is symmetric, whether groups follow activations, strategy and
+    its sizes."""
+    packed = encoding.codes_part == "packed"
+    bits = int(getattr(encoding, "bits", 8))
+    form = "pack-quantized" if packed else "naive-quantized"
+    block = encoding.block_of(info)
+    kind = "float" if encoding.codes_dtype.startswith("float8") else "int"
+    common = kind, bits, form, not encoding.zero_dtype, bool(getattr(encoding, "ordered", False))
+    if block == info.shape:
+        return *common, "tensor", ()
+    if block == (1, info.shape[-1]):
+        return *common, "channel", ()
+    if block[0] == 1:
+        return *common, "group", block[1:]
+    return *common, "block", block
+
+
+def _group(key: Key, targets: list[str]) -> dict[str, Any]:
+    kind, bits, form, symmetric, ordered, strategy, sizes = key
+    weights: dict[str, Any] = {
+        "num_bits": bits,
+        "type": kind,
+        "symmetric": symmetric,
+        "strategy": strategy,
+        "group_size": sizes[0] if strategy == "group" else None,
+        "dynamic": False,
+    }
+    if ordered:
+        weights["actorder"] = "group"
+    if strategy == "block":
+        weights["block_structure"] = list(sizes)
+    return {
+        "targets": targets,
+        "format": form,
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+    }
+
+
+# ------------------------------------------------------------------------------- as it is found
+
+
+def weights_said(config: Mapping[str, Any], module: str = "") -> list[Mapping[str, Any]]:
+    """How config.json says that weights are quantized, group by group; of a `module` that some of
+    several groups name, those groups alone."""
+    groups = config.get("config_groups")
+    found = list(groups.values()) if isinstance(groups, Mapping) else []
+    found = [group for group in found if isinstance(group, Mapping)]
+    if module and len(found) > 1:
+        found = [group for group in found if _names(group.get("targets"), module)] or found
+    said = [group.get("weights") for group in found]
+    return [weights for weights in said if isinstance(weights, Mapping)]
+
+
+def _names(targets: object, module: str) -> bool:
+    """By its whole name or by a pattern; a class cannot be told here."""
+    for target in targets if isinstance(targets, list) else ():
+        if target == module:
+            return True
+        if isinstance(target, str) and target.startswith("re:"):
+            with contextlib.suppress(re.error, RecursionError):
+                if re.match(target[3:], module):
+                    return True
+    return False
+
+
+def version_said(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Major and minor of the compressed-tensors that wrote it; (0, 0) where it says none, as
+    up to 0.10."""
+    found = re.match(r"(\d{1,4})\.(\d{1,4})", str(config.get("version", "")))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def block_found(
+    fqn: str, info: TensorInfo, scale: TensorInfo, config: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """What the shape of the scales is, given the config.json. Raises SourceError CKM115."""
+    if scale.numel == 1:
+        return info.shape
+    for weights in weights_said(config):
+        said = weights.get("block_structure")
+        if isinstance(said, list) and len(said) == len(info.shape) == 2:
+            block = tuple(said)
+            if (
+                all(type(n) is int and n > 0 for n in block)
+                and grid_shape(info.shape, block) == scale.shape
+            ):
+                return block
+    tiles = (*(1 for _ in info.shape[2:]), 128, 128)[-len(info.shape) :]
+    if (
+        len(info.shape) == 2
+        and 1 < scale.shape[0] < info.shape[0]
+        and grid_shape(info.shape, tiles) == scale.shape
+    ):
+        return tiles
+    same = len(scale.shape) == len(info.shape) and 0 not in scale.shape
+    if not same or any(n % g for n, g in zip(info.shape, scale.shape, strict=True)):
+        raise malformed(
+            fqn, f"weight_scale {scale} of {info}, expected one a row, group, tile or tensor",
+            "give the config.json of the model beside the weights",
+        )  # fmt: skip
+    return tuple(n // g for n, g in zip(info.shape, scale.shape, strict=True))

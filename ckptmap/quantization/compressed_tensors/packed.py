@@ -1,0 +1,282 @@
+"""compressed-tensors' packed integers: `bits` a code, densely in int32 words along each row.
+
+    w [out, in] T  ->  weight_packed i32 [out, ceil(in * bits / 32)], weight_scale [out, groups],
+                       weight_shape i64 [2], perhaps weight_zero_point i32 [ceil(out * bits / 32), groups]
+
+A code q is stored as q + 2^(bits-1), least significant bits first; bits of one code may lie in two
+words (compressed-tensors 0.18 to 0.20, compressors/pack_quantized), or a word holds whole codes only
+(0.17 and before, `aligned`): that differs for 3, 5, 6 and 7 bits. Zero points of rows and groups are
+packed the same way, but along the rows; before 0.9.3, and those of tensors and tiles, they are
+integers of the scale's shape. With 8 bits a word is four bytes of codes, each with its upper bit
+turned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ckptmap.core.code_grids import Grid, Recoder
+from ckptmap.protocols import Encoder, Refusal, Write
+from ckptmap.quantization.blockwise import dequantize as values
+from ckptmap.quantization.blockwise import grid as geometry
+from ckptmap.quantization.blockwise.encoder import Constants, ScaledEncoder, ScaledRecoder, flat
+from ckptmap.quantization.blockwise.rounding_rules import Rule, TorchaoInt8
+from ckptmap.quantization.blockwise.scaled import Scaled
+from ckptmap.tensors import Box, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+WORD = 32
+PACKED_ZERO = "int32"
+"""Dtype of zero points that are packed; others are of the scale's shape."""
+
+
+@dataclass(frozen=True)
+class Packed(Scaled):
+    """Written with 8 bits, read with 1 to 8. `ordered`: `weight_g_idx` says the group of a column.
+    `aligned`: no code lies in two words. Zero points are packed where they are int32."""
+
+    codes_part: ClassVar[str] = "packed"
+    scale_part: ClassVar[str] = "scale"
+    zero_part: ClassVar[str] = "zero_point"
+    scheme: ClassVar[str] = "ct-packed"
+
+    bits: int = 8
+    ordered: bool = False
+    aligned: bool = False
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(self.bits, self.aligned)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"ct-int{self.bits}"
+
+    def part_key(self, key: str, part: str) -> str:
+        return f"{key}_{part}"
+
+    def refusal(self, info: TensorInfo) -> Refusal | None:
+        if len(info.shape) != 2:
+            return Refusal(f"packs matrices, found shape {list(info.shape)}")
+        if not 1 <= self.bits <= 8:
+            return Refusal(f"packs 1 to 8 bits, found {self.bits}")
+        return super().refusal(info)
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        found = super().parts(info)
+        if isinstance(found, Refusal):
+            return found
+        rows, width = info.shape
+        groups = self.scale_shape(info)[-1] if len(self.scale_shape(info)) == 2 else 1
+        more = {
+            "packed": TensorInfo((rows, self.packing.words(width)), "int32"),
+            "shape": TensorInfo((2,), "int64"),
+        }
+        if self.zero_dtype == PACKED_ZERO:
+            more["zero_point"] = TensorInfo((self.packing.words(rows), groups), PACKED_ZERO)
+        if self.ordered:
+            more["g_idx"] = TensorInfo((width,), "int32")
+        return {**found, **more}
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        if part == "shape":
+            return Box((0,), (2,))
+        if not box.numel:
+            parts = self.parts(info)
+            assert not isinstance(parts, Refusal)
+            zeros = (0,) * len(parts[part].shape)
+            return Box(zeros, zeros)
+        (row, column), (rows, columns) = box.offsets, box.sizes
+        if part == "packed":
+            low, count = self.packing.span(column, columns)
+            return Box((row, low), (rows, count))
+        if part == "g_idx":
+            return Box((column,), (columns,))
+        grid = self._grid_box(info, box)
+        if part == "zero_point" and self.zero_dtype == PACKED_ZERO:
+            low, count = self.packing.span(grid.offsets[0], grid.sizes[0])
+            return Box((low, grid.offsets[1]), (count, grid.sizes[1]))
+        return geometry.stored_box(grid, self.scale_shape(info))
+
+    def _grid_box(self, info: TensorInfo, box: Box) -> Box:
+        """Where columns are of any group, all groups of the rows."""
+        if self.ordered:
+            box = Box((box.offsets[0], 0), (box.sizes[0], info.shape[1]))
+        return geometry.grid_box(box, self.block_of(info))
+
+    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        """One scale is stored as [1]."""
+        return (1,) if self.block_of(info) == info.shape else super().scale_shape(info)
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        if not box.numel:
+            return
+        import torch
+
+        codes = self.packing.unpacked(parts["packed"], box.offsets[1], box.sizes[1])
+        grid = self._grid_box(info, box)
+        scale = geometry.as_grid(parts["scale"], grid).to(torch.float32)
+        zero = self._zero(parts["zero_point"], grid) if self.zero_dtype else None
+        block = self.block_of(info)
+        if self.ordered:
+            index = parts["g_idx"].to(torch.int64)
+            scale = scale.index_select(1, index)
+            zero = None if zero is None else zero.index_select(1, index)
+            block = (block[0], 1)
+        values.decode(codes, scale, zero, box, block, out)
+
+    def _zero(self, part: torch.Tensor, grid: Box) -> torch.Tensor:
+        if self.zero_dtype != PACKED_ZERO:
+            return geometry.as_grid(part, grid)
+        along = part.transpose(0, 1).contiguous()
+        return self.packing.unpacked(along, grid.offsets[0], grid.sizes[0]).transpose(0, 1)
+
+    # ------------------------------------------------------------------ written, 8 bits
+
+    def rule(self, info: TensorInfo) -> Rule:
+        return TorchaoInt8(self.scale_dtype)
+
+    def constants(self, info: TensorInfo) -> Constants:
+        return {"shape": ("int64", info.shape)}
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        inner = ScaledEncoder(
+            info,
+            self.block_of(info),
+            self.rule(info),
+            "packed",
+            "scale",
+            self.constants(info),
+            device,
+        )
+        return PackedEncoder(inner, info.shape[1])
+
+    def grid(self, info: TensorInfo) -> Grid | None:
+        if self.zero_dtype or self.ordered:
+            return None
+        name = "int8" if self.bits == 8 else f"int{self.bits}"
+        return Grid(name, TensorInfo(info.shape, "int8"), self.block_of(info), self.values_name)
+
+    def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        return self.part_box(info, part, box) if part == "packed" else None
+
+    def codes(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        if box.numel:
+            out.copy_(self.packing.unpacked(parts["packed"], box.offsets[1], box.sizes[1]))
+
+    def recoder(self, info: TensorInfo, grid: Grid, device: str) -> Recoder | None:
+        inner = super().recoder(info, grid, device)
+        if self.bits != 8 or not isinstance(inner, ScaledRecoder):
+            return None
+        return PackedRecoder(inner, info.shape[1])
+
+    def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
+        return {
+            "native": "compressed-tensors", "bits": self.bits, "zero_dtype": self.zero_dtype,
+            "ordered": self.ordered, "aligned": self.aligned,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How codes lie in words."""
+
+    bits: int
+    aligned: bool = False
+
+    @property
+    def _whole(self) -> int:
+        """Codes that a word holds whole, where none lies in two."""
+        return WORD // self.bits
+
+    def words(self, count: int) -> int:
+        return -(-count // self._whole) if self.aligned else -(-count * self.bits // WORD)
+
+    def span(self, start: int, count: int) -> tuple[int, int]:
+        """First word and number of words that hold these codes."""
+        low = start // self._whole if self.aligned else start * self.bits // WORD
+        return low, self.words(start + count) - low
+
+    def unpacked(self, words: torch.Tensor, start: int, count: int) -> torch.Tensor:
+        """words i32 [r, n] from the word of code `start` on -> codes i8 [r, count]."""
+        import torch
+
+        if self.bits == 8:
+            of_bytes = words.contiguous().view(torch.uint8).narrow(1, start % 4, count)
+            return (of_bytes ^ 0x80).view(torch.int8)
+        word, shift = self._places(torch.arange(start, start + count, device=words.device), start)
+        low = words.index_select(1, word).to(torch.int64).bitwise_and_(0xFFFFFFFF) >> shift
+        spills = shift + self.bits > WORD
+        if WORD % self.bits and not self.aligned:
+            after = words.index_select(1, (word + spills).clamp_(max=words.shape[1] - 1))
+            low |= torch.where(spills, after.to(torch.int64) << (WORD - shift), 0)
+        half = 1 << (self.bits - 1)
+        return (low.bitwise_and_(2 * half - 1) - half).to(torch.int8)
+
+    def _places(self, codes: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The word of each code, counted from that of `start`, and where in it the code begins."""
+        if self.aligned:
+            return codes // self._whole - start // self._whole, codes % self._whole * self.bits
+        at = codes * self.bits
+        return at // WORD - start * self.bits // WORD, at % WORD
+
+
+def packed_rows(codes: torch.Tensor, width: int) -> torch.Tensor:
+    """codes i8 [m], whole rows of `width` -> words i32 [m / width * ceil(width / 4)]."""
+    import torch
+
+    turned = codes.view(torch.uint8) ^ 0x80
+    if width % 4:
+        # The padding of a row is 0 bits, as compressed-tensors' is.
+        turned = torch.nn.functional.pad(turned.view(-1, width), (0, -width % 4)).reshape(-1)
+    return turned.view(torch.int32)
+
+
+class PackedEncoder:
+    """8-bit codes of whole rows, packed on their way."""
+
+    splittable = True
+    state_nbytes = 0
+
+    def __init__(self, inner: ScaledEncoder, width: int) -> None:
+        self._inner, self._width = inner, width
+        self.step = inner.step if inner.step % width == 0 else width
+
+    def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
+        for write in self._inner.feed(offset, values):
+            yield _packed(write, self._width) if write.part == "packed" else write
+
+    def finish(self) -> Iterable[Write]:
+        return self._inner.finish()
+
+
+class PackedRecoder:
+    """8-bit codes of whole rows as they are, packed."""
+
+    state_nbytes = 0
+
+    def __init__(self, inner: ScaledRecoder, width: int) -> None:
+        self._inner, self._width = inner, width
+        self.step = width
+        self.fidelity = inner.fidelity
+
+    def feed(self, offset: int, codes: torch.Tensor, scales: torch.Tensor) -> Iterable[Write]:
+        for write in self._inner.feed(offset, codes, scales):
+            yield _packed(write, self._width)
+
+    def finish(self, scales: torch.Tensor) -> Iterable[Write]:
+        return self._inner.finish(scales)
+
+
+def _packed(write: Write, width: int) -> Write:
+    words = packed_rows(write.values, width)
+    first = write.box.offsets[0] // width * -(-width // 4)
+    return Write("packed", flat(first, words.numel()), words)

@@ -1,0 +1,122 @@
+"""compressed-tensors' packed integers as they are found: codes, scales, and the shape in a part.
+
+How many bits a code has, and whether it may lie in two words, the number of words of a row and the
+config.json beside the file tell together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ckptmap.protocols import Group, Refusal
+from ckptmap.quantization.blockwise import grid as geometry
+from ckptmap.quantization.blockwise.config_json import quantization_config, small
+from ckptmap.quantization.blockwise.errors import DAMAGED, checked, malformed
+from ckptmap.quantization.blockwise.records import read_record
+from ckptmap.quantization.blockwise.scaled import DTYPES
+from ckptmap.quantization.compressed_tensors.config_json import (
+    block_found,
+    version_said,
+    weights_said,
+)
+from ckptmap.quantization.compressed_tensors.packed import WORD, Packed, Packing
+from ckptmap.storage.files import Files
+from ckptmap.tensors import StoredTensor, TensorInfo
+
+SPILLS_SINCE = (0, 18)
+"""The release of compressed-tensors whose codes may lie in two words."""
+
+
+def find_packed(
+    stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[Group, Sequence[str]]]:
+    """Groups of records, then those of other writers. Raises SourceError CKM115."""
+    mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Packed.scheme}
+    for fqn, record in mine.items():
+        read = read_record(fqn, record, "ct-packed")
+        encoding = Packed(
+            read.block, read.scale_dtype, read.dtype("zero_dtype"), bits=read.count("bits", 8),
+            ordered=bool(record.get("ordered")), aligned=bool(record.get("aligned")),
+        )  # fmt: skip
+        yield _group(fqn, read.info, encoding, stored)
+    files = Files()
+    config: Mapping[str, Any] | None = None
+    try:
+        for key in [key for key in stored if key.endswith("_packed")]:
+            fqn = key.removesuffix("_packed")
+            if fqn not in mine and f"{fqn}_scale" in stored and stored[key].info.dtype == "int32":
+                config = quantization_config(stored[key]) if config is None else config
+                yield _found(fqn, stored, files, config)
+    finally:
+        files.close()
+
+
+def _found(
+    fqn: str, stored: Mapping[str, StoredTensor], files: Files, config: Mapping[str, Any]
+) -> tuple[Group, Sequence[str]]:
+    packed, scale = stored[f"{fqn}_packed"].info, stored[f"{fqn}_scale"].info
+    shape = _shape(fqn, stored, files)
+    packing = _packing(fqn, shape[1], packed.shape[-1] if packed.shape else 0, config)
+    if len(packed.shape) != 2 or packed.shape[0] != shape[0] or packing is None:
+        raise malformed(fqn, f"weight_packed {packed}, expected rows of {list(shape)} in words")
+    if scale.dtype not in DTYPES:
+        raise malformed(fqn, f"weight_scale {scale}, expected one of {', '.join(DTYPES)}")
+    info = TensorInfo(shape, scale.dtype)
+    zero = stored.get(f"{fqn}_zero_point")
+    encoding = Packed(
+        block_found(fqn, info, scale, config), scale.dtype, zero.info.dtype if zero else "",
+        bits=packing.bits, ordered=f"{fqn}_g_idx" in stored, aligned=packing.aligned,
+    )  # fmt: skip
+    return _group(fqn, info, encoding, stored)
+
+
+def _packing(fqn: str, width: int, words: int, config: Mapping[str, Any]) -> Packing | None:
+    """The one that makes so many words of a row: of so many bits as config.json says, else of 8 or 4
+    where these fit. None: none does."""
+    fitting = [
+        packing
+        for bits in range(1, 9)
+        for packing in (Packing(bits), Packing(bits, True))
+        if packing.words(width) == words and not (packing.aligned and WORD % bits == 0)
+    ]
+    if len({packing.bits for packing in fitting}) > 1:
+        said = [weights.get("num_bits") for weights in weights_said(config, fqn.rpartition(".")[0])]
+        for bits in (*said, 8, 4):
+            named = [packing for packing in fitting if packing.bits == bits]
+            fitting = named or fitting
+            if named:
+                break
+    # A row of few codes may fill as many words either way.
+    before = version_said(config) < SPILLS_SINCE
+    aligned = [packing for packing in fitting if packing.aligned == before]
+    return next(iter(aligned or fitting), None)
+
+
+def _shape(fqn: str, stored: Mapping[str, StoredTensor], files: Files) -> tuple[int, int]:
+    part = stored.get(f"{fqn}_shape")
+    if part is None or part.info.numel != 2 or part.info.dtype not in ("int64", "int32"):
+        found = part.info if part is not None else "none"
+        raise malformed(fqn, f"weight_shape, expected two integers, found {found}")
+    data, size = small(part, files, fqn), part.info.itemsize
+    rows, width = (int.from_bytes(data[i : i + size], "little", signed=True) for i in (0, size))
+    if min(rows, width) < 1:
+        raise malformed(fqn, f"weight_shape {[rows, width]}, expected positive sizes", DAMAGED)
+    return rows, width
+
+
+def _group(
+    fqn: str, info: TensorInfo, encoding: Packed, stored: Mapping[str, StoredTensor]
+) -> tuple[Group, Sequence[str]]:
+    expected = encoding.parts(info)
+    if isinstance(expected, Refusal):
+        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
+    shape = encoding.scale_shape(info)
+    found: dict[str, Any] = {part: stored.get(encoding.part_key(fqn, part)) for part in expected}
+    for part in ("scale", "zero_point") if shape == (1,) else ():
+        if found.get(part) is not None and found[part].info.numel == 1:
+            found[part] = geometry.reshaped(found[part], shape)
+    if found["shape"] is not None and found["shape"].info == TensorInfo((2,), "int32"):
+        raise malformed(fqn, "weight_shape is int32, expected int64", DAMAGED)
+    parts = checked(fqn, encoding.name, expected, found)
+    return Group(fqn, info, encoding, parts), tuple(encoding.part_key(fqn, p) for p in parts)

@@ -1,0 +1,232 @@
+"""compressed-tensors: 8-bit codes beside `weight_scale`, or codes packed into int32 words.
+
+    fc.weight [out, in] T  ->  fc.weight i8 or e4m3 [out, in], fc.weight_scale [out, 1]
+                           or  fc.weight_packed i32, ... : see `compressed_packed`
+
+The scale's shape says whether it is one a row, a group of columns, a tile or a tensor. Values have
+the scale's dtype, as `decompress` gives them (compressed-tensors 0.20, compressors/naive_quantized).
+Scales and zero points of activations belong to the tensor and move with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ckptmap.core.code_grids import Grid
+from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.quantization.blockwise.config_json import quantization_config
+from ckptmap.quantization.blockwise.errors import DAMAGED, checked, malformed
+from ckptmap.quantization.blockwise.records import Record, read_record
+from ckptmap.quantization.blockwise.rounding_rules import Rule, TorchaoFloat8
+from ckptmap.quantization.blockwise.scaled import DTYPES, Scaled
+from ckptmap.quantization.compressed_tensors.config_json import (
+    beyond_weights,
+    block_found,
+    declared,
+)
+from ckptmap.quantization.compressed_tensors.packed import Packed
+from ckptmap.quantization.compressed_tensors.packed_reader import find_packed
+from ckptmap.quantization.default_selection import is_linear_module
+from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
+
+ACTIVATIONS = (
+    "input_scale", "input_zero_point", "output_scale", "output_zero_point", "input_global_scale",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plain(Scaled):
+    """Codes as they are; a zero point has the scale's shape. `scale_stored` is the shape of a single
+    scale, where it was found as [] or [1, 1]."""
+
+    codes_part: ClassVar[str] = ""
+    scale_part: ClassVar[str] = "scale"
+    zero_part: ClassVar[str] = "zero_point"
+
+    scale_stored: tuple[int, ...] | None = None
+
+    def part_key(self, key: str, part: str) -> str:
+        if part in ACTIVATIONS:
+            stem, dot, _ = key.rpartition(".")
+            return f"{stem}{dot}{part}"
+        return f"{key}_{part}" if part else key
+
+    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        """One scale is stored as [1], where it was not found otherwise."""
+        if self.block_of(info) != info.shape:
+            return super().scale_shape(info)
+        return (1,) if self.scale_stored is None else self.scale_stored
+
+    def rule(self, info: TensorInfo) -> Rule:
+        return TorchaoFloat8(self.scale_dtype)
+
+    def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
+        return {
+            "native": "compressed-tensors",
+            "zero_dtype": self.zero_dtype,
+            "extra": [[name, dtype, list(shape)] for name, dtype, shape in self.extra],
+            "scale_ndim": 1 if self.scale_stored is None else len(self.scale_stored),
+        }
+
+
+@dataclass(frozen=True)
+class PlainInt8(Plain):
+    name: ClassVar[str] = "ct-int8"
+    scheme: ClassVar[str] = "ct-int8-plain"
+
+
+@dataclass(frozen=True)
+class PlainFp8(Plain):
+    name: ClassVar[str] = "ct-fp8"
+    scheme: ClassVar[str] = "ct-fp8"
+    codes_dtype: ClassVar[str] = "float8_e4m3fn"
+
+
+_BY_CODES: Mapping[str, type[Plain]] = {"int8": PlainInt8, "float8_e4m3fn": PlainFp8}
+
+
+class _Target:
+    """What the two targets share."""
+
+    name: str
+    suffix: str
+    declares = ("ct-fp8", *(f"ct-int{bits}" for bits in range(1, 9)))
+
+    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
+        return None
+
+    def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> Scaled:
+        raise NotImplementedError
+
+    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        """Weights of linear layers: see `selection.is_linear_module`."""
+        encoding = self.encoding(info) if is_linear_module(fqn, info) else None
+        return None if isinstance(encoding, Refusal) else encoding
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        """By rows; scales in the dtype of the weights, which holds them exactly."""
+        if len(info.shape) != 2:
+            return Refusal(f"quantizes matrices by rows, found shape {list(info.shape)}")
+        encoding = self._fresh((1, max(1, info.shape[1])), info.dtype)
+        return encoding.refusal(info) or encoding
+
+    def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
+        """Rows, whole groups of columns, tiles of float8, the tensor; scales in float32."""
+        if len(info.shape) != 2 or len(grid.block) != 2:
+            return None
+        encoding = self._fresh(grid.block, "float32")
+        grouped = grid.block[0] == 1 and info.shape[1] % grid.block[1] == 0
+        tiled = encoding.codes_dtype != "int8" and info.shape[1] % grid.block[1] == 0
+        fits = grid.block == info.shape or grouped or tiled
+        return encoding.keeping(info, grid) if fits else None
+
+    def quantization_config_of(
+        self,
+        encoded: Mapping[str, tuple[Encoding, TensorInfo]],
+        dense: Collection[str],
+        beyond: Mapping[str, Any],
+    ) -> Mapping[str, Any]:
+        return declared(encoded, dense, beyond)
+
+    def beyond_weights(
+        self, config: Mapping[str, Any], names: Collection[str]
+    ) -> Mapping[str, Any]:
+        return beyond_weights(config, names)
+
+
+class CompressedFp8(_Target):
+    """Reads every unpacked form; float8 by rows as a target."""
+
+    name = "ct-fp8"
+    suffix = "ct-fp8"
+    live = "float8"
+
+    def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> Scaled:
+        return PlainFp8(block, scale_dtype)
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+    ) -> list[tuple[Group, Sequence[str]]]:
+        """Raises SourceError CKM115 where scales do not fit their weight."""
+        kinds = {kind.scheme: kind for kind in _BY_CODES.values()}
+        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") in kinds}
+        groups = [
+            _recorded(
+                read_record(fqn, record, "compressed-tensors"), kinds[record["scheme"]], stored
+            )
+            for fqn, record in mine.items()
+        ]
+        return [*groups, *_found(stored, mine)]
+
+
+class CompressedInt8(_Target):
+    """Reads every packed form; 8-bit words by rows as a target, as compressed-tensors itself writes
+    int8 weights that no activation is quantized for."""
+
+    name = "ct-int8"
+    suffix = "ct-int8"
+    live = "int8"
+
+    def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> Scaled:
+        return Packed(block, scale_dtype)
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+    ) -> list[tuple[Group, Sequence[str]]]:
+        """Raises SourceError CKM115 where parts do not fit."""
+        return list(find_packed(stored, records))
+
+
+def _recorded(
+    read: Record, kind: type[Plain], stored: Mapping[str, StoredTensor]
+) -> tuple[Group, Sequence[str]]:
+    single = _single(read.count("scale_ndim", 1))
+    encoding = kind(read.block, read.scale_dtype, read.dtype("zero_dtype"), read.extra(), single)
+    return _group(read.fqn, read.info, encoding, stored)
+
+
+def _single(ndim: int) -> tuple[int, ...] | None:
+    """The shape of a single scale of so many dims; None: the usual one."""
+    return None if ndim == 1 else (1,) * min(max(0, ndim), 8)
+
+
+def _found(
+    stored: Mapping[str, StoredTensor], known: Collection[str]
+) -> Iterator[tuple[Group, Sequence[str]]]:
+    """Those of other writers, by `weight_scale` beside 8-bit codes."""
+    config: Mapping[str, Any] | None = None
+    for key in [key for key in stored if key.endswith("_scale")]:
+        fqn = key.removesuffix("_scale")
+        codes, scale = stored.get(fqn), stored[key]
+        kind = _BY_CODES.get(codes.info.dtype) if codes is not None else None
+        if codes is None or kind is None or fqn in known or scale.info.dtype not in DTYPES:
+            continue
+        if config is None:
+            config = quantization_config(codes)
+        info = TensorInfo(codes.info.shape, scale.info.dtype)
+        zero = stored.get(f"{fqn}_zero_point")
+        stem = fqn.rpartition(".")[0]
+        extra = tuple(
+            (name, found.info.dtype, found.info.shape)
+            for name in ACTIVATIONS
+            if (found := stored.get(f"{stem}.{name}")) is not None
+        )
+        block = block_found(fqn, info, scale.info, config)
+        single = _single(len(scale.info.shape)) if block == info.shape else None
+        made = kind(block, scale.info.dtype, zero.info.dtype if zero else "", extra, single)
+        yield _group(fqn, info, made, stored)
+
+
+def _group(
+    fqn: str, info: TensorInfo, encoding: Plain, stored: Mapping[str, StoredTensor]
+) -> tuple[Group, Sequence[str]]:
+    expected = encoding.parts(info)
+    if isinstance(expected, Refusal):
+        raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
+    keys = {part: encoding.part_key(fqn, part) for part in expected}
+    found = {part: stored.get(key) for part, key in keys.items()}
+    return Group(fqn, info, encoding, checked(fqn, encoding.name, expected, found)), tuple(
+        keys.values()
+    )

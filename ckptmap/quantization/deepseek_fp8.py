@@ -1,0 +1,214 @@
+"""DeepSeek's block-scaled float8, which transformers calls fine-grained: 128 x 128 tiles.
+
+    fc.weight [out, in] T  ->  fc.weight e4m3 [out, in],
+                               fc.weight_scale_inv f32 [ceil(out / 128), ceil(in / 128)]
+
+Despite its name the scale is multiplied (transformers 5, integrations/finegrained_fp8.py). A single
+scale is one of the whole tensor. DeepSeek-V4 names it `.scale`, and both it and others store
+exponents alone (float8_e8m0fnu). The file does not say the dtype of the weights: it is that of the
+tensors around them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ckptmap.core.code_grids import Grid
+from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.quantization.blockwise.config_json import quantization_config
+from ckptmap.quantization.blockwise.errors import DAMAGED, checked, malformed
+from ckptmap.quantization.blockwise.grid import fits, grid_shape
+from ckptmap.quantization.blockwise.model_dtype import model_dtype
+from ckptmap.quantization.blockwise.records import read_record
+from ckptmap.quantization.blockwise.rounding_rules import FinegrainedFloat8, Rule
+from ckptmap.quantization.blockwise.scaled import Scaled
+from ckptmap.quantization.default_selection import is_linear_module
+from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
+
+BLOCK = (128, 128)
+CODES = "float8_e4m3fn"
+_SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+_NAMES = ("weight_scale_inv", "qscale_weight", "scale")
+"""What stands for `weight` in the scale's name: DeepSeek-V3, Mistral, DeepSeek-V4."""
+_ENDINGS = ("_scale_inv", ".qscale_weight", ".scale")
+
+
+@dataclass(frozen=True)
+class Fp8(Scaled):
+    """`scale_name` stands beside the weight's own last name; `scale_stored` is its shape as found,
+    where that is not the grid's."""
+
+    name: ClassVar[str] = "fp8"
+    scheme: ClassVar[str] = "fp8"
+    codes_part: ClassVar[str] = ""
+    scale_part: ClassVar[str] = "scale_inv"
+    codes_dtype: ClassVar[str] = CODES
+
+    scale_name: str = "weight_scale_inv"
+    scale_stored: tuple[int, ...] | None = None
+
+    def part_key(self, key: str, part: str) -> str:
+        if not part:
+            return key
+        stem, dot, last = key.rpartition(".")
+        if self.scale_name == "weight_scale_inv":
+            return f"{stem}{dot}{last}_{part}"
+        return f"{stem}{dot}{self.scale_name}"
+
+    def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
+        return super().scale_shape(info) if self.scale_stored is None else self.scale_stored
+
+    def rule(self, info: TensorInfo) -> Rule:
+        return FinegrainedFloat8()
+
+    def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
+        stored = None if self.scale_stored is None else list(self.scale_stored)
+        return {"native": "transformers", "scale_name": self.scale_name, "scale_stored": stored}
+
+
+class Fp8Scheme:
+    """Recognises block-scaled float8, and quantizes linear weights to it."""
+
+    name = "fp8"
+    suffix = "fp8"
+    live = "float8"
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+    ) -> list[tuple[Group, Sequence[str]]]:
+        """Raises SourceError CKM115 where scales do not fit their weight."""
+        mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
+        groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
+        return [*groups, *_found(stored, mine)]
+
+    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
+        return None
+
+    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        """Weights of linear layers that whole tiles cut, as transformers quantizes: it neither
+        writes nor decodes others."""
+        if not is_linear_module(fqn, info) or any(
+            n % b for n, b in zip(info.shape, BLOCK, strict=True)
+        ):
+            return None
+        return Fp8(BLOCK)
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        if len(info.shape) != 2:
+            return Refusal(f"quantizes tiles of matrices, found shape {list(info.shape)}")
+        encoding = Fp8(BLOCK)
+        return encoding.refusal(info) or encoding
+
+    def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
+        """Tiles of its own size."""
+        return Fp8(BLOCK).keeping(info, grid)
+
+    def quantization_config(
+        self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
+    ) -> Mapping[str, Any]:
+        """As transformers' `FineGrainedFP8Config` writes it."""
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(BLOCK),
+            "modules_to_not_convert": sorted(dense),
+        }
+
+
+def _recorded(
+    fqn: str, record: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> tuple[Group, Sequence[str]]:
+    read = read_record(fqn, record, "fp8")
+    shape = record.get("scale_stored")
+    if shape is not None and not (isinstance(shape, list) and all(n == 1 for n in shape)):
+        raise malformed(fqn, f"fp8 record: scale_stored {str(shape)[:40]}", DAMAGED)
+    name = read.text("scale_name")
+    encoding = Fp8(
+        read.block,
+        read.scale_dtype,
+        scale_name=name,
+        scale_stored=None if shape is None else tuple(shape),
+    )
+    return _group(fqn, read.info, encoding, stored)
+
+
+def _found(
+    stored: Mapping[str, StoredTensor], known: Collection[str]
+) -> Iterator[tuple[Group, Sequence[str]]]:
+    """Those of other writers, by the scale's name beside e4m3 codes."""
+    pairs = dict(_pairs(stored))
+    if not pairs.keys() - set(known):
+        return
+    dtype = model_dtype(stored, {key for key, _ in pairs.values()})
+    config = quantization_config(stored[next(iter(pairs))])
+    for fqn, (key, name) in pairs.items():
+        if fqn in known:
+            continue
+        codes, scale = stored[fqn], stored[key]
+        info = TensorInfo(codes.info.shape, dtype)
+        block = _block(fqn, info, scale.info, config)
+        grid = grid_shape(info.shape, block)
+        odd = None if scale.info.shape == grid else scale.info.shape
+        encoding = Fp8(block, scale.info.dtype, scale_name=name, scale_stored=odd)
+        yield _group(fqn, info, encoding, stored)
+
+
+def _pairs(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """FQN of e4m3 codes -> key of their scale and how it is named. By keys first: most
+    checkpoints have none, and there may be 100,000 of them."""
+    for key in stored:
+        if not key.endswith(_ENDINGS):
+            continue
+        name = next(
+            name for name, ending in zip(_NAMES, _ENDINGS, strict=True) if key.endswith(ending)
+        )
+        fqn = (
+            key.removesuffix("_scale_inv")
+            if name == _NAMES[0]
+            else f"{key.rpartition('.')[0]}.weight"
+        )
+        codes = stored.get(fqn)
+        good = codes is not None and codes.info.dtype == CODES and codes.info.shape != ()
+        if good and stored[key].info.dtype in _SCALES:
+            yield fqn, (key, name)
+
+
+def _block(
+    fqn: str, info: TensorInfo, scale: TensorInfo, config: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """What config.json says, else 128 x 128, else what divides; one scale is of the whole."""
+    said = config.get("weight_block_size")
+    tries = (
+        [tuple(said)]
+        if isinstance(said, list) and all(type(n) is int and n > 0 for n in said)
+        else []
+    )
+    tries += [BLOCK, (1, 128)]
+    ndim = len(info.shape)
+    for block in (b for b in tries if len(b) <= ndim):
+        whole = (*(1 for _ in range(ndim - len(block))), *block)
+        if scale.shape == grid_shape(info.shape, whole):
+            return whole
+    if math.prod(scale.shape) == 1 and fits(scale.shape, (1,) * ndim):
+        return info.shape
+    same = len(scale.shape) == ndim and 0 not in scale.shape
+    if same and not any(n % g for n, g in zip(info.shape, scale.shape, strict=True)):
+        return tuple(n // g for n, g in zip(info.shape, scale.shape, strict=True))
+    raise malformed(
+        fqn, f"scales {scale} of {info} are of no known tiles, expected 128 x 128 ones",
+        "give the config.json that says weight_block_size beside the weights",
+    )  # fmt: skip
+
+
+def _group(
+    fqn: str, info: TensorInfo, encoding: Fp8, stored: Mapping[str, StoredTensor]
+) -> tuple[Group, Sequence[str]]:
+    expected = encoding.parts(info)
+    if isinstance(expected, Refusal):
+        raise malformed(fqn, f"fp8: {expected.reason}", DAMAGED)
+    keys = {part: encoding.part_key(fqn, part) for part in expected}
+    found = {part: stored.get(key) for part, key in keys.items()}
+    return Group(fqn, info, encoding, checked(fqn, "fp8", expected, found)), tuple(keys.values())

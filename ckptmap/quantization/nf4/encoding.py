@@ -1,0 +1,280 @@
+"""NF4: a frozen value that says how one tensor is stored in 4 bits, and its encoder.
+
+    w [...] T, n elements  ->  quantized_data       [n/block] blocks: u8 [n/2]
+                               quantized_scalers    i8 [n/block]
+                               quantization_factor  T [n/block/scaler_block]
+                               scaler_mean          T []
+                               nf4                  T [16]
+
+The names are torchao's attributes, the arithmetic is in `nf4_codes`. T is the logical dtype and
+part of the format: the same values in another dtype have other codes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.core.code_grids import Grid, Recoder
+from ckptmap.errors import RunError
+from ckptmap.protocols import Encoder, Refusal, Write
+from ckptmap.quantization.blockwise import fourbit
+from ckptmap.quantization.nf4 import kernels as nf4_codes
+from ckptmap.quantization.nf4.recode import (
+    DATA,
+    FACTOR,
+    MEAN,
+    SCALERS,
+    TABLE,
+    ExactEncoder,
+    NF4Recoder,
+)
+from ckptmap.tensors import Box, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DATA", "DTYPES", "FACTOR", "MEAN", "NF4", "PARTS", "SCALERS", "TABLE", "VERSION",
+           "NF4Encoder", "default_encoding"]  # fmt: skip
+
+VERSION = 1
+DTYPES = ("bfloat16", "float16", "float32")
+PARTS = (DATA, SCALERS, FACTOR, MEAN, TABLE)
+
+
+@dataclass(frozen=True)
+class NF4:
+    """Blocks of `block_size` elements share a scale, `scaler_block_size` scales a factor.
+
+    `exact`: the form that holds any float32 scale without loss. Scaler blocks are of 1, every part
+    but the codes is float32, the table is bitsandbytes', and T is what values are rounded to.
+    """
+
+    name = "nf4"
+    block_size: int = 64
+    scaler_block_size: int = 256
+    exact: bool = False
+
+    def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
+        refusal = self._refusal(info)
+        if refusal is not None:
+            return refusal
+        blocks = info.numel // self.block_size
+        dtype = "float32" if self.exact else info.dtype
+        return {
+            DATA: TensorInfo((info.numel // 2,), "uint8"),
+            SCALERS: TensorInfo((blocks,), "int8"),
+            FACTOR: TensorInfo((blocks // self.scaler_block_size,), dtype),
+            MEAN: TensorInfo((), dtype),
+            TABLE: TensorInfo((16,), dtype),
+        }
+
+    def _refusal(self, info: TensorInfo) -> Refusal | None:
+        if info.dtype not in DTYPES:
+            return Refusal(f"NF4 holds {', '.join(DTYPES)}, found {info.dtype}")
+        if not 1 <= len(info.shape) <= 2:
+            return Refusal(
+                f"NF4 holds 1 or 2 dims, as torchao does, found shape {list(info.shape)}"
+            )
+        if self.block_size < 2 or self.block_size % 2 or self.scaler_block_size < 1:
+            return Refusal(
+                f"block size {self.block_size} must be even and positive, scaler block size "
+                f"{self.scaler_block_size} positive"
+            )
+        if self.exact and self.scaler_block_size != 1:
+            return Refusal(f"exact scales need scaler blocks of 1, not {self.scaler_block_size}")
+        blocks, rest = divmod(info.numel, self.block_size)
+        if rest or blocks == 0:
+            return Refusal(f"{info.numel} elements are no multiple of the block {self.block_size}")
+        if blocks % self.scaler_block_size:
+            return Refusal(
+                f"{blocks} blocks are no multiple of the scaler block {self.scaler_block_size}"
+            )
+        return None
+
+    def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        """The least range of whole blocks that covers the box's flat span, from its first element
+        to its last; of the factors, the range that covers these blocks. Exact where the box is
+        rows (or flat-contiguous) and its ends fall on blocks, else a little more. Columns cover
+        nearly all of the tensor. Never None."""
+        if part == MEAN:
+            return Box((), ())
+        if part == TABLE:
+            return Box((0,), (16,))
+        first, last = fourbit.blocks_of(info, box, self.block_size)
+        if part == FACTOR:
+            unit = self.scaler_block_size
+            low = first // unit
+            return Box((low,), (-(-last // unit) - low,))
+        per_block = self.block_size // 2 if part == DATA else 1
+        return Box((first * per_block,), ((last - first) * per_block,))
+
+    def decode(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        """Bit-equal to the box of torchao's `get_original_weight()`. Any box; holds besides the
+        parts one chunk of values, or one row of the box where that is wider."""
+        if box.numel == 0:
+            return
+        block, table = self.block_size, parts[TABLE]
+        first, last = fourbit.blocks_of(info, box, self.block_size)
+        unit = self.scaler_block_size
+        scales = nf4_codes.scales(parts[SCALERS], parts[FACTOR], parts[MEAN], unit, first % unit)
+        slabs = list(fourbit.slabs(info, box, out))
+        widest = max(stop - start for start, stop, _, _ in slabs) + 2 * block
+        run = nf4_codes.Dequantizer(min(widest, (last - first) * block), table).run
+        for start, stop, part, strides in slabs:
+            low, high = start // block - first, -(-stop // block) - first
+            scale = scales.narrow(0, low, high - low)
+            packed = parts[DATA].narrow(0, low * block // 2, (high - low) * block // 2)
+            if start % block == stop % block == 0 and strides == (1,) and _takes(part, table):
+                run(packed, scale, part)
+            else:
+                values = run(packed, scale)
+                part.copy_(values.as_strided(part.shape, strides, start - (first + low) * block))
+
+    # ------------------------------------------------------------------ codes
+
+    def grid(self, info: TensorInfo) -> Grid | None:
+        codes = TensorInfo((info.numel // 2,), "uint8")
+        values = "float32 products, rounded once" if self.exact else f"torchao's, {info.dtype}"
+        return Grid("nf4", codes, (self.block_size // 2,), values)
+
+    def scale_parts(self, info: TensorInfo) -> Sequence[str]:
+        return (SCALERS, FACTOR, MEAN)
+
+    def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        unit, scalers = self.scaler_block_size, parts[SCALERS]
+        found = torch.empty(scalers.shape, dtype=torch.float32)
+        for start in range(0, scalers.numel(), nf4_codes.CHUNK_NUMEL):
+            some = scalers[start : start + nf4_codes.CHUNK_NUMEL]
+            factor = parts[FACTOR][start // unit :]
+            part = nf4_codes.scales(some, factor, parts[MEAN], unit, start % unit)
+            found[start : start + some.numel()] = part
+        return found
+
+    def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
+        return box if part == DATA else None
+
+    def codes(
+        self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
+    ) -> None:
+        out.copy_(parts[DATA])
+
+    def recoder(self, info: TensorInfo, grid: Grid, device: str) -> Recoder | None:
+        mine = self.grid(info)
+        if isinstance(self.parts(info), Refusal) or mine is None:
+            return None
+        if (grid.name, grid.codes, grid.block) != (mine.name, mine.codes, mine.block):
+            return None
+        fidelity = "exact" if self.exact and grid.values == mine.values else "codes"
+        return NF4Recoder(self.block_size, self.scaler_block_size, info.dtype, self.exact, fidelity)
+
+    # ------------------------------------------------------------------ writing
+
+    def encoder(self, info: TensorInfo, device: str) -> Encoder:
+        if self.exact:
+            return ExactEncoder(self.block_size, info, device)
+        return NF4Encoder(self, info, device)
+
+    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+        return {
+            "scheme": "nf4",
+            "version": VERSION,
+            "block_size": self.block_size,
+            "scaler_block_size": self.scaler_block_size,
+            "shape": list(info.shape),
+            "dtype": info.dtype,
+            **({"exact": True} if self.exact else {}),
+        }
+
+
+def _takes(out: torch.Tensor, table: torch.Tensor) -> bool:
+    """Can values be written there at once, two by two?"""
+    return out.is_contiguous() and out.dtype == table.dtype and out.storage_offset() % 2 == 0
+
+
+class NF4Encoder:
+    """Codes at once, scales at the end: their mean is over the whole tensor.
+
+    It keeps the absmax of every block, [n/block] T, and its buffers. The statistics are always
+    computed on the CPU by one thread, so the bytes depend on neither device nor thread count.
+    `sign_flips`, complete after `finish`: blocks whose scale, in 8 bits, decodes to zero or less,
+    because an outlier in their scaler block made the step too coarse.
+    """
+
+    splittable = False
+
+    def __init__(self, encoding: NF4, info: TensorInfo, device: str) -> None:
+        import torch
+
+        refusal = encoding.parts(info)
+        if isinstance(refusal, Refusal):
+            raise ValueError(refusal.reason)
+        self._encoding, self._info = encoding, info
+        self.step = encoding.block_size
+        self.sign_flips = 0
+        dtype: torch.dtype = getattr(torch, info.dtype)
+        self._quantizer = nf4_codes.Quantizer(info.numel, self.step, dtype, device)
+        self._absmax = torch.empty(info.numel // self.step, dtype=dtype, device=device)
+        self._missing = info.numel
+        absmax_nbytes = self._absmax.numel() * self._absmax.element_size()
+        self.state_nbytes = absmax_nbytes + self._quantizer.nbytes
+
+    def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
+        """values [m] T, m and `offset` multiples of the block -> codes u8 [m/2]."""
+        import torch
+
+        numel = values.numel()
+        assert values.dtype == self._absmax.dtype and offset % self.step == numel % self.step == 0
+        packed = torch.empty(numel // 2, dtype=torch.uint8, device=values.device)
+        absmax = self._absmax.narrow(0, offset // self.step, numel // self.step)
+        self._quantizer.run(values, absmax, packed)
+        self._missing -= numel
+        return (Write(DATA, Box((offset // 2,), (numel // 2,)), packed),)
+
+    def finish(self) -> Iterable[Write]:
+        """Scalers, factors, mean, table; on the CPU. Raises RunError CKM309 where an input was
+        not finite, or where the scales are too large for T."""
+        assert self._missing == 0, f"{self._missing} elements of {self._info} were not fed"
+        absmax = self._absmax.cpu()
+        nf4_codes.check_finite(absmax, self.step)
+        return self._scales(absmax)
+
+    def _scales(self, absmax: torch.Tensor) -> Iterator[Write]:
+        unit = self._encoding.scaler_block_size
+        with nf4_codes.one_thread():
+            mean = absmax.mean()
+        step = max(nf4_codes.CHUNK_NUMEL // unit, 1) * unit
+        for start in range(0, absmax.numel(), step):
+            part = absmax[start : start + step]
+            scalers, factor = nf4_codes.quantize_scalers(part, mean, unit)
+            self._check_scales(part, nf4_codes.scales(scalers, factor, mean, unit, 0))
+            yield Write(SCALERS, Box((start,), (scalers.numel(),)), scalers)
+            yield Write(FACTOR, Box((start // unit,), (factor.numel(),)), factor)
+        yield Write(MEAN, Box((0,), (1,)), mean.view(1))
+        yield Write(TABLE, Box((0,), (16,)), nf4_codes.value_table(mean.dtype))
+
+    def _check_scales(self, absmax: torch.Tensor, decoded: torch.Tensor) -> None:
+        """A range of 2 * max|absmax - mean| beyond T makes factors 0 and scales NaN."""
+        if nf4_codes.is_positive(decoded):
+            return  # as nearly always
+        bad = int(decoded.isfinite().logical_not_().sum())
+        if bad:
+            raise RunError(
+                "CKM309",
+                f"{bad} block scales overflow {self._info.dtype}, the largest absolute value is "
+                f"{float(absmax.amax()):.6g}",
+                "convert to a wider dtype first, or leave this tensor unquantized",
+            )
+        self.sign_flips += int(((decoded <= 0) & (absmax > 0)).sum())
+
+
+def default_encoding(info: TensorInfo) -> NF4:
+    """Blocks of 64 and the largest scaler block up to 256 that divides their number: from the
+    shape alone, so that a file does not depend on the world size."""
+    return NF4(64, math.gcd(256, info.numel // 64) or 1)

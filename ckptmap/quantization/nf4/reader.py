@@ -1,0 +1,235 @@
+"""NF4 as it is found: our five plain parts with a record, torchao's pickled NF4Tensor, its shards.
+
+A pickled NF4Tensor is never built: its attributes are taken as the same five parts. torchao moved
+the class between releases (`torchao.dtypes.nf4tensor` up to 0.17, `torchao.quantization.quantize_
+.workflows.nf4.nf4_tensor` since 0.18), so it is known by class name and last module segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptmap.protocols import Group, Refusal
+from ckptmap.quantization.blockwise.errors import checked, malformed
+from ckptmap.quantization.nf4.encoding import (
+    DATA,
+    FACTOR,
+    MEAN,
+    NF4,
+    PARTS,
+    SCALERS,
+    TABLE,
+    VERSION,
+)
+from ckptmap.tensors import Box, Chunk, Cut, Opaque, StoredTensor, TensorInfo
+
+# torchao 0.1 gave every NF4Tensor this dtype; the logical one is that of its table.
+_PLACEHOLDER = "float8_e5m2fnuz"
+
+
+def _checked(
+    fqn: str, encoding: NF4, info: TensorInfo, found: Mapping[str, object]
+) -> dict[str, StoredTensor]:
+    """The five parts, if each is a plain tensor of the shape and dtype that `info` asks for."""
+    expected = encoding.parts(info)
+    if isinstance(expected, Refusal):
+        raise malformed(fqn, expected.reason, "the file is damaged or not an NF4 tensor")
+    return checked(fqn, "NF4", expected, found)
+
+
+# ------------------------------------------------------------------------------- our own form
+
+
+def stored_groups(
+    stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[Group, Sequence[str]]]:
+    """A group for each NF4 record, by its parts' stored names `FQN.part`."""
+    groups: list[tuple[Group, Sequence[str]]] = []
+    known = set()
+    for fqn, record in records.items():
+        if record.get("scheme") != "nf4":
+            continue
+        encoding, info = _read_record(fqn, record)
+        keys = {part: f"{fqn}.{part}" for part in PARTS}
+        found = {part: stored[key] for part, key in keys.items() if key in stored}
+        group = Group(fqn, info, encoding, _checked(fqn, encoding, info, found))
+        groups.append((group, tuple(keys.values())))
+        known.add(fqn)
+    _refuse_orphans(stored, known)
+    return groups
+
+
+def _read_record(fqn: str, record: Mapping[str, Any]) -> tuple[NF4, TensorInfo]:
+    if record.get("version") != VERSION:
+        raise malformed(
+            fqn,
+            f"NF4 record of version {record.get('version')!r}, expected {VERSION}",
+            "upgrade ckptmap, or convert again with this version",
+        )
+    shape, dtype = record.get("shape"), record.get("dtype")
+    counts: list[Any] = [record.get("block_size"), record.get("scaler_block_size")]
+    counts += shape if isinstance(shape, list | tuple) else [None]
+    if not all(type(n) is int and n > 0 for n in counts) or not isinstance(dtype, str):
+        raise malformed(
+            fqn,
+            "malformed NF4 record, expected block_size, scaler_block_size, shape and dtype, "
+            f"found {dict(record)}",
+            "the checkpoint's metadata is damaged; convert again from its source",
+        )
+    block, scaler_block, *sizes = counts
+    return NF4(block, scaler_block, record.get("exact") is True), TensorInfo(tuple(sizes), dtype)
+
+
+def _refuse_orphans(stored: Mapping[str, StoredTensor], known: set[str]) -> None:
+    for key in stored:
+        fqn, dot, part = key.rpartition(".")
+        if part != TABLE or not dot or fqn in known:
+            continue
+        if all(f"{fqn}.{name}" in stored for name in PARTS):
+            raise malformed(
+                fqn,
+                "its five NF4 parts have no record, so its shape and block sizes are unknown",
+                "put ckptmap.manifest.json beside the weights, or convert again from the source",
+            )
+
+
+# ------------------------------------------------------------------------------- torchao's class
+
+
+def is_nf4(leaf: Opaque) -> bool:
+    last = leaf.module.rpartition(".")[2]
+    return leaf.name == "NF4Tensor" and last in ("nf4tensor", "nf4_tensor")
+
+
+@dataclass(frozen=True)
+class _Pickled:
+    """What one NF4Tensor object holds, checked: all of a tensor or a rank's rows of it."""
+
+    box: Box
+    encoding: NF4
+    info: TensorInfo
+    parts: Mapping[str, StoredTensor]
+
+
+def adopt_whole(fqn: str, leaf: Opaque) -> Group:
+    """The group of one pickled NF4Tensor. Raises SourceError CKM115 where it does not add up."""
+    if leaf.info is None:
+        raise malformed(fqn, f"{leaf.class_name} without a shape", "the pickle is damaged")
+    whole = _unpack(fqn, leaf, Box.whole(leaf.info.shape), leaf.info.dtype)
+    return Group(fqn, whole.info, whole.encoding, whole.parts)
+
+
+def _unpack(fqn: str, leaf: Opaque, box: Box, wrapper_dtype: str) -> _Pickled:
+    state = leaf.state if isinstance(leaf.state, Mapping) else {}
+    table = state.get(TABLE)
+    sizes: list[Any] = [state.get("block_size"), state.get("scaler_block_size")]
+    if not isinstance(table, StoredTensor) or not all(type(n) is int for n in sizes):
+        found = ", ".join(map(str, state)) or "nothing"
+        raise malformed(
+            fqn,
+            f"{leaf.class_name}, expected block_size, scaler_block_size and five tensors, "
+            f"found {found}",
+            "the pickle is damaged or of an unknown torchao release",
+        )
+    dtype = table.info.dtype
+    for label in {wrapper_dtype, leaf.info.dtype if leaf.info else wrapper_dtype}:
+        if label not in (dtype, _PLACEHOLDER):
+            raise malformed(
+                fqn,
+                f"NF4Tensor labelled {label} holds {dtype} parts: module.to() or .half() was "
+                "called on it, and which values are meant is unknown",
+                "save it again before that call",
+            )
+    encoding, info = NF4(*sizes), TensorInfo(box.sizes, dtype)
+    return _Pickled(box, encoding, info, _checked(fqn, encoding, info, state))
+
+
+# ------------------------------------------------------------------------------- shards of it
+
+
+def adopt_cut(fqn: str, cut: Cut) -> Group:
+    """The group that ranks' NF4Tensors make, each some rows: `[rows/N, cols]` -> `[rows, cols]`.
+
+    Payload, scalers and factors are 1-D and follow each other in row order. The mean and the table
+    are global, so all ranks' must be equal: they are given as replicas, which the run compares.
+    A box held twice (a replicated mesh dim) is a replica too. Raises SourceError CKM115 where the
+    boxes are no rows that tile the tensor, or the ranks' block sizes differ.
+    """
+    pieces = sorted(
+        (_unpack(fqn, leaf, box, cut.info.dtype) for box, leaf in cut.pieces),
+        key=lambda piece: piece.box.offsets,
+    )
+    _check_shapes(fqn, cut)
+    distinct = [p for i, p in enumerate(pieces) if i == 0 or p.box != pieces[i - 1].box]
+    repeated = [p for i, p in enumerate(pieces) if i > 0 and p.box == pieces[i - 1].box]
+    _check_rows(fqn, cut.info, distinct)
+    first = distinct[0]
+    for piece in pieces:
+        if piece.encoding != first.encoding or piece.info.dtype != first.info.dtype:
+            raise malformed(
+                fqn,
+                f"its ranks were quantized differently, {first.encoding} {first.info.dtype} and "
+                f"{piece.encoding} {piece.info.dtype}",
+                "these ranks are not of one save",
+            )
+    info = TensorInfo(cut.info.shape, first.info.dtype)
+    unit = first.encoding.block_size
+    per_part = {DATA: 2, SCALERS: unit, FACTOR: unit * first.encoding.scaler_block_size}
+    parts = {name: _joined(name, per, info, distinct, repeated) for name, per in per_part.items()}
+    for name in (MEAN, TABLE):
+        others = [c for p in pieces if p is not first for c in p.parts[name].chunks]
+        parts[name] = StoredTensor(first.parts[name].info, first.parts[name].chunks, others)
+    return Group(fqn, info, first.encoding, parts)
+
+
+def _check_shapes(fqn: str, cut: Cut) -> None:
+    for box, leaf in cut.pieces:
+        if leaf.info is not None and leaf.info.shape != box.sizes:
+            raise malformed(
+                fqn,
+                f"a rank's NF4Tensor, expected shape {list(box.sizes)}, "
+                f"found {list(leaf.info.shape)}",
+                "torchao cuts rows wrongly where they do not divide by the world size",
+            )
+
+
+def _check_rows(fqn: str, info: TensorInfo, pieces: Sequence[_Pickled]) -> None:
+    row = 0
+    for piece in pieces:
+        box = piece.box
+        full = Box((row, *(0 for _ in info.shape[1:])), (box.sizes[0], *info.shape[1:]))
+        if box != full:
+            raise malformed(
+                fqn,
+                f"NF4 shards must be rows that follow each other, expected one at row {row}, "
+                f"found offsets {list(box.offsets)} sizes {list(box.sizes)} of {list(info.shape)}",
+                "check that every rank's file is there",
+            )
+        row += box.sizes[0]
+    if row != info.shape[0]:
+        raise malformed(
+            fqn,
+            f"NF4 shards, expected {info.shape[0]} rows, found {row}",
+            "check that every rank's file is there",
+        )
+
+
+def _joined(
+    name: str, per: int, info: TensorInfo, pieces: Sequence[_Pickled], repeated: Sequence[_Pickled]
+) -> StoredTensor:
+    """One 1-D part of all rows; `per` logical elements make one of its own."""
+    dtype = pieces[0].parts[name].info.dtype
+    row = info.numel // info.shape[0]
+
+    def moved(some: Sequence[_Pickled]) -> list[Chunk]:
+        return [
+            Chunk(Box((c.box.offsets[0] + start,), c.box.sizes), c.region, c.crc32)
+            for piece in some
+            for start in [piece.box.offsets[0] * row // per]
+            for c in piece.parts[name].chunks
+        ]
+
+    chunks: Callable[[], Sequence[Chunk]] = lambda: moved(pieces)  # noqa: E731
+    return StoredTensor(TensorInfo((info.numel // per,), dtype), chunks, moved(repeated))

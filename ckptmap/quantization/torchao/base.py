@@ -1,0 +1,159 @@
+"""What torchao's encodings of 8-bit codes share: names of parts, stored forms, recognition.
+
+    fc.weight [out, in] T  ->  fc._weight_qdata [out, in], fc._weight_scale f32 [out, 1]
+
+The names are those of torchao's safetensors flattening, so that transformers and torchao load a
+Hugging Face directory of them; anywhere else a record says how to read them. Pickled objects are
+read as the same parts, see `pickled`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ckptmap.core.code_grids import Grid
+from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.quantization.blockwise.errors import DAMAGED, checked, malformed
+from ckptmap.quantization.blockwise.records import read_record
+from ckptmap.quantization.blockwise.scaled import Scaled
+from ckptmap.quantization.default_selection import is_expert, is_single_module
+from ckptmap.quantization.torchao import config_json as torchao_config
+from ckptmap.quantization.torchao.pickled import Pickled, kind_of, unpack
+from ckptmap.quantization.torchao.rank_join import unpack_cut
+from ckptmap.quantization.torchao.safetensors_flat import flat_of, flat_parts, part_key
+from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
+
+
+@dataclass(frozen=True)
+class Torchao(Scaled):
+    """`kind` is torchao's class, `attributes` its other attributes as JSON in torchao's own form,
+    `activation` how a class that torchao has dropped quantized activations."""
+
+    codes_part: ClassVar[str] = "qdata"
+    scale_part: ClassVar[str] = "scale"
+    zero_part: ClassVar[str] = "zero_point"
+
+    kind: str = ""
+    attributes: str = "{}"
+    activation: str = ""
+
+    def part_key(self, key: str, part: str) -> str:
+        return part_key(key, part)
+
+    def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
+        return {
+            "native": "torchao",
+            "kind": self.kind,
+            "zero_dtype": self.zero_dtype,
+            "extra": [[name, dtype, list(shape)] for name, dtype, shape in self.extra],
+            "attributes": json.loads(self.attributes),
+            "activation": self.activation,
+        }
+
+
+class TorchaoScheme:
+    """Recognises torchao's codes of one dtype in all their stored forms; a target by rows.
+
+    made      the encoding's class
+    kinds     torchao's classes that safetensors may hold, the one that is written first
+    pickled   names of classes that pickles may hold, as `pickled.kind_of` gives them
+    plain     attributes of a tensor that quantizes no activations
+    """
+
+    name: str
+    suffix: str
+    made: type[Torchao]
+    kinds: tuple[str, ...]
+    pickled: tuple[str, ...]
+    plain: str
+    codes_dtypes: tuple[str, ...]
+    by_loaded_name: ClassVar[bool] = True
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+    ) -> list[tuple[Group, Sequence[str]]]:
+        """Raises SourceError CKM115 where a record's parts are missing or misshapen."""
+        groups: list[tuple[Group, Sequence[str]]] = []
+        for fqn, record in records.items():
+            if record.get("scheme") == self.name:
+                groups.append(self._recorded(fqn, record, stored))
+            flat = flat_of(fqn, record, self.kinds)
+            if flat is not None:
+                keys, found = flat_parts(flat, stored)
+                groups.append((self._group(fqn, found), keys))
+        return groups
+
+    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
+        """Raises SourceError CKM115 where a class of torchao's does not add up."""
+        leaves = [piece for _, piece in leaf.pieces] if isinstance(leaf, Cut) else [leaf]
+        if not all(kind_of(each) in self.pickled for each in leaves):
+            return None
+        found = unpack_cut(fqn, leaf) if isinstance(leaf, Cut) else unpack(fqn, leaf)
+        return self._group(fqn, found) if found.codes.info.dtype in self.codes_dtypes else None
+
+    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        """Weights of linear layers: see `selection.is_single_module`."""
+        if not is_single_module(fqn, info):
+            return None
+        encoding = self.encoding(info)
+        return None if isinstance(encoding, Refusal) else encoding
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        if len(info.shape) != 2:
+            return Refusal(f"quantizes matrices by rows, found shape {list(info.shape)}")
+        encoding = self._fresh((1, max(1, info.shape[1])))
+        return encoding.refusal(info) or encoding
+
+    def takes(self, fqn: str) -> bool:
+        """No expert: see `selection.is_expert`."""
+        return not is_expert(fqn)
+
+    def outdated(self, config: Mapping[str, Any]) -> bool:
+        return torchao_config.is_outdated(config)
+
+    def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
+        """Any blocks that torchao has, which are all whole; scales in float32, so without loss."""
+        encoding = self._fresh(grid.block)
+        whole = not any(n % b for n, b in zip(info.shape, grid.block, strict=False))
+        if grid.codes != TensorInfo(info.shape, encoding.codes_dtype) or not whole:
+            return None
+        return None if encoding.refusal(info) else encoding
+
+    def _fresh(self, block: tuple[int, ...]) -> Torchao:
+        return self.made(block, kind=self.kinds[0], attributes=self.plain)
+
+    def _group(self, fqn: str, found: Pickled) -> Group:
+        extra = tuple((k, v.info.dtype, v.info.shape) for k, v in found.extra.items())
+        attributes = json.dumps(found.attributes) if found.attributes else self.plain
+        encoding = self.made(
+            found.block, found.scale.info.dtype, found.zero.info.dtype if found.zero else "", extra,
+            found.kind, attributes, found.activation,
+        )  # fmt: skip
+        parts = {"qdata": found.codes, "scale": found.scale, **found.extra}
+        if found.zero is not None:
+            parts["zero_point"] = found.zero
+        return Group(fqn, found.info, encoding, self._checked(fqn, encoding, found.info, parts))
+
+    def _recorded(
+        self, fqn: str, record: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+    ) -> tuple[Group, Sequence[str]]:
+        read = read_record(fqn, record, self.name)
+        encoding = self.made(
+            read.block, read.scale_dtype, read.dtype("zero_dtype"), read.extra(), read.text("kind"),
+            read.attributes(), read.text("activation"),
+        )  # fmt: skip
+        names = ("qdata", "scale", "zero_point", *(name for name, _, _ in encoding.extra))
+        found = {part: stored.get(part_key(fqn, part)) for part in names}
+        parts = self._checked(fqn, encoding, read.info, found)
+        return Group(fqn, read.info, encoding, parts), tuple(part_key(fqn, p) for p in parts)
+
+    def _checked(
+        self, fqn: str, encoding: Torchao, info: TensorInfo, found: Mapping[str, Any]
+    ) -> dict[str, StoredTensor]:
+        expected = encoding.parts(info)
+        if isinstance(expected, Refusal):
+            raise malformed(fqn, f"{self.name}: {expected.reason}", DAMAGED)
+        return checked(fqn, self.name, expected, found)

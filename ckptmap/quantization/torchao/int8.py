@@ -1,0 +1,50 @@
+"""torchao's int8: one scale a row, group or tensor (`Int8Tensor`, torchao 0.15 and later; older
+classes and `IntxUnpackedToInt8Tensor` are read, see `blocks.pickled`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ckptmap.quantization.blockwise.rounding_rules import Rule, TorchaoInt8
+from ckptmap.quantization.torchao import config_json as torchao_config
+from ckptmap.quantization.torchao.base import Torchao, TorchaoScheme
+from ckptmap.quantization.torchao.pickled import TRAINED
+from ckptmap.tensors import TensorInfo
+
+KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor")
+
+
+@dataclass(frozen=True)
+class Int8(Torchao):
+    """`fc.weight` [out, in] T -> `fc._weight_qdata` i8, `fc._weight_scale` f32 [out, 1]."""
+
+    name: ClassVar[str] = "int8"
+    scheme: ClassVar[str] = "int8"
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Int8Tensor weights are, though zero points of 0 are stored with them."""
+        return self.kind == "Int8Tensor"
+
+    def rule(self, info: TensorInfo) -> Rule:
+        return TorchaoInt8(self.scale_dtype)
+
+
+class Int8Scheme(TorchaoScheme):
+    """int8 weight-only by rows as a target."""
+
+    name = "int8"
+    suffix = "int8"
+    live = "int8"
+    made = Int8
+    kinds = KINDS
+    pickled = (*KINDS, "PlainAQTTensorImpl", "QDQTensorImpl", TRAINED)
+    plain = '{"act_quant_kwargs": null, "reduce_range": false}'
+    codes_dtypes = ("int8",)
+
+    def quantization_config(
+        self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
+    ) -> Mapping[str, Any]:
+        return torchao_config.int8(dense)

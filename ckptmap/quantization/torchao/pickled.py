@@ -1,0 +1,199 @@
+"""torchao's pickled tensor subclasses of 8-bit codes, of releases 0.7 to 0.18, as their parts.
+
+    Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor            since 0.14: attributes and parts
+    IntxUnpackedTensor                                            0.13, renamed since
+    AffineQuantizedTensor > PlainAQTTensorImpl, Float8AQTTensorImpl    up to 0.17
+    AffineQuantizedTensor > QDQTensorImpl, of IntxWeightOnlyConfig     0.11 to 0.14
+    LinearActivationQuantizedTensor > any of the others           up to 0.17
+    Int8QuantizedTrainingLinearWeight                             prototype: int_data, scale [out]
+
+Classes are known by name and by a module of torchao, never imported. Scales and zero points get
+the shape of their grid: [out] becomes [out, 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptmap.quantization.blockwise import grid as geometry
+from ckptmap.quantization.blockwise.errors import DAMAGED, malformed, sizes_of
+from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
+
+_ENUMS: Mapping[tuple[str, Any], str] = {
+    ("MappingType", 1): "SYMMETRIC",
+    ("MappingType", 2): "SYMMETRIC_NO_CLIPPING_ERR",
+    ("MappingType", 3): "ASYMMETRIC",
+}
+_OPTIONAL = ("act_quant_scale", "act_quant_zero_point", "act_pre_scale")
+_ATTRIBUTES = {
+    "Int8Tensor": ("act_quant_kwargs", "reduce_range"),
+    "IntxUnpackedToInt8Tensor": ("target_dtype", "activation_quantization"),
+    "Float8Tensor": ("mm_config", "act_quant_kwargs", "kernel_preference"),
+}
+_RENAMED = {"IntxUnpackedTensor": "IntxUnpackedToInt8Tensor"}
+"""Of 0.13, which had no `activation_quantization`."""
+TRAINED = "Int8QuantizedTrainingLinearWeight"
+TRAINED_DENSE: Mapping[str, str] = {
+    "Int8MixedPrecisionTrainingLinearWeight": "_data",
+    "BitNetTrainingLinearWeight": "_data",
+    "WeightWithDynamicFloat8CastTensor": "_tensor",
+    "ScaledGroupedMMTensor": "_data",
+    "Float8TrainingWeightWrapperTensor": "_data",
+    "MXFP8TrainingWeightWrapperTensor": "_data",
+}
+"""torchao's weights that each forward quantizes and that are kept dense, and the attribute that holds
+them: int8 and BitNet training, float8 with a float8 all-gather, and that of experts (0.13 to 0.18)."""
+_WRAPPER = "LinearActivationQuantizedTensor"
+_MAX_DEPTH = 8
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """One object, taken apart.
+
+    kind        torchao's present class that holds the same
+    attributes  of that class, as torchao writes them to JSON
+    activation  how a class that is gone quantized activations; empty: not at all
+    """
+
+    kind: str
+    info: TensorInfo
+    block: tuple[int, ...]
+    codes: StoredTensor
+    scale: StoredTensor
+    zero: StoredTensor | None
+    extra: Mapping[str, StoredTensor]
+    attributes: Mapping[str, Any]
+    activation: str = ""
+
+
+def kind_of(leaf: Opaque) -> str:
+    """The class that holds the codes, inside of what wraps it; empty: none of these."""
+    inner = _within(leaf)
+    if inner is None or not inner.module.startswith("torchao."):
+        return ""
+    if inner.name == "AffineQuantizedTensor":
+        impl = state_of(inner).get("tensor_impl")
+        return impl.name if isinstance(impl, Opaque) else ""
+    kind = _RENAMED.get(inner.name, inner.name)
+    return kind if kind in (*_ATTRIBUTES, TRAINED) else ""
+
+
+def _within(leaf: Opaque) -> Opaque | None:
+    """Without the one wrapper that quantizes activations."""
+    if leaf.name != _WRAPPER:
+        return leaf
+    inner = state_of(leaf).get("original_weight_tensor")
+    return inner if isinstance(inner, Opaque) and inner.name != _WRAPPER else None
+
+
+def state_of(leaf: Opaque) -> Mapping[str, Any]:
+    return leaf.state if isinstance(leaf.state, Mapping) else {}
+
+
+def unpack(fqn: str, leaf: Opaque) -> Pickled:
+    """Raises SourceError CKM115 where its parts are missing or do not fit together."""
+    state = leaf.state
+    if leaf.info is None or not isinstance(state, Mapping):
+        raise malformed(fqn, f"{leaf.class_name} without shape or state", "the pickle is damaged")
+    if leaf.name == _WRAPPER:
+        func, within = state.get("input_quant_func"), _within(leaf)
+        assert within is not None, f"{fqn}: adopted by its kind, which it does not have"
+        inner = unpack(fqn, within)
+        name = func.name if isinstance(func, Opaque) else "unknown"
+        return Pickled(**{**vars(inner), "activation": name})
+    if leaf.name == "AffineQuantizedTensor":
+        return _affine(fqn, leaf, state)
+    if leaf.name == TRAINED:
+        block = geometry.per_row(leaf.info.shape)
+        return _made(fqn, "Int8Tensor", leaf.info, block, state, "int_data", {})
+    block = geometry.clamped(_block(fqn, leaf.info, state), leaf.info.shape)
+    kind = _RENAMED.get(leaf.name, leaf.name)
+    attributes = {name: as_json(state.get(name)) for name in _ATTRIBUTES[kind]}
+    return _made(fqn, kind, leaf.info, block, state, "qdata", attributes)
+
+
+def _block(fqn: str, info: TensorInfo, state: Mapping[str, Any]) -> tuple[int, ...]:
+    """torchao's own sizes; an empty or absent one is the whole tensor."""
+    given = state.get("block_size")
+    if not given:
+        return info.shape
+    block = sizes_of(fqn, given, "block_size")
+    if len(block) != len(info.shape):
+        raise malformed(fqn, f"block_size {list(block)} of shape {list(info.shape)}", DAMAGED)
+    return block
+
+
+def _affine(fqn: str, leaf: Opaque, state: Mapping[str, Any]) -> Pickled:
+    impl, info = state["tensor_impl"], leaf.info
+    inner = impl.state if isinstance(impl.state, Mapping) else {}
+    assert info is not None
+    block = geometry.clamped(_block(fqn, info, state), info.shape)
+    if impl.name == "Float8AQTTensorImpl":
+        if inner.get("transposed"):
+            raise malformed(
+                fqn, "a transposed Float8AQTTensorImpl", "save it before transposing it"
+            )
+        return _made(fqn, "Float8Tensor", info, block, inner, "float8_data", {})
+    domain = state.get("zero_point_domain")
+    if isinstance(domain, Opaque) and domain.args[:1] not in ((1,), (3,)):
+        raise malformed(
+            fqn,
+            "an AffineQuantizedTensor whose zero point is in the floating point domain",
+            "decode it with the torchao that wrote it",
+        )
+    return _made(fqn, "Int8Tensor", info, block, inner, "int_data", {})
+
+
+def _made(
+    fqn: str,
+    kind: str,
+    info: TensorInfo,
+    block: tuple[int, ...],
+    state: Mapping[str, Any],
+    codes_name: str,
+    attributes: Mapping[str, Any],
+) -> Pickled:
+    codes, scale, zero = state.get(codes_name), state.get("scale"), state.get("zero_point")
+    grid = geometry.grid_shape(info.shape, block)
+    named = {codes_name: codes, "scale": scale} | ({} if zero is None else {"zero_point": zero})
+    for name, part in named.items():
+        if not isinstance(part, StoredTensor):
+            raise malformed(fqn, f"{kind} part {name!r} is missing or no plain tensor")
+        shape, is_codes = part.info.shape, name == codes_name
+        if not (shape == info.shape if is_codes else geometry.fits(shape, grid)):
+            want = list(info.shape if is_codes else grid)
+            raise malformed(fqn, f"{kind} part {name!r}, expected shape {want}, found {part.info}")
+    assert isinstance(codes, StoredTensor) and isinstance(scale, StoredTensor)
+    return Pickled(
+        kind, info, block, codes, geometry.reshaped(scale, grid),
+        None if zero is None else geometry.reshaped(zero, grid),
+        {k: v for k in _OPTIONAL if isinstance(v := state.get(k), StoredTensor)}, attributes,
+    )  # fmt: skip
+
+
+def as_json(value: Any, depth: int = 0) -> Any:
+    """An attribute as torchao's safetensors flattening writes it (prototype/safetensors); None for
+    what is nested deeper than any attribute of theirs: a pickle can hold itself."""
+    if depth > _MAX_DEPTH:
+        return None
+    if isinstance(value, Opaque):
+        if value.module == "torch":
+            return {"_type": "torch.dtype", "_data": value.name}
+        if isinstance(value.state, Mapping):
+            return {
+                "_type": value.name,
+                "_data": {str(k): as_json(v, depth + 1) for k, v in value.state.items()},
+            }
+        if len(value.args) == 1 and isinstance(value.args[0], int | str):
+            shown = str(value.args[0]).upper()
+            return {"_type": value.name, "_data": _ENUMS.get((value.name, value.args[0]), shown)}
+        return {"_type": value.name, "_data": {}}
+    if isinstance(value, list | tuple):
+        return [as_json(item, depth + 1) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    name = getattr(value, "name", None)  # a dtype
+    return {"_type": "torch.dtype", "_data": name} if isinstance(name, str) else None

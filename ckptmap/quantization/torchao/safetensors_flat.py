@@ -1,0 +1,80 @@
+"""torchao's safetensors flattening: keys of parts, and the JSON that says what they are.
+
+    0.weight: Int8Tensor -> 0._weight_qdata, 0._weight_scale
+    __metadata__: {"0.weight": {"_type", "_data", "_tensor_data_names"}, "tensor_names": [...]}
+
+As torchao/prototype/safetensors writes it since 0.15. The records come from `wire.torchao_metadata`,
+which reads the header, and takes what 0.14 wrote for the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptmap.formats.safetensors.torchao_metadata import SCHEME, part_key
+from ckptmap.quantization.blockwise import grid as geometry
+from ckptmap.quantization.blockwise.errors import DAMAGED, malformed, sizes_of
+from ckptmap.quantization.torchao.pickled import Pickled
+from ckptmap.tensors import ITEMSIZE, StoredTensor, TensorInfo
+
+__all__ = ["Flat", "flat_of", "flat_parts", "part_key"]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One tensor's entry in torchao's metadata."""
+
+    fqn: str
+    kind: str
+    names: tuple[str, ...]
+    data: Mapping[str, Any]
+
+
+def flat_of(fqn: str, record: Mapping[str, Any], kinds: Sequence[str]) -> Flat | None:
+    """None: another scheme's record, or a class that is not one of `kinds`."""
+    if record.get("scheme") != SCHEME or record.get("kind") not in kinds:
+        return None
+    data, names = record.get("data"), record.get("names")
+    good = isinstance(data, Mapping) and isinstance(names, list | tuple)
+    if not good or not all(isinstance(name, str) for name in names or ()):
+        raise malformed(fqn, f"malformed torchao metadata {str(dict(record))[:120]}", DAMAGED)
+    assert isinstance(data, Mapping) and names is not None
+    return Flat(fqn, str(record["kind"]), tuple(names), data)
+
+
+def flat_parts(flat: Flat, stored: Mapping[str, StoredTensor]) -> tuple[tuple[str, ...], Pickled]:
+    """Its stored keys, and its parts as those of a pickled object. Raises SourceError CKM115."""
+    keys = {name: _key(flat.fqn, name, stored) for name in flat.names}
+    parts = {name: stored[key] for name, key in keys.items()}
+    codes, scale, zero = (parts.get(name) for name in ("qdata", "scale", "zero_point"))
+    if codes is None or scale is None:
+        raise malformed(flat.fqn, f"torchao metadata names {list(flat.names)}, no qdata and scale")
+    dtype = flat.data.get("dtype")
+    name = dtype.get("_data") if isinstance(dtype, Mapping) else None
+    if not isinstance(name, str) or name not in ITEMSIZE:
+        raise malformed(flat.fqn, f"torchao metadata gives dtype {str(dtype)[:60]}", DAMAGED)
+    info = TensorInfo(codes.info.shape, name)
+    given = flat.data.get("block_size")
+    block = sizes_of(flat.fqn, given, "block_size") if given else info.shape
+    if len(block) != len(info.shape):
+        raise malformed(flat.fqn, f"block_size {list(block)} of {list(info.shape)}", DAMAGED)
+    block = geometry.clamped(block, info.shape)
+    grid = geometry.grid_shape(info.shape, block)
+    for part in (scale, zero):
+        if part is not None and not geometry.fits(part.info.shape, grid):
+            raise malformed(flat.fqn, f"scales, expected shape {list(grid)}, found {part.info}")
+    attributes = {k: v for k, v in flat.data.items() if k not in ("block_size", "dtype")}
+    extra = {k: v for k, v in parts.items() if k not in ("qdata", "scale", "zero_point")}
+    return tuple(keys.values()), Pickled(
+        flat.kind, info, block, codes, geometry.reshaped(scale, grid),
+        None if zero is None else geometry.reshaped(zero, grid), extra, attributes,
+    )  # fmt: skip
+
+
+def _key(fqn: str, part: str, stored: Mapping[str, StoredTensor]) -> str:
+    key = part_key(fqn, part)
+    if key in stored:
+        return key
+    raise malformed(fqn, f"torchao's part {part!r} is missing, expected {key!r}")

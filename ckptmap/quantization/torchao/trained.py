@@ -1,0 +1,62 @@
+"""torchao's weights that train in 8 bits or fewer but are kept in full precision.
+
+Int8MixedPrecisionTrainingLinearWeight and BitNetTrainingLinearWeight (torchao 0.5 to 0.18,
+prototype/quantized_training) and WeightWithDynamicFloat8CastTensor (float8/fsdp_utils.py) hold the
+weight itself in one attribute and quantize it in each forward: what they store is dense. A
+`_precomputed_scale` is computed from it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.quantization.blockwise.errors import malformed
+from ckptmap.quantization.dense import Dense
+from ckptmap.quantization.torchao.pickled import TRAINED_DENSE
+from ckptmap.quantization.torchao.rank_join import joined
+from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
+
+
+def _is_one(leaf: Opaque) -> bool:
+    return leaf.name in TRAINED_DENSE and leaf.module.startswith("torchao.")
+
+
+def _data(fqn: str, leaf: Opaque, info: TensorInfo | None) -> StoredTensor:
+    data = leaf.state.get(TRAINED_DENSE[leaf.name]) if isinstance(leaf.state, Mapping) else None
+    if not isinstance(data, StoredTensor) or data.info != info:
+        found = data.info if isinstance(data, StoredTensor) else "none"
+        raise malformed(fqn, f"{leaf.class_name}, expected data of {info}, found {found}")
+    return data
+
+
+class TrainedDense:
+    """Reads them as dense tensors; no target."""
+
+    name = "trained-dense"
+    suffix = ""
+
+    def group(
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+    ) -> list[tuple[Group, Sequence[str]]]:
+        return []
+
+    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
+        """Raises SourceError CKM115 where the data is missing or of another shape."""
+        if isinstance(leaf, Opaque):
+            if not _is_one(leaf):
+                return None
+            data = _data(fqn, leaf, leaf.info)
+            return Group(fqn, data.info, Dense(), {"": data})
+        if not all(_is_one(piece) for _, piece in leaf.pieces):
+            return None
+        dtype = leaf.info.dtype
+        pieces = [(b, _data(fqn, each, TensorInfo(b.sizes, dtype))) for b, each in leaf.pieces]
+        return Group(fqn, leaf.info, Dense(), {"": joined(leaf.info.shape, pieces)})
+
+    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        return None
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        return Refusal("it is read only: what it stores is dense")

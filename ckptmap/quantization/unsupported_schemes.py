@@ -1,0 +1,211 @@
+"""Quantized tensors of schemes that this release carries as bytes only, recognised by their keys.
+
+Their payload and their scales may move as they are; a cast or another encoding would destroy them
+without a word, so a plan that asks for one refuses them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptmap.core.interning import distinct, each
+from ckptmap.tensors import TensorInfo
+
+CODES = frozenset(
+    {"uint8", "int8", "uint16", "int16", "uint32", "int32", "float8_e4m3fn", "float8_e5m2"}
+)
+"""What codes are stored in; int64 counts or indexes."""
+COMPANIONS = ("scale", "zero", "codebook", "absmax", "centroids")
+"""Of these one is in the last segment of a key that stands beside codes of any scheme."""
+MANY_PARTS = 8
+MANY_PACKED = 256
+"""Elements from which a column of floats may be packed codes."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A scheme by the end of the key that gives it away, of one of `dtypes` where they are said;
+    `members` are all keys of one tensor, from its stem; without them, all below the stem but the
+    bias are. `payload`: the dtypes of the first member, where they are said."""
+
+    name: str
+    mark: str
+    members: tuple[str, ...]
+    dtypes: tuple[str, ...] = ()
+    payload: tuple[str, ...] = ()
+
+    def marks(self, key: str, infos: Mapping[str, TensorInfo]) -> bool:
+        if self.dtypes and infos[key].dtype not in self.dtypes:
+            return False
+        first = infos.get(key.removesuffix(self.mark) + self.members[0]) if self.payload else None
+        return not self.payload or (first is not None and first.dtype in self.payload)
+
+
+def _scheme(
+    name: str,
+    mark: str,
+    *members: str,
+    dtypes: tuple[str, ...] = (),
+    payload: tuple[str, ...] = (),
+) -> Foreign:
+    return Foreign(name, mark, members, dtypes, payload)
+
+
+# Keys as written by each library; the stem is what stands before the mark. The first that fits
+# names a tensor. Microscaling formats (MX) have exponents for scales, NVFP4 has two scales.
+SCHEMES = (
+    _scheme("NVFP4", ".weight_global_scale", ".weight_packed", ".weight_scale",
+            ".weight_global_scale", ".input_global_scale"),
+    _scheme("NVFP4", ".weight_scale_2", ".weight", ".weight_scale", ".weight_scale_2",
+            ".input_scale"),
+    _scheme("MXFP4, MXFP6 or MXFP8", ".weight_scale", ".weight_packed", ".weight",
+            ".weight_scale", dtypes=("uint8", "float8_e8m0fnu")),
+    _scheme("bitsandbytes int8", ".SCB", ".weight", ".SCB", ".weight_format"),
+    _scheme("GPTQ or AWQ", ".qweight", ".qweight", ".qzeros", ".scales", ".g_idx", ".scaled_zeros"),
+    _scheme("sparse compressed-tensors", ".bitmask", ".bitmask", ".compressed", ".shape",
+            ".row_offsets"),
+    _scheme("HQQ", ".W_q"),
+    _scheme("quanto", ".weight._data"),
+    _scheme("quanto", ".weight._data._data"),
+    _scheme("Marlin", ".B", ".B", ".s", dtypes=("int32",)),
+    _scheme("EXL2", ".q_weight", dtypes=("int32",)),
+    _scheme("EXL3", ".trellis", dtypes=("int16",)),
+    _scheme("SpQR", ".dense_weights"),
+    _scheme("compressed-tensors", ".weight_packed", ".weight_packed", ".weight_scale",
+            ".weight_shape", ".weight_zero_point", ".weight_g_idx"),
+    _scheme("BitNet", ".weight_scale", ".weight", ".weight_scale", payload=("uint8",)),
+    _scheme("scaled dense (BitNet, or compressed-tensors not yet compressed)", ".weight_scale",
+            ".weight", ".weight_scale", ".weight_zero_point", ".weight_g_idx", ".input_scale",
+            ".input_zero_point", ".output_scale", ".output_zero_point",
+            payload=("bfloat16", "float16", "float32")),
+    _scheme("scaled int8 or fp8", ".weight_scale", ".weight", ".weight_scale",
+            ".weight_zero_point", ".input_scale", ".input_zero_point"),
+    _scheme("block-scaled fp8", "_scale_inv", "", "_scale_inv"),
+    _scheme("MXFP4", "_blocks", "_blocks", "_scales"),
+    _scheme("torchao safetensors", "._weight_qdata", "._weight_qdata", "._weight_scale",
+            "._weight_zero_point", "._weight_per_tensor_scale", "._weight_act_per_tensor_scale"),
+)  # fmt: skip
+
+
+NAKED = "bitsandbytes 4-bit, without its scales"
+NAKED_INT8 = "int8, without its scales"
+RESTORE = "restore its scales with --base PATH, the quantized checkpoint it was loaded from; or "
+
+
+def naked_payloads(infos: Mapping[str, TensorInfo]) -> list[str]:
+    """Weights that are nothing but packed codes, as FSDP2 saves those of bitsandbytes: one column.
+
+    In uint8 no other weight is; in floats, where a linear layer of one input would look the same,
+    only several of them that are long and of even sizes count.
+    """
+    if all(info.shape[1:] != (1,) for info in distinct(infos.values()).values()):
+        return []
+    columns = [
+        (fqn, info)
+        for fqn, info in infos.items()
+        if len(info.shape) == 2 and info.shape[1] == 1 and fqn.endswith("weight")
+    ]
+    packed = [fqn for fqn, info in columns if info.dtype == "uint8"]
+    floats = [
+        fqn
+        for fqn, info in columns
+        if info.dtype in ("bfloat16", "float16", "float32")
+        and info.shape[0] >= MANY_PACKED
+        and info.nbytes % 32 == 0
+    ]
+    return packed + (floats if len(floats) > 1 else [])
+
+
+def naked_int8(infos: Mapping[str, TensorInfo]) -> list[str]:
+    """Matrices of int8 alone, as FSDP2 saves the weights of LLM.int8: no other weight is."""
+    if all(info.dtype != "int8" for info in distinct(infos.values()).values()):
+        return []
+    return [
+        fqn
+        for fqn, info in infos.items()
+        if info.dtype == "int8" and len(info.shape) == 2 and fqn.endswith("weight")
+    ]
+
+
+def naked_note(infos: Mapping[str, TensorInfo]) -> list[str]:
+    """What should be said of such payloads, and of weights that are not here at all."""
+    notes = []
+    empty = sum(each(infos.values(), lambda info: 0 in info.shape))
+    if empty * 2 > len(infos):
+        notes.append(
+            f"{empty} of {len(infos)} weights have no elements: DeepSpeed ZeRO-3 leaves such where"
+            " they were not gathered"
+        )
+    for found, name in ((naked_payloads(infos), NAKED), (naked_int8(infos), NAKED_INT8)):
+        if found:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            said = f"{found[0]}{more}: {name}: FSDP2 does not save them; --base PATH restores them"
+            notes.append(said)
+    return notes + foreign_notes(infos)
+
+
+def foreign_notes(infos: Mapping[str, TensorInfo]) -> list[str]:
+    """Each scheme with the names of the parts that belong together, as `inspect` tells them."""
+    if CODES.isdisjoint({info.dtype for info in infos.values()}):
+        return []  # as in nearly all checkpoints
+    schemes: dict[str, list[str]] = {}
+    for key, name in foreign_tensors(infos).items():
+        if name not in (NAKED, NAKED_INT8):
+            schemes.setdefault(name, []).append(key)
+    notes = []
+    for name, keys in schemes.items():
+        parts = sorted({key.rpartition(".")[2] for key in keys})
+        listed = ", ".join(parts[:MANY_PARTS]) + (", ..." if len(parts) > MANY_PARTS else "")
+        notes.append(
+            f"{keys[0]}: {name}, {len(keys)} tensors, in parts {listed}: they move as bytes only"
+        )
+    return notes
+
+
+def foreign_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Key -> name of the scheme that it is a part of; `infos` are dense tensors, as stored."""
+    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
+    for scheme in SCHEMES:
+        for key in [key for key in infos if key.endswith(scheme.mark)]:
+            if not scheme.marks(key, infos):
+                continue
+            stem = key.removesuffix(scheme.mark)
+            if not scheme.members:
+                modules.setdefault(stem, scheme.name)
+            there = [stem + member for member in scheme.members if stem + member in infos]
+            for member in there if len(there) > 1 else ():
+                found.setdefault(member, scheme.name)
+    for stem in _coded(infos):
+        if stem.rpartition(".")[0] not in modules:
+            modules.setdefault(stem, "foreign quantized")
+    naked = dict.fromkeys(naked_payloads(infos), NAKED)
+    naked |= dict.fromkeys(naked_int8(infos), NAKED_INT8)
+    return {**naked, **_below(modules, infos), **found}
+
+
+def _coded(infos: Mapping[str, TensorInfo]) -> list[str]:
+    """Modules that hold codes of whatever scheme: a matrix in a dtype of codes, scales beside it."""
+    stems = {
+        key.rpartition(".")[0]
+        for key, info in infos.items()
+        if len(info.shape) > 1 and info.dtype in CODES
+    }
+    return [
+        stem
+        for stem, _, last in (key.rpartition(".") for key in infos if stems)
+        if stem in stems and stem and any(word in last for word in COMPANIONS)
+    ]
+
+
+def _below(modules: Mapping[str, str], infos: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Everything of these modules, but their biases, which nobody quantizes."""
+    found = {}
+    for key in infos if modules else ():
+        stem, _, last = key.rpartition(".")
+        while stem and stem not in modules:
+            stem = stem.rpartition(".")[0]
+        if stem and not last.endswith("bias"):
+            found[key] = modules[stem]
+    return found

@@ -1,0 +1,188 @@
+"""Cut over a mesh of ranks: FSDP2 on one dim, HSDP, tensor parallelism by a plan of names.
+
+    --mesh replicate=2,shard=4              [rows, cols] -> 4 x [rows / 4, cols], each on 2 ranks
+    --mesh dp=2,tp=4 --tp-plan plan.toml    colwise: rows over tp, then over dp (_StridedShard)
+                                            rowwise: columns over tp, rows over dp
+
+What a mesh dim does is in its name: `replicate` (also `ddp`, `dp_replicate`) replicates, `tp` cuts
+what the plan says, any other cuts rows, as FSDP2 does. A plan is TOML or JSON: pattern of a module
+or tensor -> style, as a transformers config has it in `base_model_tp_plan`.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path as FilePath
+from typing import Any
+
+from ckptmap.errors import PlanError
+from ckptmap.protocols import Placement
+from ckptmap.sharding.dtensor_spec import cut_rows
+from ckptmap.sharding.mesh_boxes import held_boxes
+from ckptmap.tensors import BUFFERS, FLOATING, PARAMETERS, Box, Leaf, TensorInfo
+
+STYLES: Mapping[str, tuple[int | None, int | None]] = {
+    "colwise": (0, 0),
+    "rowwise": (1, None),
+    "shard(0)": (0, 0),
+    "shard(1)": (1, None),
+    "replicate": (None, None),
+}
+"""Style -> (dim that tp cuts of a matrix, of a vector); None: replicated over tp."""
+PLAIN = "plain"
+"""Style of a tensor that is no DTensor at all: a buffer."""
+_EXAMPLE = "for example --mesh replicate=2,shard=4, or --mesh dp=2,tp=4 --tp-plan FILE"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A layout of one mesh, by default of one dim without a name; the registry's has one rank."""
+
+    dims: tuple[tuple[str, int], ...] = (("", 1),)
+    plan: Mapping[str, str] = field(default_factory=dict)
+    name: str = "mesh"
+
+    @property
+    def world_size(self) -> int:
+        return Placement(self.dims, None).world_size
+
+    def over(
+        self,
+        mesh: str | None,
+        tp_plan: str | None,
+        world_size: int | None,
+        names: Collection[str],
+    ) -> Mesh:
+        """Raises PlanError CKM204 where the mesh is malformed or has other ranks than asked for,
+        CKM201 where the plan cannot be read, CKM206 where it names what is not there."""
+        dims = _parse(mesh) if mesh is not None else (("", world_size or 1),)
+        made = Mesh(dims, _read_plan(tp_plan) if tp_plan is not None else {})
+        if world_size is not None and made.world_size != world_size:
+            raise PlanError(
+                "CKM204",
+                f"--mesh {mesh}: has {made.world_size} ranks, --world-size says {world_size}",
+                "leave --world-size out",
+            )
+        if bool(made._tp_axes()) != bool(made.plan):
+            raise PlanError(
+                "CKM204",
+                f"--mesh {mesh}: {'has' if made._tp_axes() else 'has no'} dim tp, and "
+                f"{'no' if made._tp_axes() else 'a'} --tp-plan is given",
+                _EXAMPLE,
+            )
+        for pattern in made.plan:
+            if not any(_matches(pattern, fqn) for fqn in names):
+                raise PlanError(
+                    "CKM206",
+                    f"--tp-plan {tp_plan}: {pattern} matches no tensor, nor a module of one",
+                    "write names as `ckptmap inspect` shows them",
+                )
+        return made
+
+    def cut(self, info: TensorInfo, world_size: int) -> Sequence[tuple[int, Box]]:
+        """By rows over all ranks: for what has no name."""
+        return cut_rows(info, world_size)
+
+    def join(self, values: Sequence[Leaf], key: str) -> None:
+        """None: DTensors say themselves where they belong."""
+        return None
+
+    def placement(self, fqn: str, info: TensorInfo, whole: bool) -> Placement:
+        """A DTensor on the mesh, or a plain tensor on every rank: what is no weight by its dtype
+        or shape, a buffer by its name, and what the source shows to be one (`whole`), unless its
+        name says that it is a parameter, which TP may leave whole."""
+        style = self._style(fqn)
+        last = fqn.rpartition(".")[2]
+        buffer = last in BUFFERS or (whole and last not in PARAMETERS)
+        if style == PLAIN or not info.shape or info.dtype not in FLOATING:
+            return Placement(self.dims, None)
+        if style is None and buffer:
+            return Placement(self.dims, None)
+        shards = tuple(self._shard(name, style, info) for name, _ in self.dims)
+        on_mesh = any(shard != Placement.ABSENT for shard in shards)
+        return Placement(self.dims, shards if on_mesh else None)
+
+    def chunks(self, placement: Placement, info: TensorInfo) -> Sequence[tuple[int, Box]]:
+        """Each box once, on the first rank that holds it; empty ones left out. Raises PlanError
+        CKM504 where torch cannot hold it so."""
+        first: dict[Box, int] = {}
+        for rank, box in enumerate(held_boxes(placement, info)):
+            if box.numel or not info.numel:
+                first.setdefault(box, rank)
+        return [(rank, box) for box, rank in first.items()]
+
+    # ------------------------------------------------------------------ by name
+
+    def _tp_axes(self) -> list[int]:
+        return [axis for axis, (name, _) in enumerate(self.dims) if _role(name) == "tp"]
+
+    def _style(self, fqn: str) -> str | None:
+        """The plan's style for a tensor; a pattern names it, or a module that it lies in."""
+        return next((s for pattern, s in self.plan.items() if _matches(pattern, fqn)), None)
+
+    def _shard(self, name: str, style: str | None, info: TensorInfo) -> int | None:
+        role = _role(name)
+        if role == "replicate":
+            return None
+        if role == "shard":
+            return 0
+        if style is None:
+            return Placement.ABSENT
+        return STYLES[style][0 if len(info.shape) > 1 else 1]
+
+
+def _matches(pattern: str, fqn: str) -> bool:
+    return fnmatchcase(fqn, pattern) or fnmatchcase(fqn.rpartition(".")[0], pattern)
+
+
+def _role(name: str) -> str:
+    if name == "tp":
+        return "tp"
+    return "replicate" if name == "ddp" or name.endswith("replicate") else "shard"
+
+
+def _parse(text: str) -> tuple[tuple[str, int], ...]:
+    """`"replicate=2,shard=4"` -> (("replicate", 2), ("shard", 4))."""
+    dims = []
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if not name.isidentifier() or not size.isdecimal() or not 0 < int(size) < 1 << 20:
+            raise PlanError("CKM204", f"--mesh {text}: {part!r} is no NAME=SIZE", _EXAMPLE)
+        dims.append((name, int(size)))
+    roles = [_role(name) for name, _ in dims]
+    if len(dict(dims)) < len(dims) or any(roles.count(role) > 1 for role in roles):
+        raise PlanError(
+            "CKM204", f"--mesh {text}: two dims {roles}, expected one of each kind", _EXAMPLE
+        )
+    if sorted(roles, key=("replicate", "shard", "tp").index) != roles:
+        raise PlanError(
+            "CKM204", f"--mesh {text}: expected replicate, then shard, then tp", _EXAMPLE
+        )
+    return tuple(dims)
+
+
+def _read_plan(path: str) -> dict[str, str]:
+    """Pattern -> style. Raises PlanError CKM201."""
+    try:
+        text = FilePath(path).read_text(encoding="utf-8")
+        found: Any = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanError("CKM201", f"--tp-plan {path}: {error}", _plan_example()) from error
+    if not isinstance(found, dict) or not found:
+        raise PlanError("CKM201", f"--tp-plan {path}: holds no patterns", _plan_example())
+    for pattern, style in found.items():
+        if not isinstance(style, str) or (style not in STYLES and style != PLAIN):
+            known = ", ".join((*STYLES, PLAIN))
+            raise PlanError(
+                "CKM201", f"--tp-plan {path}: {pattern}: {style!r:.40} is none of {known}",
+                _plan_example(),
+            )  # fmt: skip
+    return found
+
+
+def _plan_example() -> str:
+    return 'write lines like "model.layers.*.mlp.up_proj" = "colwise"'

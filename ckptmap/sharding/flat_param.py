@@ -1,0 +1,306 @@
+"""FSDP1's LOCAL_STATE_DICT: one flat tensor a unit, cut over ranks wherever the cut falls.
+
+    N x ShardedTensor{`layers.0._flat_param` [ceil(numel / N)]} -> layers.0.*: [rows, cols], ...
+
+torch/distributed/fsdp/_flat_param.py: a unit's parameters, in the order of its modules and without
+those of the units inside it, shared ones once, lie behind each other. With `use_orig_params=False`
+there is nothing between them and no other name for them. With `use_orig_params=True` starts are
+aligned to 16 bytes of the compute dtype by padding (of value 42), and each parameter is there by
+name as well, as what the rank holds of it: a slice of one dim, perhaps empty. Shapes are in neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptmap.core.state_paths import by_rank
+from ckptmap.core.tiling import prove_tiling
+from ckptmap.errors import SourceError
+from ckptmap.sharding.flat_slices import InUnit, Slices, rectangles
+from ckptmap.sharding.reference_model import Like, Plain, Units
+from ckptmap.sharding.sharded_tensor_spec import Sharded, is_sharded, read_sharded
+from ckptmap.tensors import Box, Chunk, Leaf, Path, Region, StoredTensor, TensorInfo
+
+KEY = "_flat_param"
+
+
+class FlatParams:
+    """Replaces flat parameters by the parameters in them."""
+
+    name = "flat-param"
+
+    def unflatten(
+        self,
+        leaves: Mapping[Path, Leaf],
+        like: Callable[[], Like] | None,
+        plain: Plain,
+        where: str,
+        units: Units,
+    ) -> Mapping[Path, Leaf]:
+        """Leaves of one dict that hold `_flat_param` at a time; optimizer state is left alone.
+
+        Raises SourceError CKM112 where shapes are needed and `like` is None or of another model.
+        """
+        roots = dict.fromkeys(path[:-1] for path, leaf in leaves.items() if _is_flat(path, leaf))
+        if not roots:
+            return leaves
+        result = dict(leaves)
+        for root in roots:
+            inside = {str(path[-1]): leaf for path, leaf in leaves.items() if path[:-1] == root}
+            found = _Dict(inside, like, plain, where).unflattened()
+            result = {path: leaf for path, leaf in result.items() if path[:-1] != root}
+            result.update({(*root, key): leaf for key, leaf in found.items()})
+        return result
+
+
+def _is_flat(path: Path, leaf: Leaf) -> bool:
+    if not path or not str(path[-1]).endswith(KEY) or str(path[-1]).split(".")[-1] != KEY:
+        return False
+    return any(map(is_sharded, by_rank(leaf)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Elements [start, stop) of a flat tensor, and where they are: one dim, contiguous."""
+
+    start: int
+    stop: int
+    region: Region
+
+    def cut(self, start: int, stop: int) -> Region:
+        return self.region.crop(Box((start - self.start,), (stop - start,)))
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A flat parameter: `prefix` is what the names in it begin with, plain and as stored."""
+
+    prefix: str
+    stored: str
+    info: TensorInfo
+    runs: Sequence[_Run]
+
+
+class _Dict:
+    """One state dict with flat parameters, by key."""
+
+    def __init__(
+        self,
+        leaves: Mapping[str, Leaf],
+        like: Callable[[], Like] | None,
+        plain: Plain,
+        where: str,
+    ) -> None:
+        self.leaves = leaves
+        self.where = where
+        if like is None:
+            raise SourceError(
+                "CKM112",
+                f"{where}: holds flat shards of FSDP1 (LOCAL_STATE_DICT), which carry no shapes",
+                "give --like PATH: a checkpoint or config.json of the same model",
+            )
+        self.like = like()
+        self.plain = plain(leaves)
+        self.units = [
+            _unit(key, self.plain[key], leaf)
+            for key, leaf in leaves.items()
+            if _is_flat((key,), leaf)
+        ]
+
+    def unflattened(self) -> dict[str, Leaf]:
+        """Every leaf by key: named slices joined, what only a flat tensor holds in its place, which
+        is that of FSDP1's own parameter."""
+        found: dict[str, dict[str, Leaf]] = {key: {} for key in self.leaves}
+        named: set[str] = set()
+        for key, leaf in self.leaves.items():
+            if _is_flat((key,), leaf):
+                continue
+            unit = self._unit_of(self.plain[key])
+            slices = self._slices(key, leaf)
+            if slices is not None and unit is not None:
+                named.add(unit.stored)
+                leaf = self._joined(key, slices)
+            found[key][key] = leaf
+        known = {self.plain[key] for key, leaf in found.items() if leaf}
+        missing = [fqn for fqn in self.like.shapes if fqn not in known]
+        for unit in self.units:
+            if unit.stored not in named:
+                mine = [fqn for fqn in missing if self._unit_of(fqn) is unit]
+                found[unit.stored] = self._parameters(unit, mine)
+        result = {key: leaf for part in found.values() for key, leaf in part.items()}
+        self._check_all(result)
+        return result
+
+    def _unit_of(self, fqn: str) -> _Unit | None:
+        """The innermost unit that a name lies in."""
+        inside = [unit for unit in self.units if fqn.startswith(unit.prefix)]
+        return max(inside, key=lambda unit: len(unit.prefix), default=None)
+
+    # ------------------------------------------------------------- use_orig_params=True
+
+    def _slices(self, key: str, leaf: Leaf) -> list[StoredTensor] | None:
+        """A parameter's parts in rank order; None: the leaf is whole on every rank."""
+        values = [value for value in by_rank(leaf) if isinstance(value, StoredTensor)]
+        if len(values) != len(by_rank(leaf)) or any(len(v.info.shape) != 1 for v in values):
+            return None
+        shape = self.like.shapes.get(self.plain[key])
+        if shape is None:
+            if len({value.info for value in values}) == 1 and not self._is_in_unit(values):
+                return None  # a buffer that the other checkpoint has not
+            raise SourceError(
+                "CKM112",
+                f"{self.where}: {key} is cut into flat slices, and {self.like.name} does not have it",
+                "give --like PATH: a checkpoint or config.json of the same model",
+            )
+        held = [value.info.numel for value in values]
+        whole = all(value.info.shape == shape for value in values)
+        return None if whole and sum(held) != math.prod(shape) else values
+
+    def _is_in_unit(self, values: Sequence[StoredTensor]) -> bool:
+        """Do they lie inside the bytes of a flat parameter?"""
+        regions = [chunk.region for value in values if value.info.numel for chunk in value.chunks]
+        return any(
+            run.region.file == region.file
+            and run.region.offset <= region.offset < run.region.offset + run.region.nbytes
+            for unit in self.units
+            for run in unit.runs
+            for region in regions
+        )
+
+    def _joined(self, key: str, slices: Sequence[StoredTensor]) -> StoredTensor:
+        """[n0], [n1], ... -> the tensor whose row-major elements they are."""
+        shape = self.like.shapes[self.plain[key]]
+        numel = sum(part.info.numel for part in slices)
+        dtypes = {part.info.dtype for part in slices}
+        if numel != math.prod(shape) or len(dtypes) > 1:
+            raise SourceError(
+                "CKM112",
+                f"{self.where}: {key}: the ranks hold {numel} elements of "
+                f"{' and '.join(sorted(dtypes))}, expected {math.prod(shape)} for the shape "
+                f"{list(shape)} of {self.like.name}",
+                "a rank's file is of another save, or --like is of another model",
+            )
+        info = TensorInfo(shape, slices[0].info.dtype)
+        share = Slices(tuple(part.share for part in slices), tuple(p.info.numel for p in slices))
+        return StoredTensor(info, lambda: list(_chunks(info, _runs_of(slices), 0)), share=share)
+
+    # ------------------------------------------------------------- use_orig_params=False
+
+    def _parameters(self, unit: _Unit, names: Sequence[str]) -> dict[str, Leaf]:
+        """The parameters of a unit by name, in the model's order; tied ones share their chunks."""
+        names, ties = self._fitting(unit, names)
+        if len(names) > 1 and not self.like.in_order(names):
+            raise SourceError(
+                "CKM112",
+                f"{self.where}: {unit.stored} holds {len(names)} tensors in the model's order, "
+                f"{self.like.name} lists them in an order that may be another",
+                "give --like PATH: a config.json, or a torch.save'd state dict of the model",
+            )
+        result: dict[str, Leaf] = {}
+        offset = 0
+        for fqn in names:
+            info = TensorInfo(self.like.shapes[fqn], unit.info.dtype)
+            share = InUnit(unit.stored, unit.runs[0].region, offset) if unit.runs else None
+            chunks = list(_chunks(info, unit.runs, offset))
+            result[fqn] = StoredTensor(info, chunks, share=share)
+            offset += info.numel
+        result.update({fqn: result[kept] for fqn, kept in ties.items()})
+        return result
+
+    def _fitting(self, unit: _Unit, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """The names that fill the unit, each storage once, and the names tied to them."""
+        shapes = self.like.shapes
+        ties = {fqn: kept for fqn, kept in self.like.ties.items() if fqn in names and kept in names}
+        excess = sum(math.prod(shapes[fqn]) for fqn in names) - unit.info.numel
+        for tied in ({}, ties, self._equal_pair(names, excess)):
+            if sum(math.prod(shapes[fqn]) for fqn in tied) == excess:
+                return [fqn for fqn in names if fqn not in tied], tied
+        raise SourceError(
+            "CKM112",
+            f"{self.where}: {unit.stored} holds {unit.info.numel} elements, the tensors of "
+            f"{self.like.name} that belong there {unit.info.numel + excess}: "
+            f"{', '.join(names[:3]) or 'none'}{', ...' if len(names) > 3 else ''}",
+            "give --like PATH: a checkpoint or config.json of the same model",
+        )
+
+    def _equal_pair(self, names: Sequence[str], excess: int) -> dict[str, str]:
+        """The one tensor that is too many, if it is another's equal in the other checkpoint, too:
+        a container that writes tied tensors twice does not say that they are."""
+        shapes, equal = self.like.shapes, self.like.equal
+        pairs = [
+            (fqn, kept)
+            for index, fqn in enumerate(names)
+            if math.prod(shapes[fqn]) == excess > 0
+            for kept in names[:index]
+            if shapes[kept] == shapes[fqn]
+        ]
+        if len(pairs) != 1 or equal is None or not equal(*pairs[0]):
+            return {}
+        return dict(pairs)
+
+    def _check_all(self, result: Mapping[str, Leaf]) -> None:
+        """What the model has must be somewhere: a unit that is not in the file, for one."""
+        known = {*result, *(self.plain[key] for key in result if key in self.plain)}
+        lost = [
+            f for f in self.like.shapes if f not in known and self.like.ties.get(f) not in known
+        ]
+        if lost:
+            raise SourceError(
+                "CKM112",
+                f"{self.where}: {lost[0]} of {self.like.name} is in none of its flat parameters"
+                f"{f' (and {len(lost) - 1} more)' if len(lost) > 1 else ''}",
+                "give --like PATH: a checkpoint or config.json of the same model",
+            )
+
+
+# --------------------------------------------------------------------------------- flat tensors
+
+
+def _unit(key: str, plain: str, leaf: Leaf) -> _Unit:
+    """The shards of a flat parameter, proven to fill it. Raises SourceError CKM110, CKM112."""
+    parts: list[Sharded] = []
+    for rank, value in enumerate(by_rank(leaf)):
+        if not is_sharded(value):
+            raise _incomplete(key, f"rank {rank} holds no flat parameter")
+        parts.append(read_sharded(value, key))
+    info, world = parts[0].info, parts[0].world
+    if any((part.info, part.world) != (info, world) for part in parts):
+        raise _incomplete(key, "the ranks' flat parameters differ in size")
+    if len(info.shape) != 1:
+        raise _incomplete(key, f"a flat parameter of shape {list(info.shape)}")
+    shards = [shard for part in parts for shard in part.shards]
+    wrong = prove_tiling(info.shape, [box for box, _ in shards])
+    if wrong is not None or len(parts) < world:
+        raise _incomplete(key, wrong or f"is of {world} ranks, found {len(parts)}")
+    runs = [_run(box.offsets[0], tensor) for box, tensor in shards if tensor.info.numel]
+    prefix = plain.removesuffix(KEY)
+    return _Unit(prefix, key, info, sorted(runs, key=lambda run: run.start))
+
+
+def _incomplete(key: str, what: str) -> SourceError:
+    return SourceError("CKM110", f"{key}: {what}", "copy the files of all ranks of one save here")
+
+
+def _run(start: int, tensor: StoredTensor) -> _Run:
+    (chunk,) = tensor.chunks
+    return _Run(start, start + tensor.info.numel, chunk.region)
+
+
+def _runs_of(slices: Iterable[StoredTensor]) -> list[_Run]:
+    runs, at = [], 0
+    for part in slices:
+        if part.info.numel:
+            runs.append(_run(at, part))
+            at += part.info.numel
+    return runs
+
+
+def _chunks(info: TensorInfo, runs: Sequence[_Run], offset: int) -> Iterable[Chunk]:
+    """What the runs hold of the tensor whose first element is flat element `offset`."""
+    for run in runs:
+        start, stop = max(run.start, offset), min(run.stop, offset + info.numel)
+        for box, at in rectangles(info.shape, start - offset, stop - offset):
+            piece = run.cut(offset + at, offset + at + box.numel)
+            yield Chunk(box, Region.contiguous(piece.file, piece.offset, box.sizes, info.itemsize))

@@ -1,0 +1,61 @@
+"""The box that each rank of a mesh holds of a tensor, as fully_shard and parallelize_module cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptmap.errors import PlanError
+from ckptmap.protocols import Placement
+from ckptmap.sharding.dtensor_spec import chunk_of, cut_runs
+from ckptmap.tensors import Box, TensorInfo
+
+
+def held_boxes(placement: Placement, info: TensorInfo) -> list[Box]:
+    """By rank: replicas are equal boxes, a rank that holds nothing has an empty one. Raises
+    PlanError CKM504 where mesh dims cut one tensor dim so unevenly that torch's placements do not
+    say what fully_shard holds (pytorch#161368)."""
+    if placement.shards is None:
+        return [Box.whole(info.shape)] * placement.world_size
+    sizes = [size for _, size in placement.mesh]
+    boxes = []
+    for rank in range(placement.world_size):
+        at = coordinate(rank, sizes)
+        runs = [_run(placement.shards, dim, n, sizes, at) for dim, n in enumerate(info.shape)]
+        boxes.append(Box(tuple(start for start, _ in runs), tuple(n for _, n in runs)))
+    return boxes
+
+
+def coordinate(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Where a rank is in a row-major mesh."""
+    at = []
+    for size in reversed(sizes):
+        rank, place = divmod(rank, size)
+        at.append(place)
+    return tuple(reversed(at))
+
+
+def _run(
+    shards: Sequence[int | None],
+    dim: int,
+    length: int,
+    sizes: Sequence[int],
+    at: Sequence[int],
+) -> tuple[int, int]:
+    """(start, length) along a tensor dim: cut by tp first, then by FSDP, as fully_shard does."""
+    axes = [axis for axis, cut in enumerate(shards) if cut == dim]
+    start, held = 0, length
+    for axis in reversed(axes):
+        offset, held = chunk_of(held, sizes[axis], at[axis])
+        start += offset
+    if len(axes) == 2:
+        outer, inner = axes
+        said = cut_runs(((0, length),), sizes[outer], at[outer], sizes[inner])
+        said = cut_runs(said, sizes[inner], at[inner])
+        if [run for run in said if run[1]] != [(start, held)][: bool(held)]:
+            raise PlanError(
+                "CKM504",
+                f"{length} rows over dp {sizes[outer]} x tp {sizes[inner]}: torch's placements"
+                " describe other rows than fully_shard holds",
+                "choose sizes that divide the rows, or replicate it over tp in the plan",
+            )
+    return start, held

@@ -1,0 +1,82 @@
+"""The transformers model that a config.json describes, built on meta: names, shapes, order, no data.
+
+Only classes that the installed transformers itself defines are built; what a config could make it
+fetch or run (kernels, `auto_map`, quantizers) is taken out first.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import SourceError
+from ckptmap.storage.files import whole
+from ckptmap.storage.process_state import quiet_torchao
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MAX_LAYERS = 10_000
+"""More than any model has; a config that asks for a billion would keep us building."""
+
+
+@quiet_torchao()
+def on_meta(config: Path, max_layers: int = MAX_LAYERS) -> nn.Module:
+    """Raises SourceError CKM101 where the config, or the installed transformers, gives no model."""
+    described = _described(config, max_layers)
+    try:
+        import torch
+        import transformers
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError:
+        raise unusable(config, "needs the transformers package to build its model") from None
+    name = described["architectures"][0]
+    cls: Any = getattr(transformers, name, None)
+    known = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    if not known or described.get("model_type") not in CONFIG_MAPPING:
+        raise unusable(config, f"names the architecture {name!r}, which transformers has not")
+    try:
+        settings = CONFIG_MAPPING[described["model_type"]].from_dict(described)
+        with torch.device("meta"):
+            model: nn.Module = cls(settings)
+    except Exception as error:  # transformers raises nearly every type on an unfit config
+        raise unusable(config, f"{type(error).__name__}: {str(error)[:200]}") from error
+    return model
+
+
+def _described(config: Path, max_layers: int) -> dict[str, Any]:
+    try:
+        found = json.loads(whole(config).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise unusable(config, f"is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise unusable(config, "is no JSON object")
+    names = found.get("architectures")
+    if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
+        raise unusable(config, f"names the architectures {names!r}, expected a list of one")
+    layers = [value for key, value in found.items() if "layer" in key and isinstance(value, int)]
+    if any(count > max_layers for count in layers):
+        raise unusable(config, f"has {max(layers)} layers, expected at most {max_layers}")
+    harmless: dict[str, Any] = _harmless(found)
+    return harmless
+
+
+def _harmless(value: Any) -> Any:
+    """Kernels are named by `*_implementation`, and may be repositories; classes by `auto_map`."""
+    if isinstance(value, dict):
+        return {
+            key: _harmless(item)
+            for key, item in value.items()
+            if not key.endswith(("_implementation", "_implementation_internal", "auto_map"))
+            and key != "quantization_config"
+        }
+    return value
+
+
+def unusable(config: Path, what: str) -> SourceError:
+    return SourceError(
+        "CKM101",
+        f"{config}: {what}",
+        "give a checkpoint of the same model instead: --like PATH",
+    )

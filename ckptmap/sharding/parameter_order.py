@@ -1,0 +1,91 @@
+"""The order of a transformers model's parameters, from its config alone: built on meta, no data.
+
+Only classes that the installed transformers itself defines are built; code that a config names is
+never run. Trainer puts parameters into two groups, those that decay and those that do not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptmap.errors import SourceError
+from ckptmap.sharding.meta_model import on_meta
+from ckptmap.tensors import TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG = "config.json"
+MIN_LAYERS = 1000
+"""That a config may have though few of the parameters are trained."""
+NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Names that do not decay, beside all of nn.LayerNorm: transformers' `Trainer`, 5.x."""
+
+
+def find_config(path: str, like: str | None) -> Path | None:
+    """The config.json that was given, or that lies beside the weights."""
+    if like is not None:
+        given = Path(like)
+        found = given if given.is_file() and given.name.endswith(".json") else given / CONFIG
+        return found if found.is_file() else None
+    base = Path(path) if Path(path).is_dir() else Path(path).parent
+    places = (base / CONFIG, base / "huggingface" / CONFIG)
+    return next((place for place in places if place.is_file()), None)
+
+
+def from_config(
+    config: Path, counts: Sequence[int], weights: Mapping[str, TensorInfo]
+) -> list[list[str]] | None:
+    """Names of the parameters of each group, of which there are `counts`: all in one group, or
+    Trainer's two. None: no such class is installed, or its parameters are not these weights.
+    """
+    model = _model(config, weights)
+    if model is None:
+        return None
+    groups = _in_two(model) if len(counts) != 1 else [[n for n, _ in model.named_parameters()]]
+    if any(name not in weights for group in groups for name in group):
+        return None
+    return groups if [len(group) for group in groups] == list(counts) else None
+
+
+def decay_groups(config: Path, trained: Mapping[str, TensorInfo]) -> list[list[str]] | None:
+    """Those of the parameters that are trained in Trainer's groups: that decay, that do not.
+
+    None: no such class is installed, or it has not all of them.
+    """
+    model = _model(config, trained)
+    if model is None:
+        return None
+    groups = [[name for name in group if name in trained] for group in _in_two(model)]
+    return groups if sum(map(len, groups)) == len(trained) else None
+
+
+def _model(config: Path, weights: Mapping[str, TensorInfo]) -> torch.nn.Module | None:
+    """The model on meta; None: there is none, or a weight has another shape."""
+    try:
+        model = on_meta(config, max(MIN_LAYERS, len(weights)))
+    except SourceError:  # it then tells no order
+        return None
+    for name, parameter in model.named_parameters():
+        if name in weights and weights[name].shape != tuple(parameter.shape):
+            return None
+    return model
+
+
+def _in_two(model: torch.nn.Module) -> list[list[str]]:
+    names = [name for name, _ in model.named_parameters()]
+    stay = _no_decay(model)
+    return [[n for n in names if n not in stay], [n for n in names if n in stay]]
+
+
+def _no_decay(model: torch.nn.Module) -> set[str]:
+    import torch
+
+    found = {name for name, _ in model.named_parameters() if NO_DECAY.search(name.lower())}
+    for prefix, module in model.named_modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            found |= {f"{prefix}.{name}" for name, _ in module.named_parameters()}
+    return found

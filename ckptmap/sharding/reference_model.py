@@ -1,0 +1,140 @@
+"""What another checkpoint or a config.json says of a model: names, shapes and their order.
+
+Flat shards hold numbers alone; what they are comes from here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Protocol
+
+from ckptmap import registry
+from ckptmap.core.state_paths import role_and_fqn
+from ckptmap.errors import SourceError
+from ckptmap.sharding.meta_model import on_meta
+from ckptmap.storage.files import whole
+from ckptmap.tensors import Leaf, Path
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Like:
+    """A model's tensors by plain FQN, buffers among them.
+
+    shapes   in the order of the model's modules
+    ordered  the names of which that is known; None: of all
+    ties     FQN -> the FQN before it whose values it shares, as far as the source tells
+    equal    do two of its tensors hold the same bytes? None: it holds no values
+    """
+
+    name: str
+    shapes: Mapping[str, tuple[int, ...]]
+    ordered: Collection[str] | None = None
+    ties: Mapping[str, str] = field(default_factory=dict)
+    equal: Callable[[str, str], bool] | None = None
+
+    def in_order(self, names: Collection[str]) -> bool:
+        """Is it known in which order they are?"""
+        return self.ordered is None or all(name in self.ordered for name in names)
+
+
+Plain = Callable[[Collection[str]], Mapping[str, str]]
+"""Keys -> plain FQN by key: wrapper segments taken off."""
+
+Units = Mapping[Path, Sequence[str]]
+"""Path of a dict of weights -> the modules in it that FSDP1 wraps, as `Index.units`."""
+
+
+class Unflattener(Protocol):
+    """A way of saving that puts several tensors into one: it sees all leaves at once."""
+
+    name: str
+
+    def unflatten(
+        self,
+        leaves: Mapping[Path, Leaf],
+        like: Callable[[], Like] | None,
+        plain: Plain,
+        where: str,
+        units: Units,
+    ) -> Mapping[Path, Leaf]:
+        """The leaves with each flat tensor replaced by the tensors in it; the same where there is
+        none. Raises SourceError CKM112 where `like`, asked only then, is missing or of another
+        model."""
+
+
+def unflatteners() -> tuple[Unflattener, ...]:
+    """Every way that is registered, in the order in which they are applied."""
+    return registry.unflatteners()
+
+
+def is_alphabetical(names: Sequence[str], dtypes: Sequence[str]) -> bool:
+    """Are the names of each dtype sorted? A safetensors file lists them so, whatever the model's
+    own order; what was converted from one still does."""
+    by_dtype: dict[str, list[str]] = {}
+    for name, dtype in zip(names, dtypes, strict=True):
+        by_dtype.setdefault(dtype, []).append(name)
+    return all(_is_sorted(group) for group in by_dtype.values())
+
+
+def _is_sorted(names: Sequence[str]) -> bool:
+    natural = sorted(names, key=lambda name: [_natural(part) for part in name.split(".")])
+    return list(names) in (sorted(names), natural)
+
+
+def _natural(part: str) -> tuple[int, str]:
+    return (int(part), "") if part.isdecimal() else (-1, part)
+
+
+MANIFEST = "ckptmap.manifest.json"
+
+
+def like_manifest(manifest: FilePath) -> Like:
+    """What our own output was made of: its tensors in the order that they were planned in.
+
+    Raises SourceError CKM403 where it does not say so."""
+    try:
+        document = json.loads(whole(manifest).read_text(encoding="utf-8"))
+        shapes = {
+            fqn: tuple(map(int, about["shape"]))
+            for key, about in document["logical"].items()
+            for role, fqn in [role_and_fqn(key)]
+            if role == "model"
+        }
+        ties = {str(fqn): str(kept) for fqn, kept in document["tied"].items() if kept in shapes}
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise SourceError(
+            "CKM403",
+            f"{manifest}: does not list what was written: {type(error).__name__}",
+            "give --like PATH: a checkpoint or config.json of the same model",
+        ) from error
+    return Like(str(manifest), shapes, ties=ties)
+
+
+def like_config(config: FilePath) -> Like:
+    """The transformers class that a config.json names, built without memory for its values.
+
+    Only a class of the installed transformers is built, never code from beside the config. Raises
+    SourceError CKM101 where there is none, or transformers is not installed.
+    """
+    model = on_meta(config)
+    return _of_module(model, str(config))
+
+
+def _of_module(model: nn.Module, name: str) -> Like:
+    """Its state dict, in order; what is one parameter under two names is tied."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    ties: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        shapes[key] = tuple(tensor.shape)
+        if first.setdefault(id(tensor), key) != key:
+            ties[key] = first[id(tensor)]
+    return Like(name, shapes, ties=ties)

@@ -1,0 +1,119 @@
+"""Tensors that tensor parallelism cut, each rank's part a plain tensor: put together as they lie.
+
+    N x [rows / N, cols], along 0               -> [rows, cols]
+    N x [gate / N; up / N], along 0, 2 sections -> [gate; up]
+    N x [head, cols], along 0, 2 copies         -> N/2 heads, each on two neighbouring ranks
+    N x [cols], along None                      -> [cols]
+
+What several ranks hold is kept once; the others are replicas, to be compared in the run. Sections
+are cut one by one, as Megatron-LM cuts a fused gate and up projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from ckptmap.errors import SourceError
+from ckptmap.sharding.dtensor_spec import moved
+from ckptmap.tensors import Box, Chunk, StoredTensor, TensorInfo
+
+
+class Partition(NamedTuple):
+    """How a tensor is cut: along a dim (None: every rank holds all of it), in so many sections,
+    each part on so many neighbouring ranks."""
+
+    dim: int | None
+    sections: int = 1
+    copies: int = 1
+
+
+WHOLE = Partition(None)
+
+_Piece: TypeAlias = tuple[Box, StoredTensor, Box | None]
+
+
+def joined(parts: Sequence[StoredTensor], cut: Partition, key: str, hint: str) -> StoredTensor:
+    """The tensor that the ranks' parts make, in rank order.
+
+    Raises SourceError CKM113 where the parts differ in shape or dtype, CKM112 where they cannot be
+    cut so; `hint` is the next step.
+    """
+    info = whole_info(parts, cut, key, hint)
+    pieces = _pieces(parts, cut, info)
+    kept: dict[Box, _Piece] = {}
+    replicas: list[Chunk] = []
+    for piece in pieces:
+        if kept.setdefault(piece[0], piece) is not piece:
+            replicas += moved(*piece)
+    return StoredTensor(
+        info, lambda: [chunk for piece in kept.values() for chunk in moved(*piece)], replicas
+    )
+
+
+def whole_info(parts: Sequence[StoredTensor], cut: Partition, key: str, hint: str) -> TensorInfo:
+    """Shape and dtype of the whole; raises as `joined` does."""
+    part = parts[0].info
+    for rank, other in enumerate(parts):
+        if other.info != part:
+            raise SourceError(
+                "CKM113",
+                f"{key}: rank 0 holds {part}, rank {rank} {other.info}, expected the same of all",
+                hint,
+            )
+    if cut.dim is None:
+        return part
+    held = part.shape[cut.dim] if cut.dim < len(part.shape) else None
+    if held is None or held % cut.sections or len(parts) % cut.copies:
+        raise SourceError(
+            "CKM112",
+            f"{key}: {len(parts)} ranks hold {part} each, expected a dim {cut.dim} of"
+            f" {cut.sections} equal sections, on {cut.copies} ranks each",
+            hint,
+        )
+    shape = list(part.shape)
+    shape[cut.dim] = held * len(parts) // cut.copies
+    return TensorInfo(tuple(shape), part.dtype)
+
+
+def _pieces(parts: Sequence[StoredTensor], cut: Partition, info: TensorInfo) -> list[_Piece]:
+    """(box of the whole, what a rank holds, the part of that which fills it; None: all)."""
+    if cut.dim is None:
+        return [(Box.whole(info.shape), part, None) for part in parts]
+    dim, own = cut.dim, parts[0].info.shape
+    length = own[dim] // cut.sections
+    stride = info.shape[dim] // cut.sections
+    sizes = (*own[:dim], length, *own[dim + 1 :])
+    found = []
+    for rank, part in enumerate(parts):
+        for section in range(cut.sections):
+            start = section * stride + rank // cut.copies * length
+            box = Box(_along(dim, start, len(own)), sizes)
+            within = Box(_along(dim, section * length, len(own)), sizes)
+            found.append((box, part, within if cut.sections > 1 else None))
+    return found
+
+
+def _along(dim: int, start: int, ndim: int) -> tuple[int, ...]:
+    return tuple(start if d == dim else 0 for d in range(ndim))
+
+
+def unstacked(stored: StoredTensor) -> list[StoredTensor]:
+    """[n, ...] -> n x [...]: a tensor for each index of its first dim, where the bytes lie."""
+    if not stored.info.shape:
+        return [stored]
+    info = TensorInfo(stored.info.shape[1:], stored.info.dtype)
+    return [StoredTensor(info, partial(_slice, stored, at)) for at in range(stored.info.shape[0])]
+
+
+def _slice(stored: StoredTensor, at: int) -> list[Chunk]:
+    shape = stored.info.shape
+    box = Box((at, *(0 for _ in shape[1:])), (1, *shape[1:]))
+    return [
+        Chunk(
+            Box(held.offsets[1:], held.sizes[1:]),
+            region._replace(sizes=region.sizes[1:], strides=region.strides[1:]),
+        )
+        for held, region in stored.pieces(box)
+    ]

@@ -1,0 +1,158 @@
+"""Whether a path may become an output, asked before a byte is written and again under its lock."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from ckptmap.errors import DestinationError
+from ckptmap.storage.limits import short_of
+
+
+def named_place(dst: str | os.PathLike[str]) -> Path:
+    """Raises DestinationError CKM304 for an empty path, which pathlib takes for the working
+    directory, and for one that the filesystem cannot hold."""
+    if not os.fspath(dst):
+        raise DestinationError("CKM304", "the destination is an empty path", "name a new path")
+    try:
+        os.lstat(os.path.abspath(dst))  # noqa: PTH100 (it raises where the working directory is gone)
+    except NotADirectoryError:
+        pass
+    except FileNotFoundError as error:
+        if error.filename is None:
+            raise DestinationError(
+                "CKM304",
+                f"{os.fspath(dst)}: lies in the working directory, and that is gone",
+                "change to a directory that exists, or name a whole path",
+            ) from error
+    except OSError as error:
+        raise cannot_write(Path(dst), error) from error
+    return Path(dst)
+
+
+def check_destination(dst: Path, one_file: bool, overwrite: bool) -> None:
+    """Raise DestinationError where `dst` must not be written: CKM301 it exists (an empty
+    directory may be used, like may replace like with `overwrite`), CKM304 it is a link, a device
+    or a directory that is in use."""
+    if not dst.name:
+        raise DestinationError("CKM304", f"{dst}: is no place for an output", "name a new path")
+    try:
+        mode = os.lstat(dst).st_mode
+        empty = stat.S_ISDIR(mode) and not os.listdir(dst)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise cannot_write(dst, error) from error
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        what = "symbolic link" if stat.S_ISLNK(mode) else "special file"
+        raise DestinationError(
+            "CKM304", f"{dst}: is a {what}, never replaced", "name the real path, or a new one"
+        )
+    wanted, found = ("directory", "file")[one_file], ("directory", "file")[stat.S_ISREG(mode)]
+    if wanted != found:
+        raise DestinationError(
+            "CKM301", f"{dst}: is a {found}, expected a {wanted} or nothing", "name a new path"
+        )
+    if empty:
+        return
+    if not overwrite:
+        raise DestinationError(
+            "CKM301", f"{dst}: exists", "name a new path, or replace it with --overwrite"
+        )
+    if found == "directory":
+        _check_replaceable(dst)
+
+
+def _check_replaceable(dst: Path) -> None:
+    """A directory that somebody lives in is not replaced by a checkpoint."""
+    lived_in = {"the home directory": Path.home(), "the working directory": Path.cwd()}
+    for what, place in lived_in.items():
+        if dst.resolve() in (place.resolve(), *place.resolve().parents):
+            raise DestinationError("CKM304", f"{dst}: holds {what}", "name a new path")
+    if os.path.ismount(dst):
+        raise DestinationError("CKM304", f"{dst}: is a mount point", "name a path inside it")
+
+
+def check_overlap(sources: Sequence[str | Path], dst: Path) -> None:
+    """Raise DestinationError CKM302 where a source is the destination, inside it or around it,
+    by resolved path or by inode (hard links, bind mounts)."""
+    real = Path(os.path.realpath(dst))
+    identities = _identities(real)
+    mine, above = {identities[0]} - {None}, {*identities} - {None}
+    around = cache(_around)  # nearly all sources share one directory
+    for source in sources:
+        folder, name = os.path.split(source)
+        if name in ("", ".", "..") or os.path.islink(source):
+            folder, name = os.path.split(os.path.realpath(source))
+        places, seen = around(folder)
+        place = places[0] / name
+        identity = _identity(place)
+        if place == real or identity in mine:
+            relation = "is the source"
+        elif place in real.parents or identity in above:
+            relation = "is inside the source"
+        elif real in places or seen & mine:
+            relation = "contains the source"
+        else:
+            continue
+        raise DestinationError(
+            "CKM302", f"{dst}: {relation} {source}", "write to a path apart from the source"
+        )
+
+
+def _around(folder: str) -> tuple[Sequence[Path], set[tuple[int, int] | None]]:
+    """A directory and all above it, resolved, and their devices and inodes."""
+    real = Path(os.path.realpath(folder))
+    return (real, *real.parents), {*_identities(real)}
+
+
+def _identities(path: Path) -> list[tuple[int, int] | None]:
+    """Device and inode of a path and all above it; None where there is nothing."""
+    return [_identity(place) for place in (path, *path.parents)]
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def check_space(directory: Path, nbytes: int, present: int = 0) -> None:
+    """Raise DestinationError CKM303 where `nbytes`, less those `present`, do not fit."""
+    free = shutil.disk_usage(directory).free
+    if nbytes - present > free:
+        raise DestinationError(
+            "CKM303",
+            f"{directory}: needs {nbytes - present} bytes, found {free} free",
+            "free some space or choose another destination",
+        )
+
+
+def _why(error: OSError, at: Path) -> str:
+    if isinstance(error, FileExistsError | NotADirectoryError):  # what mkdir says of these
+        if at.is_symlink() and not at.exists():
+            return f"{at} is a symbolic link to {at.readlink()}, which is not there"
+        return f"{next((up for up in (at, *at.parents) if up.is_file()), at)} is no directory"
+    return f"{error.strerror} ({at})"
+
+
+def cannot_write(dst: Path, error: OSError) -> DestinationError:
+    at = Path(error.filename or dst)
+    at = at.parent if at.name.startswith(f".{dst.name}.") else at  # what we would put beside it
+    failed = DestinationError(
+        "CKM304",
+        f"{dst}: cannot be written: {_why(error, at)}",
+        "choose a destination that can be written",
+    )
+    if error.errno == errno.ENAMETOOLONG:
+        failed.hint = (
+            "choose a shorter name: while it is made it has a longer one (180 bytes always fit)"
+        )
+    return short_of(error, failed)

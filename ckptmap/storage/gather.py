@@ -1,0 +1,292 @@
+"""Fill a buffer with a box of a stored tensor, whatever way its chunks lie in the files.
+
+The output drives: each piece is a strided region of one file that lands on a rectangle of the
+output. Runs of bytes go straight from the page cache to their places (preadv scatter, small gaps
+read into one junk buffer); single elements, as of a transposed view, are read in dense spans of
+bounded size and spread by strided memoryview copies, so neither torch nor numpy is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import gcd, prod
+from typing import Literal, NamedTuple, TypeAlias
+
+from ckptmap.core.row_chunks import Rows
+from ckptmap.core.woven import ZEROS, Woven
+from ckptmap.errors import SourceError
+from ckptmap.storage.files import Files
+from ckptmap.tensors import Box, Extent, Region, StoredTensor, contiguous_strides
+
+SCRATCH = 1 << 20
+"""Bytes of source read at once where elements must be spread one by one."""
+MAX_GAP = 16 << 10
+"""Bytes between two runs that are cheaper to read and drop than a second system call."""
+MIN_RUN = 64
+"""Bytes of a run below which strided copies beat one buffer a run."""
+IOV_MAX = 1024
+"""Buffers that one preadv takes on Linux."""
+
+_JUNK = memoryview(bytearray(MAX_GAP))
+_FORMATS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+Dims: TypeAlias = tuple["Dim", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """`n` steps of `src` bytes in the file and `dst` bytes in the output."""
+
+    n: int
+    src: int
+    dst: int
+
+
+class Run(NamedTuple):
+    """Consecutive bytes of one file."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+def fill(files: Files, stored: StoredTensor, box: Box, out: memoryview) -> None:
+    """Fill `out` (box.numel * itemsize bytes, row-major) with `box` of the stored tensor.
+
+    Memory beyond `out`: at most SCRATCH bytes. Raises SourceError CKM112 where the chunks leave a
+    hole, RunError CKM308 where a file ends early.
+    """
+    nbytes = box.numel * stored.info.itemsize
+    assert out.nbytes == nbytes, f"buffer of {out.nbytes} bytes for a box of {nbytes}"
+    filled = 0
+    if isinstance(stored, Woven):
+        filled = _weave(files, stored, box, out)
+    elif type(held := stored.place) is Rows and box.sizes[1:] == stored.info.shape[1:]:
+        reads = held.reads(box.offsets[0], box.sizes[0], out)
+        files.read_each(reads)
+        filled = sum([part.nbytes for _, _, part in reads])
+    else:
+        rows = box.sizes[1:] if nbytes and box.sizes else None
+        row_nbytes = nbytes // box.sizes[0] if rows is not None else 0
+        for place, region in stored.pieces(box):
+            if place.sizes[1:] == rows and region.is_contiguous and region.file != ZEROS:
+                start = place.offsets[0] * row_nbytes  # whole rows: what nearly every rank holds
+                end = start + place.sizes[0] * row_nbytes
+                files.read_into(region.file, region.offset, [out[start:end]])
+                filled += end - start
+            else:
+                _land(files, region, place, box.sizes, out)
+                filled += region.nbytes
+    if filled != nbytes:
+        raise SourceError(
+            "CKM112",
+            f"chunks of a {stored.info} tensor fill {filled} bytes of the box at "
+            f"{list(box.offsets)} of {list(box.sizes)}, expected {nbytes}",
+            "the checkpoint is incomplete or contradicts itself; inspect it",
+        )
+
+
+def run_of(stored: StoredTensor, box: Box) -> Run | None:
+    """The one run of bytes that is `box` in row-major order, where there is one; else None."""
+    if box.sizes == stored.info.shape:
+        place = stored.place
+        extent = place if type(place) is Extent else stored.extent
+        return extent and Run(extent[0], extent[1], stored.info.nbytes)
+    if isinstance(stored, Woven):
+        return None
+    pieces = list(islice(stored.pieces(box), 2))
+    if len(pieces) != 1 or pieces[0][0].sizes != box.sizes:
+        return None
+    region = pieces[0][1]
+    return Run(region.file, region.offset, region.nbytes) if region.is_contiguous else None
+
+
+def row_major_boxes(box: Box, max_numel: int) -> Iterator[Box]:
+    """Cut `box` into boxes of at most `max_numel` elements that follow each other row-major."""
+    sizes = box.sizes
+    if prod(sizes) <= max(1, max_numel):
+        yield box
+        return
+    # The outermost dim of which one index (all inner dims whole) fits the limit.
+    dim = next(d for d in range(len(sizes)) if prod(sizes[d + 1 :]) <= max(1, max_numel))
+    rows = max(1, max_numel // max(1, prod(sizes[dim + 1 :])))
+    for outer in _indices(sizes[:dim]):
+        head = tuple(o + i for o, i in zip(box.offsets, outer, strict=False))
+        for row in range(0, sizes[dim], rows):
+            yield Box(
+                (*head, box.offsets[dim] + row, *box.offsets[dim + 1 :]),
+                ((1,) * dim + (min(rows, sizes[dim] - row),) + sizes[dim + 1 :]),
+            )
+
+
+def _indices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All index tuples of a shape, row-major."""
+    if not sizes:
+        yield ()
+        return
+    for outer in _indices(sizes[:-1]):
+        for inner in range(sizes[-1]):
+            yield (*outer, inner)
+
+
+# ------------------------------------------------------------------------- one piece
+
+
+def _weave(files: Files, stored: Woven, box: Box, out: memoryview) -> int:
+    """Bring what fills a box of a rearranged tensor to its places; the bytes brought."""
+    filled, itemsize = 0, stored.info.itemsize
+    for file, offset, start, dims, nbytes in stored.landings(box):
+        axes = sorted(dims, key=lambda axis: axis[2], reverse=True)
+        sizes, src, dst = (tuple(axis[i] for axis in axes) for i in range(3))
+        collapsed = _collapse(sizes, src, dst)
+        if file == ZEROS:
+            out[start : start + itemsize] = bytes(itemsize)
+            _repeat(out, start, collapsed, (), itemsize)
+        else:
+            _move(files, file, offset, collapsed, out, start, itemsize)
+        filled += nbytes
+    return filled
+
+
+def _land(files: Files, region: Region, place: Box, sizes: Sequence[int], out: memoryview) -> None:
+    """Bring one region to its place in the output, a row-major tensor of `sizes`."""
+    itemsize = region.itemsize
+    if place.sizes == sizes and region.is_contiguous and region.file != ZEROS:
+        files.read_into(region.file, region.offset, [out])
+        return
+    strides = contiguous_strides(sizes, itemsize)
+    start = sum(o * s for o, s in zip(place.offsets, strides, strict=True))
+    dims = _collapse(region.sizes, region.strides, strides)
+    still = tuple(dim for dim in dims if dim.src == 0)
+    moving = tuple(dim for dim in dims if dim.src != 0)
+    if region.file == ZEROS:
+        out[start : start + itemsize] = bytes(itemsize)
+    else:
+        _move(files, region.file, region.offset, moving, out, start, itemsize)
+    if still:
+        _repeat(out, start, still, moving, itemsize)
+
+
+def _collapse(sizes: Sequence[int], src: Sequence[int], dst: Sequence[int]) -> Dims:
+    """The fewest dims that visit the same elements: [4, 8] contiguous on both sides -> [32]."""
+    dims: list[Dim] = []
+    for n, s, d in zip(sizes, src, dst, strict=True):
+        if n == 1:
+            continue
+        if dims and dims[-1].src == s * n and dims[-1].dst == d * n:
+            dims[-1] = Dim(dims[-1].n * n, s, d)
+        else:
+            dims.append(Dim(n, s, d))
+    return tuple(dims)
+
+
+def _move(
+    files: Files, file: str, offset: int, dims: Dims, out: memoryview, start: int, itemsize: int
+) -> None:
+    run = itemsize
+    # Ascending file order, so that the kernel reads ahead; a dim's two strides travel together.
+    ordered = tuple(sorted(dims, key=lambda dim: dim.src, reverse=True))
+    if ordered and ordered[-1].src == ordered[-1].dst == itemsize:
+        run, ordered = ordered[-1].n * itemsize, ordered[:-1]
+    if run >= MIN_RUN or not ordered:
+        _scatter(files, file, offset, ordered, out, start, run)
+    else:
+        dims = tuple(sorted(dims, key=lambda dim: dim.src, reverse=True))
+        _spread(files, file, offset, dims, out, start, itemsize)
+
+
+def _scatter(
+    files: Files, file: str, offset: int, outer: Dims, out: memoryview, start: int, run: int
+) -> None:
+    """Runs of `run` bytes, each to its own place, as few reads as gaps allow."""
+    if len(outer) == 1 and outer[0].src == run:  # nothing between: columns that a rank holds
+        step = outer[0].dst
+        for first in range(0, outer[0].n, IOV_MAX):
+            stop = start + min(outer[0].n, first + IOV_MAX) * step
+            places = [out[dst : dst + run] for dst in range(start + first * step, stop, step)]
+            files.read_into(file, offset + first * run, places)
+        return
+    buffers: list[memoryview] = []
+    begin = cursor = offset
+    for src, dst in _positions(outer, offset, start):
+        gap = src - cursor
+        if buffers and not (0 <= gap <= MAX_GAP and len(buffers) < IOV_MAX - 1):
+            files.read_into(file, begin, buffers)
+            buffers = []
+        if not buffers:
+            begin = src
+        elif gap:
+            buffers.append(_JUNK[:gap])
+        buffers.append(out[dst : dst + run])
+        cursor = src + run
+    files.read_into(file, begin, buffers)
+
+
+def _positions(dims: Dims, src: int, dst: int) -> Iterator[tuple[int, int]]:
+    """(file offset, output offset) of every index, the last dim fastest."""
+    if not dims:
+        yield src, dst
+        return
+    last = dims[-1]
+    for s, d in _positions(dims[:-1], src, dst):
+        yield from zip(
+            range(s, s + last.n * last.src, last.src) if last.src else (s,) * last.n,
+            range(d, d + last.n * last.dst, last.dst),
+            strict=True,
+        )
+
+
+def _spread(
+    files: Files, file: str, offset: int, dims: Dims, out: memoryview, start: int, itemsize: int
+) -> None:
+    """Elements one by one: read dense spans of at most SCRATCH bytes, copy with strides.
+
+    `dims` in descending order of file stride, none of them 0.
+    """
+    span = sum((dim.n - 1) * dim.src for dim in dims) + itemsize
+    wanted = prod(dim.n for dim in dims) * itemsize
+    sparse = span > MAX_GAP and span > 8 * wanted
+    if not dims or (span <= SCRATCH and not sparse):
+        scratch = memoryview(bytearray(span))
+        files.read_into(file, offset, [scratch])
+        _copy(scratch, 0, out, start, dims, itemsize)
+        return
+    first, rest = dims[0], dims[1:]
+    inner = span - (first.n - 1) * first.src
+    count = 1 if sparse or inner > SCRATCH else max(1, 1 + (SCRATCH - inner) // first.src)
+    for index in range(0, first.n, count):
+        n = min(count, first.n - index)
+        head = (Dim(n, first.src, first.dst),) if n > 1 else ()
+        at, to = offset + index * first.src, start + index * first.dst
+        _spread(files, file, at, (*head, *rest), out, to, itemsize)
+
+
+def _copy(
+    source: memoryview, src: int, out: memoryview, dst: int, dims: Dims, itemsize: int
+) -> None:
+    """Strided copy inside memory; strides and starts in bytes."""
+    unit = gcd(itemsize, 8, *(dim.src for dim in dims), *(dim.dst for dim in dims))
+    if unit < itemsize:
+        dims = (*dims, Dim(itemsize // unit, unit, unit))
+    longest = max(dims, key=lambda dim: dim.n, default=Dim(1, unit, unit))
+    outer = tuple(dim for dim in dims if dim is not longest)
+    a, b = source.cast(_FORMATS[unit]), out.cast(_FORMATS[unit])
+    n, a_step, b_step = longest.n, longest.src // unit, longest.dst // unit
+    for s, d in _positions(outer, src, dst):
+        s, d = s // unit, d // unit
+        b[d : d + (n - 1) * b_step + 1 : b_step] = a[s : s + (n - 1) * a_step + 1 : a_step]
+
+
+def _repeat(out: memoryview, start: int, still: Dims, filled: Dims, itemsize: int) -> None:
+    """Expanded dims (file stride 0): double what is there until every index has it."""
+    done = tuple(Dim(dim.n, dim.dst, dim.dst) for dim in filled)
+    for dim in still:
+        have = 1
+        while have < dim.n:
+            n = min(have, dim.n - have)
+            block = (*done, Dim(n, dim.dst, dim.dst)) if n > 1 else done
+            _copy(out, start, out, start + have * dim.dst, block, itemsize)
+            have += n
+        done = (*done, Dim(dim.n, dim.dst, dim.dst))

@@ -1,0 +1,298 @@
+"""A directory that stands for a repository: every file with its name and size, none with content.
+
+Whoever looks at it finds what a download would give; bytes come when `ckptmap.storage.files` is asked for
+them, and only those: a header by range, a whole file once it is to be converted. What was read by
+range lies in the placeholder (sparse, in the temporary directory); whole files lie in
+huggingface_hub's cache, or where a run with little disk keeps the one at work. No hole is ever
+read: what is not there is fetched or refused.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import shutil
+import tempfile
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+from ckptmap.errors import CkptmapError, RunError, SourceError
+from ckptmap.storage.files import Fingerprint, back, let_go
+from ckptmap.storage.hub.entry import Entry
+from ckptmap.storage.hub.repo import READ_NBYTES, Repo
+from ckptmap.storage.hub.uri import HubName
+
+BLOCK = 64 << 10
+"""Bytes fetched at least: one request brings most safetensors headers whole."""
+SMALL_BLOCK = 4 << 10
+"""The same in the midst of a file, where a few bytes stand before each tensor's values."""
+KEPT_NBYTES = 4 << 20
+"""Reads above this are values: they go where they are wanted and are not kept."""
+AT_ONCE = 8
+"""Shards whose headers are asked for at the same time."""
+SHARD = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d+)(?P<suffix>\.\w+)")
+
+
+class _Ranges:
+    """Which bytes of a file are there: disjoint, sorted (start, stop)."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, int]] = []
+
+    def missing(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The parts of start..stop that are not there."""
+        for low, high in self.spans:
+            if high <= start or low >= stop:
+                continue
+            if low > start:
+                yield start, low
+            start = max(start, high)
+        if start < stop:
+            yield start, stop
+
+    def add(self, start: int, stop: int) -> None:
+        at = bisect_right(self.spans, (start, stop))
+        self.spans.insert(at, (start, stop))
+        merged: list[tuple[int, int]] = []
+        for low, high in self.spans:
+            if merged and low <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+            else:
+                merged.append((low, high))
+        self.spans = merged
+
+
+class _File:
+    """One placeholder: what of it is there, and where a whole copy lies."""
+
+    def __init__(self, path: str, entry: Entry) -> None:
+        self.path, self.entry = path, entry
+        self.ranges = _Ranges()
+        self.held: str | None = None
+        self.staged = False
+        """Was the whole copy fetched for one run only?"""
+        self.lock = threading.Lock()
+
+
+class Mirror:
+    """The placeholders of one repository, or of a folder in it, at `root`."""
+
+    def __init__(self, repo: Repo, name: HubName, root: Path, entries: dict[str, Entry]) -> None:
+        self.repo, self.name, self.root = repo, name, root
+        self.origin = str(HubName(repo.id, repo.commit))
+        self._pid = os.getpid()
+        self._files: dict[str, _File] = {}
+        for path, entry in entries.items():
+            file = root / path
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("wb") as stream:
+                    stream.truncate(entry.nbytes)
+            except OSError as error:
+                raise SourceError(
+                    "CKM716",
+                    f"{self.origin}/{path}: cannot have a place on this machine: {error.strerror}",
+                    "set TMPDIR to another file system, or fetch it with huggingface_hub",
+                ) from error
+            self._files[str(file)] = _File(str(file), entry)
+
+    def entries(self) -> Iterator[tuple[str, Entry]]:
+        """(placeholder, what it stands for) of every file."""
+        return ((file, found.entry) for file, found in self._files.items())
+
+    def entry(self, file: str) -> Entry:
+        return self._files[file].entry
+
+    # ------------------------------------------------------------------ what files asks
+
+    def fingerprint(self, file: str) -> Fingerprint | None:
+        """By content, not by time: the same on every machine. None: it is a folder."""
+        found = self._files.get(file)
+        if found is None:
+            return None
+        return Fingerprint(found.entry.nbytes, int(found.entry.digest[:15], 16), 0)
+
+    def held(self, file: str) -> str | None:
+        found = self._files.get(file)
+        return None if found is None else found.held
+
+    def fetch(self, file: str, into: Path | None = None) -> str:
+        """The whole file, verified, in huggingface_hub's cache or `into` a directory; its path.
+        Raises RunError CKM709 where what was read of it by range is not in it."""
+        found = self._files[file]
+        with found.lock:
+            if found.held is None:
+                cached = self.repo.cached(found.entry)
+                sound = cached is not None and found.entry.is_in(cached)
+                found.staged = into is not None and not sound
+                held = cached if cached and sound else self.repo.download(found.entry, into)
+                _check_ranges(found, held, self.origin)
+                found.held = held
+            return found.held
+
+    def bring(self, files: Sequence[str], into: Path | None) -> None:
+        """Raises RunError CKM710 where they do not fit."""
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        found = [self._files[file] for file in files]
+        missing = [f for f in found if f.held is None and self.repo.cached(f.entry) is None]
+        place = into or Path(HF_HUB_CACHE)
+        place.mkdir(parents=True, exist_ok=True)
+        needed, free = sum(f.entry.nbytes for f in missing), shutil.disk_usage(place).free
+        if needed > free:
+            raise RunError(
+                "CKM710",
+                f"{place}: needs {needed} bytes for {self.origin}, found {free} free",
+                "free some, or set HF_HOME to a larger disk"
+                + ("" if into else ", or keep one shard at a time with --low-disk"),
+            )
+        for file in files:
+            self.fetch(file, into)
+
+    def close(self) -> None:
+        if os.getpid() == self._pid:  # not in a process that was forked off
+            shutil.rmtree(self.root.parent, ignore_errors=True)
+
+    def drop(self, file: str) -> None:
+        found = self._files[file]
+        with found.lock:
+            if found.held is not None and found.staged:
+                with suppress(FileNotFoundError):
+                    Path(found.held).unlink()
+                found.held, found.staged = None, False
+
+    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Bytes by range, into consecutive buffers. The caller has checked nothing."""
+        found = self._files[file]
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        if offset < 0 or offset + wanted > found.entry.nbytes:
+            raise RunError(
+                "CKM308",
+                f"{file}: ended at byte {found.entry.nbytes}, expected {offset + wanted}",
+                "it is truncated where it was made; use another revision",
+            )
+        if wanted > KEPT_NBYTES:
+            self._stream(found.entry, offset, buffers)
+            return
+        if offset == 0:
+            self._ahead(found)
+        with found.lock:
+            self._bring(found, offset, offset + wanted)
+        with Path(file).open("rb") as placeholder:
+            os.preadv(placeholder.fileno(), buffers, offset)
+
+    def _stream(self, entry: Entry, offset: int, buffers: Sequence[memoryview]) -> None:
+        for buffer in buffers:
+            flat = buffer.cast("B")
+            for at in range(0, flat.nbytes, READ_NBYTES):
+                nbytes = min(READ_NBYTES, flat.nbytes - at)
+                flat[at : at + nbytes] = self.repo.read(entry, offset + at, nbytes)
+            offset += flat.nbytes
+
+    def _bring(self, found: _File, start: int, stop: int) -> None:
+        """Fetch what is missing of start..stop, in whole blocks, into the placeholder."""
+        if not any(found.ranges.missing(start, stop)):
+            return
+        end = found.entry.nbytes
+        midst = start >= BLOCK and stop <= end - BLOCK and stop - start <= SMALL_BLOCK
+        block = SMALL_BLOCK if midst else BLOCK
+        start, stop = start // block * block, min(-(-stop // block) * block, end)
+        for low, high in list(found.ranges.missing(start, stop)):
+            with Path(found.path).open("r+b") as placeholder:
+                for at in range(low, high, READ_NBYTES):
+                    data = self.repo.read(found.entry, at, min(READ_NBYTES, high - at))
+                    os.pwrite(placeholder.fileno(), data, at)
+            found.ranges.add(low, high)
+
+    def _ahead(self, found: _File) -> None:
+        """The first block of a shard brings those of its set, several at once."""
+        match = SHARD.fullmatch(found.entry.path)
+        if match is None or found.ranges.spans:
+            return
+        family = re.compile(
+            rf"{re.escape(match['stem'])}-\d+-of-{match['count']}{re.escape(match['suffix'])}"
+        )
+        kin = [
+            file for file in self._files.values()
+            if family.fullmatch(file.entry.path) and not file.ranges.spans and file.entry.nbytes
+        ]  # fmt: skip
+        if len(kin) > 1:
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                list(pool.map(self._first_block, kin))
+
+    def _first_block(self, found: _File) -> None:
+        with found.lock, suppress(CkptmapError):  # whoever reads it will be told
+            self._bring(found, 0, min(BLOCK, found.entry.nbytes))
+
+
+def _check_ranges(found: _File, held: str, origin: str) -> None:
+    with Path(found.path).open("rb") as placeholder, Path(held).open("rb") as whole:
+        for low, high in found.ranges.spans:
+            read = os.pread(placeholder.fileno(), high - low, low)
+            if read != os.pread(whole.fileno(), high - low, low):
+                raise RunError(
+                    "CKM709",
+                    f"{origin}/{found.entry.path}: bytes {low}..{high} read by range differ from"
+                    " the file that was downloaded",
+                    "run the same command again",
+                )
+
+
+# ----------------------------------------------------------------------------- open ones
+
+_MIRRORS: dict[HubName, tuple[Mirror, Path]] = {}
+_LOCK = threading.Lock()
+PREFIX = "ckptmap-hub-"
+
+
+def mirrored(name: HubName) -> tuple[Mirror, Path]:
+    """The mirror of a place on the Hub, and the path in it; one a place and process."""
+    with _LOCK:
+        if name not in _MIRRORS:
+            _MIRRORS[name] = _made(name)
+        return _MIRRORS[name]
+
+
+def _made(name: HubName) -> tuple[Mirror, Path]:
+    repo = Repo.find(name)
+    folder = name.path
+    if name.path and repo.at(name.path) is not None:
+        folder = str(Path(name.path).parent) if "/" in name.path else ""
+    entries = repo.tree(folder)
+    _sweep()
+    root = (
+        Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")).resolve() / repo.id.split("/")[1]
+    )
+    root.mkdir()
+    try:
+        mirror = Mirror(repo, name, root, entries)
+    except BaseException:
+        shutil.rmtree(root.parent, ignore_errors=True)
+        raise
+    back(str(root), mirror)
+    atexit.register(let_go)
+    return mirror, root / name.path
+
+
+def _sweep() -> None:
+    """Remove what killed processes of this user left."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        match = re.match(rf"{PREFIX}(\d+)-", left.name)
+        with suppress(OSError):
+            if match and left.stat().st_uid == os.getuid() and not _lives(int(match[1])):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

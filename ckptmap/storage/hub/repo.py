@@ -1,0 +1,218 @@
+"""A repository at one commit: what it holds, ranges of its files, whole files that are verified.
+
+All of it by huggingface_hub: its tokens, endpoint, retries, cache, xet. A revision is resolved to a
+commit once; everything after that asks for the commit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+from typing import TYPE_CHECKING
+
+from ckptmap.errors import RunError, SourceError
+from ckptmap.storage.hub.entry import Entry
+from ckptmap.storage.hub.errors import Kind, told
+from ckptmap.storage.hub.resume_download import continued, over_http
+from ckptmap.storage.hub.uri import HubName
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoFile, RepoFolder
+
+READ_NBYTES = 8 << 20
+"""Bytes asked for in one request, which huggingface_hub keeps in memory."""
+MAX_NBYTES = 1 << 50
+"""Of one file; more than any store takes."""
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+RETRIED = (408, 429, 500, 502, 503, 504)
+"""Answers after which the same range is asked for again, by huggingface_hub's own waiting."""
+
+
+@dataclass(frozen=True)
+class Repo:
+    """A repository at a commit. `renamed_from` is the name it was asked for by, if another."""
+
+    id: str
+    commit: str
+    revision: str = ""
+    renamed_from: str = ""
+
+    @classmethod
+    def find(cls, name: HubName) -> Repo:
+        """Raises SourceError CKM702 to 708: see `failures`."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import RevisionNotFoundError
+
+        with _with_cached(name), told(name.repo):
+            try:
+                info = HfApi().model_info(name.repo, revision=name.revision or None)
+            except RevisionNotFoundError as error:
+                raise _no_revision(name) from error
+        if not info.sha:
+            raise SourceError(
+                "CKM704", f"{name}: has no commit yet", "push something into it first"
+            )
+        renamed = name.repo if info.id.lower() != name.repo.lower() else ""
+        return cls(info.id, info.sha, name.revision, renamed)
+
+    def tree(self, path: str = "", kind: Kind = SourceError) -> dict[str, Entry]:
+        """Every file below `path`, by its path in the repository. Raises `kind` where the Hub does
+        not answer, SourceError CKM716 for a name that would leave the directory."""
+        from huggingface_hub import HfApi
+
+        with told(self.id, kind, "listing its files"):
+            found = list(
+                HfApi().list_repo_tree(self.id, path or None, recursive=True, revision=self.commit)
+            )
+        return _entries(found, self.id)
+
+    def at(self, path: str) -> Entry | None:
+        """The file at `path`; None: it is a folder. Raises SourceError CKM705."""
+        from huggingface_hub import HfApi
+
+        with told(self.id):
+            found = HfApi().get_paths_info(self.id, path, revision=self.commit)
+        if not found:
+            raise SourceError(
+                "CKM705",
+                f"hf://{self.id}: has no {path!r} at commit {self.commit[:12]}",
+                f"see what there is: ckptmap inspect hf://{self.id}@{self.commit[:12]}",
+            )
+        return _entries(found, self.id).get(path)
+
+    def read(self, entry: Entry, offset: int, nbytes: int) -> bytes:
+        """A range of a file, at most READ_NBYTES. Raises SourceError CKM709 where the answer is
+        another range."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]
+            build_hf_headers,
+            hf_raise_for_status,
+            http_backoff,
+        )
+
+        url = hf_hub_url(self.id, entry.path, revision=self.commit)
+        asked = {"Range": f"bytes={offset}-{offset + nbytes - 1}", "Accept-Encoding": "identity"}
+        with told(self.id, doing=f"reading {entry.path}"):
+            answer = http_backoff(
+                "GET", url, headers={**build_hf_headers(), **asked}, timeout=HF_HUB_DOWNLOAD_TIMEOUT,
+                retry_on_status_codes=RETRIED,
+            )  # fmt: skip
+            hf_raise_for_status(answer)
+        total = answer.headers.get("Content-Range", f"/{len(answer.content)}").rpartition("/")[2]
+        whole = offset == 0 and nbytes == entry.nbytes
+        right = answer.status_code == 206 or (whole and answer.status_code == 200)
+        if not right or len(answer.content) != nbytes or total not in (str(entry.nbytes), "*"):
+            raise SourceError(
+                "CKM709",
+                f"hf://{self.id}/{entry.path}: asked for bytes {offset}..{offset + nbytes} of"
+                f" {entry.nbytes}, found {len(answer.content)} bytes of {total}",
+                "a proxy may not pass ranges on; download it first: ckptmap pull"
+                f" hf://{self.id} DIR",
+            )
+        return bytes(answer.content)
+
+    def cached(self, entry: Entry) -> str | None:
+        """The file in huggingface_hub's cache, unverified; None: it is not there."""
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(self.id, entry.path, revision=self.commit)
+        return found if isinstance(found, str) else None
+
+    def download(self, entry: Entry, local_dir: Path | None = None) -> str:
+        """The whole file, with the size and hash that the tree gives; kept in huggingface_hub's
+        cache or in `local_dir`. There one that a killed run began is continued. A copy that is
+        damaged is fetched once more. Raises RunError CKM709, and 702 to 710 where it cannot be
+        fetched."""
+        with told(self.id, RunError, f"fetching {entry.path}"):
+            for force in (False, True):
+                path = self._fetched(entry, local_dir, force)
+                if entry.is_in(path):
+                    return path
+        raise RunError(
+            "CKM709",
+            f"hf://{self.id}/{entry.path}: {os.stat(path).st_size} bytes were downloaded that are"
+            f" not those of {entry.digest[:12]}, expected {entry.nbytes} bytes of that hash",
+            "run the same command again; if it stays so, the repository is damaged",
+        )
+
+    def _fetched(self, entry: Entry, local_dir: Path | None, force: bool) -> str:
+        from huggingface_hub import hf_hub_download
+
+        if local_dir is not None and over_http(entry):
+            return continued(self.id, self.commit, entry, local_dir)
+        return hf_hub_download(
+            self.id, entry.path, revision=self.commit, local_dir=local_dir, force_download=force
+        )
+
+
+@contextmanager
+def _with_cached(name: HubName) -> Iterator[None]:
+    """Where the Hub cannot be asked, a copy in the cache can still be given by its path."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        yield
+    except SourceError as error:
+        if error.code == "CKM706":
+            with suppress(Exception):  # there is none: whatever huggingface_hub says of that
+                held = snapshot_download(
+                    name.repo, revision=name.revision or None, local_files_only=True
+                )
+                error.hint += f"; what the cache has of it: {held}"
+        raise
+
+
+def _no_revision(name: HubName) -> SourceError:
+    """With the revisions that there are, as far as they can be asked for."""
+    from huggingface_hub import HfApi
+
+    with told(name.repo):
+        refs = HfApi().list_repo_refs(name.repo)
+    known = [ref.name for ref in (*refs.branches, *refs.tags)]
+    return SourceError(
+        "CKM704",
+        f"hf://{name.repo}: has no revision {name.revision!r}, found {', '.join(known[:8])}",
+        f"use one of them: hf://{name.repo}@{known[0] if known else 'main'}",
+    )
+
+
+def _entries(found: list[RepoFile | RepoFolder], repo: str) -> dict[str, Entry]:
+    entries = {}
+    for item in found:
+        size = getattr(item, "size", None)
+        if size is None:
+            continue  # a folder
+        lfs = getattr(item, "lfs", None)
+        nbytes, sha256 = (lfs.size, lfs.sha256) if lfs else (size, None)
+        xet = getattr(item, "xet_hash", None) is not None  # none says so before 1.x: then by HTTP
+        entry = Entry(item.path, nbytes, sha256, getattr(item, "blob_id", ""), xet)
+        _check(entry, repo)
+        entries[item.path] = entry
+    return entries
+
+
+def _check(entry: Entry, repo: str) -> None:
+    path = entry.path
+    if not _DIGEST.fullmatch(entry.digest) or not 0 <= entry.nbytes <= MAX_NBYTES:
+        raise SourceError(
+            "CKM716",
+            f"hf://{repo}: lists {path!r} with {entry.nbytes} bytes of hash {entry.digest!r:.80},"
+            " expected a size and a SHA",
+            "do not use this endpoint (HF_ENDPOINT)",
+        )
+    windows = PureWindowsPath(path)
+    plain = path and "\0" not in path and "\\" not in path
+    if not plain or windows.drive or windows.root or ".." in windows.parts:
+        raise SourceError(
+            "CKM716",
+            f"hf://{repo}: lists a file {path!r}, expected a path inside the repository",
+            "do not use this repository, or this endpoint (HF_ENDPOINT)",
+        )
+
+
+Tree = Mapping[str, Entry]

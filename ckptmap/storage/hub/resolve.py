@@ -1,0 +1,71 @@
+"""A path as the user gives it -> where it can be looked at: itself, or the mirror of its place on
+the Hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmap.core import arguments
+from ckptmap.errors import CkptmapError, RunError, SourceError
+from ckptmap.storage.files import as_named
+from ckptmap.storage.hub.uri import HubName, is_hub, parse
+
+
+@dataclass(frozen=True)
+class Located:
+    """`origin` is the place on the Hub, its commit pinned; "" for a local path."""
+
+    path: Path
+    origin: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def locate(path: str | os.PathLike[str]) -> Located:
+    """Nothing is asked of the Hub for a local path. Raises SourceError CKM101 for an empty path,
+    which pathlib takes for the working directory, and CKM701 to 708, CKM716."""
+    arguments.place("path", path)
+    if not os.fspath(path):
+        raise SourceError("CKM101", "the path of a checkpoint is empty", "is a variable not set?")
+    if not is_hub(path):
+        return Located(Path(path))
+    from ckptmap.storage.hub.mirror import mirrored
+
+    name = parse(os.fspath(path))
+    mirror, place = mirrored(name)
+    repo = mirror.repo
+    notes: tuple[str, ...] = ()
+    if repo.renamed_from:
+        notes = (f"hf://{repo.renamed_from} is now hf://{repo.id}: write that",)
+    return Located(place, str(HubName(repo.id, repo.commit, name.path)), notes)
+
+
+def local(path: str | None) -> str | None:
+    """Where a path that an option gives can be looked at; a local one as it was written."""
+    return str(locate(path).path) if path is not None and is_hub(path) else path
+
+
+def silence() -> None:
+    """No progress bars of huggingface_hub in this process."""
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+    disable_progress_bars()
+
+
+@contextmanager
+def named_as_asked() -> Iterator[None]:
+    """Around what writes nothing: errors name files as the user does, not by the mirror they were
+    met in, and what cannot be fetched is a SourceError."""
+    try:
+        yield
+    except CkptmapError as error:
+        named = as_named(error.message)
+        if named != error.message and error.code == "CKM102":
+            error.hint = "the repository itself holds the pointer: tell its owner, or use another"
+        error.message, error.hint = named, as_named(error.hint)
+        if type(error) is RunError and error.code.startswith("CKM7"):
+            raise SourceError(error.code, error.message, error.hint) from error
+        raise

@@ -1,0 +1,245 @@
+"""A logical tensor that is read when asked for: only the boxes wanted, decoded on the way."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from operator import index
+from typing import TYPE_CHECKING, TypeAlias
+
+from ckptmap.core import arguments
+from ckptmap.core.code_grids import Coded
+from ckptmap.errors import ArgumentError
+from ckptmap.protocols import Group
+from ckptmap.storage.files import Files
+from ckptmap.storage.gather import fill
+from ckptmap.storage.replicas import require_alike
+from ckptmap.tensors import Box, StoredTensor, TensorInfo
+
+if TYPE_CHECKING:
+    from types import EllipsisType
+
+    import torch
+
+    Index: TypeAlias = int | slice | EllipsisType
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable, without numpy; they keep the tensor alive."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(bytearray())
+    held = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    held.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(held).cast("B")
+
+
+def info_of(tensor: torch.Tensor) -> TensorInfo:
+    return TensorInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+class LazyTensor:
+    """One logical tensor of a checkpoint: `.shape .dtype .encoding .nbytes`, `[...]`, `.read()`.
+
+    `dtype` is torch's name as a string, so that asking needs no torch; `torch_dtype` imports it.
+    """
+
+    __slots__ = ("encoding_", "files", "fqn", "group", "info", "parts")
+
+    @property
+    def lossy(self) -> bool:
+        """Do its values differ from those of the tensors that it is read from?"""
+        return bool(getattr(self.encoding_, "lossy", False))
+
+    @property
+    def quantized(self) -> bool:
+        """Is what it is read from stored as codes?"""
+        return bool(getattr(self.encoding_, "quantized", self.encoding_.name != "dense"))
+
+    @property
+    def beneath(self) -> Iterable[StoredTensor]:
+        """The stored tensors that reading it reads."""
+        return self.parts.values()
+
+    def __init__(self, fqn: str, group: Group, files: Files) -> None:
+        self.fqn = fqn
+        self.group = group
+        self.info = group.info
+        self.encoding_ = group.encoding
+        self.parts: Mapping[str, StoredTensor] = group.parts
+        self.files = files
+
+    def named(self, fqn: str) -> LazyTensor:
+        """The same tensor under another name."""
+        return LazyTensor(fqn, self.group, self.files)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.info.dtype
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.info.dtype)
+        return dtype
+
+    @property
+    def encoding(self) -> str:
+        """`"dense"`, `"nf4"`, ..."""
+        return self.encoding_.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored, all parts, replicas once."""
+        total = 0
+        for part in self.parts.values():
+            total += part.info.nbytes
+        return total
+
+    def read(
+        self,
+        offsets: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+        device: str | torch.device = "cpu",
+    ) -> torch.Tensor:
+        """The box at `offsets` of `sizes` (default: all), decoded, in the logical dtype.
+
+        Only the stored bytes that the box needs are read. Raises ValueError where the box leaves
+        the tensor, PlanError CKM210 where the device is not here, RunError CKM310 where ranks have
+        saved other values of it.
+        """
+        import torch
+
+        arguments.device(device, f"device={str(device)!r}")
+        box = self._box(offsets, sizes)
+        self.require_replicas([box])
+        out = torch.empty(box.sizes, dtype=self.torch_dtype, device=device)
+        self.read_into(box, out)
+        return out
+
+    def require_replicas(self, boxes: Iterable[Box] | None = None) -> None:
+        """Raise RunError CKM310 where ranks that hold the same part of it have saved other values,
+        such as experts that each of them names alike; where only bytes can tell, those in `boxes`
+        of a dense tensor do."""
+        for stored in self.beneath:
+            within = None
+            if stored.replicas and boxes is not None and stored is self.parts.get(""):
+                within = tuple(boxes) if self.encoding == "dense" else None
+            require_alike(self.files, self.fqn, stored, within)
+
+    def read_into(self, box: Box, out: torch.Tensor) -> None:
+        """Fill `out` (box.sizes, logical dtype, contiguous, any device) with the decoded box."""
+        parts = {name: self.read_part(name, cut, out.device) for name, cut in self._cuts(box)}
+        self.encoding_.decode(self.info, parts, box, out)
+
+    def _cuts(self, box: Box) -> list[tuple[str, Box]]:
+        cuts = []
+        for name in self.parts:
+            cut = self.encoding_.part_box(self.info, name, box)
+            if cut is None:
+                raise ValueError(
+                    f"{self.fqn}: {self.encoding} part {name!r} cannot be cut at {box}"
+                )
+            cuts.append((name, cut))
+        return cuts
+
+    def read_scales(self) -> torch.Tensor:
+        """The scales of its codes, fp32; only for an encoding that is `Coded`."""
+        coded = self.encoding_
+        assert isinstance(coded, Coded), f"{self.fqn}: {self.encoding} has no codes"
+        parts = {
+            name: self.read_part(name, Box.whole(self.parts[name].info.shape))
+            for name in coded.scale_parts(self.info)
+        }
+        return coded.scales(self.info, parts)
+
+    def read_codes(self, box: Box, out: torch.Tensor) -> None:
+        """Fill `out` with a box of its canonical codes; only for an encoding that is `Coded`."""
+        coded = self.encoding_
+        assert isinstance(coded, Coded), f"{self.fqn}: {self.encoding} has no codes"
+        cuts = {name: coded.code_box(self.info, name, box) for name in self.parts}
+        parts = {name: self.read_part(name, cut) for name, cut in cuts.items() if cut is not None}
+        coded.codes(self.info, parts, box, out)
+
+    def read_part(self, part: str, box: Box, device: str | torch.device = "cpu") -> torch.Tensor:
+        """A box of one stored part, as it is stored."""
+        import torch
+
+        stored = self.parts[part]
+        out = torch.empty(box.sizes, dtype=getattr(torch, stored.info.dtype), device="cpu")
+        fill(self.files, stored, box, tensor_bytes(out))
+        return out.to(device)
+
+    def __getitem__(self, key: Index | tuple[Index, ...]) -> torch.Tensor:
+        """Like a tensor's: `w[3]`, `w[0:128]`, `w[:, 5]`, `w[..., 0]`; steps other than 1 are
+        refused, and so is what is neither an integer nor a slice."""
+        offsets, sizes, squeeze = [], [], []
+        for dim, item in enumerate(self._indices(key if isinstance(key, tuple) else (key,))):
+            size = self.shape[dim]
+            if isinstance(item, slice):
+                start, stop, step = item.indices(size)
+                if step != 1:
+                    raise IndexError(f"{self.fqn}: step {step} is not supported, only 1")
+                offsets.append(start)
+                sizes.append(max(0, stop - start))
+            else:
+                if not -size <= item < size:
+                    raise IndexError(f"{self.fqn}: index {item} is out of range for size {size}")
+                offsets.append(item % size)
+                sizes.append(1)
+                squeeze.append(dim)
+        values = self.read(offsets, sizes)
+        return values.reshape([n for dim, n in enumerate(values.shape) if dim not in squeeze])
+
+    def _indices(self, keys: tuple[Index, ...]) -> list[int | slice]:
+        """One a dim: an ellipsis, or the end, stands for all that have none."""
+        given: list[int | slice] = [key for key in keys if key is not Ellipsis]
+        if len(given) > len(self.shape) or len(keys) - len(given) > 1:
+            raise IndexError(f"{self.fqn}: {len(keys)} indices for shape {list(self.shape)}")
+        at = next((i for i, key in enumerate(keys) if key is Ellipsis), len(keys))
+        given[at:at] = [slice(None)] * (len(self.shape) - len(given))
+        return [key if isinstance(key, slice) else self._whole(key) for key in given]
+
+    def _whole(self, key: object) -> int:
+        try:
+            truth = isinstance(key, bool) or str(getattr(key, "dtype", "")).endswith("bool")
+            if not truth and not getattr(key, "ndim", 0):  # a tensor [1] keeps the dim of another
+                return index(key)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+        raise TypeError(
+            f"{self.fqn}: index {key!r} is a {type(key).__name__}, expected int or slice"
+        )
+
+    def _box(self, offsets: Sequence[int] | None, sizes: Sequence[int] | None) -> Box:
+        offsets = (0,) * len(self.shape) if offsets is None else self._integers("offsets", offsets)
+        if sizes is None:
+            sizes = [n - o for n, o in zip(self.shape, offsets, strict=False)]
+        else:
+            sizes = self._integers("sizes", sizes)
+        if len(offsets) != len(self.shape) or len(sizes) != len(self.shape):
+            raise ValueError(f"{self.fqn}: box needs {len(self.shape)} offsets and sizes")
+        for offset, size, limit in zip(offsets, sizes, self.shape, strict=True):
+            if offset < 0 or size < 0 or offset + size > limit:
+                raise ValueError(
+                    f"{self.fqn}: box {list(offsets)}+{list(sizes)} leaves shape {list(self.shape)}"
+                )
+        return Box(tuple(offsets), tuple(sizes))
+
+    def _integers(self, name: str, values: Sequence[int]) -> list[int]:
+        try:
+            return [index(value) for value in values]
+        except TypeError:
+            raise ArgumentError(
+                "CKM516",
+                f"{self.fqn}: {name}={values!r}, expected integers",
+                f"pass one a dim of {list(self.shape)}",
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self.fqn!r}, {self.info}, {self.encoding})"

@@ -1,0 +1,363 @@
+"""Write one output file: space reserved first, large aligned middles past the page cache.
+
+A buffer keeps bytes at an address congruent with their file offset modulo `ALIGN`, so that the
+aligned middle of a write can go through an O_DIRECT descriptor; head and tail fragments, and all
+small writes, go through a buffered one. A page is written directly only when one write holds all
+of it: pages shared between two writes stay buffered, and the two descriptors never meet.
+Where O_DIRECT is refused (tmpfs, some network filesystems) everything is buffered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptmap.errors import DestinationError, RunError
+from ckptmap.storage.crc32 import crc32
+from ckptmap.storage.limits import short_of
+from ckptmap.storage.write_path import Ways
+
+if TYPE_CHECKING:
+    from xxhash import xxh3_64
+
+ALIGN = max(4096, mmap.PAGESIZE)
+"""Bytes to which O_DIRECT offsets, lengths and addresses are aligned."""
+DIRECT_MIN = 256 << 10
+"""Bytes of aligned middle below which a direct write costs more than a buffered one."""
+BUFFERED = 256 << 10
+"""Bytes of a stream that go to the page cache at once: they are still in the core's own cache."""
+MAX_OPEN = 64
+"""Output files open at once, two descriptors each."""
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Buffer:
+    """Page-aligned memory that holds up to `nbytes` consecutive bytes of a file at any offset."""
+
+    __slots__ = ("_view", "nbytes")
+
+    def __init__(self, nbytes: int, within: memoryview | None = None) -> None:
+        self.nbytes = max(2 * ALIGN, -(-nbytes // ALIGN) * ALIGN)
+        self._view = memoryview(mmap.mmap(-1, self.nbytes + ALIGN)) if within is None else within
+
+    def parts(self, sizes: Sequence[int]) -> list[Buffer]:
+        """Buffers of so many bytes each, inside this one: pages that are used again cost nothing.
+        What does not fit has memory of its own."""
+        found, at = [], 0
+        for nbytes in sizes:
+            end = at + max(3 * ALIGN, -(-nbytes // ALIGN) * ALIGN + ALIGN)
+            inside = end <= self._view.nbytes
+            found.append(Buffer(nbytes, self._view[at:end] if inside else None))
+            at = end if inside else at
+        return found
+
+    def at(self, offset: int, nbytes: int) -> memoryview:
+        """The place for bytes that belong at file `offset`; it starts within the first page."""
+        assert nbytes <= self.nbytes
+        return self._view[offset % ALIGN : offset % ALIGN + nbytes]
+
+
+class Sums:
+    """Running digest (xxh3, 64 bit) and CRC-32 of consecutive bytes, where they are wanted."""
+
+    __slots__ = ("_digest", "_wants_crc", "crc32")
+
+    def __init__(self, wants_crc: bool, wants_digest: bool = True) -> None:
+        self._digest: xxh3_64 | None = None
+        if wants_digest:
+            from xxhash import xxh3_64
+
+            self._digest = xxh3_64()
+        self._wants_crc = wants_crc
+        self.crc32 = 0
+
+    def update(self, data: memoryview) -> None:
+        if self._digest is not None:
+            self._digest.update(data)
+        if self._wants_crc:
+            self.crc32 = crc32(data, self.crc32)
+
+    @property
+    def digest(self) -> str:
+        """In hex; "" where it is not wanted."""
+        return "" if self._digest is None else self._digest.hexdigest()
+
+
+class OutputFile:
+    """One file being written at any offsets, by any threads; mode 0666 less the umask.
+
+    ways  which of the two is taken now; by default past the page cache, where it can be
+
+    Raises DestinationError CKM303 or CKM304 where it cannot be created or its `nbytes` reserved,
+    RunError CKM306 where a write fails. What the file already holds is kept.
+    """
+
+    def __init__(
+        self, path: Path, nbytes: int, direct: bool = True, ways: Ways | None = None
+    ) -> None:
+        self.path, self._ways = path, ways or Ways()
+        self._declined = False
+        # The kernel lets one thread at a time write to the page cache of a file; others spin.
+        self._turn = threading.Lock()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._fd = os.open(path, flags, 0o666)
+        except OSError as error:
+            failed = DestinationError(
+                "CKM304",
+                f"{path}: cannot be created: {error.strerror}",
+                "choose a destination that can be written",
+            )
+            raise short_of(error, failed) from error
+        self._direct = _open_direct(path) if direct and nbytes >= DIRECT_MIN else None
+        try:
+            _reserve(self._fd, nbytes)
+        except OSError as error:
+            self.close()
+            raise _reserve_error(path, nbytes, error) from error
+
+    @property
+    def is_direct(self) -> bool:
+        """Do large writes go past the page cache?"""
+        return self._direct is not None and not self._declined and self._ways.past_cache
+
+    def write_at(self, offset: int, data: memoryview, direct: bool = True) -> None:
+        """Write all of `data` at `offset`; `direct` False where gaps of it are filled in later."""
+        head = -offset % ALIGN
+        middle = (data.nbytes - head) // ALIGN * ALIGN
+        direct = direct and self.is_direct and middle >= DIRECT_MIN
+        if not direct or _address(data) % ALIGN != offset % ALIGN:
+            self._write(offset, data)
+            return
+        self._write(offset, data[:head])
+        done = self._write_direct(offset + head, data[head : head + middle])
+        self._write(offset + head + done, data[head + done :])
+
+    def _write_direct(self, offset: int, data: memoryview) -> int:
+        """Bytes written past the page cache: all, or fewer where the filesystem declines."""
+        done = 0
+        while done < data.nbytes and self._direct is not None and not self._declined:
+            try:
+                with self._ways.disk.of(data.nbytes - done):
+                    count = os.pwrite(self._direct, data[done:], offset + done)
+            except OSError as error:
+                if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                    self._declined = True
+                    break
+                raise self._failed(error) from error
+            done += count
+            if count == 0 or count % ALIGN:
+                break
+        return done
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        while data.nbytes:
+            try:
+                with self._turn, self._ways.cache.of(data.nbytes):
+                    count = os.pwrite(self._fd, data, offset)
+            except OSError as error:
+                raise self._failed(error) from error
+            data, offset = data[count:], offset + count
+
+    def _failed(self, error: OSError) -> RunError:
+        failed = RunError(
+            "CKM306",
+            f"{self.path}: write failed: {error.strerror}",
+            "free some space or mend the disk, then run the same command again to continue",
+        )
+        return short_of(error, failed)
+
+    def copy_from(self, source: int, at: int, offset: int, nbytes: int) -> int:
+        """Copy bytes of another file, from its byte `at` to `offset`, inside the kernel: whole
+        blocks may then be shared. Bytes copied; 0 where it cannot be done between these two."""
+        copy = getattr(os, "copy_file_range", None)
+        if copy is None:
+            return 0
+        try:
+            return int(copy(source, self._fd, nbytes, at, offset))
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                raise self._failed(error) from error
+            return 0
+
+    def truncate(self, nbytes: int) -> None:
+        """Set the final length."""
+        try:
+            os.ftruncate(self._fd, nbytes)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def close(self) -> None:
+        os.close(self._fd)
+        if self._direct is not None:
+            os.close(self._direct)
+
+
+class Outputs:
+    """The files of one output directory: all reserved first, a bounded number open at once."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        nbytes: Sequence[int],
+        direct: bool = True,
+        ways: Ways | None = None,
+    ) -> None:
+        self._paths, self._nbytes, self._direct, self._ways = paths, nbytes, direct, ways
+        self._lock = threading.Lock()
+        self._open: OrderedDict[int, tuple[OutputFile, list[int]]] = OrderedDict()
+        for index, path in enumerate(paths):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            OutputFile(path, nbytes[index], direct=False).close()
+
+    @contextmanager
+    def file(self, index: int) -> Iterator[OutputFile]:
+        """File `index`, open for as long as it is used, by any number of threads."""
+        with self._lock:
+            if index not in self._open:
+                made = OutputFile(self._paths[index], self._nbytes[index], self._direct, self._ways)
+                self._open[index] = (made, [0])
+            file, users = self._open[index]
+            users[0] += 1
+            self._open.move_to_end(index)
+            self._evict()
+        try:
+            yield file
+        finally:
+            with self._lock:
+                users[0] -= 1
+
+    def _evict(self) -> None:
+        if len(self._open) > MAX_OPEN:
+            idle = [index for index, (_, users) in self._open.items() if users[0] == 0]
+            for index in idle[: len(self._open) - MAX_OPEN]:
+                self._open.pop(index)[0].close()
+
+    def close(self) -> None:
+        with self._lock:
+            for file, _ in self._open.values():
+                file.close()
+            self._open.clear()
+
+
+class Stream:
+    """Consecutive bytes from `offset` on, given piece by piece, written in large aligned blocks.
+
+    Between blocks the fragment after the last whole page is carried over, so that no page but the
+    first and the last of the stream is ever written in two pieces.
+    """
+
+    __slots__ = ("_at", "_buffer", "_file", "_held", "sums", "wanted")
+
+    def __init__(self, file: OutputFile, offset: int, buffer: Buffer, sums: Sums) -> None:
+        self._file, self._buffer, self._at, self._held = file, buffer, offset, 0
+        self.wanted = self.room if file.is_direct else min(BUFFERED, self.room)
+        """The bytes to ask for where any number will do; as many are held before they go."""
+        self.sums = sums
+
+    @property
+    def position(self) -> int:
+        """File offset of the next byte."""
+        return self._at + self._held
+
+    @property
+    def room(self) -> int:
+        """The most bytes that `take` may be asked for."""
+        return self._buffer.nbytes - ALIGN
+
+    def take(self, nbytes: int) -> memoryview:
+        """The place where the next `nbytes` go; fill it, then `push`."""
+        if self._held + nbytes > self._buffer.nbytes:
+            self._flush()
+        return self._buffer.at(self._at, self._held + nbytes)[self._held :]
+
+    def push(self, data: memoryview) -> None:
+        """What `take` gave is filled."""
+        self.sums.update(data)
+        self._held += data.nbytes
+        if self._held >= self.wanted:
+            self._flush()
+
+    def append(self, data: memoryview) -> None:
+        """Copy bytes of any length."""
+        while data.nbytes:
+            place = self.take(min(data.nbytes, self.room))
+            place[:] = data[: place.nbytes]
+            self.push(place)
+            data = data[place.nbytes :]
+
+    def skip(self, nbytes: int) -> None:
+        """Leave out bytes that are written already."""
+        self.finish()
+        self._at += nbytes
+
+    def _flush(self) -> None:
+        end = self._at + self._held
+        whole = max(0, end // ALIGN * ALIGN - self._at)
+        held = self._buffer.at(self._at, self._held)
+        self._file.write_at(self._at, held[:whole])
+        rest = bytes(held[whole:])
+        self._at, self._held = self._at + whole, len(rest)
+        self._buffer.at(self._at, len(rest))[:] = rest
+
+    def finish(self) -> Sums:
+        """Write what is held; the sums of all bytes."""
+        self._file.write_at(self._at, self._buffer.at(self._at, self._held))
+        self._at, self._held = self._at + self._held, 0
+        return self.sums
+
+
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
+def _open_direct(path: Path) -> int | None:
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return None
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | flag)
+    except OSError:
+        return None
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Make the file at least `nbytes` long, with blocks where the filesystem can promise them.
+
+    fallocate(2) itself: the C library's posix_fallocate writes into every block where the
+    filesystem cannot.
+    """
+    if nbytes <= 0:
+        return
+    allocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if allocate is not None:
+        allocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+        while allocate(fd, 0, 0, nbytes) != 0:
+            number = ctypes.get_errno()
+            if number in NO_SPACE:
+                raise OSError(number, os.strerror(number))
+            if number != errno.EINTR:
+                break
+        else:
+            return
+    if os.fstat(fd).st_size < nbytes:
+        os.ftruncate(fd, nbytes)
+
+
+def _reserve_error(path: Path, nbytes: int, error: OSError) -> DestinationError | RunError:
+    if error.errno in NO_SPACE:
+        full = DestinationError(
+            "CKM303",
+            f"{path}: needs {nbytes} bytes: {error.strerror}",
+            "free some space or choose another destination",
+        )
+        return short_of(error, full)
+    return RunError("CKM306", f"{path}: cannot be made {nbytes} bytes long: {error.strerror}")

@@ -1,0 +1,309 @@
+"""Publish a conversion as a whole or not at all.
+
+    .NAME.ckptmap-lock           who writes NAME now
+    .NAME.ckptmap-DIGEST/        beside the destination, so that one rename publishes
+        journal.jsonl            what is written
+        out/                     what will be published: the directory, or the one file in it
+        publishing               inode of what is being published: tells before from after
+        old                      what was there, where two renames replace it
+    .NAME.ckptmap-DIGEST.done/   a work directory being removed
+
+A run that fails leaves the destination as it was and the work directory for the next run of the
+same plan. Whatever state a killed run left is set right under the lock by the next `open`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from ckptmap.errors import DestinationError, RunError
+from ckptmap.storage.destination import cannot_write, check_destination, check_space
+from ckptmap.storage.limits import short_of
+from ckptmap.storage.locks import Lock
+
+_DONE = ".done"
+"""Ends the name of a work directory that is being removed."""
+_AT_FDCWD = -100
+_NOREPLACE, _EXCHANGE = 1, 2
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class Workspace:
+    """A locked place to write one output in: fill `out_dir`, then `publish`.
+
+    Use as a context: leaving it releases the lock, and keeps the work unless it was published.
+    """
+
+    def __init__(self, dst: Path, path: Path, one_file: bool, overwrite: bool, lock: Lock) -> None:
+        self.dst, self.path = dst, path
+        self.one_file, self.overwrite = one_file, overwrite
+        self.out_dir = path / "out"
+        self.journal_path = path / "journal.jsonl"
+        self.notes: tuple[str, ...] = ()
+        """What the user should be told: restored content, removed leftovers."""
+        self._lock = lock
+
+    @classmethod
+    def open(
+        cls, dst: Path, plan_digest: str, one_file: bool, overwrite: bool, nbytes: int = 0
+    ) -> Workspace:
+        """Check the destination, lock it, set right what a killed run left, make room to work.
+
+        `nbytes` is the output's size, for the check of free space. Raises DestinationError CKM301
+        exists, CKM303 no space, CKM304 cannot be written or must not be replaced, CKM305 locked.
+        """
+        if dst.parts[:1] == ("hf:",):
+            raise DestinationError(
+                "CKM304",
+                f"hf://{'/'.join(dst.parts[1:])}: is no path on this machine",
+                "write to one, then publish it with ckptmap push",
+            )
+        dst = Path(os.path.abspath(dst))  # noqa: PTH100 (resolve would follow a link at dst)
+        if not re.fullmatch(r"[0-9A-Za-z]{12,}", plan_digest):
+            raise ValueError(f"plan digest {plan_digest!r}: expected at least 12 letters or digits")
+        check_destination(dst, one_file, overwrite)
+        try:
+            dst.parent.mkdir(parents=True, exist_ok=True)
+            lock = Lock(_lock_path(dst), dst)
+        except DestinationError:
+            raise
+        except OSError as error:
+            raise cannot_write(dst, error) from error
+        path = _work_path(dst, plan_digest)
+        try:
+            work = cls(dst, path, one_file, overwrite, lock)
+            work.notes = tuple(_recover(dst, path))
+            check_destination(dst, one_file, overwrite)  # again: now nobody else changes it
+            check_space(dst.parent, nbytes, _allocated(work.out_dir))
+            work.out_dir.mkdir(parents=True, exist_ok=True)
+        except BaseException as error:
+            lock.release()
+            if isinstance(error, OSError) and not isinstance(error, DestinationError):
+                raise cannot_write(dst, error) from error
+            raise
+        return work
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # A refusal before any work was journaled must not keep reserved space. What cannot be
+        # removed is no failure: the output is published, or what went wrong is told already.
+        with contextlib.suppress(OSError):
+            if self.path.exists() and (isinstance(error, DestinationError) or error is None):
+                self._drop_if_nothing_done()
+        with contextlib.suppress(OSError):
+            self._lock.release()
+
+    def _drop_if_nothing_done(self) -> None:
+        journals = self.path.glob("journal*.jsonl")  # one a rank
+        if all(journal.read_bytes().count(b"\n") <= 1 for journal in journals):
+            _discard(self.path)
+
+    def discard(self) -> None:
+        """Forget what was written: another plan takes its place."""
+        _discard(self.path)
+
+    def publish(self, sync: bool = True) -> None:
+        """Sync everything, then let it appear at the destination by one rename; without `sync`
+        the order holds for whoever looks, but not through a power cut.
+
+        Raises DestinationError CKM301 where something appeared at the destination meanwhile,
+        RunError CKM306 where syncing or renaming fails: the work is kept, the destination is as
+        it was.
+        """
+        content = self.out_dir
+        try:
+            if self.one_file:
+                (content,) = self.out_dir.iterdir()
+            if sync:
+                sync_tree(self.out_dir)
+            marker = self.path / "publishing"
+            marker.write_text(str(content.lstat().st_ino))
+            if sync:
+                for file in (marker, self.path):
+                    _sync(file)
+            self._rename(content)
+            if sync:
+                _sync(self.dst.parent)
+        except DestinationError:
+            raise
+        except OSError as error:
+            failed = RunError(
+                "CKM306",
+                f"{self.dst}: cannot be published: {error.strerror}",
+                "mend that, then run the same command again to continue",
+            )
+            raise short_of(error, failed) from error
+        try:
+            _discard(self.path)
+        except OSError as error:
+            self.notes += (f"{error.filename}: could not be removed; delete it",)
+
+    def _rename(self, content: Path) -> None:
+        check_destination(self.dst, self.one_file, self.overwrite)
+        if self.overwrite and os.path.lexists(self.dst):
+            if not _renameat2(content, self.dst, _EXCHANGE):
+                self._two_renames(content)
+        elif not self.one_file:
+            os.rename(content, self.dst)  # of a directory: fails unless absent or empty
+        elif not _renameat2(content, self.dst, _NOREPLACE):
+            os.link(content, self.dst)  # fails where it exists
+            content.unlink()
+
+    def _two_renames(self, content: Path) -> None:
+        old = self.path / "old"
+        os.rename(self.dst, old)
+        try:
+            os.rename(content, self.dst)
+        except OSError:
+            os.rename(old, self.dst)
+            raise
+
+
+# ------------------------------------------------------------------------------- recovery
+
+
+def _recover(dst: Path, mine: Path) -> Iterator[str]:
+    """Set right what killed runs left, under the lock; notes of what was done."""
+    pattern = re.compile(re.escape(f".{dst.name}.ckptmap-") + r"[0-9A-Za-z]{12}(\.done)?")
+    for work in sorted(dst.parent.iterdir()):
+        if not pattern.fullmatch(work.name) or work.is_symlink() or not work.is_dir():
+            continue
+        if work.suffix == _DONE:
+            shutil.rmtree(work)
+            continue
+        old = work / "old"
+        if old.exists() and not os.path.lexists(dst):
+            os.rename(old, dst)
+            _sync(dst.parent)
+            yield f"{dst}: restored; a run was killed while it replaced it"
+        elif _was_published(work, dst):
+            _discard(work)
+            yield _removed(work)
+        elif old.exists():
+            raise DestinationError(
+                "CKM304",
+                f"{dst}: appeared while {old} held what was there before a run was killed",
+                f"move {dst} or {old} away, then run again",
+            )
+        if work != mine and work.exists():
+            _discard(work)
+            yield f"{work}: removed; left by another conversion that did not finish"
+    (mine / "publishing").unlink(missing_ok=True)
+
+
+def clear_published(dst: Path, plan_digest: str, sync: bool) -> Iterator[str]:
+    """Remove what a run of this plan left that was killed just after it published; notes of what
+    was done. Whoever writes there now, or keeps us from it, will see to it."""
+    dst = Path(os.path.abspath(dst))  # noqa: PTH100 (as `Workspace.open` names it)
+    work = _work_path(dst, plan_digest)
+    done = work.with_name(work.name + _DONE)
+    if not (work.is_dir() or done.is_dir()):
+        return
+    try:
+        lock = Lock(_lock_path(dst), dst)
+    except (DestinationError, OSError):
+        return
+    try:
+        if sync:
+            _sync(dst.parent)
+        if done.is_dir() and not done.is_symlink():
+            shutil.rmtree(done)
+        if not work.is_symlink() and _was_published(work, dst):
+            _discard(work)
+            yield _removed(work)
+    except OSError as error:
+        yield f"{error.filename}: could not be removed; delete it"
+    finally:
+        with contextlib.suppress(OSError):
+            lock.release()
+
+
+def _work_path(dst: Path, plan_digest: str) -> Path:
+    return dst.parent / f".{dst.name}.ckptmap-{plan_digest[:12]}"
+
+
+def _lock_path(dst: Path) -> Path:
+    return dst.parent / f".{dst.name}.ckptmap-lock"
+
+
+def _removed(work: Path) -> str:
+    return f"{work}: removed; a run was killed just after it published"
+
+
+def _discard(work: Path) -> None:
+    """Remove a work directory. It is renamed first: half removed, it would be misread."""
+    done = work.with_name(work.name + _DONE)
+    shutil.rmtree(done, ignore_errors=True)
+    os.rename(work, done)
+    shutil.rmtree(done)
+
+
+def _was_published(work: Path, dst: Path) -> bool:
+    try:
+        return int((work / "publishing").read_text()) == os.lstat(dst).st_ino
+    except (FileNotFoundError, ValueError):
+        return False
+
+
+# --------------------------------------------------------------------------- system calls
+
+
+def _files(directory: Path) -> Iterator[str]:
+    for folder, _, names in os.walk(directory):
+        yield from (os.path.join(folder, name) for name in names)
+
+
+def _allocated(directory: Path) -> int:
+    """Bytes that an earlier run has reserved."""
+    return sum(os.lstat(file).st_blocks * 512 for file in _files(directory))
+
+
+def sync_tree(path: Path) -> None:
+    """Sync one file; or every file below, then every directory, innermost first."""
+    if not path.is_dir():
+        _sync(path)
+        return
+    for file in _files(path):
+        _sync(file)
+    for folder, _, _ in os.walk(path, topdown=False):
+        _sync(folder)
+
+
+def _sync(path: str | Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _renameat2(old: Path, new: Path, flags: int) -> bool:
+    """rename with flags; False where the system or the filesystem knows no such thing."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), ctypes.c_uint(flags)) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNSUPPORTED:
+        return False
+    if number == errno.EEXIST:
+        raise DestinationError(
+            "CKM301", f"{new}: appeared while it was written", "move it away and run again"
+        )
+    raise OSError(number, os.strerror(number), str(new))
