@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import to_nf4
 
 import ckptmap
-from ckptmap.live.quantized.ddp_replicas import compare_nf4, prepare_ddp
+from ckptmap.integrations.ddp import compare_nf4, prepare_ddp
 
 
 def base(seed: int) -> nn.Module:

@@ -3,6 +3,7 @@
 ckptmap.integrations.accelerate.install(accelerator)      save_state, load_state
 ckptmap.integrations.transformers.callback(...)           a TrainerCallback
 ckptmap.integrations.dcp.save_planner(), load_planner()   plain dcp.save and dcp.load
+ckptmap.integrations.ddp.prepare_ddp(model)               before DDP with NF4 weights
 ckptmap.integrations.lightning.hooks(...)                 on_save_checkpoint, on_load_checkpoint
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-NAMES = ("accelerate", "dcp", "lightning", "transformers")
+NAMES = ("accelerate", "dcp", "ddp", "lightning", "transformers")
 
 
 def __getattr__(name: str) -> Any:
