@@ -18,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("ckptmap", "cli", "mappings", "pyproject.toml", "README.md")
+SOURCES = ("ckptmap", "cli", "mappings", "pyproject.toml", "README.md", "LICENSE")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -113,6 +113,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_bare_python_has_no_torch(bare: Path) -> None:
     program = "import importlib.util as u; print([n for n in ('torch', 'xxhash', 'ckptmap') if u.find_spec(n)])"
     assert ran(bare / "bin/python", "-c", program, cwd=bare) == "[]\n"
+
+
+def test_the_wheel_has_the_license(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/LICENSE")]
+        assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
 
 
 def test_the_wheel_runs_without_torch(installed: Path, checkpoint: Path) -> None:
