@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -368,43 +368,3 @@ class PerRank:
 
 Leaf: TypeAlias = Any
 """StoredTensor, Opaque, Cut, PerRank, or a plain value (int, float, str, list, None, ...)."""
-
-
-@dataclass(frozen=True)
-class Index:
-    """What a container holds, from headers alone.
-
-    leaves    every leaf of the nested state dict by its path, tensors and others
-    files     every file that belongs to the checkpoint, absolute
-    records   ckptmap's own encoding records, by the FQN of the logical tensor
-    world     how many ranks wrote it, where the container tells; else 1
-    manifest  gives the manifest that lies inside the container itself, for one-file formats: as
-              large as the header, and few ask for it
-    notes     what a reader should be told: stale files left aside, repaired metadata
-    beside    the directory whose files count as lying beside the weights; None: their own
-    units     path of a dict of weights -> the modules in it that FSDP1 wraps, as stored
-    left      what is in none of the leaves: files, or `KEY of FILE`
-    behind    of those, weights of modules that follow the model: without them it does not load
-    wholes    key of an extra value -> the file that holds it, and nothing else
-    listed    tells whether a tensor stands where the dict that was saved had it; None: no order
-              was kept
-    """
-
-    container: str
-    leaves: Mapping[Path, Leaf]
-    files: tuple[str, ...]
-    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    world: int = 1
-    notes: tuple[str, ...] = ()
-    manifest: Callable[[], bytes] | None = None
-    beside: str | None = None
-    units: Mapping[Path, Sequence[str]] = field(default_factory=dict)
-    left: tuple[str, ...] = ()
-    behind: tuple[str, ...] = ()
-    wholes: Mapping[str, str] = field(default_factory=dict)
-    listed: Callable[[StoredTensor], bool] | None = None
-
-
-def as_saved(stored: StoredTensor) -> bool:
-    """`Index.listed` of a container that keeps the order of a dict."""
-    return True

@@ -93,7 +93,7 @@ class Portrait:
     def _schemes(self) -> list[Entry]:
         """The naming schemes whose fingerprints the keys have."""
         try:
-            config = config_beside(self.ckpt.index.beside or self.ckpt.path)
+            config = config_beside(self.ckpt.index.sidecar_dir or self.ckpt.path)
         except CkptmapError:
             config = None
         try:

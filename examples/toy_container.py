@@ -31,8 +31,8 @@ from typing import Any
 
 import ckptmap
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.protocols import OutFile, OutState, OutTensor, Place, Setup, Slot
-from ckptmap.tensors import ITEMSIZE, Box, Chunk, Index, Leaf, Region, StoredTensor, TensorInfo
+from ckptmap.protocols import Index, OutFile, OutState, OutTensor, Place, Setup, Slot
+from ckptmap.tensors import ITEMSIZE, Box, Chunk, Leaf, Region, StoredTensor, TensorInfo
 from ckptmap.tensors import Path as LeafPath
 
 INDEX = "index.json"

@@ -20,8 +20,8 @@ from ckptmap import registry
 from ckptmap.formats.probe import look
 from ckptmap.formats.safetensors.format import SafetensorsFile
 from ckptmap.formats.torch_save.format import FULL, TorchZip, TorchZipWriter
-from ckptmap.protocols import OutFile, OutState, Place
-from ckptmap.tensors import Chunk, Index, StoredTensor, TensorInfo
+from ckptmap.protocols import Index, OutFile, OutState, Place
+from ckptmap.tensors import Chunk, StoredTensor, TensorInfo
 from ckptmap.testing import (
     ContainerKit,
     ReaderKit,

@@ -299,7 +299,7 @@ class ReadsToClaim(Verl):
 class NamesTheAbsent(Verl):
     def members(self, place: Place) -> Any:
         found = super().members(place)
-        return replace(found, left=["rng_state.pt"])
+        return replace(found, unread_files=["rng_state.pt"])
 
 
 class RaisesKeyError(Verl):

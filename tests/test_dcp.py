@@ -26,9 +26,9 @@ from ckptmap.formats.dcp.metadata_writer import emit_metadata
 from ckptmap.formats.dcp.reader import Dcp
 from ckptmap.formats.dcp.writer import DcpWriter
 from ckptmap.formats.probe import look
-from ckptmap.protocols import OutState, OutTensor
+from ckptmap.protocols import Index, OutState, OutTensor
 from ckptmap.sharding.shard0 import Shard0
-from ckptmap.tensors import Box, Cut, Index, Opaque, StoredTensor, TensorInfo
+from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo
 from tests.corpus.ranks import run_ranks
 from tests.writing import materialise, out_tensors, read_leaf, same
 
@@ -150,7 +150,7 @@ def test_files_beside_the_shards_are_named(tmp_path: FilePath) -> None:
     torch.distributed.checkpoint.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "c")
     torch.save({"last_epoch": 3}, tmp_path / "c" / "scheduler.pt")
     (tmp_path / "c" / "notes.txt").write_text("x")
-    assert index_of(tmp_path / "c").left == ("scheduler.pt",)
+    assert index_of(tmp_path / "c").unread_files == ("scheduler.pt",)
     assert list(ckptmap.plan(tmp_path / "c", "full").notes) == ["left behind: scheduler.pt"]
 
 

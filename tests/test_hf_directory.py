@@ -385,11 +385,13 @@ def test_what_is_left_aside_is_noted(copy: FilePath) -> None:
 def test_weights_in_other_forms_are_named(copy: FilePath) -> None:
     """Of an earlier save they may be other weights."""
     before = HfDirectory().index(look(copy))
-    assert not before.left
+    assert not before.unread_files
     for name in ("pytorch_model.bin", "tf_model.h5", "training_args.bin"):
         (copy / name).write_bytes(b"PK")
     index = HfDirectory().index(look(copy))
-    assert index.left == ("pytorch_model.bin", "tf_model.h5") and index.files == before.files
+    assert (
+        index.unread_files == ("pytorch_model.bin", "tf_model.h5") and index.files == before.files
+    )
     with ckptmap.open(copy) as ckpt:
         assert "left behind: pytorch_model.bin, tf_model.h5" in ckpt.notes
     assert "left behind: pytorch_model.bin, tf_model.h5" in ckptmap.plan(copy, "hf").notes

@@ -29,8 +29,9 @@ from ckptmap.formats.rank_files.reader import RankFiles
 from ckptmap.formats.torch_save.reader import load
 from ckptmap.formats.zip.directory_template import AlikeDirectories
 from ckptmap.formats.zip.reader import Records, read_records
+from ckptmap.protocols import Index
 from ckptmap.storage.files import Files
-from ckptmap.tensors import Index, Opaque, PerRank, StoredTensor
+from ckptmap.tensors import Opaque, PerRank, StoredTensor
 from tests.corpus import names
 
 RANK_CASES = names(container="ranks")

@@ -18,20 +18,10 @@ from ckptmap.formats.probe import look
 from ckptmap.formats.rank_files.dtensor_layout import DTensorLayout
 from ckptmap.formats.rank_files.reader import RankFiles
 from ckptmap.formats.torch_save.format import TorchZip
+from ckptmap.protocols import Index
 from ckptmap.sharding.full import Full
 from ckptmap.sharding.shard0 import Shard0
-from ckptmap.tensors import (
-    Box,
-    Chunk,
-    Cut,
-    Index,
-    Leaf,
-    Opaque,
-    PerRank,
-    Region,
-    StoredTensor,
-    TensorInfo,
-)
+from ckptmap.tensors import Box, Chunk, Cut, Leaf, Opaque, PerRank, Region, StoredTensor, TensorInfo
 from tests.corpus import names
 from tests.writing import read_leaf, same
 

@@ -19,9 +19,9 @@ from ckptmap.core.state_tree import ListIndex, nest
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.probe import look
 from ckptmap.formats.torch_save.format import TorchZip, TorchZipWriter
-from ckptmap.protocols import OutState, OutTensor
+from ckptmap.protocols import Index, OutState, OutTensor
 from ckptmap.sharding.full import Full
-from ckptmap.tensors import ITEMSIZE, Box, Index, Opaque, StoredTensor, TensorInfo
+from ckptmap.tensors import ITEMSIZE, Box, Opaque, StoredTensor, TensorInfo
 from tests.writing import info_of, materialise, out_tensors, read_leaf, same
 
 

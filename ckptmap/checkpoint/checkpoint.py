@@ -35,7 +35,7 @@ from ckptmap.optim.moments import gathered
 from ckptmap.optim.order import Order, Weight
 from ckptmap.optim.reading import Model, OptimizerReader
 from ckptmap.optim.state import key_forms
-from ckptmap.protocols import Directory, Group, Place
+from ckptmap.protocols import Directory, Group, Index, Place
 from ckptmap.quantization.unsupported_schemes import naked_note
 from ckptmap.sharding.reference_model import (
     CONFIG,
@@ -49,7 +49,7 @@ from ckptmap.storage.files import Files, Fingerprint
 from ckptmap.storage.hub.resolve import locate, named_as_asked
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.unchanged import fingerprints
-from ckptmap.tensors import Index, Leaf, Opaque, PerRank, StoredTensor, TensorInfo
+from ckptmap.tensors import Leaf, Opaque, PerRank, StoredTensor, TensorInfo
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
@@ -83,7 +83,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.index = index
         self.files = files
         self.roles = roles
-        self.notes: list[str] = [*index.notes, *left_behind(index.left)]
+        self.notes: list[str] = [*index.notes, *left_behind(index.unread_files)]
         self.refused: list[Refused] = []
         said = strings_beside(roles.rest, roles.model_root)
         groups = grouped(roles.model, index.records, roles.model_root, path, self.refused, said)
@@ -100,7 +100,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         read = LeafReader(path, files, self.refused, roles.optimizer_root or ())
         self.optimizer_reader = OptimizerReader(
             moments, key_forms(), read.optimizer, self._model(plain), path,
-            index.beside,
+            index.sidecar_dir,
         )  # fmt: skip
         if self.optimizer_reader.form is None and self.optimizer_reader.why:
             self.notes.append(f"optimizer state cannot be read: {self.optimizer_reader.why}")
@@ -268,7 +268,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def _keeps_order(self) -> Callable[[], bool]:
         """Tells whether all weights stand where the dict that was saved had them."""
-        return partial(_all_listed, self._groups, self.index.listed)
+        return partial(_all_in_order, self._groups, self.index.keeps_order)
 
 
 def open(
@@ -367,9 +367,9 @@ def read_like(path: str | os.PathLike[str]) -> Like:
     return Like(str(path), shapes, ordered, ties, lambda a, b: same_parts(ckpt[a], ckpt[b]) is None)
 
 
-def _all_listed(groups: Groups, listed: Callable[[StoredTensor], bool] | None) -> bool:
+def _all_in_order(groups: Groups, keeps_order: Callable[[StoredTensor], bool] | None) -> bool:
     parts = (part for group in groups.values() for part in group.parts.values())
-    return listed is not None and all(map(listed, parts))
+    return keeps_order is not None and all(map(keeps_order, parts))
 
 
 def _share(group: Group) -> object:

@@ -20,9 +20,9 @@ from ckptmap.core.state_paths import within
 from ckptmap.core.state_tree import holds_tensor, nest
 from ckptmap.errors import SourceError
 from ckptmap.formats.probe import look, refuse_place
-from ckptmap.protocols import Directory, Member, Place
+from ckptmap.protocols import Directory, Index, Member, Place
 from ckptmap.storage.files import whole
-from ckptmap.tensors import Index, Leaf, Opaque, Path, PerRank, StoredTensor
+from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor
 
 MAX_DOCUMENT_NBYTES = 256 << 20
 """A trainer's log of a long run is a few MB."""
@@ -36,11 +36,11 @@ class _Merge:
     records: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     files: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    wholes: dict[str, str] = field(default_factory=dict)
+    unread_files: list[str] = field(default_factory=list)
+    file_of: dict[str, str] = field(default_factory=dict)
     units: dict[Path, Sequence[str]] = field(default_factory=dict)
     world: int = 1
-    listed: Callable[[StoredTensor], bool] | None = None
+    keeps_order: Callable[[StoredTensor], bool] | None = None
     """Of the weights."""
     seen: dict[str, str] = field(default_factory=dict)
     """Role -> the name of the member that has it."""
@@ -60,7 +60,7 @@ def merged(directory: Directory, place: Place) -> Index:
     """One index of all members. Raises SourceError where one is malformed, CKM111 where two
     hold the same role."""
     found = directory.members(place)
-    merge = _Merge(left=list(found.left))
+    merge = _Merge(unread_files=list(found.unread_files))
     for member in found.members:
         if member.role == "extra":
             _add_extra(merge, member)
@@ -72,10 +72,10 @@ def merged(directory: Directory, place: Place) -> Index:
         file = FilePath(place.path).absolute() / name
         merge.leaves["extra", key] = _document(file)
         merge.files[str(file)] = None
-    for name in found.left:
+    for name in found.unread_files:
         file = FilePath(place.path).absolute() / name
         if file.is_file():
-            merge.wholes.setdefault(file.stem, str(file))
+            merge.file_of.setdefault(file.stem, str(file))
     return Index(
         directory.name,
         merge.leaves,
@@ -83,11 +83,11 @@ def merged(directory: Directory, place: Place) -> Index:
         records=merge.records,
         world=max(found.world, merge.world),
         notes=tuple(merge.notes),
-        beside=found.beside,
+        sidecar_dir=found.sidecar_dir,
         units=merge.units,
-        left=tuple(merge.left),
-        wholes=merge.wholes,
-        listed=merge.listed,
+        unread_files=tuple(merge.unread_files),
+        file_of=merge.file_of,
+        keeps_order=merge.keeps_order,
     )
 
 
@@ -133,7 +133,7 @@ def _add(merge: _Merge, member: Member) -> None:
     merge.seen[member.role] = _name(member)
     merge.world = max(merge.world, index.world)
     if member.role in ("model", "all"):
-        merge.listed = index.listed
+        merge.keeps_order = index.keeps_order
     if member.role == "all":
         merge.leaves |= index.leaves
         merge.records |= index.records
@@ -193,9 +193,9 @@ def _add_extra(merge: _Merge, member: Member) -> None:
     """Plain values as one leaf a key; what holds foreign classes, or differs by rank, stays."""
     index = _opened(member)
     if member.key and not member.names:
-        merge.wholes[member.key] = str(FilePath(member.path).absolute())
+        merge.file_of[member.key] = str(FilePath(member.path).absolute())
     if index is None:
-        merge.left.append(_name(member))
+        merge.unread_files.append(_name(member))
         return
     merge.files |= dict.fromkeys(index.files)
     values = index.leaves.values()
@@ -207,10 +207,10 @@ def _add_extra(merge: _Merge, member: Member) -> None:
     for head, leaves in groups.items():
         at = (*top, *head)
         if at == ("extra",):
-            merge.left += [_name(member)] if any(leaves.values()) else []
+            merge.unread_files += [_name(member)] if any(leaves.values()) else []
         elif any(map(_stays, leaves.values())):
             inside = f"{head[0]} of " if head else ""
-            merge.left.append(inside + _name(member))
+            merge.unread_files.append(inside + _name(member))
         elif any(map(holds_tensor, leaves.values())):
             merge.leaves |= {(*top, *path): leaf for path, leaf in leaves.items()}
         else:

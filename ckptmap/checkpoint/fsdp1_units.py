@@ -16,8 +16,9 @@ from ckptmap.checkpoint.framework_members import index_of
 from ckptmap.core.state_paths import by_rank
 from ckptmap.formats.probe import find, look
 from ckptmap.mapping.wrappers import ANYWHERE
+from ckptmap.protocols import Index
 from ckptmap.sharding.sharded_tensor_spec import is_sharded, read_sharded
-from ckptmap.tensors import Index, Leaf, Region, StoredTensor
+from ckptmap.tensors import Leaf, Region, StoredTensor
 from ckptmap.tensors import Path as Key
 
 FLAT = "_flat_param"

@@ -1,7 +1,7 @@
 """Does a checkpoint list its tensors in the order of the model's modules?
 
 Flat parameters are told apart by that order alone: a wrong one gives files of the right sizes with
-the wrong values, so only what keeps the order counts: `Index.listed` says of what. torch.save keeps
+the wrong values, so only what keeps the order counts: `Index.keeps_order` says of what. torch.save keeps
 that of a dict, DCP that of rank 0's; safetensors are sorted, file by file.
 """
 
@@ -11,20 +11,19 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path as FilePath
 
-from ckptmap.protocols import Group
+from ckptmap.protocols import Group, Index
 from ckptmap.sharding.reference_model import MANIFEST, is_alphabetical
-from ckptmap.tensors import Index
 
 
 def in_order(path: str, index: Index, groups: Mapping[str, Group]) -> list[str]:
     """The tensors that are known to be listed in the order of modules; none where the container
     keeps no order, where the names are sorted or could be those of no modules in order, and of what
     we made ourselves, who keep what the source had."""
-    listed = index.listed
+    keeps_order = index.keeps_order
     ours = index.manifest is not None or (FilePath(path) / MANIFEST).is_file()
-    if listed is None or ours:
+    if keeps_order is None or ours:
         return []
-    names = [fqn for fqn, group in groups.items() if any(map(listed, group.parts.values()))]
+    names = [fqn for fqn, group in groups.items() if any(map(keeps_order, group.parts.values()))]
     dtypes = [groups[fqn].info.dtype for fqn in names]
     return names if is_traversal(names) and not is_alphabetical(names, dtypes) else []
 

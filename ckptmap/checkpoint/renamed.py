@@ -162,7 +162,7 @@ def translated(
 ) -> Translated:
     """The checkpoint under the names that are asked for; `leave` says why a key stays behind, if it
     does; `config` is taken where none lies beside it. Raises PlanError CKM601 to CKM617."""
-    config = config_beside(ckpt.index.beside or ckpt.path, config_from) or config
+    config = config_beside(ckpt.index.sidecar_dir or ckpt.path, config_from) or config
     with paused_gc():
         left = {key: why for key in ckpt if (why := leave(key)) is not None}
         infos = {key: info for key, info in ckpt.infos().items() if key not in left}

@@ -84,9 +84,9 @@ def _refusal(message: str, hint: str = HINT) -> DestinationError:
 def _foreign(target: Path, ckpt: Checkpoint, written: Collection[str]) -> Iterator[str]:
     """Files below that are none of the checkpoint's, ours, a framework's or replaced."""
     root = target.absolute()
-    own = {*ckpt.index.files, *ckpt.index.wholes.values()}
+    own = {*ckpt.index.files, *ckpt.index.file_of.values()}
     own |= {str(root / name) for name in (*_listed(root), *written)}
-    beside = ckpt.index.beside
+    beside = ckpt.index.sidecar_dir
     for folder, folders, names in os.walk(root):
         here = Path(folder)
         folders[:] = sorted(name for name in folders if name not in CACHES)

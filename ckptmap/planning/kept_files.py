@@ -40,8 +40,8 @@ class Kept:
         """The notes of the source, what goes along taken out of what is left behind; `carried` are
         the names of files that go along beside the weights."""
         names = {*(Path(file).name for file in self.sources.values()), *carried}
-        left = [name for name in ckpt.index.left if name.rpartition(" of ")[2] not in names]
-        old = left_behind(ckpt.index.left)
+        left = [name for name in ckpt.index.unread_files if name.rpartition(" of ")[2] not in names]
+        old = left_behind(ckpt.index.unread_files)
         notes = [note for note in ckpt.notes if note not in old]
         return [*notes, *left_behind(left), *self.notes]
 
@@ -56,7 +56,7 @@ def kept_whole(
         return kept
     inner = _keys(ckpt)
     ranks: dict[int, str] = {}
-    for key, file in ckpt.index.wholes.items():
+    for key, file in ckpt.index.file_of.items():
         name, rank = filing.file_of(key), filing.rank_of(key)
         if name is None or any(dropped(inside_it) for inside_it in inner.get(key, (key,))):
             continue

@@ -87,7 +87,7 @@ def with_units(options: Options, setup: Setup) -> Options:
 def _of(ckpt: Checkpoint) -> Like | None:
     if len(in_order(ckpt.path, ckpt.index, ckpt.groups)) == len(ckpt):
         return Like(ckpt.path, {fqn: ckpt[fqn].info.shape for fqn in ckpt})
-    path = Path(ckpt.index.beside or ckpt.path)
+    path = Path(ckpt.index.sidecar_dir or ckpt.path)
     config = (path if path.is_dir() else path.parent) / CONFIG
     try:
         return like_config(config) if config.is_file() else None

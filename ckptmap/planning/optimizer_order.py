@@ -43,7 +43,7 @@ def _grouped(
     assert setup.grouping is not None, "asked for where there is one"
     listed = [fqn for group in optimizer.groups for fqn in group[PARAMS]]
     infos = {fqn: ckpt[fqn].info for fqn in listed if fqn in ckpt}
-    config = find_config(ckpt.index.beside or ckpt.path, options.config_from or options.like)
+    config = find_config(ckpt.index.sidecar_dir or ckpt.path, options.config_from or options.like)
     order = None if config is None else setup.grouping.groups(config, infos)
     if order is None:
         why = "no config.json is there" if config is None else f"{config} does not tell it"

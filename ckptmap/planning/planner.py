@@ -152,7 +152,7 @@ class _Planner:
         """Files beside the weights, if the setup has a place for them."""
         if self.aim.setup.carrier is None:
             return []
-        path = FilePath(self.ckpt.index.beside or self.ckpt.path)
+        path = FilePath(self.ckpt.index.sidecar_dir or self.ckpt.path)
         directory = path if path.is_dir() else path.parent
         return [str(file) for file in directory.iterdir() if str(file) not in self.fingerprints]
 

@@ -17,7 +17,15 @@ from ckptmap.protocols.encodings import (
     part_key,
 )
 from ckptmap.protocols.layouts import FlatUnit, Layout, MeshLayout, Placement
-from ckptmap.protocols.reading import Container, Directory, Member, Members, Place
+from ckptmap.protocols.reading import (
+    Container,
+    Directory,
+    Index,
+    Member,
+    Members,
+    Place,
+    in_saved_order,
+)
 from ckptmap.protocols.setups import CarriedFile, Carrier, Declared, Filing, Grouping, Setup
 from ckptmap.protocols.writing import OutFile, OutState, OutTensor, Slot, Writer
 
@@ -33,6 +41,7 @@ __all__ = [
     "FlatUnit",
     "Group",
     "Grouping",
+    "Index",
     "Layout",
     "Member",
     "Members",
@@ -49,5 +58,6 @@ __all__ = [
     "Slot",
     "Write",
     "Writer",
+    "in_saved_order",
     "part_key",
 ]

@@ -14,10 +14,10 @@ from ckptmap.checkpoint.checkpoint import open as open_checkpoint
 from ckptmap.checkpoint.framework_members import merged
 from ckptmap.formats.probe import look
 from ckptmap.optim.state import KeyForm
-from ckptmap.protocols import Container, Directory, Layout, Scheme, Setup, Writer
+from ckptmap.protocols import Container, Directory, Index, Layout, Scheme, Setup, Writer
 from ckptmap.sharding.reference_model import Unflattener
 from ckptmap.storage.files import Files
-from ckptmap.tensors import Index, StoredTensor
+from ckptmap.tensors import StoredTensor
 
 Adapter: TypeAlias = (
     Container | Directory | KeyForm | Layout | Scheme | Setup | Unflattener | Writer

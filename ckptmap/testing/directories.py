@@ -70,13 +70,16 @@ def _check_members(name: str, place: Place, found: Members) -> None:
         _check_member(name, base, member)
     for key, entry in found.documents.items():
         expect((base / entry).is_file(), f"{name}: document {key}: {entry} is not there")
-    for entry in found.left:
+    for entry in found.unread_files:
         expect((base / entry).exists(), f"{name}: left behind: {entry} is not there")
     read = {name for m in found.members for name in (Path(m.path).name, *m.names)}
-    both = read & set(found.left)
+    both = read & set(found.unread_files)
     expect(not both, f"{name}: {sorted(both)[:1]} is read and left behind")
-    beside = found.beside
-    expect(beside is None or Path(str(beside)).is_dir(), f"{name}: beside {beside} is no directory")
+    sidecars = found.sidecar_dir
+    expect(
+        sidecars is None or Path(str(sidecars)).is_dir(),
+        f"{name}: sidecar_dir {sidecars} is no directory",
+    )
 
 
 def _check_member(name: str, base: Path, member: Member) -> None:

@@ -19,7 +19,7 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.dcp.entries import Item, Metadata, TensorEntry, Whole
 from ckptmap.formats.dcp.items import PLAIN_OVERHEAD, Items
 from ckptmap.formats.dcp.metadata_reader import read_metadata
-from ckptmap.protocols import Place
+from ckptmap.protocols import Index, Place
 from ckptmap.storage.files import whole
 from ckptmap.storage.safe_names import inside
 from ckptmap.tensors import (
@@ -27,7 +27,6 @@ from ckptmap.tensors import (
     Chunk,
     Cut,
     Extent,
-    Index,
     Leaf,
     Opaque,
     Path,
@@ -77,8 +76,8 @@ class Dcp:
             records=records,
             world=_world(used),
             notes=_notes(place.names, used),
-            left=tuple(filter(SIDE_FILE.fullmatch, place.names)),
-            listed=_by_first_rank,
+            unread_files=tuple(filter(SIDE_FILE.fullmatch, place.names)),
+            keeps_order=_by_first_rank,
         )
 
 

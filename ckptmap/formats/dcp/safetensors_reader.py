@@ -24,11 +24,11 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.dcp.safetensors_ranks import Part, contradiction, is_proven, rows_of
 from ckptmap.formats.safetensors.file import records_of, refuse_text
 from ckptmap.formats.safetensors.header import MAX_NUMEL, Header, parse
-from ckptmap.protocols import Place
+from ckptmap.protocols import Index, Place
 from ckptmap.sharding.reference_model import MANIFEST
 from ckptmap.storage.files import Files
 from ckptmap.storage.safe_names import inside
-from ckptmap.tensors import Box, Chunk, Index, Leaf, Path, Region, StoredTensor, TensorInfo
+from ckptmap.tensors import Box, Chunk, Leaf, Path, Region, StoredTensor, TensorInfo
 
 NAME = re.compile(
     r"shard-(?P<rank>\d{5,})-model-(?P<file>\d{5,})-of-(?P<count>\d{5,})\.safetensors"

@@ -50,6 +50,6 @@ class Accelerate:
         models, optimizers = parts.weights(place), parts.optimizers(place)
         return Members(
             (*models, *optimizers, *parts.extras(place, _EXTRA)),
-            left=parts.matching(_RNG, place),
+            unread_files=parts.matching(_RNG, place),
             world=parts.world_of(place, _RNG),
         )

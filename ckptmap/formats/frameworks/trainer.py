@@ -43,6 +43,6 @@ class Trainer:
         return Members(
             members,
             documents={"trainer_state": STATE},
-            left=parts.unused(place, members, _PICKLED),
+            unread_files=parts.unused(place, members, _PICKLED),
             world=parts.world_of(place, _RNG),
         )

@@ -52,8 +52,8 @@ class Verl:
         return Members(
             members,
             documents={d: f"{d}.json" for d in _DOCUMENTS if f"{d}.json" in place.names},
-            left=sorted(copies),
-            beside=str(config) if has_config else None,
+            unread_files=sorted(copies),
+            sidecar_dir=str(config) if has_config else None,
         )
 
 

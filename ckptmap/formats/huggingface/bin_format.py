@@ -16,10 +16,10 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.huggingface.shard_index import parse_index
 from ckptmap.formats.safetensors.file import refuse_text
 from ckptmap.formats.torch_save.reader import load
-from ckptmap.protocols import Place
+from ckptmap.protocols import Index, Place, in_saved_order
 from ckptmap.storage.files import Files
 from ckptmap.storage.safe_names import blobs_of, inside
-from ckptmap.tensors import Index, Leaf, Path, as_saved
+from ckptmap.tensors import Leaf, Path
 
 FIRST = "pytorch_model.bin.index.json"
 INDEX = re.compile(r".+\.bin\.index(\.[^.]+)?\.json")
@@ -48,7 +48,9 @@ class HfBin:
             leaves = _leaves(shards, listed, where)
         files = (*shards, where) if listed is not None else (*shards,)
         # Of several, no: save_pretrained gives a large tensor a shard of its own, before its place.
-        return Index(self.name, leaves, files, listed=as_saved if len(shards) == 1 else None)
+        return Index(
+            self.name, leaves, files, keeps_order=in_saved_order if len(shards) == 1 else None
+        )
 
 
 def _indexes(place: Place) -> list[str]:

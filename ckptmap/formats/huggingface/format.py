@@ -23,10 +23,10 @@ from ckptmap.formats.huggingface.shard_index import (
 from ckptmap.formats.safetensors import torchao_metadata
 from ckptmap.formats.safetensors.file import RECORDS, records_of, refuse_text, stored_tensors
 from ckptmap.formats.safetensors.header import Header, emit, parse
-from ckptmap.protocols import OutFile, OutState, OutTensor, Place, Setup, Slot
+from ckptmap.protocols import Index, OutFile, OutState, OutTensor, Place, Setup, Slot
 from ckptmap.storage.files import Files
 from ckptmap.storage.safe_names import blobs_of, inside
-from ckptmap.tensors import Box, Index
+from ckptmap.tensors import Box
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -86,10 +86,16 @@ class HfDirectory:
                     notes += _compare(leaves, listed.weight_map, listed.total_nbytes, where)
                     files = (*files, where)
         notes += _left_aside(place.names, shards)
-        behind = weights_of_modules(root) if MODULES in place.names else ()
-        left = (*filter(OTHER_FORM.fullmatch, place.names), *behind)
+        missing = weights_of_modules(root) if MODULES in place.names else ()
+        unread = (*filter(OTHER_FORM.fullmatch, place.names), *missing)
         return Index(
-            self.name, leaves, files, records=records, notes=tuple(notes), left=left, behind=behind
+            self.name,
+            leaves,
+            files,
+            records=records,
+            notes=tuple(notes),
+            unread_files=unread,
+            missing_weights=missing,
         )
 
 

@@ -23,10 +23,10 @@ from ckptmap.formats.dcp.reader import METADATA, Dcp
 from ckptmap.formats.megatron.common import ARGS, OPTIMIZER, beside, not_read
 from ckptmap.formats.megatron.partition_rules import EXTRA_STATE
 from ckptmap.formats.torch_save.reader import load
-from ckptmap.protocols import Place
+from ckptmap.protocols import Index, Place
 from ckptmap.sharding.tensor_parallel import unstacked
 from ckptmap.storage.files import Files, whole
-from ckptmap.tensors import Index, Leaf, Path, StoredTensor
+from ckptmap.tensors import Leaf, Path, StoredTensor
 
 _COMMON, _BACKEND = "common.pt", "metadata.json"
 _STACKED = re.compile(r"((?:module\.)*(?:decoder|encoder)\.layers\.)(?!\d)(.+)")
@@ -63,7 +63,7 @@ class DcpMegatron:
             leaves=leaves,
             files=files,
             notes=(*found.notes, *notes),
-            left=tuple(name for name in found.left if name != _COMMON),
+            unread_files=tuple(name for name in found.unread_files if name != _COMMON),
         )
 
 

@@ -25,10 +25,10 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.megatron.common import ARGS, OPTIMIZER, arguments, beside, not_read, number
 from ckptmap.formats.megatron.partition_rules import EXTRA_STATE, layer_count, partition, renumbered
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankTree
-from ckptmap.protocols import Place
+from ckptmap.protocols import Index, Place
 from ckptmap.sharding.tensor_parallel import joined
 from ckptmap.storage.files import Files, head
-from ckptmap.tensors import Index, Leaf, Path, StoredTensor, TensorInfo
+from ckptmap.tensors import Leaf, Path, StoredTensor, TensorInfo
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _FILE = "model_optim_rng.pt"

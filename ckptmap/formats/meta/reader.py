@@ -19,10 +19,10 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.meta.params_json import PARAMS, Params, read_params
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.formats.zip.reader import is_zip
-from ckptmap.protocols import Place
+from ckptmap.protocols import Index, Place
 from ckptmap.sharding.tensor_parallel import WHOLE, Partition, joined, whole_info
 from ckptmap.storage.files import Files
-from ckptmap.tensors import FLOATING, Index, Leaf, Path, StoredTensor
+from ckptmap.tensors import FLOATING, Leaf, Path, StoredTensor
 
 _NAME = re.compile(r"consolidated\.(\d+)\.pth")
 _FP8 = re.compile(r"fp8_scales_\d+\.pt")

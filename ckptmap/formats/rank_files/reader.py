@@ -17,11 +17,11 @@ from ckptmap.core.text import counted
 from ckptmap.errors import SourceError
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.formats.zip.reader import is_zip
-from ckptmap.protocols import Place
+from ckptmap.protocols import Index, Place, in_saved_order
 from ckptmap.sharding.dtensor_spec import is_dtensor, mesh_ranks, meshes_apart
 from ckptmap.sharding.sharded_tensor_spec import check_writer, is_sharded
 from ckptmap.storage.files import Files
-from ckptmap.tensors import Index, Leaf, Path, as_saved
+from ckptmap.tensors import Leaf, Path
 
 _NAME = re.compile(r"(?P<stem>.*?)rank[_-]?(?P<rank>\d+)(?P<rest>\D.*|)", re.IGNORECASE)
 _WORLD = re.compile(r"world[_-]?size[_-]?(\d+)|_of_(\d+)", re.IGNORECASE)
@@ -73,7 +73,9 @@ class RankFiles:
             files += [group.files[rank] for rank in sorted(group.files)]
             leaves.update({(*prefix, *path): leaf for path, leaf in ranks.merged().items()})
             units.update({(*prefix, *path): names for path, names in ranks.units.items()})
-        return Index(self.name, leaves, tuple(files), world=world, units=units, listed=as_saved)
+        return Index(
+            self.name, leaves, tuple(files), world=world, units=units, keeps_order=in_saved_order
+        )
 
 
 def _groups(place: Place) -> list[_Group]:

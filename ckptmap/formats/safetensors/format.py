@@ -8,9 +8,8 @@ from ckptmap.core.gc_pause import paused_gc
 from ckptmap.formats.safetensors.file import looks_like_safetensors, records_of, stored_tensors
 from ckptmap.formats.safetensors.header import parse
 from ckptmap.formats.safetensors.torchao_metadata import by_stored_name
-from ckptmap.protocols import Place
+from ckptmap.protocols import Index, Place
 from ckptmap.storage.files import Files
-from ckptmap.tensors import Index
 
 
 class SafetensorsFile:

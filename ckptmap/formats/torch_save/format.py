@@ -23,9 +23,9 @@ from ckptmap.formats.torch_save.reader import open_zip, parse
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
 from ckptmap.formats.zip.directory import bad
 from ckptmap.formats.zip.reader import Records, stem
-from ckptmap.protocols import OutFile, OutState, Place, Setup
+from ckptmap.protocols import Index, OutFile, OutState, Place, Setup, in_saved_order
 from ckptmap.storage.files import Files
-from ckptmap.tensors import Box, Index, Leaf, Path, TensorInfo, as_saved, contiguous_strides
+from ckptmap.tensors import Box, Leaf, Path, TensorInfo, contiguous_strides
 
 RECORDS = "ckptmap.records.json"
 MANIFEST = "ckptmap.manifest.json"
@@ -77,7 +77,7 @@ class TorchZip:
             found.check(MANIFEST)
             manifest = partial(found.read, MANIFEST, check=True)
         return Index(
-            self.name, leaves, (file,), _read_records(found), manifest=manifest, listed=as_saved,
+            self.name, leaves, (file,), _read_records(found), manifest=manifest, keeps_order=in_saved_order,
             notes=_notes(found),
         )  # fmt: skip
 

@@ -32,8 +32,9 @@ from ckptmap.live.state_dict import sharded_tensor as sharded
 from ckptmap.live.state_dict.memory_files import LiveStored, Memory
 from ckptmap.optim.order import Weight
 from ckptmap.optim.reading import Model
+from ckptmap.protocols import Index, in_saved_order
 from ckptmap.storage.files import Files
-from ckptmap.tensors import Box, Index, Path, TensorInfo, as_saved
+from ckptmap.tensors import Box, Path, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -251,7 +252,7 @@ def _index(
         for one in assignment.tensors
     }
     leaves |= mine.values
-    return Index("live", leaves, (), assignment.records, world, listed=as_saved)
+    return Index("live", leaves, (), assignment.records, world, keeps_order=in_saved_order)
 
 
 def _roles(index: Index, role: str) -> Roles:

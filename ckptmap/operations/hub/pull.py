@@ -82,7 +82,9 @@ def pull(
     mirror, place = mirrored(parse(src))
     with open(src) as ckpt:
         wanted, left = _chosen(ckpt, mirror, place)
-    said = left_behind(ckpt.index.left)  # what is fetched is no longer left, the rest is told below
+    said = left_behind(
+        ckpt.index.unread_files
+    )  # what is fetched is no longer left, the rest is told below
     notes = [
         *(note for note in ckpt.notes if note not in said),
         *([f"left on the Hub: {', '.join(left[:6])}"] if left else []),
@@ -111,7 +113,7 @@ def pull(
 
 def _chosen(ckpt: Checkpoint, mirror: Mirror, place: Path) -> tuple[dict[str, Entry], list[str]]:
     """Files by their name in the destination, and those left on the Hub."""
-    mine = {*ckpt.index.files, *(str(place / name) for name in ckpt.index.behind)}
+    mine = {*ckpt.index.files, *(str(place / name) for name in ckpt.index.missing_weights)}
     if place.is_file():
         return {place.name: mirror.entry(str(place))}, []
     of_transformers = ckpt.index.container in ("hf", "hf-bin")
