@@ -122,7 +122,7 @@ def test_what_plans_and_runs_names_no_format() -> None:
 @pytest.mark.parametrize("package", ["ckptmap", "cli"])
 def test_files_and_functions_are_short(package: str) -> None:
     """400 lines a file, 60 a function, its signature and docstring counted."""
-    too_long = {"adapter_files.py", "merged.py", "error_codes.py"}
+    too_long = {"adapter_files.py", "merged.py"}
     too_long |= {"load", "save", "command"}
     for file in sorted((ROOT / package).rglob("*.py")):
         text = file.read_text()
