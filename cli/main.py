@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from ckptmap.core import arguments
+from ckptmap.core import requirements
 from ckptmap.errors import CkptmapError, Interrupted
 from ckptmap.storage.files import as_named, let_go
 from ckptmap.storage.limits import shortage
@@ -61,14 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         library = (error.name or "ckptmap").partition(".")[0]
         if library.startswith("ckptmap"):
             return _unexpected(error, args, out)
-        missing = arguments.not_installed(library)
-        incomplete = arguments.broken(error) if "." in (error.name or "") else None
+        missing = requirements.not_installed(library)
+        incomplete = requirements.import_failure(error) if "." in (error.name or "") else None
         return _expected(incomplete or missing, args, out)
     except Exception as error:
         if isinstance(error, Unprintable):
             out.error("", f"stdout cannot be written: {error}", UNPRINTED)
             return WORKING
-        short = shortage(error) or arguments.broken(error)
+        short = shortage(error) or requirements.import_failure(error)
         if short is not None:
             return _expected(short, args, out)
         refuse = _usage if hasattr(error, "format_message") else _unexpected

@@ -98,7 +98,7 @@ SAVE: dict[str, tuple[Call, str]] = {
     "extra": (lambda p, m, o: ckptmap.save(p, m, extra=[1]), r"extra=\[1\], expected a dict"),
     "a key": (
         lambda p, m, o: ckptmap.save(p, m, extra={"a": {(1, 2): 3}}),
-        r"extra\['a'\] key=\(1, 2\), expected a text or an integer",
+        r"extra\['a'\] key=\(1, 2\), expected a string or an integer",
     ),
     "an object": (
         lambda p, m, o: ckptmap.save(p.parent / "x", m, extra={"a": Strange()}),
@@ -152,7 +152,7 @@ FILES: dict[str, tuple[Call, str]] = {
     ),
     "mesh": (
         lambda p, m, o: ckptmap.plan(p, "fsdp2", mesh={"shard": 2}),
-        r"mesh=\{'shard': 2\}, expected a text",
+        r"mesh=\{'shard': 2\}, expected a string",
     ),
     "like": (lambda p, m, o: ckptmap.plan(p, "full", like=m), "like=.*, expected a path"),
     "digest": (

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint, open
 from ckptmap.checkpoint.compare import sampled_error
-from ckptmap.core import arguments
+from ckptmap.core import argument_checks, requirements
 from ckptmap.core.code_grids import CoarseScales
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.text import counted, human
@@ -82,7 +82,7 @@ def run(
     Tensors whose block scales are too coarse for their outliers get exact scales, where their
     scheme has a form for that, and the report says so; among several ranks it is an error.
     """
-    arguments.place("dst", dst)
+    argument_checks.path("dst", dst)
     how = how or RunOptions()
     try:
         return _run(plan, dst, how, ranks)
@@ -136,9 +136,9 @@ def _run(plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks)
 def _settled(how: RunOptions, plan: Plan, ranks: Ranks) -> RunOptions:
     """With this rank's device, which was tried where the plan computes; and what shows progress."""
     device = ranks.device(how.device)
-    arguments.installed("xxhash", *["torch"] * bool(plan.encodes))
+    requirements.require_libraries("xxhash", *["torch"] * bool(plan.encodes))
     if plan.encodes:
-        arguments.device(device, f"--device {device}")
+        requirements.require_device(device, f"--device {device}")
     shown = _printer(plan.nbytes_out) if how.progress is True else how.progress
     return replace(how, device=device, progress=shown)
 

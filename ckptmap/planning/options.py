@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptmap.core import arguments
+from ckptmap.core import argument_checks
 from ckptmap.storage.hub.resolve import local
 from ckptmap.storage.hub.uri import is_hub
 
@@ -71,23 +71,23 @@ class Options:
         """Raises ArgumentError CKM516. A text where several patterns may stand is one of them, and
         not its letters, of which `*` would be one."""
         object.__setattr__(
-            self, "exact_scales", arguments.all_or("exact_scales", self.exact_scales)
+            self, "exact_scales", argument_checks.patterns_or_all("exact_scales", self.exact_scales)
         )
         for name in PATTERNS:
-            object.__setattr__(self, name, arguments.patterns(name, getattr(self, name)))
+            object.__setattr__(self, name, argument_checks.patterns(name, getattr(self, name)))
         if self.wrap is not None:  # as --wrap is written: "ddp,compile"
             names = [
-                name for text in arguments.patterns("wrap", self.wrap) for name in text.split(",")
+                name for text in argument_checks.patterns("wrap", self.wrap) for name in text.split(",")
             ]
             object.__setattr__(self, "wrap", tuple(names))
         if self.world_size is not None:  # what it must be is the setup's to say
-            arguments.whole("world_size", self.world_size, -(1 << 63))
-        arguments.whole("max_shard_nbytes", self.max_shard_nbytes, 1)
-        arguments.choice("optimizer", self.optimizer, ("keep", "drop"))
+            argument_checks.integer("world_size", self.world_size, -(1 << 63))
+        argument_checks.integer("max_shard_nbytes", self.max_shard_nbytes, 1)
+        argument_checks.choice("optimizer", self.optimizer, ("keep", "drop"))
         for name in (*PATHS, "tp_plan"):
-            arguments.place(name, getattr(self, name) or "")
+            argument_checks.path(name, getattr(self, name) or "")
         for name in TEXTS:
-            arguments.text(name, getattr(self, name) or "")
+            argument_checks.string(name, getattr(self, name) or "")
 
     def located(self) -> Options:
         """With paths where they can be looked at: what is on the Hub in its mirror; itself where
@@ -133,7 +133,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Raises ArgumentError CKM516."""
-        arguments.choice("digest", self.digest, DIGESTS)
-        arguments.whole("max_memory", self.max_memory, 1)
-        arguments.whole("threads", self.threads or 0, 0)
-        arguments.callback("progress", self.progress)
+        argument_checks.choice("digest", self.digest, DIGESTS)
+        argument_checks.integer("max_memory", self.max_memory, 1)
+        argument_checks.integer("threads", self.threads or 0, 0)
+        argument_checks.callback("progress", self.progress)

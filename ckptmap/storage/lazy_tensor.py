@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckptmap.core import arguments
+from ckptmap.core import requirements
 from ckptmap.core.code_grids import Coded
 from ckptmap.errors import ArgumentError
 from ckptmap.protocols import Group
@@ -115,7 +115,7 @@ class LazyTensor:
         """
         import torch
 
-        arguments.device(device, f"device={str(device)!r}")
+        requirements.require_device(device, f"device={str(device)!r}")
         box = self._box(offsets, sizes)
         self.require_replicas([box])
         out = torch.empty(box.sizes, dtype=self.torch_dtype, device=device)

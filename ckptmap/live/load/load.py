@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core import arguments
+from ckptmap.core import argument_checks
 from ckptmap.live.load.continuation import RANDOM, Continuation
 from ckptmap.live.load.fingerprint import content_facts
 from ckptmap.live.load.matcher import Choices, Matcher
@@ -116,7 +116,7 @@ def load(
                 ("precision", precision, PRECISIONS), ("rounding", rounding, ROUNDINGS),
                 ("nf4", nf4, NF4_CLASSES), ("random", random, RANDOM),
             ):  # fmt: skip
-                arguments.choice(name, value, known)
+                argument_checks.choice(name, value, known)
             if fix and optimizer is not None:
                 fix_lowbit.apply()
             targets, homeless = find_targets(model)
@@ -154,8 +154,8 @@ def load(
 
 def _check(path: Any, model: Any, scheduler: Any, max_memory: Any, seed: Any) -> None:
     if not isinstance(path, Checkpoint):
-        arguments.place("path", path)
-    arguments.module("model", model)
-    arguments.scheduler(scheduler, "load_state_dict")
-    arguments.whole("max_memory", max_memory, 1)
-    arguments.whole("seed", seed, -(1 << 63))
+        argument_checks.path("path", path)
+    argument_checks.module("model", model)
+    argument_checks.scheduler(scheduler, "load_state_dict")
+    argument_checks.integer("max_memory", max_memory, 1)
+    argument_checks.integer("seed", seed, -(1 << 63))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.core import arguments
+from ckptmap.core import argument_checks
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.errors import ArgumentError
 from ckptmap.live.model import extra_state as module_state
@@ -126,12 +126,12 @@ def save(
     random_state = streams.captured()
     peers = Peers.join("save")
     with peers.together():
-        arguments.place("path", path)
-        arguments.module("model", model)
-        arguments.scheduler(scheduler, "state_dict")
-        arguments.choice("replicas", replicas, ("check", "first"))
-        step = None if step is None else arguments.whole("step", step, 0)
-        more = arguments.extra(extra, ("step",) * (step is not None))
+        argument_checks.path("path", path)
+        argument_checks.module("model", model)
+        argument_checks.scheduler(scheduler, "state_dict")
+        argument_checks.choice("replicas", replicas, ("check", "first"))
+        step = None if step is None else argument_checks.integer("step", step, 0)
+        more = argument_checks.extra(extra, ("step",) * (step is not None))
         held = _held(model, optimizer, scheduler, peers, random_state, step, more)
         offered = [offer(holding) for holding in held.holdings]
     offers = peers.all(offered)
@@ -153,7 +153,7 @@ def save(
             held.values |= values
         assignment = Assigner(peers.rank, peers.world, held).assign(offers)
         target = FilePath(path)
-        with arguments.in_python():
+        with argument_checks.hints_for_python():
             state = assignment.state(_ordered(held.values), peers.world)
             layout = Layout.of(state, target.name)
         copies = snapshot(assignment.mine, copied=background)
@@ -161,7 +161,7 @@ def save(
     notes = _lost(drifted)
 
     def publish() -> tuple[str, ...]:
-        with arguments.in_python():
+        with argument_checks.hints_for_python():
             return (*write(layout, copies, target, overwrite, peers), *notes)
 
     handle = SaveHandle(target, publish, background)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.core import arguments
+from ckptmap.core import argument_checks
 from ckptmap.live.model.collective_errors import peer_groups
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.fsdp1 import is_fsdp1
@@ -58,9 +58,9 @@ def install(
     LOCAL_STATE_DICT and its optimizer's own `state_dict()` have them. All else goes into the shards
     without gathering a unit.
     """
-    arguments.module("model", model)
-    arguments.choice("precision", precision, PRECISIONS)
-    arguments.whole("max_memory", max_memory, 1)
+    argument_checks.module("model", model)
+    argument_checks.choice("precision", precision, PRECISIONS)
+    argument_checks.integer("max_memory", max_memory, 1)
     if optimizer is not None:
         owners(unwrapped(optimizer), find_targets(model)[0])  # those of another model are refused
     handle = Handle()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ckptmap.core import arguments
+from ckptmap.core import argument_checks
 from ckptmap.errors import ArgumentError, CkptmapError, LoadError
 from ckptmap.live.model.collective_errors import peer_groups
 from ckptmap.live.model.find_targets import find_targets
@@ -78,13 +78,13 @@ def translate(
     Raises LoadError as `ckptmap.load` does; PlanError CKM601 to CKM617 for names; RunError CKM510
     and CKM513 where the ranks' parts do not make whole tensors.
     """
-    arguments.tensors("state_dict", state_dict)
-    arguments.whole("max_memory", max_memory, 1)
+    argument_checks.state_dict("state_dict", state_dict)
+    argument_checks.integer("max_memory", max_memory, 1)
     if encoding is not None:
-        arguments.choice("encoding", encoding, (DENSE, *DTYPES, *QUANTIZED))
+        argument_checks.choice("encoding", encoding, (DENSE, *DTYPES, *QUANTIZED))
     _refuse_nested(state_dict)
     if like is not None:
-        arguments.module("like", like)
+        argument_checks.module("like", like)
     else:
         named = _named(state_dict, to, config, source, encoding, max_memory)
         prefix = wrap_prefix(wrap)

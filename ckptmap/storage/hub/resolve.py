@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptmap.core import arguments
+from ckptmap.core import argument_checks
 from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.storage.files import as_named
 from ckptmap.storage.hub.uri import HubName, is_hub, parse
@@ -27,7 +27,7 @@ class Located:
 def locate(path: str | os.PathLike[str]) -> Located:
     """Nothing is asked of the Hub for a local path. Raises SourceError CKM101 for an empty path,
     which pathlib takes for the working directory, and CKM701 to 708, CKM716."""
-    arguments.place("path", path)
+    argument_checks.path("path", path)
     if not os.fspath(path):
         raise SourceError("CKM101", "the path of a checkpoint is empty", "is a variable not set?")
     if not is_hub(path):

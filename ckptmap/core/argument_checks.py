@@ -1,0 +1,152 @@
+"""Checks of the arguments of Python calls: a value of the wrong kind is refused before any work.
+
+Each check takes the argument's name and its value, and raises ArgumentError CKM516 that says what
+was expected. Some return the value in the form that the library works with.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import index
+from typing import Any
+
+from ckptmap.errors import ArgumentError, CkptmapError
+
+MAX_DEPTH = 100
+"""Levels of dicts and lists in `extra`. Deeper than this is a container that holds itself."""
+MAX_SHOWN = 60
+"""Characters of a refused value that an error shows; of a longer one it names the type."""
+SEE_HELP = "see help() of the call"
+
+
+def _refusal(name: str, value: object, expected: str, hint: str = SEE_HELP) -> ArgumentError:
+    shown = repr(value)
+    if len(shown) > MAX_SHOWN:
+        shown = f"a {type(value).__name__}"
+    return ArgumentError("CKM516", f"{name}={shown}, expected {expected}", hint)
+
+
+def known_keywords(given: Iterable[str], known: Sequence[str], call: str) -> None:
+    """Raise where a keyword is unknown; the error suggests the nearest known one."""
+    for name in given:
+        if name in known:
+            continue
+        nearest = difflib.get_close_matches(name, known, n=1)
+        expected = nearest[0] if nearest else f"one of {', '.join(sorted(known))}"
+        raise ArgumentError(
+            "CKM516", f"{name}: is no argument of {call}, expected {expected}", SEE_HELP
+        )
+
+
+def choice(name: str, value: object, known: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise _refusal(name, value, f"one of {', '.join(map(repr, known))}")
+
+
+def integer(name: str, value: Any, low: int, high: int = (1 << 63) - 1) -> int:
+    """Return an integer of any library, NumPy's for one, as Python's own."""
+    try:
+        number = index(value)
+    except (TypeError, ValueError):
+        raise _refusal(name, value, "an integer") from None
+    if isinstance(value, bool) or not low <= number <= high:
+        raise _refusal(name, value, f"an integer from {low} to {high}")
+    return number
+
+
+def patterns(name: str, value: object) -> tuple[str, ...]:
+    """Return one pattern or several as a tuple."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Iterable) or not all(isinstance(item, str) for item in value):
+        raise _refusal(name, value, "a pattern of names, or a list of them")
+    return tuple(value)
+
+
+def patterns_or_all(name: str, value: object) -> tuple[str, ...]:
+    """Return patterns as a tuple: True matches every name, False and None match none."""
+    if value is None or isinstance(value, bool):
+        return ("*",) if value else ()
+    return patterns(name, value)
+
+
+def path(name: str, value: object) -> None:
+    if not isinstance(value, str | os.PathLike):
+        raise _refusal(name, value, "a path")
+
+
+def string(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise _refusal(name, value, "a string")
+
+
+def callback(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, bool) and not callable(value):
+        raise _refusal(name, value, "True, False or a function")
+
+
+def module(name: str, value: object) -> None:
+    import torch
+
+    if not isinstance(value, torch.nn.Module):
+        raise _refusal(name, value, "a torch.nn.Module", "pass the live model itself")
+
+
+def scheduler(value: object, method: str) -> None:
+    if value is not None and not callable(getattr(value, method, None)):
+        hint = "pass the scheduler itself"
+        raise _refusal("scheduler", value, f"an object with {method}()", hint)
+
+
+def state_dict(name: str, value: object) -> None:
+    """Raise where the value is no dict with names as keys; its values are checked later."""
+    if not isinstance(value, Mapping):
+        raise _refusal(name, value, "a dict of tensors by name", "pass model.state_dict()")
+    for key in value:
+        if not isinstance(key, str):
+            raise _refusal(f"{name} key", key, "a name", "pass model.state_dict()")
+
+
+def extra(value: object, reserved: Sequence[str]) -> dict[str, Any]:
+    """Return the user's own values as a dict; `reserved` are keys that another argument sets."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _refusal("extra", value, "a dict", "pass plain values and tensors by name")
+    for name in reserved:
+        if name in value:
+            expected = f"nothing: {name}= says it"
+            raise _refusal(f"extra[{name!r}]", value[name], expected, "rename it")
+    _check_nested("extra", value, MAX_DEPTH)
+    return dict(value)
+
+
+def _check_nested(name: str, value: object, levels: int) -> None:
+    """Raise where a key is neither a string nor an integer, or containers nest too deep."""
+    if not levels:
+        shown = name[: MAX_SHOWN - 20] + "..."
+        raise _refusal(shown, "...", f"at most {MAX_DEPTH} dicts and lists in each other")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str | int):
+                hint = "name it by a string"
+                raise _refusal(f"{name} key", key, "a string or an integer", hint)
+            _check_nested(f"{name}[{key!r}]", item, levels - 1)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            _check_nested(f"{name}[{number}]", item, levels - 1)
+
+
+@contextmanager
+def hints_for_python() -> Iterator[None]:
+    """Make hints of errors name the arguments of a Python call, not options of the command line."""
+    try:
+        yield
+    except CkptmapError as error:
+        error.hint = error.hint.replace("--overwrite", "overwrite=True")
+        if "--drop" in error.hint:
+            error.hint = "pass tensors and plain values: numbers, strings, lists and dicts of them"
+        raise
