@@ -77,7 +77,9 @@ class Options:
             object.__setattr__(self, name, argument_checks.patterns(name, getattr(self, name)))
         if self.wrap is not None:  # as --wrap is written: "ddp,compile"
             names = [
-                name for text in argument_checks.patterns("wrap", self.wrap) for name in text.split(",")
+                name
+                for text in argument_checks.patterns("wrap", self.wrap)
+                for name in text.split(",")
             ]
             object.__setattr__(self, "wrap", tuple(names))
         if self.world_size is not None:  # what it must be is the setup's to say

@@ -39,9 +39,9 @@ from ckptmap.planning.kept_files import kept_whole
 from ckptmap.planning.module_order import model_order, with_units
 from ckptmap.planning.name_conflicts import prove_apart, require_told_apart
 from ckptmap.planning.options import Options
+from ckptmap.planning.output_keys import OutputKeys, unknown_to_transformers
 from ckptmap.planning.plan import Plan, Unresolved
 from ckptmap.planning.quantization_config import Quantized, passed_on
-from ckptmap.planning.selection import Asked, not_found
 from ckptmap.planning.sharding import Cutter
 from ckptmap.planning.source import Sourced, sourced
 from ckptmap.planning.tensor_plan import Draft
@@ -101,7 +101,7 @@ class _Planner:
         self.draft = Draft(ckpt, aim.setup, writer, cutter, self.fingerprints)
         self.draft.compares += given.compares
         self.draft.notes += given.notes
-        self.asked = Asked(ckpt, aim.setup, options)
+        self.asked = OutputKeys(ckpt, aim.setup, options)
         self.names = self.asked.names()
         self.states = self._states()
         self.foreign: Mapping[str, str] = {}
@@ -346,7 +346,7 @@ class _Planner:
         carried, notes = carrier.files(
             self.siblings, self.options.config_from, sorted(dtypes), quantized, self.ckpt.untied
         )
-        self.draft.notes += [*notes, *quantized.unread(), *not_found(self.names)]
+        self.draft.notes += [*notes, *quantized.unread(), *unknown_to_transformers(self.names)]
         return {**carried, **self.kept.files}
 
     def _config_stays(self) -> list[str]:

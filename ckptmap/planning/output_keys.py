@@ -1,4 +1,8 @@
-"""What the options say of a key: its name in the output, whether it is left out, and why."""
+"""Which keys of a source go into the output, under which names, and why the others are left out.
+
+`OutputKeys` holds no tensors: it applies the options --include, --exclude, --drop, --root, --wrap
+and --names-like to names.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,15 @@ from ckptmap.tensors import Path
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Options, asked about the keys of one checkpoint on its way to one setup."""
+class OutputKeys:
+    """The options of one conversion, applied to the keys of its source."""
 
     ckpt: Checkpoint
     setup: Setup
     options: Options
 
     def names(self) -> dict[str, str]:
-        """Plain FQN -> name in the output."""
+        """Return the name in the output of every weight, by plain FQN."""
         if self.options.names_like is not None:
             with open(self.options.names_like) as like:
                 return {fqn: like.names.get(fqn, fqn) for fqn in self.ckpt}
@@ -33,15 +37,15 @@ class Asked:
 
     @property
     def prefix(self) -> str:
-        """What the wrappers put before every name."""
+        """The segments that wrappers put before every name: `module._orig_mod.`."""
         if self.options.wrap is not None:
             return wrap_prefix(self.options.wrap)
         return "".join(segment + "." for segment in self.setup.wrap)
 
     def root(self, rooted: bool) -> Path:
-        """What all weights stand below; `rooted`: something else stands beside them.
+        """Return the path of the dict that holds the weights; `rooted`: the output holds more.
 
-        Raises PlanError CKM205.
+        Raises PlanError CKM205 where the setup cannot hold weights there.
         """
         given, setup = self.options.root, self.setup
         if given is None:
@@ -55,20 +59,20 @@ class Asked:
                 "leave it out, or choose a setup that nests, for example --to full",
             )
         root = tuple(given.split("/")) if given else ()
-        if found := next((name for name in root if is_spoken_for(name)), None):
+        if reserved := next((name for name in root if is_spoken_for(name)), None):
             raise PlanError(
                 "CKM205",
-                f"--root {given}: what lies in {found!r} is read as no weights",
+                f"--root {given}: a reader takes nothing below {reserved!r} for weights",
                 "choose another name, for example --root model",
             )
         return root
 
     def dropped(self, key: str) -> str | None:
-        """Why it is left behind; None: it is not."""
+        """Return the option that drops the key; None where the key is kept."""
         return self._dropped(key, ("",))
 
     def dropped_whole(self, key: str) -> str | None:
-        """The same, where a pattern also takes what lies below the entry that it names."""
+        """Like `dropped`, but a pattern also matches all keys below the entry that it names."""
         return self._dropped(key, ("", ".*"))
 
     def _dropped(self, key: str, below: tuple[str, ...]) -> str | None:
@@ -78,19 +82,23 @@ class Asked:
         return None
 
     def excluded(self, fqn: str) -> str | None:
-        """Why a weight is left out; None: it is not."""
+        """Return the option that leaves a weight out; None where the weight is kept."""
         include, exclude = self.options.include, self.options.exclude
         if not (include or exclude or self.options.drop):
             return None
         if include and not any(fnmatchcase(fqn, pattern) for pattern in include):
             return "not in --include"
-        found = next((pattern for pattern in exclude if fnmatchcase(fqn, pattern)), None)
-        return f"--exclude {found}" if found else self.dropped(fqn)
+        for pattern in exclude:
+            if fnmatchcase(fqn, pattern):
+                return f"--exclude {pattern}"
+        return self.dropped(fqn)
 
 
-def not_found(names: Mapping[str, str]) -> list[str]:
-    """A note for a directory of transformers: it looks for plain names, and gives random values to
-    what it does not find. `names`: plain FQN -> as written."""
+def unknown_to_transformers(names: Mapping[str, str]) -> list[str]:
+    """Return a note where weights do not have their plain names; `names`: plain FQN -> as written.
+
+    transformers loads by plain names, and initializes at random what it does not find.
+    """
     renamed = [name for fqn, name in names.items() if name != fqn]
     if not renamed:
         return []
