@@ -48,9 +48,9 @@ def test_a_root_of_any_name_is_found_beside_tensors_in_extra(to: str, tmp_path: 
 @pytest.mark.parametrize(
     ("to", "root", "says"),
     [
-        ("full", "optimizer", "what lies in 'optimizer' is read as no weights"),
-        ("fsdp2", "app/optim", "what lies in 'optim' is read as no weights"),
-        ("full", "extra", "what lies in 'extra' is read as no weights"),
+        ("full", "optimizer", "what lies below 'optimizer' is not read as weights"),
+        ("fsdp2", "app/optim", "what lies below 'optim' is not read as weights"),
+        ("full", "extra", "what lies below 'extra' is not read as weights"),
         ("hf", "model", "hf holds bare names only, and no dicts"),
         ("dcp-hf", "app/net", "dcp-hf holds bare names only, and no dicts"),
     ],

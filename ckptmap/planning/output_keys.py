@@ -62,7 +62,7 @@ class OutputKeys:
         if reserved := next((name for name in root if is_spoken_for(name)), None):
             raise PlanError(
                 "CKM205",
-                f"--root {given}: a reader takes nothing below {reserved!r} for weights",
+                f"--root {given}: what lies below {reserved!r} is not read as weights",
                 "choose another name, for example --root model",
             )
         return root
