@@ -19,7 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell's &,
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = ("test_resume_exact.py", "test_resume_reshard.py", "test_translate.py")
+LONGEST = ("test_resume_exact.py", "test_lowbit_reshard.py", "test_translate.py")
 """Files that take minutes, and come late in the order of names: one worker would do the last of them
 while the others wait."""
 
@@ -75,8 +75,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A Hub on loopback (`tests.hub_server.Hub`) that this process's huggingface_hub speaks to."""
-    from tests.hub_client import connected
+    """A Hub on loopback (`tests.support.hub.server.Hub`) that this process's huggingface_hub speaks to."""
+    from tests.support.hub.client import connected
 
     with connected(tmp_path / "home", monkeypatch) as running:
         yield running

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.paths import ROOT
+
 HEAVY = {"torch", "torchao", "numpy", "safetensors", "xxhash", "transformers", "huggingface_hub"}
 
 COLUMN: tuple[tuple[str, ...], ...] = (

@@ -17,7 +17,8 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.paths import ROOT
+
 SOURCES = ("ckptmap", "cli", "mappings", "pyproject.toml", "README.md", "LICENSE")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -31,7 +31,7 @@ from ckptmap import registry
 from ckptmap.execution import manifest
 from ckptmap.planning import plan as plans
 from tests.golden.mappings.tables import ROOT as MAPPINGS
-from tests.mapping_state import hub_state, state_of
+from tests.support.mapping_state import hub_state, state_of
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "outputs.json"
@@ -198,7 +198,7 @@ def write_bins(folder: Path) -> Path:
 
 def write_parallel(kind: str) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
-        from tests.parallel_writers import (
+        from tests.support.parallel_writers import (
             LLAMA_PARAMS,
             Grid,
             write_megatron,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.golden.mappings.tables import ROOT, read, write
-from tests.mapping_state import entry_of
-from tests.test_mapping_goldens import TABLES, axes_in
+from tests.mapping.test_goldens import TABLES, axes_in
+from tests.support.mapping_state import entry_of
 
 
 def main() -> None:

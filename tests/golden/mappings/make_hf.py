@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.golden.mappings.tables import ROOT, rows, write
-from tests.mapping_configs import TINY, Tiny, iota
+from tests.support.mapping_configs import TINY, Tiny, iota
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tests.golden.mappings.tables import ROOT, read, rows, write
-from tests.mapping_configs import iota
+from tests.support.mapping_configs import iota
 
 NAME = "gemma3"
 TIED = "lm_head.weight"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.golden.mappings.peer_code import peer_module
 from tests.golden.mappings.tables import ROOT, read, rows, write
-from tests.mapping_configs import TINY, iota
+from tests.support.mapping_configs import TINY, iota
 
 if TYPE_CHECKING:
     from torch import Tensor

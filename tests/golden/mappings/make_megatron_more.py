@@ -30,7 +30,7 @@ from tests.golden.mappings.make_megatron import (
 )
 from tests.golden.mappings.peer_code import peer_module
 from tests.golden.mappings.tables import ROOT, read, rows, write
-from tests.mapping_configs import iota
+from tests.support.mapping_configs import iota
 
 PHI3 = "nemo/collections/llm/gpt/model/phi3mini.py"
 GPT_OSS = "megatron/bridge/models/gpt_oss/gpt_oss_bridge.py"

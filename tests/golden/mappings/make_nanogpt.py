@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from tests.golden.mappings.tables import ROOT, read, rows, write
-from tests.mapping_configs import TINY, iota
+from tests.support.mapping_configs import TINY, iota
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,7 +4,7 @@
         CORE FOLDER
 
 CORE is a folder with the package `megatron.core` (megatron-core 0.16.1). A random model of
-transformers, renamed and cut by `tests.parallel_writers`, is loaded into GPTModel on 2
+transformers, renamed and cut by `tests.support.parallel_writers`, is loaded into GPTModel on 2
 tensor-parallel ranks, strictly, and its logits are compared with transformers': that is the proof
 of the cut. With 2 pipeline stages the model must have the keys and shapes that the tables get.
 FOLDER gets `torch_dist` directories as `megatron.core.dist_checkpointing` saves the iota-filled
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from tests.golden.mappings.make_megatron import arguments
 from tests.golden.mappings.tables import rows, write
-from tests.mapping_configs import TINY
-from tests.mapping_state import State, config_of, state_of
-from tests.parallel_writers import Grid, megatron_rank
+from tests.support.mapping_configs import TINY
+from tests.support.mapping_state import State, config_of, state_of
+from tests.support.parallel_writers import Grid, megatron_rank
 
 if TYPE_CHECKING:
     import torch

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.golden.mappings.tables import rows, write
-from tests.mapping_configs import TINY
-from tests.mapping_state import State, config_of, state_of
+from tests.support.mapping_configs import TINY
+from tests.support.mapping_state import State, config_of, state_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,0 +1,123 @@
+"""Parts of the command line by themselves: sizes, JSON, progress, error codes, what the README lists."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+
+import pytest
+import typer
+from ckptmap_cli.app import COMMANDS, build
+from ckptmap_cli.options import parse_nbytes
+from ckptmap_cli.output import dumps, printable
+from ckptmap_cli.progress import Progress
+
+from ckptmap.core.name_table import Look, fold
+from ckptmap.error_codes import CODES
+from tests.support.paths import ROOT
+
+
+def test_codes_are_those_that_are_raised() -> None:
+    raised = {
+        code
+        for folder in ("ckptmap", "cli")
+        for file in (ROOT / folder).rglob("*.py")
+        for code in re.findall(r'"(CKM\d{3})"', file.read_text())
+    }
+    assert raised == set(CODES)
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_codes_are_explained_in_whole_sentences(code: str) -> None:
+    entry = CODES[code]
+    assert entry.title and not entry.title.endswith(".")
+    assert entry.why.endswith(".") and entry.next_step
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4096", 4096), ("64MiB", 64 << 20), ("2GB", 2 * 10**9), ("1.5 kib", 1536), ("5g", 5 * 10**9)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_nbytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1 XB", "0", "1e9"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match=r"is no size|1 byte or more"):
+        parse_nbytes(text)
+
+
+def test_json_holds_what_json_has_no_word_for() -> None:
+    odd = {("a", 1): float("nan"), "b": b"xyz", "c": (1, {2}), "d": argparse.Namespace(x=1)}
+    text = dumps({"odd": odd, "lone": "\ud800"})
+    assert json.loads(text)["lone"] == "\ud800"
+    assert json.loads(text)["odd"] == {
+        "('a', 1)": "nan", "b": "<3 bytes>", "c": [1, [2]], "d": "Namespace(x=1)"
+    }  # fmt: skip
+
+
+def test_names_alike_but_for_numbers_are_one_line() -> None:
+    names = ["a.0.w", "a.10.w", "a.x1.w", "a.2.w", "b.1.2", "b.1.5", "c\n.3", "#.1", "\0.1"]
+    folded = fold(names, [Look("model", (2,), ("int8",), "", 4) for _ in names])
+    assert [(group.pattern, group.count, group.nbytes) for group in folded] == [
+        ("a.{0..10, 3 of them}.w", 3, 12), ("a.x1.w", 1, 4), ("b.1.{2..5, 2 of them}", 2, 8),
+        ("c\n.3", 1, 4), ("#.1", 1, 4), ("\0.1", 1, 4),
+    ]  # fmt: skip
+
+
+def test_names_cannot_speak_to_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\r\x9b\tc\nd") == "a\\x1b[2Jb\\x0d\\x9b\tc\nd"
+
+
+class Terminal:
+    """A stderr that says it is a terminal, or not."""
+
+    def __init__(self, live: bool) -> None:
+        self.live, self.text = live, ""
+
+    def isatty(self) -> bool:
+        return self.live
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_progress(monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
+    terminal = Terminal(live)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress = Progress(1 << 20)
+    for seconds in (0.05, 1.0, 2.0, 11.0):
+        now = 100.0 + seconds
+        progress(128 << 10, "model.norm.weight")
+    progress.close()
+    lines = re.split(r"\r\x1b\[2K|\n", terminal.text)
+    shown = [line for line in lines if line]
+    assert len(shown) == (3 if live else 1)
+    assert "50%" in shown[-1] and "s left" in shown[-1]
+    assert terminal.text.endswith("\r\x1b[2K" if live else "\n")
+
+
+def test_the_readme_lists_the_setups_that_there_are() -> None:
+    from ckptmap import registry
+
+    text = (ROOT / "README.md").read_text()
+    table = text[text.index("## Setups") : text.index("## Fidelity")]
+    listed = re.findall(r"^\| `([a-z][a-z0-9-]*)` \|", table, re.MULTILINE)
+    assert listed == [setup.name for setup in registry.setups()]
+    for scheme in registry.schemes():
+        assert not scheme.suffix or f"`-{scheme.suffix}`" in table
+
+
+def test_only_the_command_that_is_asked_for_is_built() -> None:
+    assert len(build(["verify", "x"]).registered_commands) == 1
+    assert len(build(["--help"]).registered_commands) == len(COMMANDS)

@@ -1,0 +1,65 @@
+"""hf -> every setup -> hf, and every container -> every setup that other tests do not prove: the
+values that come back are the values that went in, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptmap
+from ckptmap import registry
+from tests.checkpoint.test_checkpoint import assert_same
+from tests.corpus import CASES, Corpus
+
+SETUPS = [setup.name for setup in registry.setups()]
+SHARDED = {setup.name for setup in registry.setups() if setup.sharded}
+OTHERS = [
+    name for name in SETUPS if name not in ("hf", "full", "ddp", "compiled", "fsdp1", "fsdp2")
+]
+ONE_OF_EACH = ["torch_tied", "torch_compiled_layers", "safetensors_bf16", "fsdp2_dcp_w2", "hf_sharded_fp32"]  # fmt: skip
+
+
+def there(source: Path, dst: Path, setup: str, **options: Any) -> Path:
+    options |= {"world_size": 3} if setup.removesuffix("-fp32") in SHARDED else {}
+    ckptmap.convert(source, dst, to=setup, optimizer="drop", **options)
+    report = ckptmap.verify(dst, against=source)
+    assert report.ok, str(report)
+    return dst
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("name", ["hf_bf16", "hf_sharded_tied_bf16", "hf_sharded_fp32"])
+def test_hf_to_every_setup_and_back(name: str, setup: str, corpus: Corpus, tmp_path: Path) -> None:
+    case = corpus[name]
+    middle = there(case.path, tmp_path / "middle", setup)
+    back = there(middle, tmp_path / "back", "hf")
+    assert ckptmap.diff(case.path, back, values=True).equal
+
+
+@pytest.mark.parametrize("setup", OTHERS)
+@pytest.mark.parametrize("name", [name for name in ONE_OF_EACH if name in CASES])
+def test_every_container_to_every_setup(
+    name: str, setup: str, corpus: Corpus, tmp_path: Path
+) -> None:
+    case = corpus[name]
+    options = {}
+    if setup == "fsdp1-local":  # the order of the modules, which some sources do not tell
+        options["like"] = str(tmp_path / "like.pt")
+        torch.save(dict(case.truth), options["like"])
+    with ckptmap.open(there(case.path, tmp_path / "out", setup, **options)) as ckpt:
+        for fqn in ckpt:
+            assert_same(ckpt[fqn].read(), case.truth[fqn], fqn)
+        tied = {fqn for group in case.spec.tied for fqn in group}
+        assert set(case.truth) - tied <= set(ckpt)
+
+
+@pytest.mark.parametrize("setup", [setup.name for setup in registry.setups() if setup.dense])
+def test_what_cannot_be_loaded_is_refused(setup: str, corpus: Corpus, tmp_path: Path) -> None:
+    """A setup whose own loader takes dense tensors gets no NF4 payloads, but may get them decoded."""
+    for source, to in ((corpus["hf_bf16"], f"{setup}-nf4"), (corpus["nf4_torch_llama"], setup)):
+        with pytest.raises(ckptmap.CkptmapError, match=f"{setup} holds dense tensors only"):
+            ckptmap.convert(source.path, tmp_path / "out", to=to)
+    there(corpus["nf4_torch_llama"].path, tmp_path / "out", f"{setup}-fp32")

@@ -1,0 +1,245 @@
+"""Schemes that move as bytes only: named with all their parts, never decoded, never half cast."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from safetensors.torch import load_file, save_file
+
+import ckptmap
+from ckptmap.quantization.unsupported_schemes import foreign_tensors
+from ckptmap.tensors import TensorInfo
+from tests.checkpoint.test_checkpoint import bits
+from tests.support.int8_models import QUERY, compressed, llama, loaded
+from tests.support.paths import GOLDEN
+
+GOLDEN_FILES = GOLDEN / "foreign"
+STEM = QUERY.removesuffix(".weight")
+
+
+def floats(width: int, strategy: str = "group", size: int = 32, **more: Any) -> Any:
+    return QuantizationArgs(
+        num_bits=width, type="float", symmetric=True, strategy=strategy, group_size=size, **more
+    )
+
+
+EXPONENTS: dict[str, Any] = {"scale_dtype": torch.uint8}
+MX = "MXFP4, MXFP6 or MXFP8"
+COMPRESSED: dict[str, tuple[Any, str, str, tuple[str, ...]]] = {
+    "nvfp4": (floats(4, "tensor_group", 16), "nvfp4-pack-quantized", "NVFP4",
+              ("weight_packed", "weight_scale", "weight_global_scale")),
+    "mxfp4": (floats(4, **EXPONENTS), "mxfp4-pack-quantized", MX, ("weight_packed", "weight_scale")),
+    "mxfp6": (floats(6, **EXPONENTS), "mxfp6-pack-quantized", MX, ("weight_packed", "weight_scale")),
+    "mxfp8": (floats(8, **EXPONENTS), "mxfp8-quantized", MX, ("weight", "weight_scale")),
+}  # fmt: skip
+
+
+def assert_same_files(first: Path, second: Path) -> None:
+    before, after = (load_file(path / "model.safetensors") for path in (first, second))
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert torch.equal(bits(value), bits(after[key])), key
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_what_compressed_tensors_writes(name: str, tmp_path: Path) -> None:
+    scheme, form, called, parts = COMPRESSED[name]
+    compressed(tmp_path / "in", scheme, form)
+    plan = ckptmap.plan(tmp_path / "in", "hf-bf16")
+    keys = {f"{STEM}.{part}" for part in parts}
+    assert keys <= {item.key for item in plan.unresolved}
+    with pytest.raises(ckptmap.CkptmapError, match=f"is part of a {called} tensor"):
+        plan.require_resolved()
+    # Each companion is named for itself: leaving it out would cast it.
+    for key in keys:
+        partly = ckptmap.plan(tmp_path / "in", "hf-bf16", no_encode=(key,))
+        assert keys - {key} <= {item.key for item in partly.unresolved}
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
+    assert ckptmap.verify(tmp_path / "out", against=tmp_path / "in").ok
+    assert_same_files(tmp_path / "in", tmp_path / "out")
+    configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("in", "out")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+    # Named to be left as they are, they go along as bytes and all else is cast.
+    every = tuple(item.key for item in plan.unresolved)
+    kept = ckptmap.convert(tmp_path / "in", tmp_path / "kept", to="hf-fp32", no_encode=every)
+    assert kept.fidelity["bytes"] == len(every) and kept.fidelity["cast"] > 0
+    with ckptmap.open(tmp_path / "in") as before, ckptmap.open(tmp_path / "kept") as after:
+        for key, tensor in before.items():
+            read = after[key].read()
+            same = torch.equal(bits(tensor.read()), bits(read)) if key in every else False
+            assert same or (key not in every and read.dtype == torch.float32), key
+        said = f"{called}, {len(every)} tensors, in parts {', '.join(sorted(parts))}"
+        assert any(said in note for note in before.notes), before.notes
+
+
+def gpt_oss(folder: Path) -> None:
+    """One layer with experts in MXFP4, as OpenAI publishes it: transformers writes it with a GPU
+    alone, and reads it here."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=32, num_hidden_layers=1, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    model = GptOssForCausalLM(config).bfloat16()
+    state = {key: value.contiguous() for key, value in model.state_dict().items()}
+    for key in [key for key in state if key.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, outer = state.pop(key).shape
+        shape = (experts, outer, inner // 32)
+        state[f"{key}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        state[f"{key}_scales"] = torch.randint(110, 125, shape, dtype=torch.uint8)
+    kept = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
+    model.config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    folder.mkdir()
+    model.config.save_pretrained(folder)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    from transformers import GptOssForCausalLM, Mxfp4Config
+
+    gpt_oss(tmp_path / "in")
+    plan = ckptmap.plan(tmp_path / "in", "hf-bf16")
+    assert len(plan.unresolved) == 4 and all("MXFP4" in item.reason for item in plan.unresolved)
+    ckptmap.convert(tmp_path / "in", tmp_path / "dcp", to="fsdp2", world_size=3)
+    source = str(tmp_path / "in")
+    ckptmap.convert(tmp_path / "dcp", tmp_path / "out", to="hf", config_from=source)
+    decoded = [
+        GptOssForCausalLM.from_pretrained(
+            tmp_path / name, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16
+        ).state_dict()
+        for name in ("in", "out")
+    ]
+    assert decoded[0].keys() == decoded[1].keys() and len(decoded[0]) > 10
+    assert all(torch.equal(value, decoded[1][key]) for key, value in decoded[0].items())
+
+
+@pytest.mark.parametrize("kind", ["MXTensor", "NVFP4Tensor"])
+def test_torchaos_classes(kind: str, tmp_path: Path) -> None:
+    """Pickled they are refused by name; flattened into safetensors they move as bytes."""
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    weight = torch.randn(64, 64).bfloat16()
+    made = (
+        MXTensor.to_mx(weight, torch.float8_e4m3fn, 32)
+        if kind == "MXTensor"
+        else NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=torch.tensor(0.5))
+    )
+    state = {"fc.weight": made, "norm.weight": torch.ones(4)}
+    torch.save(state, tmp_path / "in.pt")
+    with pytest.raises(ckptmap.CkptmapError, match=rf"fc\.weight: a tensor of unknown .*{kind}"):
+        ckptmap.convert(tmp_path / "in.pt", tmp_path / "out.pt", to="full")
+    tensors, metadata = flatten_tensor_state_dict(state)
+    (tmp_path / "in").mkdir()
+    save_file(tensors, tmp_path / "in" / "model.safetensors", {"format": "pt", **metadata})
+    plan = ckptmap.plan(tmp_path / "in", "hf-fp32")
+    assert {item.key for item in plan.unresolved} == set(tensors) - {"norm.weight"}
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
+    assert_same_files(tmp_path / "in", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name", ["hqq", "quanto-qint4", "quanto-qint8", "quanto-qfloat8", "gptq", "awq"]
+)
+def test_what_other_libraries_write(name: str, tmp_path: Path) -> None:
+    """Made by the libraries, see `golden/foreign/make_foreign.py`. Half cast, and without what
+    config.json said of them, transformers would load such layers at random."""
+    (tmp_path / "in").mkdir()
+    state = load_file(GOLDEN_FILES / f"{name}.safetensors") | {"2.weight": torch.ones(64, 64)}
+    save_file(state, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "in" / "config.json").write_text('{"quantization_config": {"quant_method": "x"}}')
+    parts = {key for key in state if key[0] == "0"}
+    for to in ("hf-bf16", "hf-bnb-nf4"):
+        plan = ckptmap.plan(tmp_path / "in", to)
+        assert {item.key for item in plan.unresolved} == parts - {"0.bias"}
+        called = {"hqq": "HQQ", "gptq": "GPTQ or AWQ", "awq": "GPTQ or AWQ"}.get(name, "quanto")
+        assert all(f"is part of a {called} tensor" in item.reason for item in plan.unresolved)
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
+    assert_same_files(tmp_path / "in", tmp_path / "out")
+    with pytest.raises(
+        ckptmap.CkptmapError, match=r"cannot be bnb-nf4 where 0\..* stays"
+    ) as caught:
+        ckptmap.plan(tmp_path / "in", "hf-bnb-nf4", encode=("2.*",), no_encode=("0.*",))
+    assert caught.value.code == "CKM203"
+    ckptmap.plan(tmp_path / "in", "full-bnb-nf4", encode=("2.*",), no_encode=("0.*",))
+    kept = ckptmap.convert(tmp_path / "in", tmp_path / "kept", to="hf-bf16", no_encode=("0.*",))
+    assert kept.fidelity == {"bytes": len(parts), "cast": 3}
+    for folder in ("out", "kept"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        assert config["quantization_config"] == {"quant_method": "x"}
+
+
+def test_a_gguf_file_is_named() -> None:
+    with pytest.raises(ckptmap.CkptmapError, match=r"q8_0\.gguf: is a GGUF file of llama\.cpp"):
+        ckptmap.open(GOLDEN_FILES / "q8_0.gguf")
+
+
+def test_two_scales_of_modelopt() -> None:
+    names = {"weight": "uint8", "weight_scale": "float8_e4m3fn", "weight_scale_2": "float32",
+             "input_scale": "float32", "bias": "bfloat16"}  # fmt: skip
+    infos = {f"fc.{name}": TensorInfo((4, 4), dtype) for name, dtype in names.items()}
+    assert foreign_tensors(infos) == dict.fromkeys(set(infos) - {"fc.bias"}, "NVFP4")
+
+
+def test_weights_that_compressed_tensors_did_not_compress_yet(tmp_path: Path) -> None:
+    """Saved while frozen: dense, with the scales that they are quantized by as they are used."""
+    scheme = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="tensor")
+    compressed(tmp_path / "in", scheme, "float-quantized", compress=False)
+    stored = load_file(tmp_path / "in" / "model.safetensors")
+    parts = {key for key in stored if ".layers.0." in key and "layernorm" not in key}
+    assert stored[QUERY].dtype == torch.bfloat16 and len(parts) == 3 * 7
+    plan = ckptmap.plan(tmp_path / "in", "hf-fp32")
+    assert {item.key for item in plan.unresolved} == parts
+    assert all("compressed-tensors not yet compressed" in item.reason for item in plan.unresolved)
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
+    assert_same_files(tmp_path / "in", tmp_path / "out")
+
+
+def bitnet(folder: Path, packed: bool) -> None:
+    """As transformers packs it; or dense, quantized by its layers whenever they are used."""
+    from transformers.integrations.bitnet import pack_weights
+
+    model = llama()
+    state = {key: value.contiguous() for key, value in model.state_dict().items()}
+    for key in [key for key in state if packed and key.endswith("_proj.weight")]:
+        weight = state[key].float()
+        scale = 1 / weight.abs().mean().clamp_min(1e-5)
+        state[key] = pack_weights((weight * scale).round().clamp(-1, 1))
+        state[f"{key}_scale"] = scale.bfloat16().view(1)
+    modes = ("bitlinear", "offline") if packed else ("autobitlinear", "online")
+    model.config.quantization_config = {
+        "quant_method": "bitnet", "linear_class": modes[0], "quantization_mode": modes[1],
+        "modules_to_not_convert": ["lm_head"],
+    }  # fmt: skip
+    folder.mkdir()
+    model.config.save_pretrained(folder)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_bitnet(packed: bool, tmp_path: Path) -> None:
+    bitnet(tmp_path / "in", packed)
+    _, info = loaded(tmp_path / "in", output_loading_info=True)
+    assert not any(info.values()), info
+    ckptmap.convert(tmp_path / "in", tmp_path / "out", to="hf")
+    assert_same_files(tmp_path / "in", tmp_path / "out")
+    configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("in", "out")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+    plan = ckptmap.plan(tmp_path / "in", "hf-fp32")
+    assert len(plan.unresolved) == (14 if packed else 0)
+    assert all("part of a BitNet tensor" in item.reason for item in plan.unresolved)
+    lost = [note for note in plan.notes if "no longer says quantization_config of bitnet" in note]
+    assert len(lost) == (0 if packed else 1)

@@ -1,0 +1,1 @@
+"""Modules that run under N gloo ranks, by `tests.corpus.ranks.run_ranks`."""
