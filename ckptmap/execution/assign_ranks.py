@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ckptmap.planning.steps import Compare, Encode, FilePlan, Target
+from ckptmap.planning.file_plan import Compare, Encode, FilePlan, SlotRef
 from ckptmap.protocols import Refusal
 
 UNEVEN = 1.25
@@ -42,7 +42,7 @@ class _Piece:
     name: str
     step: Encode
     nbytes: int
-    at: Target | None
+    at: SlotRef | None
 
 
 def split(
@@ -87,7 +87,7 @@ def _line(plan: Sequence[FilePlan], pieces: Iterable[_Piece]) -> _Line:
 
 def _pieces(plan: Sequence[FilePlan], index: int, step: Encode) -> list[_Piece]:
     """An encoding that needs nothing of the whole tensor is a piece for each file it goes to."""
-    files: dict[int, list[Target]] = {}
+    files: dict[int, list[SlotRef]] = {}
     for target in _targets(step):
         files.setdefault(target.file, []).append(target)
     if len(files) > 1 and not _splittable(step):
@@ -104,7 +104,7 @@ def _pieces(plan: Sequence[FilePlan], index: int, step: Encode) -> list[_Piece]:
     return pieces
 
 
-def _targets(step: Encode) -> list[Target]:
+def _targets(step: Encode) -> list[SlotRef]:
     return [target for targets in step.targets.values() for target in targets]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ckptmap.execution.copy import MAX_GAP
-from ckptmap.planning.steps import FilePlan
+from ckptmap.planning.file_plan import FilePlan
 
 SMALL = 1 << 20
 """Bytes from which a slot is a unit of its own."""

@@ -14,7 +14,7 @@ from itertools import count, repeat
 from ckptmap.core.bool_bytes import check_bools
 from ckptmap.core.slot_columns import Slots
 from ckptmap.errors import SourceError
-from ckptmap.planning.steps import FilePlan, Target
+from ckptmap.planning.file_plan import FilePlan, SlotRef
 from ckptmap.protocols import OutFile, Slot
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.files import Files
@@ -49,15 +49,15 @@ class Context:
     joined: list[tuple[int, int, int]] = field(default_factory=list)
     """(file, first, stop) of slots that were written together with what is between them."""
 
-    def slot(self, target: Target) -> Slot:
+    def slot(self, target: SlotRef) -> Slot:
         return self.plan[target.file].out.slots[target.slot]
 
-    def source(self, target: Target) -> StoredTensor:
+    def source(self, target: SlotRef) -> StoredTensor:
         source = self.plan[target.file].sources[target.slot]
         assert source is not None, f"slot {target} is written by an Encode step"
         return source
 
-    def sums(self, target: Target) -> Sums:
+    def sums(self, target: SlotRef) -> Sums:
         return Sums(self.plan[target.file].out.needs_crc, self.digests)
 
 
@@ -75,10 +75,10 @@ def copy_stream(
     """Slots with nothing between them, streamed through the buffer in row-major order."""
     slots, written = context.plan[file].out.slots, []
     with context.outputs.file(file) as output:
-        sums = context.sums(Target(file, first))
+        sums = context.sums(SlotRef(file, first))
         stream = Stream(output, slots[first].offset, buffer, sums)
         for index in range(first, stop):
-            target = Target(file, index)
+            target = SlotRef(file, index)
             sums = stream.sums = context.sums(target)
             _stream(context, target, output, stream)
             written.append(recorded(context, target, sums.digest, sums.crc32))
@@ -86,7 +86,7 @@ def copy_stream(
     return written
 
 
-def _stream(context: Context, target: Target, output: OutputFile, stream: Stream) -> None:
+def _stream(context: Context, target: SlotRef, output: OutputFile, stream: Stream) -> None:
     """One slot; by the kernel where that may."""
     slot, source = context.slot(target), context.source(target)
     key, run = key_of(slot), run_of(source, slot.box)
@@ -121,7 +121,7 @@ def _copied(context: Context, output: OutputFile, run: Run, slot: Slot) -> int:
     return done
 
 
-def _may_copy(context: Context, target: Target, run: Run) -> bool:
+def _may_copy(context: Context, target: SlotRef, run: Run) -> bool:
     """May the kernel copy it? Only where nothing is computed of the bytes, and where both places
     are alike within a block: else it costs twice what reading and writing do."""
     out = context.plan[target.file].out
@@ -235,7 +235,7 @@ def _run_of(files: Files, item: FilePlan, index: int, place: memoryview) -> Run 
     return run
 
 
-def recorded(context: Context, target: Target, digest: str, crc: int) -> Written:
+def recorded(context: Context, target: SlotRef, digest: str, crc: int) -> Written:
     """The record of a written slot."""
     item = context.plan[target.file]
     if item.out.needs_crc:

@@ -15,8 +15,8 @@ from ckptmap.core.code_grids import CoarseScales, CountsFlips, Grid
 from ckptmap.errors import Interrupted, RunError
 from ckptmap.execution import cuda_ring as ring
 from ckptmap.execution.copy import Context, recorded
+from ckptmap.planning.file_plan import Compare, Encode, SlotRef
 from ckptmap.planning.recode import recoded
-from ckptmap.planning.steps import Compare, Encode, Target
 from ckptmap.protocols import Encoder, Refusal, Write
 from ckptmap.storage.gather import fill, row_major_boxes
 from ckptmap.storage.journal import Written
@@ -129,7 +129,7 @@ class _PartStream:
     """Row-major bytes of one part, spread over the slots that tile it along its first dim."""
 
     def __init__(
-        self, context: Context, info: TensorInfo, targets: Sequence[Target], buffer: Buffer
+        self, context: Context, info: TensorInfo, targets: Sequence[SlotRef], buffer: Buffer
     ) -> None:
         self._context, self._info = context, info
         self._targets = sorted(targets, key=lambda target: context.slot(target).box.offsets[:1])

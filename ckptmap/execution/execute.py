@@ -35,8 +35,8 @@ from ckptmap.execution.prefetch import batches, read_by_compare, read_by_copies,
 from ckptmap.execution.ranks import ALONE, Ranks
 from ckptmap.execution.results import Executed, Tally
 from ckptmap.execution.seal import seal
+from ckptmap.planning.file_plan import Compare, Encode, FilePlan
 from ckptmap.planning.options import Progress, RunOptions
-from ckptmap.planning.steps import Compare, Encode, FilePlan
 from ckptmap.protocols import Slot
 from ckptmap.storage.files import Files, has_backings
 from ckptmap.storage.journal import Journal, Written

@@ -17,7 +17,8 @@ from ckptmap.core.slot_columns import Slots
 from ckptmap.core.state_paths import logical_key
 from ckptmap.errors import SourceError
 from ckptmap.execution.manifest_schema import malformed
-from ckptmap.planning.plan import Plan, Steps, Way
+from ckptmap.planning.conversion import Conversion, Steps
+from ckptmap.planning.plan import Plan
 from ckptmap.protocols import CarriedFile, Slot
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
@@ -210,18 +211,18 @@ class _Logical(_Entries):
 
     def __init__(self, steps: Steps) -> None:
         keys = [
-            fqn if way[0] == "model" and ":" not in fqn else logical_key(way[0], fqn)
-            for fqn, way in zip(steps.fqns, steps.ways, strict=True)
+            fqn if kind.role == "model" and ":" not in fqn else logical_key(kind.role, fqn)
+            for fqn, kind in zip(steps.fqns, steps.conversions, strict=True)
         ]
-        self._found: dict[str, Way] = dict(zip(keys, steps.ways, strict=True))
+        self._found: dict[str, Conversion] = dict(zip(keys, steps.conversions, strict=True))
 
     def __getitem__(self, key: str) -> dict[str, Any]:
         shape, source, target, fidelity = self._found[key][1:5]
         return {"shape": shape, "source": source, "target": target, "fidelity": fidelity}
 
     def texts(self) -> Iterator[str]:
-        ways = {id(way): _way(way[1:5]) for way in self._found.values()}
-        texts = map(ways.__getitem__, map(id, self._found.values()))
+        entries = {id(kind): _logical(kind[1:5]) for kind in self._found.values()}
+        texts = map(entries.__getitem__, map(id, self._found.values()))
         return map("%s:%s".__mod__, zip(map(_quoted, self._found), texts, strict=True))
 
 
@@ -229,7 +230,7 @@ _quoted = json.encoder.encode_basestring
 
 
 @lru_cache(maxsize=4096)
-def _way(words: tuple[Any, ...]) -> str:
+def _logical(words: tuple[Any, ...]) -> str:
     return _json(dict(zip(("shape", "source", "target", "fidelity"), words, strict=True)))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ckptmap.core.woven import ZEROS, Woven
-from ckptmap.planning.steps import Compare, Encode, FilePlan
+from ckptmap.planning.file_plan import Compare, Encode, FilePlan
 from ckptmap.storage.files import Backing, Files, backing_of, has_backings, verified
 from ckptmap.tensors import Box, StoredTensor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ckptmap.execution.results import Executed
-from ckptmap.planning.steps import FilePlan
+from ckptmap.planning.file_plan import FilePlan
 from ckptmap.protocols import OutFile
 from ckptmap.storage.output_files import Outputs
 

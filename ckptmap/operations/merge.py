@@ -19,11 +19,11 @@ from ckptmap.checkpoint.lora.merged import overlaid
 from ckptmap.checkpoint.lora.merged_tensor import Merged, untouched
 from ckptmap.errors import ArgumentError, PlanError
 from ckptmap.operations.convert import run
+from ckptmap.planning.file_plan import Encode
 from ckptmap.planning.options import MAX_MEMORY, Progress, RunOptions
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan
 from ckptmap.planning.report import Report
-from ckptmap.planning.steps import Encode
 from ckptmap.protocols import Encoder, Encoding, Refusal, Write
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.process_state import one_torch_thread

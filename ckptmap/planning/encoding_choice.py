@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.code_grids import KeepsCodes, Repairs, ScalesExactly, TakesModules
 from ckptmap.errors import PlanError
+from ckptmap.planning.conversion import Step, Steps
 from ckptmap.planning.options import Options
-from ckptmap.planning.plan import Step, Steps, Unresolved
+from ckptmap.planning.plan import Unresolved
 from ckptmap.planning.recode import grid_of
 from ckptmap.protocols import Encoding, Refusal, Scheme
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -140,10 +141,10 @@ def none_taken(steps: Steps, scheme: Scheme | None, options: Options) -> dict[st
     probe = None if scheme is None else scheme.encoding(TensorInfo((ROUND, ROUND), "float32"))
     if scheme is None or isinstance(probe, Refusal | None) or probe.name == "dense":  # a cast
         return {}
-    ways = [way for way in steps.counted() if way.role == "model"]
-    if not ways or any(way.target.partition("(")[0] == scheme.name for way in ways):
+    targets = {kind.target for kind in steps.counted() if kind.role == "model"}
+    if not targets or any(target.partition("(")[0] == scheme.name for target in targets):
         return {}
-    found = ", ".join(sorted({way.target for way in ways}))
+    found = ", ".join(sorted(targets))
     given = [name for name in ("encode", "no_encode") if getattr(options, name)]
     by = " and ".join(f"--{name.replace('_', '-')}" for name in given) or "default"
     why = f"no weight becomes {scheme.name} by {by}, all stay as they are ({found})"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError
 from ckptmap.mapping.wrappers import HEAD
-from ckptmap.planning.plan import Steps
+from ckptmap.planning.conversion import Steps
 from ckptmap.tensors import Path
 
 
@@ -35,8 +35,7 @@ def prove_apart(paths: Sequence[Path]) -> None:
 def require_told_apart(steps: Steps) -> None:
     """A module of the model's own that is called `module` is told from DDP's by a name without it.
     Raises PlanError CKM114 where the weights that go along have none left."""
-    weights = (fqn for fqn, way in zip(steps.fqns, steps.ways, strict=True) if way.role == "model")
-    if all(fqn.startswith(f"{HEAD}.") for fqn in weights):
+    if all(fqn.startswith(f"{HEAD}.") for fqn in steps.fqns_of("model")):
         raise PlanError(
             "CKM114",
             f"{steps.fqns[0]}: all names that are left begin with '{HEAD}.', which would be read as DDP's",

@@ -8,17 +8,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core.interning import distinct, each
+from ckptmap.core.interning import each
 from ckptmap.core.name_table import Look, listed, renamed, table
 from ckptmap.core.text import counted, human
 from ckptmap.errors import DestinationError, PlanError
+from ckptmap.planning.conversion import Conversion, Steps
+from ckptmap.planning.file_plan import Compare, Encode, FilePlan
 from ckptmap.planning.options import MAX_MEMORY, Options, Progress, RunOptions
 from ckptmap.planning.report import Report
-from ckptmap.planning.steps import Compare, Encode, FilePlan
 from ckptmap.protocols import CarriedFile
 from ckptmap.setups import Aim
 from ckptmap.storage.files import Fingerprint
@@ -32,68 +33,6 @@ BATCH = 1000
 """Lines that are hashed at once."""
 SAID = 12
 """Options that a hint gives at most."""
-
-
-class Way(NamedTuple):
-    """What becomes of a logical tensor, at which fidelity: one for all alike."""
-
-    role: str
-    """model, optimizer or other."""
-    shape: tuple[int, ...]
-    source: str
-    target: str
-    fidelity: str
-    nbytes_in: int
-    nbytes_out: int
-
-
-class Step(NamedTuple):
-    """One logical tensor, and its way."""
-
-    fqn: str
-    role: str
-    shape: tuple[int, ...]
-    source: str
-    target: str
-    fidelity: str
-    nbytes_in: int
-    nbytes_out: int
-
-
-class Steps(Sequence[Step]):
-    """Step i is `ways[i]` of the tensor `fqns[i]`: columns, because there may be 100,000."""
-
-    __slots__ = ("fqns", "ways")
-
-    def __init__(self, fqns: Sequence[str] = (), ways: Sequence[Way] = ()) -> None:
-        self.fqns, self.ways = list(fqns), list(ways)
-
-    def add(self, fqns: Sequence[str], ways: Sequence[Way]) -> None:
-        self.fqns += fqns
-        self.ways += ways
-
-    def counted(self) -> Counter[Way]:
-        """How many go each way; a look at a way, of which there are few."""
-        ways = distinct(self.ways)
-        counts: Counter[Way] = Counter()
-        for key, count in Counter(map(id, self.ways)).items():
-            counts[ways[key]] += count
-        return counts
-
-    def __len__(self) -> int:
-        return len(self.fqns)
-
-    def __iter__(self) -> Iterator[Step]:
-        return (Step(fqn, *way) for fqn, way in zip(self.fqns, self.ways, strict=True))
-
-    @overload
-    def __getitem__(self, index: int) -> Step: ...
-    @overload
-    def __getitem__(self, index: slice) -> Steps: ...
-    def __getitem__(self, index: int | slice) -> Step | Steps:
-        if isinstance(index, slice):
-            return Steps(self.fqns[index], self.ways[index])
-        return Step(self.fqns[index], *self.ways[index])
 
 
 @dataclass(frozen=True)
@@ -137,7 +76,7 @@ class Plan:
 
     @property
     def nbytes_in(self) -> int:
-        return sum(way.nbytes_in * count for way, count in self.steps.counted().items())
+        return sum(kind.nbytes_in * count for kind, count in self.steps.counted().items())
 
     @property
     def nbytes_out(self) -> int:
@@ -165,9 +104,8 @@ class Plan:
             seen.update(json.dumps(self.ckpt.translated).encode())
         for name, mark in sorted(self._sources().items()):
             seen.update(f"{name} {mark.nbytes} {mark.mtime_ns}\n".encode(errors="surrogateescape"))
-        for lines in _lines(
-            "%s %s\n", self.steps.fqns, each(self.steps.ways, lambda w: str(w[2:5]))
-        ):
+        kinds = each(self.steps.conversions, _digested)
+        for lines in _lines("%s %s\n", self.steps.fqns, kinds):
             seen.update(lines)
         for file in self.files:
             seen.update(f"{file.out.name} {file.out.nbytes}\n".encode())
@@ -234,7 +172,7 @@ class Plan:
             },
             "options": asdict(self.options),
             "world_size": self.world_size,
-            "steps": [step._asdict() for step in self.steps],
+            "steps": [{"fqn": fqn, **kind._asdict()} for fqn, kind in self.steps],
             "from": self._origins(),
             "files": [
                 {"name": f.out.name, "nbytes": f.out.nbytes, "tensors": len(f.out.slots)}
@@ -255,19 +193,18 @@ class Plan:
 
     def _origins(self) -> dict[str, tuple[str, ...]]:
         """The keys in the source of what is written under another name."""
-        found = self.ckpt.origins
-        kept = {fqn for fqn, way in self._ways() if way.role == "model"} if found else set()
-        return {fqn: keys for fqn, keys in found.items() if fqn in kept}
-
-    def _ways(self) -> Iterator[tuple[str, Way]]:
-        return zip(self.steps.fqns, self.steps.ways, strict=True)
+        origins = self.ckpt.origins
+        if not origins:
+            return {}
+        kept = set(self.steps.fqns_of("model"))
+        return {fqn: keys for fqn, keys in origins.items() if fqn in kept}
 
     def fidelities(self) -> dict[str, int]:
         """Fidelity -> how many tensors, in the order of loss."""
         order = ("bytes", "exact", "codes", "cast", "quantize", "requantize")
         counts: Counter[str] = Counter()
-        for way, count in self.steps.counted().items():
-            counts[way.fidelity] += count
+        for kind, count in self.steps.counted().items():
+            counts[kind.fidelity] += count
         return {name: counts[name] for name in order if counts[name]}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -286,7 +223,7 @@ class Plan:
         lines = [
             f"{self.ckpt.shown}  ({self.ckpt.setup}, {counted(self.ckpt.world_size, 'rank')})"
             f" -> {self.aim.text}, {counted(self.world_size, 'rank')}",
-            *table(self.steps.fqns, each(self.steps.ways, _look)),
+            *table(self.steps.fqns, each(self.steps.conversions, _look)),
         ]
         lines += renamed(self._origins(), stripped=self.ckpt.translated is None)
         for title, found in (("dropped", self.dropped), ("tied", self.tied)):
@@ -304,10 +241,15 @@ class Plan:
         return "\n".join(lines)
 
 
-def _look(way: Way) -> Look:
-    """What the table shows of it."""
-    kind = (way.source, "->", way.target)
-    return Look(way.role, way.shape, kind, way.fidelity, way.nbytes_out)
+def _digested(conversion: Conversion) -> str:
+    """Return what the digest covers of a conversion: what follows from the headers is left out."""
+    return str((conversion.source, conversion.target, conversion.fidelity))
+
+
+def _look(conversion: Conversion) -> Look:
+    """Return what the table shows of a conversion."""
+    kind = (conversion.source, "->", conversion.target)
+    return Look(conversion.role, conversion.shape, kind, conversion.fidelity, conversion.nbytes_out)
 
 
 def _lines(form: str, *columns: Sequence[Any]) -> Iterator[bytes]:

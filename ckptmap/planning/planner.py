@@ -211,7 +211,7 @@ class _Planner:
         self.beside_ties = beside_ties(self.ckpt, self.aim.scheme, self.options)
         if not self._all_plain(root, ties):
             self._one_by_one(root, ties)
-        if not any(way.role == "model" for way in self.draft.steps.ways):
+        if not self.draft.steps.fqns_of("model"):
             raise PlanError(
                 "CKM206",
                 f"{self.ckpt.path}: no tensor is left to convert of {len(self.ckpt)}",

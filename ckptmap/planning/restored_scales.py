@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ckptmap.checkpoint.checkpoint import Checkpoint, open
 from ckptmap.errors import PlanError
-from ckptmap.planning.steps import Compare
+from ckptmap.planning.file_plan import Compare
 from ckptmap.protocols import Group
 
 PREFIXES = ("base_model.model.",)

@@ -13,7 +13,7 @@ from ckptmap.core.slot_columns import OutTensors, Slots
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import PlanError
 from ckptmap.planning.buffers import Shown
-from ckptmap.planning.steps import FilePlan
+from ckptmap.planning.file_plan import FilePlan
 from ckptmap.protocols import (
     FlatUnit,
     Layout,

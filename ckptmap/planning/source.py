@@ -12,9 +12,9 @@ from pathlib import Path
 from ckptmap.checkpoint.checkpoint import Checkpoint, open
 from ckptmap.checkpoint.renamed import translated
 from ckptmap.errors import PlanError
+from ckptmap.planning.file_plan import Compare
 from ckptmap.planning.options import Options
 from ckptmap.planning.restored_scales import restore
-from ckptmap.planning.steps import Compare
 from ckptmap.storage.hub.resolve import named_as_asked
 
 UNNAMED = "names stay as they are without --names, which says into which scheme"

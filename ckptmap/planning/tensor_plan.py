@@ -23,11 +23,12 @@ from ckptmap.core.tensor_columns import Located, nbytes_of
 from ckptmap.core.tiling import prove_rows, prove_tiling
 from ckptmap.core.woven import Pieced
 from ckptmap.errors import PlanError, SourceError
+from ckptmap.planning.conversion import Conversion, Steps
+from ckptmap.planning.file_plan import Compare, Encode, FilePlan, SlotRef, Sources
 from ckptmap.planning.live_support import refuse_unheld
-from ckptmap.planning.plan import Steps, Unresolved, Way
+from ckptmap.planning.plan import Unresolved
 from ckptmap.planning.recode import grid_of, kept_at
 from ckptmap.planning.sharding import Cutter, prove_output
-from ckptmap.planning.steps import Compare, Encode, FilePlan, Sources, Target
 from ckptmap.protocols import Encoding, OutState, OutTensor, Refusal, Setup, Writer, part_key
 from ckptmap.storage.files import Fingerprint
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -85,7 +86,7 @@ class Draft:
         ends = list(map(add, located.offsets, nbytes_of(infos)))
         self._prove_ends(fqns, located.files, ends)
         self._place_all(fqns, paths, infos, located)
-        self.steps.add(fqns, each(infos, lambda info: _plain_way(role, info)))
+        self.steps.add(fqns, each(infos, lambda info: _as_it_is(role, info)))
 
     def _prove_ends(self, fqns: Sequence[str], files: Sequence[str], ends: Sequence[int]) -> None:
         """Every tensor lies inside of its file."""
@@ -266,8 +267,8 @@ class Draft:
 
     def _step(self, lazy: LazyTensor, role: str, target: str, fidelity: str, nbytes: int) -> None:
         source = _kind(lazy.encoding_, lazy.info)
-        way = Way(role, lazy.shape, source, target, fidelity, lazy.nbytes, nbytes)
-        self.steps.add([lazy.fqn], [way])
+        kind = Conversion(role, lazy.shape, source, target, fidelity, lazy.nbytes, nbytes)
+        self.steps.add([lazy.fqn], [kind])
 
     def must_equal(
         self, kept: LazyTensor, other: LazyTensor, title: str, hint: str = Compare.hint
@@ -294,7 +295,7 @@ class Draft:
             self.out, _writable(self.extra, self.out), self.records, self.cutter.world_size,
             max_shard_nbytes, stem,
         )  # fmt: skip
-        targets: dict[Path, list[Target]] = {}
+        targets: dict[Path, list[SlotRef]] = {}
         files = []
         for number, out in enumerate(self.writer.files(state, "archive")):
             slots = Slots.of(out.slots)
@@ -302,7 +303,7 @@ class Draft:
             files.append(FilePlan(out, sources))
             for index in range(len(slots)) if self.encodes else ():
                 if not sources.copied(index):
-                    targets.setdefault(slots.paths[index], []).append(Target(number, index))
+                    targets.setdefault(slots.paths[index], []).append(SlotRef(number, index))
         prove_output(self.out, files)
         encodes = []
         for step, paths in self.encodes:
@@ -330,9 +331,9 @@ class Draft:
         return Sources(infos, located, others)
 
 
-def _plain_way(role: str, info: TensorInfo) -> Way:
+def _as_it_is(role: str, info: TensorInfo) -> Conversion:
     nbytes = info.nbytes
-    return Way(role, info.shape, info.dtype, info.dtype, "bytes", nbytes, nbytes)
+    return Conversion(role, info.shape, info.dtype, info.dtype, "bytes", nbytes, nbytes)
 
 
 def _require_text(fqns: Sequence[str]) -> None:
@@ -362,7 +363,7 @@ def _fidelity(lazy: LazyTensor, encoding: Encoding, parts: Mapping[str, TensorIn
     return "exact" if parts[""].dtype == lazy.dtype and not lazy.lossy else "cast"
 
 
-def _in_order(targets: Iterable[Target], files: Sequence[FilePlan]) -> tuple[Target, ...]:
+def _in_order(targets: Iterable[SlotRef], files: Sequence[FilePlan]) -> tuple[SlotRef, ...]:
     return tuple(sorted(targets, key=lambda t: files[t.file].out.slots[t.slot].box.offsets))
 
 

@@ -30,8 +30,8 @@ from ckptmap.execution import copy as copying
 from ckptmap.execution import execute as execute_module
 from ckptmap.execution.execute import execute
 from ckptmap.execution.results import Executed
+from ckptmap.planning.file_plan import Compare, Encode, FilePlan, SlotRef
 from ckptmap.planning.options import RunOptions
-from ckptmap.planning.steps import Compare, Encode, FilePlan, Target
 from ckptmap.protocols import Encoding, Group, OutFile, Slot, Write
 from ckptmap.quantization.dense import Dense, DenseAs
 from ckptmap.storage import output_files as sink
@@ -490,7 +490,7 @@ def cast_plan(
         FilePlan(out_file(f"r{i}.bin", [("w", box, itemsize)], needs_crc=True), [None])
         for i, box in enumerate(boxes)
     ]
-    targets = {"": [Target(index, 0) for index in range(len(boxes))]}
+    targets = {"": [SlotRef(index, 0) for index in range(len(boxes))]}
     return plans, Encode(lazy("model.w", stored, files), DenseAs(to), targets, "cast")
 
 
@@ -592,9 +592,9 @@ def test_encoding_that_needs_the_whole_tensor(tmp_path: Path, shape: tuple[int, 
     two = out_file("two.bin", rest, gap=5, needs_crc=True)
     plans = [FilePlan(one, [None] * 2), FilePlan(two, [None] * 3)]
     targets = {
-        "low": [Target(1, 0), Target(0, 0), Target(0, 1)],
-        "peaks": [Target(1, 1)],
-        "mean": [Target(1, 2)],
+        "low": [SlotRef(1, 0), SlotRef(0, 0), SlotRef(0, 1)],
+        "peaks": [SlotRef(1, 1)],
+        "mean": [SlotRef(1, 2)],
     }
     step = Encode(lazy("w", stored, Files()), encoding, targets, "quantize")
     run(tmp_path / "work", plans, [step], max_memory=1 << 16)
@@ -755,7 +755,7 @@ from ckptmap.storage.files import Files
 from ckptmap.storage.journal import Journal
 from ckptmap.protocols import OutFile, Slot
 from ckptmap.planning.options import RunOptions
-from ckptmap.planning.steps import FilePlan
+from ckptmap.planning.file_plan import FilePlan
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 N, folder = 100_000, Path({str(tmp_path)!r})
 with open(folder / "src", "wb") as handle:

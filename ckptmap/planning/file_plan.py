@@ -92,7 +92,7 @@ class FilePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class SlotRef:
     """A slot: `plan.files[file].out.slots[slot]`."""
 
     file: int
@@ -106,7 +106,7 @@ class Encode:
 
     tensor: LazyTensor
     encoding: Encoding
-    targets: Mapping[str, Sequence[Target]]
+    targets: Mapping[str, Sequence[SlotRef]]
     fidelity: str
     """exact, codes, cast, quantize or requantize."""
     keeps: Grid | None = None
