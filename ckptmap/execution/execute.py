@@ -42,7 +42,6 @@ from ckptmap.storage.files import Files, has_backings
 from ckptmap.storage.journal import Journal, Written
 from ckptmap.storage.output_files import ALIGN, Buffer, Outputs, Sums
 from ckptmap.storage.process_state import one_torch_thread, stopped_by_sigterm
-from ckptmap.storage.write_path import Fastest, Ways
 
 MAX_BUFFER = 8 << 20
 """Bytes of one thread's copy buffer: more does not make direct writes faster."""
@@ -72,8 +71,7 @@ def execute(
 ) -> Executed:
     """Write all files of a plan into `out_dir`, sealed but not synced.
 
-    how         what bounds and shows it; without digests none is journaled, and without `sync`
-                nobody waits for the disk, which is then the way only where memory is slower
+    how         what bounds and shows it; without digests none is journaled
     direct      write large slots past the page cache, where the filesystem can
     manifest    gives the manifest's bytes, called once, on rank 0, when all slots are written
     ranks       each writes its share; every rank gets the whole result, rank 0 seals
@@ -87,7 +85,7 @@ def execute(
     digests = how.digest != "none"
     share = split(plan, encodes, compares, ranks.world_size)[ranks.rank]
     paths = [out_dir / item.out.name for item in plan]
-    outputs = _reserved(plan, paths, direct, Ways() if how.sync else Fastest(), ranks)
+    outputs = _reserved(plan, paths, direct, ranks)
     on_progress = how.progress if callable(how.progress) else None
     run = _Run(plan, outputs, paths, journal, on_progress, ranks, digests)
     budget = how.max_memory // threads
@@ -324,13 +322,12 @@ def _reserved(
     plan: Sequence[FilePlan],
     paths: Sequence[Path],
     direct: bool,
-    ways: Ways,
     ranks: Ranks,
 ) -> Outputs:
     """The files, made and reserved by rank 0 before any other opens them."""
     if ranks.rank:
         ranks.barrier()
-    outputs = Outputs(paths, [item.out.nbytes for item in plan], direct, ways)
+    outputs = Outputs(paths, [item.out.nbytes for item in plan], direct)
     if ranks.rank == 0:
         ranks.barrier()
     return outputs

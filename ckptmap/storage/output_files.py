@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.storage.crc32 import crc32
 from ckptmap.storage.limits import short_of
-from ckptmap.storage.write_path import Ways
 
 if TYPE_CHECKING:
     from xxhash import xxh3_64
@@ -94,16 +93,12 @@ class Sums:
 class OutputFile:
     """One file being written at any offsets, by any threads; mode 0666 less the umask.
 
-    ways  which of the two is taken now; by default past the page cache, where it can be
-
     Raises DestinationError CKM303 or CKM304 where it cannot be created or its `nbytes` reserved,
     RunError CKM306 where a write fails. What the file already holds is kept.
     """
 
-    def __init__(
-        self, path: Path, nbytes: int, direct: bool = True, ways: Ways | None = None
-    ) -> None:
-        self.path, self._ways = path, ways or Ways()
+    def __init__(self, path: Path, nbytes: int, direct: bool = True) -> None:
+        self.path = path
         self._declined = False
         # The kernel lets one thread at a time write to the page cache of a file; others spin.
         self._turn = threading.Lock()
@@ -127,7 +122,7 @@ class OutputFile:
     @property
     def is_direct(self) -> bool:
         """Do large writes go past the page cache?"""
-        return self._direct is not None and not self._declined and self._ways.past_cache
+        return self._direct is not None and not self._declined
 
     def write_at(self, offset: int, data: memoryview, direct: bool = True) -> None:
         """Write all of `data` at `offset`; `direct` False where gaps of it are filled in later."""
@@ -146,8 +141,7 @@ class OutputFile:
         done = 0
         while done < data.nbytes and self._direct is not None and not self._declined:
             try:
-                with self._ways.disk.of(data.nbytes - done):
-                    count = os.pwrite(self._direct, data[done:], offset + done)
+                count = os.pwrite(self._direct, data[done:], offset + done)
             except OSError as error:
                 if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                     self._declined = True
@@ -161,7 +155,7 @@ class OutputFile:
     def _write(self, offset: int, data: memoryview) -> None:
         while data.nbytes:
             try:
-                with self._turn, self._ways.cache.of(data.nbytes):
+                with self._turn:
                     count = os.pwrite(self._fd, data, offset)
             except OSError as error:
                 raise self._failed(error) from error
@@ -204,14 +198,8 @@ class OutputFile:
 class Outputs:
     """The files of one output directory: all reserved first, a bounded number open at once."""
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        nbytes: Sequence[int],
-        direct: bool = True,
-        ways: Ways | None = None,
-    ) -> None:
-        self._paths, self._nbytes, self._direct, self._ways = paths, nbytes, direct, ways
+    def __init__(self, paths: Sequence[Path], nbytes: Sequence[int], direct: bool = True) -> None:
+        self._paths, self._nbytes, self._direct = paths, nbytes, direct
         self._lock = threading.Lock()
         self._open: OrderedDict[int, tuple[OutputFile, list[int]]] = OrderedDict()
         for index, path in enumerate(paths):
@@ -223,7 +211,7 @@ class Outputs:
         """File `index`, open for as long as it is used, by any number of threads."""
         with self._lock:
             if index not in self._open:
-                made = OutputFile(self._paths[index], self._nbytes[index], self._direct, self._ways)
+                made = OutputFile(self._paths[index], self._nbytes[index], self._direct)
                 self._open[index] = (made, [0])
             file, users = self._open[index]
             users[0] += 1
