@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -320,8 +320,8 @@ class Opaque:
 
     module: str
     name: str
-    args: tuple[Any, ...] = ()
-    state: Any = None
+    args: tuple[Leaf, ...] = ()
+    state: Leaf = None
     info: TensorInfo | None = None
 
     @property
@@ -363,8 +363,23 @@ def as_inert(value: Opaque | StoredTensor) -> Opaque:
 class PerRank:
     """The values that the ranks of one save hold under one key, in rank order; None: no value."""
 
-    values: Sequence[Any]
+    values: Sequence[Leaf]
 
 
-Leaf: TypeAlias = Any
-"""StoredTensor, Opaque, Cut, PerRank, or a plain value (int, float, str, list, None, ...)."""
+@dataclass(frozen=True)
+class StateNote:
+    """A leaf that says of the optimizer state beside it how its parameters were named (`order`), or
+    why the state cannot be used (`refused`)."""
+
+    order: str = ""
+    refused: str = ""
+
+
+PlainValue: TypeAlias = (
+    bool | int | float | complex | str | bytes
+    | Sequence["Leaf"] | Set["Leaf"] | Mapping[Any, "Leaf"] | None
+)  # fmt: skip
+"""What a file can hold beside tensors. A container may hold other leaves in its turn."""
+
+Leaf: TypeAlias = StoredTensor | Opaque | Cut | PerRank | StateNote | PlainValue
+"""What a state dict holds under one path."""

@@ -81,7 +81,9 @@ def _has_views(index: Index, flat: dict[Key, Leaf]) -> bool:
     """Are there other tensors in the bytes of the flat parameters?"""
     spans: dict[str, list[tuple[int, int]]] = {}
     for key, leaf in flat.items():
-        for value in filter(is_sharded, by_rank(leaf)):
+        for value in by_rank(leaf):
+            if not is_sharded(value):
+                continue
             for _, tensor in read_sharded(value, str(key[-1])).shards:
                 for region in _regions(tensor):
                     span = (region.offset, region.offset + region.nbytes)

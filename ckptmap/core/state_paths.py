@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor
-
-
-@dataclass(frozen=True)
-class Told:
-    """A leaf in place of optimizer state: where the names of its parameters came from (`order`), or
-    why it has none that could be used (`refused`)."""
-
-    order: str = ""
-    refused: str = ""
 
 
 class ListIndex(int):

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import cached_property
 
-from ckptmap.core.state_paths import Told, by_rank
+from ckptmap.core.state_paths import by_rank
 from ckptmap.optim.alignment import align_named
 from ckptmap.optim.flat_places import (
     Held,
@@ -40,6 +41,7 @@ from ckptmap.tensors import (
     Path,
     PerRank,
     Region,
+    StateNote,
     StoredTensor,
     TensorInfo,
 )
@@ -75,7 +77,7 @@ class FlatOptimizer:
                 inside, keys, plain, _readings(weights, units.get(at or (), ()), plain)
             )
         except _Unresolved as error:
-            found = {(STATE,): Told(refused=str(error))}
+            found = {(STATE,): StateNote(refused=str(error))}
         kept = {path: leaf for path, leaf in leaves.items() if path[:depth] != root}
         return {**kept, **{(*root, *path): leaf for path, leaf in found.items()}}
 
@@ -173,7 +175,7 @@ class _State:
             for weight, (info, start) in order[key].members.items():
                 title = ".".join((key, *map(str, name)))
                 entry = self._leaf(title, self.leaves[path], order[key], info)
-                if entry is _FLAT:
+                if entry is _Flat.FLAT:
                     counts = self._held[key].counts
                     again = copies(counts, order[key])
                     entry = _unflattened(title, self.leaves[path], info, start, counts, again)
@@ -188,7 +190,7 @@ class _State:
             if name != (NAMES,)
         }
         rest = {path: self.leaves[path] for path in self.keys.rest}
-        return {(STATE,): Told(order=source), **state, **groups, **hyper, **rest}
+        return {(STATE,): StateNote(order=source), **state, **groups, **hyper, **rest}
 
     @cached_property
     def _listing(self) -> list[Path]:
@@ -267,8 +269,8 @@ class _State:
 
     # ------------------------------------------------------------------ one entry
 
-    def _leaf(self, title: str, leaf: Leaf, place: Place, info: TensorInfo) -> Leaf:
-        """A state entry that is no tensor, or the same on all ranks; else `_FLAT`."""
+    def _leaf(self, title: str, leaf: Leaf, place: Place, info: TensorInfo) -> Leaf | _Flat:
+        """Return a state entry that is no tensor, or the same on all ranks; else `_Flat.FLAT`."""
         values = [value for value in by_rank(leaf) if value is not None]
         stored = _stored(leaf)
         if not stored:
@@ -280,11 +282,13 @@ class _State:
         shapes = {value.info.shape for value in stored}
         held = sum(value.info.numel for value in stored)
         whole = shapes == {info.shape} and held > info.numel and not place.is_unit
-        return _same_on_all(stored) if whole or shapes == {()} else _FLAT
+        return _same_on_all(stored) if whole or shapes == {()} else _Flat.FLAT
 
 
-_FLAT = object()
-"""Stands for an entry that is cut over the ranks."""
+class _Flat(Enum):
+    """Stands for an entry that is cut over the ranks."""
+
+    FLAT = "flat"
 
 
 def _unflattened(

@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Any
 
-from ckptmap.core.state_paths import Told
 from ckptmap.errors import SourceError
 from ckptmap.mapping.wrappers import ANYWHERE, HEAD
 from ckptmap.optim import order as orders
@@ -30,7 +29,7 @@ from ckptmap.optim.state import (
     plain_names,
 )
 from ckptmap.sharding.parameter_order import find_config, from_config
-from ckptmap.tensors import Leaf, Path, TensorInfo
+from ckptmap.tensors import Leaf, Path, StateNote, TensorInfo
 
 AS_GIVEN = "as given"
 BY_GROUPS = "param_names in the groups"
@@ -64,7 +63,7 @@ class OptimizerReader:
         beside: str | None = None,
     ) -> None:
         whole = expanded(put_together(leaves))
-        told = next((leaf for leaf in whole.values() if isinstance(leaf, Told)), Told())
+        told = next((leaf for leaf in whole.values() if isinstance(leaf, StateNote)), StateNote())
         whole = {path: leaf for path, leaf in whole.items() if leaf is not told}
         self.form: str | None = None
         self.raw = Optimizer()

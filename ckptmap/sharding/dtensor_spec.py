@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 from weakref import WeakKeyDictionary
 
 from ckptmap.errors import SourceError
@@ -110,7 +110,7 @@ class Placed(NamedTuple):
     shape: tuple[int, ...]
     coordinate: tuple[int, ...]
     cuts: tuple[Cutting, ...]
-    local: Leaf
+    local: StoredTensor | Opaque
     geometry: Geometry
 
 
@@ -191,7 +191,7 @@ def _slice(runs: Runs, start: int, length: int) -> Iterator[tuple[int, int]]:
         at += numel
 
 
-def is_dtensor(leaf: Leaf) -> bool:
+def is_dtensor(leaf: Leaf) -> TypeGuard[Opaque]:
     """torch.distributed.tensor.DTensor, or `torch.distributed._tensor.api.DTensor` of older."""
     return (
         isinstance(leaf, Opaque)
@@ -216,13 +216,16 @@ def read_placed(leaf: Opaque, key: str) -> Placed:
     mesh = spec.get("mesh")
     local = state.get("_local_tensor")
     placements = spec.get("placements")
-    held = isinstance(local, StoredTensor | Opaque) and leaf.info is not None
-    if not held or not isinstance(mesh, Opaque) or not _attributes(mesh):
+    if (
+        leaf.info is None
+        or not isinstance(local, StoredTensor | Opaque)
+        or not isinstance(mesh, Opaque)
+        or not _attributes(mesh)
+    ):
         raise _malformed(key, "a DTensor without its local tensor, shape or mesh")
     ranks, shape, coordinate = read_mesh(mesh, key)
     if not isinstance(placements, list | tuple) or len(placements) != len(shape):
         raise _malformed(key, f"a DTensor without a placement for each of {len(shape)} mesh dims")
-    assert leaf.info is not None, "checked above"
     cuts = _cuts(placements, spec.get("shard_order"), len(leaf.info.shape), key)
     geometry = geometry_of(leaf.info.shape, shape, coordinate, cuts)
     return Placed(leaf.info, ranks, shape, coordinate, cuts, local, geometry)

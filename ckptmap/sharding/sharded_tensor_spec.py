@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
 from ckptmap.errors import SourceError
 from ckptmap.tensors import Box, Leaf, Opaque, StoredTensor, TensorInfo
@@ -34,7 +34,8 @@ class Sharded:
     world: int
 
 
-def is_sharded(leaf: Leaf) -> bool:
+def is_sharded(leaf: Leaf) -> TypeGuard[Opaque]:
+    """Is it a torch.distributed ShardedTensor?"""
     return isinstance(leaf, Opaque) and leaf.class_name == CLASS
 
 

@@ -28,7 +28,7 @@ from ckptmap.protocols import Index, Place
 from ckptmap.sharding.reference_model import MANIFEST
 from ckptmap.storage.files import Files
 from ckptmap.storage.safe_names import inside
-from ckptmap.tensors import Box, Chunk, Leaf, Path, Region, StoredTensor, TensorInfo
+from ckptmap.tensors import Box, Chunk, Path, Region, StoredTensor, TensorInfo
 
 NAME = re.compile(
     r"shard-(?P<rank>\d{5,})-model-(?P<file>\d{5,})-of-(?P<count>\d{5,})\.safetensors"
@@ -63,7 +63,9 @@ class DcpHf:
                     header = parse(files, file)
                     _read(header, file, parts)
                     records |= records_of(header, file)
-                leaves: dict[Path, Leaf] = {(k,): _joined(k, p, root) for k, p in parts.items()}
+                leaves: dict[Path, StoredTensor] = {
+                    (k,): _joined(k, p, root) for k, p in parts.items()
+                }
         finally:
             files.close()
         notes = _check_whole(parts, leaves, ranks, root)
@@ -95,7 +97,7 @@ def _check_names(names: list[str], root: str) -> int:
 
 
 def _check_whole(
-    parts: Mapping[str, Sequence[tuple[str, Chunk]]], leaves: Mapping[Path, Leaf], ranks: int,
+    parts: Mapping[str, Sequence[tuple[str, Chunk]]], leaves: Mapping[Path, StoredTensor], ranks: int,
     root: str,
 ) -> tuple[str, ...]:  # fmt: skip
     """A note where nothing says that these are all ranks. Raises SourceError CKM110 where

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptmap.core.state_paths import Told
 from ckptmap.core.state_tree import holds_tensor, nest
-from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor
+from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StateNote, StoredTensor
 
 ARGS = "args"
 OPTIMIZER = "optimizer"
@@ -65,9 +64,9 @@ def beside(leaves: Mapping[Path, Leaf]) -> tuple[Extra, list[str]]:
     return found, left
 
 
-def not_read() -> Told:
+def not_read() -> StateNote:
     """In place of the optimizer's state."""
-    return Told(refused=NOT_READ)
+    return StateNote(refused=NOT_READ)
 
 
 def _stays(leaf: Leaf) -> bool:

@@ -277,10 +277,13 @@ class _Model:
             )  # fmt: skip
         return joined(parts, cut, key, _ONE_SAVE)
 
-    def _both(self, key: str, first: Leaf, other: Leaf) -> Leaf:
+    def _both(self, key: str, first: Leaf, other: Leaf) -> StoredTensor:
         """What two stages hold: the later one is compared with the first."""
-        tensors = isinstance(first, StoredTensor) and isinstance(other, StoredTensor)
-        if not tensors or not _TWICE.fullmatch(key):
+        if (
+            not isinstance(first, StoredTensor)
+            or not isinstance(other, StoredTensor)
+            or not _TWICE.fullmatch(key)
+        ):
             raise _unknown(self.where, f"{key}: is on two pipeline stages")
         if first.info != other.info:
             raise SourceError(

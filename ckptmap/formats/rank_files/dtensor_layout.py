@@ -57,13 +57,9 @@ class DTensorLayout:
                 _ONE_SAVE,
             )
         if kinds == {"DTensor"}:
-            return _join_parts([(r, read_placed(v, key)) for r, v in _present(values)], key)
-        return _join_replicated(_present(values), key)
-
-
-def _present(values: Sequence[Leaf]) -> list[tuple[int, Leaf]]:
-    """(rank, value) of the ranks that hold one."""
-    return [(rank, value) for rank, value in enumerate(values) if value is not None]
+            placed = [(r, read_placed(v, key)) for r, v in enumerate(values) if is_dtensor(v)]
+            return _join_parts(placed, key)
+        return _join_replicated(values, key)
 
 
 def _kind(value: Leaf) -> str:
@@ -78,10 +74,12 @@ def _kind(value: Leaf) -> str:
 # --------------------------------------------------------------------------- replicated values
 
 
-def _join_replicated(values: Sequence[tuple[int, Leaf]], key: str) -> StoredTensor | Cut:
-    info = _one_info([(rank, value.info) for rank, value in values], key)
-    locals_ = [value for _, value in values]
-    return _assemble(info, [(Box.whole(info.shape), local, None) for local in locals_], key)
+def _join_replicated(values: Sequence[Leaf], key: str) -> StoredTensor | Cut:
+    tensors = {r: v for r, v in enumerate(values) if isinstance(v, StoredTensor | Opaque)}
+    infos = [(rank, tensor.info) for rank, tensor in tensors.items() if tensor.info is not None]
+    info = _one_info(infos, key)
+    whole = Box.whole(info.shape)
+    return _assemble(info, [(whole, tensor, None) for tensor in tensors.values()], key)
 
 
 def _one_info(infos: Iterable[tuple[int, TensorInfo]], key: str) -> TensorInfo:
@@ -187,17 +185,20 @@ def _check_complete(
     )
 
 
-Piece: TypeAlias = tuple[Box, Leaf, Box | None]
+Piece: TypeAlias = tuple[Box, StoredTensor | Opaque, Box | None]
 """A box of the whole tensor, what a rank holds, and which part of that fills the box."""
 
 
 def _assemble(info: TensorInfo, pieces: Sequence[Piece], key: str) -> StoredTensor | Cut:
     """One tensor of pieces, of which those of the same box are replicas of the first."""
-    if any(isinstance(local, Opaque) for _, local, _ in pieces):
+    stored = [
+        (box, local, within) for box, local, within in pieces if isinstance(local, StoredTensor)
+    ]
+    if len(stored) < len(pieces):
         return _cut(info, pieces, key)
     first: dict[Box, tuple[StoredTensor, Box | None]] = {}
     replicas = []
-    for box, local, within in pieces:
+    for box, local, within in stored:
         if first.setdefault(box, (local, within))[0] is not local:
             replicas += moved(box, local, within)
     shares: list[tuple[object, Box | None]] = []
@@ -219,7 +220,7 @@ def _assemble(info: TensorInfo, pieces: Sequence[Piece], key: str) -> StoredTens
 
 def _cut(info: TensorInfo, pieces: Sequence[Piece], key: str) -> Cut:
     for box, local, within in pieces:
-        if within is not None and within.sizes != local.info.shape:
+        if within is not None and (local.info is None or within.sizes != local.info.shape):
             raise SourceError(
                 "CKM112",
                 f"{key}: a {as_inert(local).class_name} whose rows go to several places, one of them "

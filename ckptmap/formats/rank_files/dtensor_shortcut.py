@@ -91,8 +91,11 @@ def _kind(values: RankValues, parsed: Parsed, rank: int, key: str) -> _Kind | No
     said = (spec.get("placements"), spec.get("shard_order"))
     if not isinstance(local, ReadTensor) or any(id(value) in parsed.varying for value in said):
         return None
+    value = values[rank]
+    if not is_dtensor(value):
+        return None
     try:
-        return _Kind(read_placed(values[rank], key), spec["mesh"], local)
+        return _Kind(read_placed(value, key), spec["mesh"], local)
     except SourceError:
         return None
 

@@ -140,7 +140,8 @@ class RankTree:
 
     def get(self, path: Path) -> Leaf:
         """A leaf as this rank's own file has it; None: it has none there."""
-        return self.filled(self.parsed.leaves.get(path))
+        leaf: Leaf = self.filled(self.parsed.leaves.get(path))
+        return leaf
 
     def first(self, is_such: Callable[[Leaf], bool]) -> list[Leaf]:
         """The first such leaf; none where there is none."""

@@ -37,9 +37,10 @@ class ShardedTensorLayout:
         """
         if isinstance(values, RankValues) and not values.some(is_sharded):
             return None
-        if not any(map(is_sharded, values)):
+        sharded = [value for value in values if is_sharded(value)]
+        if not sharded:
             return None
-        if not all(map(is_sharded, values)):
+        if len(sharded) < len(values):
             other = next(value for value in values if not is_sharded(value))
             raise SourceError(
                 "CKM113",
@@ -47,7 +48,7 @@ class ShardedTensorLayout:
                 " kind",
                 _ONE_SAVE,
             )
-        parts = [read_sharded(value, key) for value in values]
+        parts = [read_sharded(value, key) for value in sharded]
         _check_one_save(parts, key)
         return _assemble(parts[0].info, [shard for part in parts for shard in part.shards], key)
 
