@@ -201,7 +201,7 @@ def _saved(src: str, plan_file: str) -> Plan:
     from shlex import quote
 
     from ckptmap.errors import PlanError
-    from ckptmap.planning.replan import replan
+    from ckptmap.planning.saved_plan import replan
     from ckptmap.storage.hub.resolve import locate
 
     plan = replan(plan_file)

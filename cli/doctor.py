@@ -14,7 +14,7 @@ from . import options as ask
 from .output import Output
 
 if TYPE_CHECKING:
-    from ckptmap.planning.live_support import Holds
+    from ckptmap.planning.live_encodings import LiveSupport
 
 EXAMPLES = (
     "ckptmap doctor",
@@ -74,7 +74,7 @@ def holding(source: str | None, to: str | None) -> list[dict[str, Any]]:
     for all setups. Raises what `open` and `parse` raise.
     """
     from ckptmap import registry
-    from ckptmap.planning.live_support import rows
+    from ckptmap.planning.live_encodings import rows
     from ckptmap.setups import parse
 
     aim = parse(to) if to is not None else None
@@ -89,7 +89,7 @@ def holding(source: str | None, to: str | None) -> list[dict[str, Any]]:
     ]
 
 
-def _row(setup: str, encoding: str, found: Holds, dense: bool) -> dict[str, Any]:
+def _row(setup: str, encoding: str, found: LiveSupport, dense: bool) -> dict[str, Any]:
     how, nearest, lacks = found.how, found.nearest, _lacking(found.needs)
     if found.ok and dense:
         how, nearest = (

@@ -16,7 +16,7 @@ from ckptmap.errors import Interrupted, RunError
 from ckptmap.execution import cuda_ring as ring
 from ckptmap.execution.copy import Context, recorded
 from ckptmap.planning.file_plan import Compare, Encode, SlotRef
-from ckptmap.planning.recode import recoded
+from ckptmap.planning.kept_codes import writes_keeping_codes
 from ckptmap.protocols import Encoder, Refusal, Write
 from ckptmap.storage.gather import fill, row_major_boxes
 from ckptmap.storage.journal import Written
@@ -120,7 +120,7 @@ def _recode(context: Context, step: Encode, grid: Grid, buffer: Buffer) -> Seque
     assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"
     streams = _part_streams(context, step, parts, buffer)
     limit = max(1, min(RECODED, context.budget // 8))
-    for write in recoded(step.tensor, step.encoding, grid, limit):
+    for write in writes_keeping_codes(step.tensor, step.encoding, grid, limit):
         context.advance(streams[write.part].append(write), step.tensor.fqn)
     return [item for stream in streams.values() for item in stream.finish()]
 

@@ -33,8 +33,8 @@ from ckptmap.operations.verify import NO_DIGESTS, sha256_of, verify
 from ckptmap.planning.options import MAX_MEMORY, Progress, RunOptions
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan as make_plan
-from ckptmap.planning.replan import with_exact_scales
 from ckptmap.planning.report import SAMPLE_NUMEL, Report
+from ckptmap.planning.saved_plan import with_exact_scales
 from ckptmap.storage.destination import check_overlap, named_place
 from ckptmap.storage.journal import Journal
 from ckptmap.storage.limits import short_of

@@ -20,7 +20,7 @@ from ckptmap.core.text import counted
 from ckptmap.errors import AnswerNo, CkptmapError, SourceError
 from ckptmap.execution import manifest as manifests
 from ckptmap.operations.check_structure import check_structure, chunks_of, nbytes_of
-from ckptmap.planning.recode import grid_of, kept_at, recoded
+from ckptmap.planning.kept_codes import code_grid, kept_fidelity, writes_keeping_codes
 from ckptmap.planning.restored_scales import restore
 from ckptmap.protocols import Write
 from ckptmap.storage.files import Files, whole
@@ -290,10 +290,10 @@ def _after(finish: Callable[[], Iterable[Write]]) -> Iterator[Iterable[Write]]:
 
 def _recoded(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
     """Keep the source's codes once more: every part must come out bit for bit as it is stored."""
-    grid = grid_of(source)
-    if grid is None or kept_at(source, mine.encoding_, grid) is None:
+    grid = code_grid(source)
+    if grid is None or kept_fidelity(source, mine.encoding_, grid) is None:
         return f"{source.encoding} codes cannot be kept in {mine.encoding}"
-    for write in recoded(source, mine.encoding_, grid, FEED_NUMEL):
+    for write in writes_keeping_codes(source, mine.encoding_, grid, FEED_NUMEL):
         if not holds(mine, write):
             return f"{write.part} differ from the source's codes and scales"
     return _measure(source, mine, errors)

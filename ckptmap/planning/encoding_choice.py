@@ -9,9 +9,9 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.code_grids import KeepsCodes, Repairs, ScalesExactly, TakesModules
 from ckptmap.errors import PlanError
 from ckptmap.planning.conversion import Step, Steps
+from ckptmap.planning.kept_codes import code_grid
 from ckptmap.planning.options import Options
 from ckptmap.planning.plan import Unresolved
-from ckptmap.planning.recode import grid_of
 from ckptmap.protocols import Encoding, Refusal, Scheme
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import TensorInfo
@@ -38,7 +38,7 @@ def encoding_for(
 def _chosen(lazy: LazyTensor, scheme: Scheme, options: Options) -> Encoding | None:
     exact = _matches(lazy.fqn, options.exact_scales)
     named = _matches(lazy.fqn, options.encode)
-    grid = grid_of(lazy)
+    grid = code_grid(lazy)
     if grid is not None and isinstance(scheme, KeepsCodes) and (named or not options.encode):
         kept = scheme.keeping(lazy.info, grid, exact)
         if kept is not None:

@@ -7,14 +7,14 @@ from ckptmap.optim.carrying import carried
 from ckptmap.optim.reading import OptimizerReader
 from ckptmap.optim.state import KeyForm, key_forms
 from ckptmap.planning.encoding_choice import encoding_for
-from ckptmap.planning.optimizer_order import arranged
-from ckptmap.planning.output_keys import OutputKeys
+from ckptmap.planning.optimizer_groups import arranged
 from ckptmap.planning.plan import Unresolved
-from ckptmap.planning.tensor_plan import Draft
+from ckptmap.planning.request import Request
+from ckptmap.planning.tensor_layout import LayoutBuilder
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 
-def is_carried(draft: Draft, asked: OutputKeys) -> bool:
+def is_carried(draft: LayoutBuilder, asked: Request) -> bool:
     """Does optimizer state go along? Why it does not, or cannot, is put down in the draft."""
     reader = asked.ckpt.optimizer_reader
     if not reader.present:
@@ -39,7 +39,7 @@ def is_carried(draft: Draft, asked: OutputKeys) -> bool:
     return False
 
 
-def put(draft: Draft, asked: OutputKeys) -> None:
+def put(draft: LayoutBuilder, asked: Request) -> None:
     """State of the weights that are carried, in the key form that was asked for.
 
     Raises PlanError CKM201 or CKM207 for a key form that is none, or none of this setup's.
@@ -67,7 +67,7 @@ def put(draft: Draft, asked: OutputKeys) -> None:
         draft.must_equal(kept, other, f"{kept.fqn} of {other.fqn}", hint)
 
 
-def _key_form(asked: OutputKeys) -> KeyForm:
+def _key_form(asked: Request) -> KeyForm:
     name = asked.setup.optimizer_keys or asked.options.optimizer_keys
     form = next((form for form in key_forms() if form.name == name), None)
     if form is None:

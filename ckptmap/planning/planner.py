@@ -26,6 +26,7 @@ from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_columns import Located
 from ckptmap.errors import PlanError
 from ckptmap.planning import optimizer_state as optimizer_part
+from ckptmap.planning.copied_files import kept_whole
 from ckptmap.planning.encoding_choice import (
     beside_ties,
     encoding_for,
@@ -35,16 +36,15 @@ from ckptmap.planning.encoding_choice import (
     unmatched,
     written_apart,
 )
-from ckptmap.planning.kept_files import kept_whole
-from ckptmap.planning.module_order import model_order, with_units
+from ckptmap.planning.flat_param_order import model_order, with_units
 from ckptmap.planning.name_conflicts import prove_apart, require_told_apart
 from ckptmap.planning.options import Options
-from ckptmap.planning.output_keys import OutputKeys, unknown_to_transformers
+from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.plan import Plan, Unresolved
-from ckptmap.planning.quantization_config import Quantized, passed_on
-from ckptmap.planning.sharding import Cutter
-from ckptmap.planning.source import Sourced, sourced
-from ckptmap.planning.tensor_plan import Draft
+from ckptmap.planning.quantization_config import WrittenWeights, passed_on
+from ckptmap.planning.request import Request, unknown_to_transformers
+from ckptmap.planning.source import PlanSource, open_source
+from ckptmap.planning.tensor_layout import LayoutBuilder
 from ckptmap.protocols import CarriedFile, Encoding
 from ckptmap.quantization.unsupported_schemes import NAKED, NAKED_INT8, RESTORE, foreign_tensors
 from ckptmap.setups import Aim
@@ -72,7 +72,7 @@ def plan(
     located = options.located()
     with named_as_asked():
         here = with_units(located, aim.setup)
-        given = sourced(source, here)
+        given = open_source(source, here)
         with paused_gc():
             made = _Planner(given, aim, here).plan()
     if located is options:
@@ -89,19 +89,19 @@ APART = (
 class _Planner:
     """One planning run; each method handles one kind of leaf."""
 
-    def __init__(self, given: Sourced, aim: Aim, options: Options) -> None:
+    def __init__(self, given: PlanSource, aim: Aim, options: Options) -> None:
         self.ckpt = ckpt = given.ckpt
         self.aim = aim
         self.options = options
         writer = registry.writer(aim.setup.writer)
-        cutter = Cutter(ckpt, aim.setup, options)
+        cutter = OutputSharding(ckpt, aim.setup, options)
         self.world_size = cutter.world_size
         seen = ckpt.fingerprints
         self.fingerprints = {f: seen.get(f) or Fingerprint.of(f) for f in ckpt.index.files}
-        self.draft = Draft(ckpt, aim.setup, writer, cutter, self.fingerprints)
+        self.draft = LayoutBuilder(ckpt, aim.setup, writer, cutter, self.fingerprints)
         self.draft.compares += given.compares
         self.draft.notes += given.notes
-        self.asked = OutputKeys(ckpt, aim.setup, options)
+        self.asked = Request(ckpt, aim.setup, options)
         self.names = self.asked.names()
         self.states = self._states()
         self.foreign: Mapping[str, str] = {}
@@ -356,11 +356,11 @@ class _Planner:
             return []
         return [f"--config-from {given}: is not carried over, {setup} holds no config.json"]
 
-    def _quantized(self) -> Quantized:
+    def _quantized(self) -> WrittenWeights:
         schemes = {scheme.name: scheme for scheme in registry.schemes()}
         fresh = any(step.encoding.name != "dense" for step, _ in self.draft.encodes)
         keep = self.aim.scheme is None or bool(self.foreign)
         foreign = {} if self.draft.unresolved else self.foreign
         kept = {fqn: name for fqn, name in foreign.items() if fqn not in self.draft.dropped}
         dense = set(self.ckpt.encodings) <= {"dense"}
-        return Quantized(self.written, fresh, keep, schemes, kept, dense)
+        return WrittenWeights(self.written, fresh, keep, schemes, kept, dense)

@@ -70,7 +70,7 @@ class Outdates(Protocol):
 
 
 @dataclass(frozen=True)
-class Quantized:
+class WrittenWeights:
     """What is written, by the names of the output.
 
     encodings  weights with their encodings and logical infos

@@ -21,7 +21,7 @@ UNNAMED = "names stay as they are without --names, which says into which scheme"
 
 
 @dataclass(frozen=True)
-class Sourced:
+class PlanSource:
     """`compares` must hold of the checkpoint, by what was taken from another one."""
 
     ckpt: Checkpoint
@@ -29,7 +29,7 @@ class Sourced:
     notes: Sequence[str] = ()
 
 
-def sourced(source: str | os.PathLike[str] | Checkpoint, options: Options) -> Sourced:
+def open_source(source: str | os.PathLike[str] | Checkpoint, options: Options) -> PlanSource:
     """Scales first: a payload without them has another shape than its tensor, and names go by
     shapes. Raises SourceError, PlanError."""
     _require_config(options.config_from)
@@ -44,7 +44,7 @@ def sourced(source: str | os.PathLike[str] | Checkpoint, options: Options) -> So
     compares, notes = found
     if options.names is None and options.names_from is not None:
         notes = [*notes, f"--names-from {options.names_from}: {UNNAMED}"]
-    return Sourced(source, compares, notes)
+    return PlanSource(source, compares, notes)
 
 
 def _require_config(path: str | None) -> None:

@@ -19,7 +19,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCau
 import ckptmap
 from ckptmap.errors import PlanError, RunError
 from ckptmap.mapping.memory import translate_names
-from ckptmap.planning.replan import replan
+from ckptmap.planning.saved_plan import replan
 from ckptmap.tensors import Box
 from ckptmap.testing.base import bytes_read
 from tests.corpus.ranks import run_ranks

@@ -17,7 +17,7 @@ from ckptmap.errors import CkptmapError, PlanError, SourceError
 from ckptmap.live.state_dict.hooks import install
 from ckptmap.optim.alignment import SORTED_TOO, align, align_named
 from ckptmap.optim.order import read_order
-from ckptmap.planning.replan import replan
+from ckptmap.planning.saved_plan import replan
 from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus import CASES, Corpus, names
 from tests.corpus.models import Recipe, compiled, optimizer_for, tiny, tiny_llama

@@ -15,7 +15,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import ckptmap
 from ckptmap import registry
-from ckptmap.planning.live_support import HeldLive, holds, rows
+from ckptmap.planning.live_encodings import HeldLive, holds, rows
 from ckptmap.quantization.torchao.int8 import Int8Scheme
 from ckptmap.setups import names
 from ckptmap.testing import registered

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 import ckptmap
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import PlanError, RunError, SourceError
-from ckptmap.planning.replan import replan
-from ckptmap.planning.tensor_plan import Draft
+from ckptmap.planning.saved_plan import replan
+from ckptmap.planning.tensor_layout import LayoutBuilder
 from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus import CASES, Corpus
 
@@ -360,15 +360,15 @@ def test_the_quick_way_through_a_plan_is_the_general_one(
     path = corpus[next(name for name, case in CASES.items() if case.container == container)].path
     options: dict[str, Any] = {"world_size": 3} if to == "fsdp2" else {}
     taken: list[int] = []
-    plain = Draft.plain
+    plain = LayoutBuilder.plain
 
-    def counted(draft: Draft, role: str, fqns: Sequence[str], *rest: Any) -> None:
+    def counted(draft: LayoutBuilder, role: str, fqns: Sequence[str], *rest: Any) -> None:
         taken.append(len(fqns))
         plain(draft, role, fqns, *rest)
 
-    monkeypatch.setattr(Draft, "plain", counted)
+    monkeypatch.setattr(LayoutBuilder, "plain", counted)
     quick = ckptmap.plan(path, to, optimizer="drop", **options)
-    monkeypatch.setattr(Draft, "alone", lambda *args: None)
+    monkeypatch.setattr(LayoutBuilder, "alone", lambda *args: None)
     monkeypatch.setattr(Checkpoint, "run", lambda self: None)
     general = ckptmap.plan(path, to, optimizer="drop", **options)
     assert max(taken) > 1, "no tensors went the quick way together"

@@ -284,7 +284,7 @@ def test_codes_that_lost_their_scales_are_named_and_restored(work: Path, tmp_pat
 
 
 def test_fsdp1_holds_none_of_them(work: Path) -> None:
-    """The facts that `ckptmap.planning.live_support` refuses by; when this fails, look at its table again."""
+    """The facts that `ckptmap.planning.live_encodings` refuses by; when this fails, look at its table again."""
     said = json.loads((work / "fsdp1.json").read_text())
     assert said["int8"] == "Cannot flatten integer dtype tensors"
     assert "Must flatten tensors with uniform dtype" in said["float8"]

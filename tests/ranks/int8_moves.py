@@ -124,7 +124,7 @@ def save_bnb(work: Path) -> None:
 
 
 def fsdp1(work: Path) -> None:
-    """What FSDP1 says of 8-bit weights, for the table of `ckptmap.planning.live_support`."""
+    """What FSDP1 says of 8-bit weights, for the table of `ckptmap.planning.live_encodings`."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 

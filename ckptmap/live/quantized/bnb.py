@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.errors import LoadError
 from ckptmap.live.model.reader import Reader
 from ckptmap.live.model.target import Target, is_dtensor
-from ckptmap.planning.recode import grid_of
+from ckptmap.planning.kept_codes import code_grid
 from ckptmap.quantization.nf4 import kernels as nf4_codes
 from ckptmap.quantization.nf4.encoding import DATA, FACTOR, MEAN, SCALERS, TABLE
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -107,7 +107,7 @@ def stored_parts(target: Target) -> dict[str, torch.Tensor]:
 
 def keeps_codes(source: LazyTensor, target: Target) -> bool:
     """Are the source's codes those that the live weight has?"""
-    grid, state = grid_of(source), live_state(target)
+    grid, state = code_grid(source), live_state(target)
     return source.encoding == "nf4" or (
         grid is not None and state is not None and grid.name == state.quant_type
     )
@@ -157,7 +157,7 @@ def _from_codes(source: LazyTensor, live: Any, device: torch.device) -> tuple[to
     import torch
     from bitsandbytes.functional import QuantState, get_4bit_type
 
-    grid = grid_of(source)
+    grid = code_grid(source)
     assert grid is not None, "asked before"
     codes = torch.empty(grid.codes.shape, dtype=torch.uint8)
     source.read_codes(Box.whole(grid.codes.shape), codes)

@@ -19,7 +19,7 @@ from ckptmap.live.model.reader import Reader
 from ckptmap.live.model.row_sharding import row_shard
 from ckptmap.live.model.target import Target, held, is_dtensor, is_nf4
 from ckptmap.live.quantized.nf4_torchao import from_torchao, live_scaler_block, regroup, to_torchao
-from ckptmap.planning.recode import grid_of, recoded
+from ckptmap.planning.kept_codes import code_grid, writes_keeping_codes
 from ckptmap.protocols import Refusal
 from ckptmap.quantization.nf4.encoding import DATA, FACTOR, MEAN, SCALERS, TABLE, default_encoding
 from ckptmap.quantization.nf4.scheme import NF4, NF4Scheme
@@ -164,7 +164,7 @@ def stored_parts(target: Target) -> tuple[Mapping[str, Any], list[StoredPart]]:
 
 def kept_grid(source: LazyTensor) -> Grid | None:
     """The grid of NF4 codes that another encoding holds; None: the source has no such codes."""
-    grid = grid_of(source)
+    grid = code_grid(source)
     return grid if grid is not None and grid.name == "nf4" else None
 
 
@@ -201,7 +201,7 @@ def quantize_rows(
     grid = kept_grid(source)
     if grid is not None and keeps_codes(source, rows):
         with reader.meter.hold(8 * math.prod(grid.scales), device):
-            for write in recoded(source, rows.stored, grid, CHUNK_NUMEL):
+            for write in writes_keeping_codes(source, rows.stored, grid, CHUNK_NUMEL):
                 _keep(parts, rows, write.part, write.box, write.values)
         return _build(parts, rows)
     encoder = rows.stored.encoder(rows.whole, str(device))

@@ -12,8 +12,8 @@ from ckptmap import registry
 from ckptmap.core.slot_columns import OutTensors, Slots
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import PlanError
-from ckptmap.planning.buffers import Shown
 from ckptmap.planning.file_plan import FilePlan
+from ckptmap.planning.module_buffers import BufferEvidence
 from ckptmap.protocols import (
     FlatUnit,
     Layout,
@@ -49,17 +49,17 @@ def has_units(setup: Setup) -> bool:
     return isinstance(registry.layout(setup.layout), UnitLayout)
 
 
-class Cutter:
+class OutputSharding:
     """The layout of one plan: the setup's own, or over the mesh that is asked for."""
 
     def __init__(self, ckpt: Checkpoint, setup: Setup, options: Options) -> None:
         self._ckpt = ckpt
-        self._shown = Shown(ckpt)
+        self._shown = BufferEvidence(ckpt)
         self._setup = setup
         self._options = options
         self._ranks = self._asked()
         self._layout = self._chosen()
-        # Asked once: a look at a protocol's methods costs as much as the planning of a tensor.
+        # Request once: a look at a protocol's methods costs as much as the planning of a tensor.
         self._mesh = self._layout if isinstance(self._layout, MeshLayout) else None
         self.world_size = self._ranks if self._mesh is None else self._mesh.world_size
         self._units = self._over_units()

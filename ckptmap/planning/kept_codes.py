@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def grid_of(lazy: LazyTensor) -> Grid | None:
+def code_grid(lazy: LazyTensor) -> Grid | None:
     """The grid of its codes; None: it has none that another encoding could keep."""
     encoding = lazy.encoding_
     return encoding.grid(lazy.info) if isinstance(encoding, Coded) else None
 
 
-def kept_at(lazy: LazyTensor, encoding: Encoding, grid: Grid | None) -> str | None:
+def kept_fidelity(lazy: LazyTensor, encoding: Encoding, grid: Grid | None) -> str | None:
     """The fidelity at which its codes can be kept, from headers alone; None: they cannot."""
     if grid is None or not isinstance(encoding, Recodes):
         return None
@@ -30,7 +30,9 @@ def kept_at(lazy: LazyTensor, encoding: Encoding, grid: Grid | None) -> str | No
     return None if recoder is None else recoder.fidelity
 
 
-def recoded(tensor: LazyTensor, encoding: Encoding, grid: Grid, limit: int) -> Iterator[Write]:
+def writes_keeping_codes(
+    tensor: LazyTensor, encoding: Encoding, grid: Grid, limit: int
+) -> Iterator[Write]:
     """Everything to be written, at most `limit` codes at a time.
 
     The scales are held whole: 4 bytes a block. Raises RunError CKM309 where one is not finite, or

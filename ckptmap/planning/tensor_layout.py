@@ -25,10 +25,10 @@ from ckptmap.core.woven import Pieced
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.planning.conversion import Conversion, Steps
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan, SlotRef, Sources
-from ckptmap.planning.live_support import refuse_unheld
+from ckptmap.planning.kept_codes import code_grid, kept_fidelity
+from ckptmap.planning.live_encodings import refuse_unheld
+from ckptmap.planning.output_sharding import OutputSharding, prove_output
 from ckptmap.planning.plan import Unresolved
-from ckptmap.planning.recode import grid_of, kept_at
-from ckptmap.planning.sharding import Cutter, prove_output
 from ckptmap.protocols import Encoding, OutState, OutTensor, Refusal, Setup, Writer, part_key
 from ckptmap.storage.files import Fingerprint
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -36,13 +36,13 @@ from ckptmap.tensors import Extent, Path, StoredTensor, TensorInfo
 
 
 @dataclass
-class Draft:
+class LayoutBuilder:
     """What planning gathers, tensor by tensor."""
 
     ckpt: Checkpoint
     setup: Setup
     writer: Writer
-    cutter: Cutter
+    cutter: OutputSharding
     fingerprints: Mapping[str, Fingerprint]
     steps: Steps = field(default_factory=Steps)
     out: OutTensors = field(default_factory=lambda: OutTensors([], []))
@@ -175,8 +175,8 @@ class Draft:
             )  # fmt: skip
         for part, info in parts.items():
             self._place(lazy.fqn, _part_path(encoding, path, part), info, None)
-        grid = grid_of(lazy)
-        kept = kept_at(lazy, encoding, grid)
+        grid = code_grid(lazy)
+        kept = kept_fidelity(lazy, encoding, grid)
         fidelity = kept or _fidelity(lazy, encoding, parts)
         paths = {part: _part_path(encoding, path, part) for part in parts}
         self.encodes.append((Encode(lazy, encoding, {}, fidelity, grid if kept else None), paths))

@@ -8,7 +8,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.optim.by_unit import by_unit
 from ckptmap.optim.regroup import regrouped
 from ckptmap.optim.state import PARAMS, Optimizer
-from ckptmap.planning.sharding import Cutter
+from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.protocols import Setup
 from ckptmap.sharding.parameter_order import find_config
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def arranged(
-    optimizer: Optimizer, ckpt: Checkpoint, setup: Setup, cutter: Cutter, options: Options
+    optimizer: Optimizer, ckpt: Checkpoint, setup: Setup, cutter: OutputSharding, options: Options
 ) -> tuple[Optimizer, list[str]]:
     """The state, keyed by FQN, and notes on what was changed. Raises PlanError CKM207 and CKM504
     where the loader could not have it so."""

@@ -1,6 +1,6 @@
 """Which keys of a source go into the output, under which names, and why the others are left out.
 
-`OutputKeys` holds no tensors: it applies the options --include, --exclude, --drop, --root, --wrap
+`Request` holds no tensors: it applies the options --include, --exclude, --drop, --root, --wrap
 and --names-like to names.
 """
 
@@ -20,7 +20,7 @@ from ckptmap.tensors import Path
 
 
 @dataclass(frozen=True)
-class OutputKeys:
+class Request:
     """The options of one conversion, applied to the keys of its source."""
 
     ckpt: Checkpoint

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckptmap.checkpoint.checkpoint import Checkpoint
 
 
-class Shown:
+class BufferEvidence:
     """What one checkpoint shows of its tensors. It may show nothing: then none is a buffer."""
 
     def __init__(self, ckpt: Checkpoint) -> None:

@@ -15,7 +15,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint, open
 from ckptmap.checkpoint.fsdp1_units import units_of
 from ckptmap.checkpoint.module_order import in_order
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.planning.sharding import has_units
+from ckptmap.planning.output_sharding import has_units
 from ckptmap.sharding.reference_model import CONFIG, MANIFEST, Like, like_config, like_manifest
 
 if TYPE_CHECKING:

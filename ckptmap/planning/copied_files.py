@@ -24,7 +24,7 @@ FIRST = 0
 
 
 @dataclass
-class Kept:
+class CopiedFiles:
     """What goes along: files by their name in the output, and the keys of what they hold."""
 
     files: dict[str, CarriedFile] = field(default_factory=dict)
@@ -48,10 +48,10 @@ class Kept:
 
 def kept_whole(
     ckpt: Checkpoint, setup: Setup, world_size: int, dropped: Callable[[str], str | None]
-) -> Kept:
+) -> CopiedFiles:
     """`dropped` says of a key why the user wants it left; a file with such a key in it does not go
     along whole. Raises SourceError CKM116 where one is a link that leads out of the directory."""
-    kept, filing = Kept(), setup.filing
+    kept, filing = CopiedFiles(), setup.filing
     if filing is None:
         return kept
     inner = _keys(ckpt)
