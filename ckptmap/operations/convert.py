@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from ckptmap.checkpoint.checkpoint import Checkpoint, open
 from ckptmap.checkpoint.compare import sampled_error
@@ -30,7 +30,7 @@ from ckptmap.execution.results import Executed
 from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.overwrite import manifest_at, refuse_stranger
 from ckptmap.operations.verify import NO_DIGESTS, sha256_of, verify
-from ckptmap.planning.options import MAX_MEMORY, Progress, RunOptions
+from ckptmap.planning.options import ConvertKeywords, Progress, RunOptions, separated
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan as make_plan
 from ckptmap.planning.report import SAMPLE_NUMEL, Report
@@ -47,30 +47,20 @@ def convert(
     dst: str | os.PathLike[str],
     to: str,
     *,
-    device: str = "cpu",
-    threads: int | None = None,
-    max_memory: int = MAX_MEMORY,
-    overwrite: bool = False,
-    digest: str = "xxh3",
-    progress: bool | Progress = False,
     ranks: Ranks = ALONE,
-    low_disk: bool = False,
-    sync: bool = True,
-    **options: Any,
+    **keywords: Unpack[ConvertKeywords],
 ) -> Report:
-    """Plan and run. `options` are the fields of `ckptmap.planning.options.Options`; what the others
-    mean, `ckptmap.planning.options.RunOptions` says.
+    """Plan a conversion and run it. Keyword arguments are the fields of `Options`, what is written,
+    and of `RunOptions`, how it is run: both in `ckptmap.planning.options`.
 
-    ranks  those that work together, each calling this: `with ckptmap.ranks.join() as ranks`
+    ranks  the processes that work together, each of which makes this call:
+           `with ckptmap.ranks.join() as ranks`
 
-    Raises SourceError, PlanError or DestinationError before a byte is written, RunError after; the
-    same call then continues. The destination is complete or untouched.
+    Raises SourceError, PlanError or DestinationError before a byte is written, RunError after that;
+    the same call then continues. The destination is complete or untouched.
     """
-    plan = make_plan(src, to, **options)
-    how = RunOptions(
-        device=device, threads=threads, max_memory=max_memory, overwrite=overwrite, digest=digest,
-        progress=progress, low_disk=low_disk, sync=sync,
-    )  # fmt: skip
+    options, how = separated(to, keywords, "convert()")
+    plan = make_plan(src, to, options=options)
     return run(plan, dst, how, ranks)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptmap import setups
 from ckptmap.checkpoint.checkpoint import Checkpoint, open
@@ -20,7 +20,12 @@ from ckptmap.checkpoint.lora.merged_tensor import Merged, untouched
 from ckptmap.errors import ArgumentError, PlanError
 from ckptmap.operations.convert import run
 from ckptmap.planning.file_plan import Encode
-from ckptmap.planning.options import MAX_MEMORY, Progress, RunOptions
+from ckptmap.planning.options import (
+    RUN_OPTION_NAMES,
+    MergeKeywords,
+    MergeOptionKeywords,
+    run_options_from,
+)
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan
 from ckptmap.planning.report import Report
@@ -40,10 +45,7 @@ RUNS = 4
 """Places of a tensor that they are taken from."""
 TRIED = 4
 """Tensors that are encoded for an estimate before anything is written."""
-OPTIONS = frozenset(
-    ("world_size", "mesh", "tp_plan", "include", "exclude", "drop", "wrap", "root", "config_from",
-     "max_shard_nbytes", "like", "exact_scales"),
-)  # fmt: skip
+OPTIONS = tuple(sorted(MergeOptionKeywords.__annotations__))
 """Options of a conversion that a merge takes too."""
 
 
@@ -86,34 +88,25 @@ def merge(
     force: bool = False,
     adapter_config: str | os.PathLike[str] | None = None,
     leave: Sequence[str] = (),
-    device: str = "cpu",
-    threads: int | None = None,
-    max_memory: int = MAX_MEMORY,
-    overwrite: bool = False,
-    digest: str = "xxh3",
-    progress: bool | Progress = False,
-    low_disk: bool = False,
-    sync: bool = True,
-    **options: Any,
+    **keywords: Unpack[MergeKeywords],
 ) -> MergeReport:
     """Merge a LoRA adapter (rsLoRA, DoRA, modules_to_save, biases) into `base`, written to `dst`.
 
-    to       as for `convert`; None: the base's own setup
-    force    merge a quantized base back into a grid, where little of the adapter survives
-    leave    patterns of modules and tensors of the adapter that are not merged
-    options  those of `OPTIONS`, and the others, as for `convert`
+    to        as for `convert`; None: the setup of the base
+    force     merge a quantized base back into its grid, where little of the adapter survives
+    leave     patterns of modules and tensors of the adapter that are not merged
+    keywords  the fields of `Options` that `MergeOptionKeywords` names, and those of `RunOptions`
 
-    Merged in fp32 and rounded once: to the base's dtype, or to what `to` casts to. Optimizer state
-    of the base is left behind. Raises SourceError CKM320 to CKM322 where the two do not fit, and
-    PlanError CKM323 without `force`, and as `convert` does.
+    Merged in fp32 and rounded once: to the dtype of the base, or to the one that `to` names.
+    Optimizer state of the base is left behind. Raises SourceError CKM320 to CKM322 where base and
+    adapter do not fit, PlanError CKM323 without `force`, and as `convert` does.
     """
+    of_run = {name: value for name, value in keywords.items() if name in RUN_OPTION_NAMES}
+    of_plan: Any = {name: value for name, value in keywords.items() if name not in of_run}
+    how = run_options_from(of_run, "merge()")
     made = plan_merge(
-        base, adapter, to, force=force, adapter_config=adapter_config, leave=leave, **options
+        base, adapter, to, force=force, adapter_config=adapter_config, leave=leave, **of_plan
     )
-    how = RunOptions(
-        device=device, threads=threads, max_memory=max_memory, overwrite=overwrite, digest=digest,
-        progress=progress, low_disk=low_disk, sync=sync,
-    )  # fmt: skip
     return with_survival(made, run(made, dst, how))
 
 
@@ -125,16 +118,16 @@ def plan_merge(
     force: bool = False,
     adapter_config: str | os.PathLike[str] | None = None,
     leave: Sequence[str] = (),
-    **options: Any,
+    **options: Unpack[MergeOptionKeywords],
 ) -> Plan:
-    """What `merge` would do; see there. Only for an estimate of what survives are values read."""
-    stranger = next((name for name in options if name not in OPTIONS), None)
-    if stranger is not None:
-        raise ArgumentError(
-            "CKM516",
-            f"{stranger}: is no option of a merge, expected one of {', '.join(sorted(OPTIONS))}",
-            "merge first, then convert what was merged",
-        )
+    """Return what `merge` would do. It reads values only to estimate what survives a grid."""
+    for name in options:
+        if name not in OPTIONS:
+            raise ArgumentError(
+                "CKM516",
+                f"{name}: is no option of a merge, expected one of {', '.join(OPTIONS)}",
+                "merge first, then convert what was merged",
+            )
     ckpt = base if isinstance(base, Checkpoint) else open(base)
     to = to or own_setup(ckpt)
     whole = overlaid(

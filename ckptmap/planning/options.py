@@ -1,10 +1,17 @@
-"""What the user asked for: of the plan, and of its run."""
+"""The options of a conversion: what is written (`Options`), and how it is run (`RunOptions`).
+
+These two dataclasses are the one place that states an option's name, type, default and meaning.
+Python calls take the fields as keyword arguments: `OptionKeywords` and its relatives repeat the
+fields for type checkers, and a test holds them equal. The command line makes its options from the
+fields, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias, TypedDict
 
 from ckptmap.core import argument_checks
 from ckptmap.storage.hub.resolve import local
@@ -12,130 +19,241 @@ from ckptmap.storage.hub.uri import is_hub
 
 MAX_SHARD_NBYTES = 5_000_000_000
 MAX_MEMORY = 64 << 20
-"""Bytes of buffers in all, threads included, unless the user says otherwise."""
-Progress = Callable[[int, str], None]
-"""Called with bytes just written and the key they belong to, from any thread, one at a time."""
-TEXTS = ("mesh", "optimizer_keys", "root", "source_root", "names", "names_from")
-"""Options that are one text."""
-PATHS = ("like", "names_like", "config_from", "base")
-"""Options that name a checkpoint, or something beside one."""
-PATTERNS = ("fsdp_units", "include", "exclude", "drop", "encode", "no_encode", "exact_scales")
-"""Options that are patterns of names."""
+"""Bytes of all buffers of a process, those of its threads included."""
+Progress: TypeAlias = Callable[[int, str], None]
+"""Called with the bytes just written and the key that they belong to. Calls come from any thread,
+one at a time."""
+Path: TypeAlias = str | os.PathLike[str]
+Patterns: TypeAlias = Sequence[str]
+"""One glob over names, or several. A string is one pattern, not a sequence of letters."""
+STRINGS = ("mesh", "optimizer_keys", "root", "source_root", "names", "names_from")
+CHECKPOINT_PATHS = ("like", "names_like", "config_from", "base")
+"""Options that name a checkpoint or a file of one; they may be on the Hub."""
+PATTERNS = ("fsdp_units", "include", "exclude", "drop", "encode", "no_encode")
 DIGESTS = ("xxh3", "sha256", "none")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is to be written; with the source's state it decides the plan wholly."""
+    """What is written. With the state of the source, these fields decide the plan completely.
+
+    Building one raises ArgumentError CKM516 where a value is of the wrong kind. Fields have the
+    types that are stored; callers may also give what `OptionKeywords` says: any path, any sequence
+    of patterns, or one pattern as a string.
+    """
 
     to: str
+    """The setup to write: `"hf"`, `"fsdp2-nf4"`."""
     world_size: int | None = None
+    """Ranks that the output is cut for; None: as many as wrote the source."""
     mesh: str | None = None
-    """`"replicate=2,shard=4"`: the mesh that DTensors are cut over."""
+    """The device mesh of DTensors, dim by dim: `"replicate=2,shard=4"`."""
     tp_plan: str | None = None
-    """A file that says how the mesh dim `tp` cuts: pattern -> style."""
+    """A TOML or JSON file that says how the mesh dim `tp` cuts: name pattern -> style."""
     fsdp_units: tuple[str, ...] = ()
-    """Patterns of the modules that FSDP1 wraps, beside the root: `"layers.*"`."""
+    """Patterns of the modules that FSDP1 wraps besides the root: `"layers.*"`."""
     use_orig_params: bool = False
-    """Is the FSDP1 model that loads flat parameters built so?"""
+    """True where the FSDP1 model that loads the output is built with use_orig_params=True."""
     include: tuple[str, ...] = ()
+    """Only weights with these names are written."""
     exclude: tuple[str, ...] = ()
+    """Weights with these names are left out."""
     drop: tuple[str, ...] = ()
+    """Entries of any kind that are left out, by key."""
     optimizer: str = "keep"
+    """`"keep"` or `"drop"` the optimizer state."""
     optimizer_keys: str = "fqn"
-    """How the output keys optimizer state: the name of a key form."""
+    """The key form of optimizer state in the output: `"fqn"`, `"index"`, `"flattened"`."""
     param_order: tuple[tuple[str, ...], ...] | None = None
-    """The parameters behind the indices of the source's optimizer state, one tuple a group."""
+    """The parameters behind the indices of the source's optimizer state, one list a group."""
     like: str | None = None
+    """A checkpoint of the same model or its config.json, for names, shapes and order."""
     root: str | None = None
+    """The dict of the output that holds the weights: `"app/model"`; `""`: none."""
     source_root: str | None = None
+    """The dict of the source that holds the weights."""
     wrap: tuple[str, ...] | None = None
+    """Names of wrappers, outermost first: `"ddp,compile"`; None: those of the setup."""
     names_like: str | None = None
+    """A checkpoint whose names, wrappers included, the output copies."""
     names: str | None = None
-    """The naming scheme of the output: `auto`, `hf`, a scheme, or a mapping file."""
+    """The naming scheme of the output: `"auto"`, `"hf"`, another scheme, or a mapping file."""
     names_from: str | None = None
-    """That of the source; None: by its keys."""
+    """The naming scheme of the source; None: recognized by its keys."""
     encode: tuple[str, ...] = ()
+    """Only weights with these names are encoded."""
     no_encode: tuple[str, ...] = ()
+    """Weights with these names are not encoded."""
     strict: bool = False
-    """Is it refused that a weight which is encoded by its name stays as it is, for its shape?"""
+    """Refuse the plan where the shape of a weight keeps it from being encoded."""
     exact_scales: tuple[str, ...] = ()
-    """Patterns of weights whose quantization scales are stored without loss, where the encoding
-    has a form for that. True is every weight, as the flag is on the command line."""
+    """Weights whose quantization scales are stored without loss, where the encoding has a form for
+    that; given as True, all weights."""
     base: str | None = None
-    """The checkpoint that has the scales of payloads which the source holds alone."""
+    """The checkpoint with the scales of payloads that the source holds alone."""
     max_shard_nbytes: int = MAX_SHARD_NBYTES
+    """Bytes of the largest file of a sharded output."""
     config_from: str | None = None
+    """A directory or config.json whose files are carried to the output."""
 
     def __post_init__(self) -> None:
-        """Raises ArgumentError CKM516. A text where several patterns may stand is one of them, and
-        not its letters, of which `*` would be one."""
-        object.__setattr__(
-            self, "exact_scales", argument_checks.patterns_or_all("exact_scales", self.exact_scales)
-        )
+        scales = argument_checks.patterns_or_all("exact_scales", self.exact_scales)
+        self._store("exact_scales", scales)
         for name in PATTERNS:
-            object.__setattr__(self, name, argument_checks.patterns(name, getattr(self, name)))
-        if self.wrap is not None:  # as --wrap is written: "ddp,compile"
-            names = [
-                name
-                for text in argument_checks.patterns("wrap", self.wrap)
-                for name in text.split(",")
-            ]
-            object.__setattr__(self, "wrap", tuple(names))
-        if self.world_size is not None:  # what it must be is the setup's to say
+            self._store(name, argument_checks.patterns(name, getattr(self, name)))
+        if self.wrap is not None:  # "ddp,compile", as --wrap takes it, is two names
+            given = argument_checks.patterns("wrap", self.wrap)
+            self._store("wrap", tuple(name for text in given for name in text.split(",")))
+        if self.world_size is not None:  # its range is the setup's to check
             argument_checks.integer("world_size", self.world_size, -(1 << 63))
         argument_checks.integer("max_shard_nbytes", self.max_shard_nbytes, 1)
         argument_checks.choice("optimizer", self.optimizer, ("keep", "drop"))
-        for name in (*PATHS, "tp_plan"):
-            argument_checks.path(name, getattr(self, name) or "")
-        for name in TEXTS:
-            argument_checks.string(name, getattr(self, name) or "")
+        for name in (*CHECKPOINT_PATHS, "tp_plan"):
+            if getattr(self, name) is not None:
+                argument_checks.path(name, getattr(self, name))
+                self._store(name, os.fspath(getattr(self, name)))
+        for name in STRINGS:
+            if getattr(self, name) is not None:
+                argument_checks.string(name, getattr(self, name))
+
+    def _store(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     def located(self) -> Options:
-        """With paths where they can be looked at: what is on the Hub in its mirror; itself where
-        nothing is there."""
-        paths = {name: getattr(self, name) for name in PATHS}
+        """Return the options with local paths: a path on the Hub becomes its local mirror.
+
+        Returns the same object where no option names a path on the Hub.
+        """
+        paths = {name: getattr(self, name) for name in CHECKPOINT_PATHS}
         if not any(path is not None and is_hub(path) for path in paths.values()):
             return self
-        away: dict[str, Any] = {name: local(path) for name, path in paths.items()}
-        return replace(self, **away)
+        mirrored: dict[str, Any] = {name: local(path) for name, path in paths.items()}
+        return replace(self, **mirrored)
 
-    def written_as(self, other: Options) -> Options:
-        """With paths as in `other`."""
-        written: dict[str, Any] = {name: getattr(other, name) for name in PATHS}
-        return replace(self, **written)
+    def with_paths_of(self, other: Options) -> Options:
+        """Return the options with the checkpoint paths of `other`."""
+        paths: dict[str, Any] = {name: getattr(other, name) for name in CHECKPOINT_PATHS}
+        return replace(self, **paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How a plan is run. Nothing of it changes what is written, save of its digests.
+    """How a plan is run. No field but `digest` changes a byte of the output.
 
-    max_memory  bytes of buffers in all, a rank; threads are reduced where they would not fit, and
-                the last one holds up to 2 MiB whatever is asked for
-    threads     None: one a core that is this rank's share, at most 4
-    low_disk    keep one file of a source on the Hub at a time, beside the destination
-    digest      "xxh3" a stored chunk, or "sha256": the files' too; "none": bytes may move inside the
-                kernel, but then `verify` can check structure only, and a run that was killed begins
-                anew, since nothing could tell whether what it wrote is whole
-    progress    what is called; True: a line on stderr every few seconds
-    sync        False: publish without waiting for the disk, as `cp` does. A killed process still
-                leaves all or nothing, but a power cut within about half a minute can leave a
-                destination whose bytes are not all there, and nothing of what it replaced:
-                `verify` tells
+    Building one raises ArgumentError CKM516 where a value is of the wrong kind.
     """
 
     device: str = "cpu"
+    """Where arithmetic runs: `"cpu"`, `"cuda"`, `"cuda:1"`."""
     threads: int | None = None
+    """None: one thread a core of this rank's share, at most 4."""
     max_memory: int = MAX_MEMORY
+    """Bytes of all buffers of a rank. Fewer threads run where theirs would not fit; one thread
+    holds up to 2 MiB whatever the bound."""
     overwrite: bool = False
+    """Replace what is at the destination."""
     digest: str = "xxh3"
+    """`"xxh3"`: a digest of every stored chunk. `"sha256"`: one of every file as well. `"none"`:
+    bytes may be copied inside the kernel, but `verify` can check structure only, and a run that was
+    killed begins anew, because nothing tells whether what it wrote is whole."""
     progress: bool | Progress = False
+    """A function to call; True: print a line on stderr every few seconds."""
     low_disk: bool = False
+    """Keep one file of a source on the Hub at a time, beside the destination."""
     sync: bool = True
+    """False: publish without waiting for the disk, as `cp` does. A killed process still leaves all
+    or nothing. A power cut within about half a minute can leave a destination that lacks bytes, and
+    nothing of what it replaced: `verify` finds that."""
 
     def __post_init__(self) -> None:
-        """Raises ArgumentError CKM516."""
         argument_checks.choice("digest", self.digest, DIGESTS)
         argument_checks.integer("max_memory", self.max_memory, 1)
         argument_checks.integer("threads", self.threads or 0, 0)
         argument_checks.callback("progress", self.progress)
+
+
+OPTION_NAMES = tuple(field.name for field in fields(Options) if field.name != "to")
+RUN_OPTION_NAMES = tuple(field.name for field in fields(RunOptions))
+
+# ---------------------------------------------------------------- keywords of Python calls
+
+
+class MergeOptionKeywords(TypedDict, total=False):
+    """The fields of `Options` that `merge` takes."""
+
+    world_size: int | None
+    mesh: str | None
+    tp_plan: Path | None
+    include: Patterns
+    exclude: Patterns
+    drop: Patterns
+    wrap: Patterns | None
+    root: str | None
+    config_from: Path | None
+    max_shard_nbytes: int
+    like: Path | None
+    exact_scales: bool | Patterns
+
+
+class OptionKeywords(MergeOptionKeywords, total=False):
+    """The fields of `Options`, save `to`: what `plan` takes."""
+
+    fsdp_units: Patterns
+    use_orig_params: bool
+    optimizer: str
+    optimizer_keys: str
+    param_order: Sequence[Sequence[str]] | None
+    source_root: str | None
+    names_like: Path | None
+    names: str | None
+    names_from: str | None
+    encode: Patterns
+    no_encode: Patterns
+    strict: bool
+    base: Path | None
+
+
+class RunOptionKeywords(TypedDict, total=False):
+    """The fields of `RunOptions`: what `Plan.execute` takes."""
+
+    device: str
+    threads: int | None
+    max_memory: int
+    overwrite: bool
+    digest: str
+    progress: bool | Progress
+    low_disk: bool
+    sync: bool
+
+
+class ConvertKeywords(OptionKeywords, RunOptionKeywords, total=False):
+    """What `convert` takes."""
+
+
+class MergeKeywords(MergeOptionKeywords, RunOptionKeywords, total=False):
+    """What `merge` takes, besides arguments of its own."""
+
+
+def options_from(to: str, keywords: Mapping[str, object], call: str) -> Options:
+    """Return `Options` of keyword arguments; `call` is their function, for the error.
+
+    Raises ArgumentError CKM516 with the nearest name where a keyword is unknown.
+    """
+    argument_checks.known_keywords(keywords, OPTION_NAMES, call)
+    given: dict[str, Any] = dict(keywords)  # of types that `Options` turns into those it stores
+    return Options(to=to, **given)
+
+
+def run_options_from(keywords: Mapping[str, object], call: str) -> RunOptions:
+    """Return `RunOptions` of keyword arguments. Raises as `options_from` does."""
+    argument_checks.known_keywords(keywords, RUN_OPTION_NAMES, call)
+    given: dict[str, Any] = dict(keywords)
+    return RunOptions(**given)
+
+
+def separated(to: str, keywords: Mapping[str, object], call: str) -> tuple[Options, RunOptions]:
+    """Return both kinds of options of keyword arguments. Raises as `options_from` does."""
+    argument_checks.known_keywords(keywords, (*OPTION_NAMES, *RUN_OPTION_NAMES), call)
+    of_run = {name: value for name, value in keywords.items() if name in RUN_OPTION_NAMES}
+    of_plan = {name: value for name, value in keywords.items() if name not in of_run}
+    return options_from(to, of_plan, call), run_options_from(of_run, call)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -18,7 +18,7 @@ from ckptmap.core.text import counted, human
 from ckptmap.errors import DestinationError, PlanError
 from ckptmap.planning.conversion import Conversion, Steps
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan
-from ckptmap.planning.options import MAX_MEMORY, Options, Progress, RunOptions
+from ckptmap.planning.options import MAX_MEMORY, Options, RunOptionKeywords, run_options_from
 from ckptmap.planning.report import Report
 from ckptmap.protocols import CarriedFile
 from ckptmap.setups import Aim
@@ -140,21 +140,13 @@ class Plan:
     def execute(
         self,
         dst: str | os.PathLike[str],
-        *,
-        device: str = "cpu",
-        threads: int | None = None,
-        max_memory: int = MAX_MEMORY,
-        overwrite: bool = False,
-        digest: str = "xxh3",
-        progress: bool | Progress = False,
-        low_disk: bool = False,
-        sync: bool = True,
+        **keywords: Unpack[RunOptionKeywords],
     ) -> Report:
-        """Run it into `dst`; what the options mean, `RunOptions` says. Raises as `convert` does."""
-        how = RunOptions(
-            device=device, threads=threads, max_memory=max_memory, overwrite=overwrite,
-            digest=digest, progress=progress, low_disk=low_disk, sync=sync,
-        )  # fmt: skip
+        """Run the plan into `dst`. Keyword arguments are the fields of `RunOptions`.
+
+        Raises as `convert` does.
+        """
+        how = run_options_from(keywords, "Plan.execute()")
         report: Report = registry.runner()(self, dst, how)
         return report
 

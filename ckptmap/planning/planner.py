@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
 from ckptmap import registry, setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -38,7 +38,7 @@ from ckptmap.planning.encoding_choice import (
 )
 from ckptmap.planning.flat_param_order import model_order, with_units
 from ckptmap.planning.name_conflicts import prove_apart, require_told_apart
-from ckptmap.planning.options import Options
+from ckptmap.planning.options import OptionKeywords, Options, options_from
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.plan import Plan, Unresolved
 from ckptmap.planning.quantization_config import WrittenWeights, passed_on
@@ -60,14 +60,15 @@ def plan(
     to: str,
     *,
     options: Options | None = None,
-    **asked: Any,
+    **keywords: Unpack[OptionKeywords],
 ) -> Plan:
-    """What `convert` would do; nothing is written, no tensor byte is read.
+    """Return what `convert` would do, from headers: no tensor byte is read, nothing is written.
 
-    Keyword arguments are the fields of `Options`. Raises SourceError or PlanError where there is
-    nothing to plan; keys that cannot be accounted for are in `Plan.unresolved`.
+    Keyword arguments are the fields of `Options`; `options` gives all of them at once. Raises
+    SourceError or PlanError where there is nothing to plan, ArgumentError CKM516 for a keyword that
+    is unknown; `Plan.unresolved` has the keys that cannot be accounted for.
     """
-    options = options or Options(to=to, **asked)
+    options = options or options_from(to, keywords, "plan()")
     aim = setups.parse(to)
     located = options.located()
     with named_as_asked():
@@ -77,7 +78,7 @@ def plan(
             made = _Planner(given, aim, here).plan()
     if located is options:
         return made
-    return replace(made, options=here.written_as(options))
+    return replace(made, options=here.with_paths_of(options))
 
 
 APART = (

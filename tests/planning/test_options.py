@@ -1,0 +1,112 @@
+"""Keywords of Python calls: the fields of the options, neither more nor less, of the same types."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+
+import ckptmap
+from ckptmap.errors import ArgumentError
+from ckptmap.planning.options import (
+    OPTION_NAMES,
+    RUN_OPTION_NAMES,
+    ConvertKeywords,
+    MergeKeywords,
+    MergeOptionKeywords,
+    OptionKeywords,
+    Options,
+    RunOptionKeywords,
+    RunOptions,
+)
+
+
+def stored(kind: Any) -> Any:
+    """What an option of this type is stored as: any path as str, any sequence as a tuple; True, of
+    patterns, as the pattern of all names."""
+    if get_origin(kind) is Sequence:
+        return tuple[stored(get_args(kind)[0]), ...]
+    if not isinstance(kind, types.UnionType) and get_origin(kind) is not Union:
+        return kind
+    members = [stored(member) for member in get_args(kind) if member != os.PathLike[str]]
+    if tuple[str, ...] in members:
+        members = [member for member in members if member is not bool]
+    return Union[tuple(members)]  # noqa: UP007 (made of a list)
+
+
+def test_keywords_of_a_plan_are_its_options() -> None:
+    of_class = get_type_hints(Options)
+    del of_class["to"]
+    of_call = {name: stored(kind) for name, kind in get_type_hints(OptionKeywords).items()}
+    assert of_call == of_class
+    assert set(OPTION_NAMES) == set(of_class)
+
+
+def test_keywords_of_a_run_are_its_options() -> None:
+    assert get_type_hints(RunOptionKeywords) == get_type_hints(RunOptions)
+    assert tuple(RunOptionKeywords.__annotations__) == RUN_OPTION_NAMES
+
+
+def test_convert_and_merge_take_both() -> None:
+    assert set(ConvertKeywords.__annotations__) == {*OPTION_NAMES, *RUN_OPTION_NAMES}
+    of_merge = {*MergeOptionKeywords.__annotations__, *RUN_OPTION_NAMES}
+    assert set(MergeKeywords.__annotations__) == of_merge
+    for keywords in (OptionKeywords, RunOptionKeywords, ConvertKeywords, MergeKeywords):
+        assert not keywords.__required_keys__
+
+
+UNKNOWN: dict[str, tuple[Callable[[], object], str]] = {
+    "plan": (
+        lambda: ckptmap.plan("x", "hf", wrold_size=3),
+        r"wrold_size: is no argument of plan\(\), expected world_size",
+    ),
+    "convert": (
+        lambda: ckptmap.convert("x", "y", "hf", thraeds=3),
+        r"thraeds: is no argument of convert\(\), expected threads",
+    ),
+    "merge": (
+        lambda: ckptmap.merge("x", "y", "z", wrold_size=3),
+        "wrold_size: is no option of a merge, expected one of config_from, drop",
+    ),
+    "not at all": (
+        lambda: ckptmap.plan("x", "hf", zzz=3),
+        r"zzz: is no argument of plan\(\), expected one of base, config_from, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_keyword_is_refused_with_the_nearest_name(name: str) -> None:
+    call, message = UNKNOWN[name]
+    with pytest.raises(ArgumentError, match=message) as refused:
+        call()
+    assert refused.value.code == "CKM516"
+
+
+def test_paths_and_patterns_are_stored_in_one_form() -> None:
+    given = Options("hf", drop="a.*", include=["b"], like=Path("c"), exact_scales=True, wrap="d,e")
+    plain = Options(
+        "hf", drop=("a.*",), include=("b",), like="c", exact_scales=("*",), wrap=("d", "e")
+    )
+    assert given == plain
+    assert Options("hf", exact_scales=False) == Options("hf")
+
+
+def test_every_option_is_explained_where_it_is_stated() -> None:
+    import ast
+    import inspect
+
+    for kind in (Options, RunOptions):
+        body = ast.parse(inspect.getsource(kind)).body[0].body
+        explained = {
+            stated.target.id
+            for stated, text in itertools.pairwise(body)
+            if isinstance(stated, ast.AnnAssign) and isinstance(text, ast.Expr)
+        }
+        assert explained == {field.name for field in fields(kind)}
