@@ -7,20 +7,20 @@ stored tensors by their dotted key, `logical` the tensors that they make by plai
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from io import BytesIO
-from itertools import islice
-from typing import Any, Protocol
+from itertools import accumulate, chain, islice
+from typing import Any, NamedTuple, Protocol
 
 from ckptmap.core.slot_columns import Slots
-from ckptmap.core.state_paths import logical_key
+from ckptmap.core.state_paths import join, logical_key
 from ckptmap.errors import SourceError
 from ckptmap.execution.manifest_schema import malformed
 from ckptmap.planning.conversion import Conversion, Steps
+from ckptmap.planning.file_plan import FilePlan
 from ckptmap.planning.plan import Plan
 from ckptmap.protocols import CarriedFile, Slot
-from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
 
 SCHEMA = 1
@@ -54,7 +54,7 @@ def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) ->
         "files": _files(plan, sha256 or {}),
         "carried": {name: _digest(sibling) for name, sibling in sorted(plan.carried.items())},
         "tensors": Tensors(plan, done),
-        "logical": _Logical(plan.steps),
+        "logical": Logical(plan.steps),
         "records": dict(plan.records),
         "dropped": dict(plan.dropped),
         "tied": dict(plan.tied),
@@ -62,7 +62,7 @@ def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) ->
 
 
 def emit(document: Mapping[str, Any]) -> bytes:
-    """Its JSON."""
+    """Return the manifest as JSON, UTF-8."""
     out, mark = BytesIO(), "{"
     for key, value in document.items():
         out.write(f"{mark}{_json(key)}:".encode())
@@ -73,26 +73,24 @@ def emit(document: Mapping[str, Any]) -> bytes:
     return out.getvalue()
 
 
-def _pieces(value: Any) -> Iterator[str]:
-    """The JSON of a member, a large one in batches: the encoder keeps every token of what it is
-    given, many times the size of the text."""
-    if not (isinstance(value, Mapping) and len(value) > BATCH):
-        yield _json(dict(value) if isinstance(value, _Entries) else value)
+def _pieces(value: object) -> Iterator[str]:
+    """Yield the JSON of one member; a large member in batches.
+
+    The encoder keeps every token of what it is given until it is done, which takes many times the
+    size of the text."""
+    if not isinstance(value, Mapping):
+        yield _json(value)
         return
-    texts = value.texts() if isinstance(value, _Entries) else _texts(value)
-    mark = "{"
-    while some := list(islice(texts, BATCH)):
-        yield mark + ",".join(some)
+    entries = value.entries() if isinstance(value, Tensors) else iter(value.items())
+    mark = ""
+    yield "{"
+    while batch := dict(islice(entries, BATCH)):
+        yield mark + _json(batch)[1:-1]
         mark = ","
     yield "}"
 
 
-def _texts(value: Mapping[str, Any]) -> Iterator[str]:
-    return (_json({key: item})[1:-1] for key, item in value.items())
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, check_circular=False).encode
 
 
 def _files(plan: Plan, sha256: Mapping[str, str]) -> dict[str, Any]:
@@ -104,109 +102,102 @@ def _files(plan: Plan, sha256: Mapping[str, str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _Entries(Mapping[str, dict[str, Any]]):
-    """A member of the manifest that has an entry for every tensor: 100,000 of them as dicts would
-    take 100 MB, so each is made when it is asked for."""
+class ChunkRow(NamedTuple):
+    """One chunk of a stored tensor, as the manifest lists it: `nbytes` bytes from byte `offset` of
+    `file` on hold the box at `offsets` of `sizes` elements; `digest` is the xxh3 of these bytes."""
 
-    _found: Mapping[str, Any]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._found
-
-    def texts(self) -> Iterator[str]:
-        """The entries with their keys, as JSON."""
-        raise NotImplementedError
+    file: str
+    offset: int
+    nbytes: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    digest: str
 
 
-class Tensors(_Entries):
-    """Key -> fqn, and (file, offset, nbytes, offsets, sizes, digest) of each chunk."""
+class Tensors(Mapping[str, dict[str, Any]]):
+    """Stored key -> the tensor's FQN and its chunks.
+
+    An entry is made when it is asked for: 100,000 entries as dicts would take 100 MB.
+    """
 
     def __init__(self, plan: Plan, done: Digests) -> None:
         self._fqns = plan.keys
-        self._outs = [
-            (file.out.name, file.slots, digests)
-            for file, digests in zip(plan.files, done.digests, strict=True)
-        ]
-        self._keys = [_keys(slots.paths) for _, slots, _ in self._outs]
-        self._found: dict[str, int | tuple[int, ...]] = {}  # key -> file << 32 | slot, of each
-        found, count = self._found, 0
-        for number, keys in enumerate(self._keys):
-            found.update(zip(keys, range(number << 32, (number << 32) + len(keys)), strict=True))
-            count += len(keys)
-        self._single = len(found) == count
-        """Is every tensor one chunk? Nearly all are, in most outputs."""
-        if not self._single:
-            self._gather()
+        self._files, self._digests = plan.files, done.digests
+        self._starts = list(accumulate([len(file.slots) for file in plan.files], initial=0))
+        keys = chain.from_iterable(self._keys(file) for file in plan.files)
+        self._slots = _by_key(list(keys))
+        """Key -> the slots of its chunks, counted over all files."""
 
-    def _gather(self) -> None:
-        """All chunks of every key."""
-        found = self._found
-        found.clear()
-        for number, keys in enumerate(self._keys):
-            for place, key in enumerate(keys, number << 32):
-                known = found.setdefault(key, place)
-                if known != place:
-                    found[key] = (*known, place) if isinstance(known, tuple) else (known, place)
+    def _keys(self, file: FilePlan) -> list[str]:
+        return [join(path) for path in file.slots.paths]
 
     def alone(self) -> Iterator[tuple[str, list[str], Slots]] | None:
-        """Each file, the keys of the tensors in it, and where these were planned; None where a
-        tensor is more than one chunk."""
-        if not self._single:
+        """Return each file's name, the keys of the tensors in it and their slots; None if some
+        tensor has more than one chunk."""
+        if len(self._slots) < self._starts[-1]:
             return None
-        outs = zip(self._outs, self._keys, strict=True)
-        return ((name, keys, slots) for (name, slots, _), keys in outs)
+        return ((file.out.name, self._keys(file), file.slots) for file in self._files)
 
     def places(self) -> Iterator[tuple[str, list[tuple[str, Slot]]]]:
-        """Key, and where each chunk was planned: file and slot."""
-        for key in self._found:
-            yield key, [(name, slot) for name, slot, _ in self._chunks(key)]
+        """Yield each key with the file and slot of every chunk."""
+        for key, numbers in self._slots.items():
+            located = [self._locate(number) for number in numbers]
+            yield key, [(file.out.name, file.slots[slot]) for file, slot, _ in located]
 
-    def _chunks(self, key: str) -> list[tuple[str, Slot, str]]:
-        """File, slot and digest of each."""
-        found = self._found[key]
-        chunks = []
-        for place in found if isinstance(found, tuple) else (found,):
-            name, slots, digests = self._outs[place >> 32]
-            index = place & 0xFFFFFFFF
-            chunks.append((name, slots[index], digests[index]))
-        return chunks
+    def entries(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield each key with its entry."""
+        if len(self._slots) < self._starts[-1]:
+            yield from self.items()
+            return
+        keys = iter(self._slots)
+        for file, digests in zip(self._files, self._digests, strict=True):
+            fqns = map(self._fqns.__getitem__, file.slots.paths)
+            for fqn, row, key in zip(fqns, _rows(file, digests), keys, strict=False):
+                yield key, {"fqn": fqn, "chunks": [row]}
 
     def __getitem__(self, key: str) -> dict[str, Any]:
-        found = self._chunks(key)
-        chunks = [(name, at, n, *box, digest) for name, (_, box, at, n), digest in found]
-        return {"fqn": self._fqns[found[0][1].path], "chunks": chunks}
+        rows = []
+        for number in self._slots[key]:
+            file, slot, digests = self._locate(number)
+            path, box, offset, nbytes = file.slots[slot]
+            rows.append(ChunkRow(file.out.name, offset, nbytes, *box, digests[slot]))
+        return {"fqn": self._fqns[path], "chunks": rows}
 
-    def texts(self) -> Iterator[str]:
-        return self._texts_alone() if self._single else map(self._text, self._found)
+    def _locate(self, number: int) -> tuple[FilePlan, int, Sequence[str]]:
+        """Return the file of a slot, its number in the file, and the digests of the file."""
+        file = bisect_right(self._starts, number) - 1
+        return self._files[file], number - self._starts[file], self._digests[file]
 
-    def _texts_alone(self) -> Iterator[str]:
-        """The same side by side."""
-        for (name, slots, digests), keys in zip(self._outs, self._keys, strict=True):
-            form = f'%s:{{"fqn":%s,"chunks":[[{_quoted(name).replace("%", "%%")},%d,%d,%s,"%s"]]}}'
-            fqns = list(map(self._fqns.__getitem__, slots.paths))
-            quoted = list(map(_quoted, keys))
-            names = quoted if fqns == keys else map(_quoted, fqns)
-            boxes = map(_box, slots.boxes)
-            columns = zip(quoted, names, slots.offsets, slots.sizes, boxes, digests, strict=True)
-            yield from map(form.__mod__, columns)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots)
 
-    def _text(self, key: str) -> str:
-        found = self._chunks(key)
-        chunks = [
-            f'[{_quoted(name)},{at},{n},{_box(box)},"{digest}"]'
-            for name, (_, box, at, n), digest in found
-        ]
-        fqn = self._fqns[found[0][1].path]
-        return f'{_quoted(key)}:{{"fqn":{_quoted(fqn)},"chunks":[{",".join(chunks)}]}}'
+    def __len__(self) -> int:
+        return len(self._slots)
 
 
-class _Logical(_Entries):
+def _rows(file: FilePlan, digests: Sequence[str]) -> Iterator[ChunkRow]:
+    """Yield the rows of a file in the order of its slots."""
+    slots, name = file.slots, file.out.name
+    for offset, nbytes, box, digest in zip(
+        slots.offsets, slots.sizes, slots.boxes, digests, strict=True
+    ):
+        yield ChunkRow(name, offset, nbytes, *box, digest)
+
+
+def _by_key(keys: Sequence[str]) -> Mapping[str, Sequence[int]]:
+    """Return where in `keys` each key stands."""
+    found: dict[str, Sequence[int]] = dict(
+        zip(keys, zip(range(len(keys)), strict=False), strict=True)
+    )
+    if len(found) == len(keys):  # every tensor is one chunk, as in most outputs
+        return found
+    several: dict[str, list[int]] = {}
+    for number, key in enumerate(keys):
+        several.setdefault(key, []).append(number)
+    return several
+
+
+class Logical(Mapping[str, dict[str, Any]]):
     """Role and FQN, as `logical_key` writes them -> how the tensor came to be."""
 
     def __init__(self, steps: Steps) -> None:
@@ -214,36 +205,22 @@ class _Logical(_Entries):
             fqn if kind.role == "model" and ":" not in fqn else logical_key(kind.role, fqn)
             for fqn, kind in zip(steps.fqns, steps.conversions, strict=True)
         ]
-        self._found: dict[str, Conversion] = dict(zip(keys, steps.conversions, strict=True))
+        self._kinds: dict[str, Conversion] = dict(zip(keys, steps.conversions, strict=True))
 
     def __getitem__(self, key: str) -> dict[str, Any]:
-        shape, source, target, fidelity = self._found[key][1:5]
-        return {"shape": shape, "source": source, "target": target, "fidelity": fidelity}
+        kind = self._kinds[key]
+        return {
+            "shape": kind.shape,
+            "source": kind.source,
+            "target": kind.target,
+            "fidelity": kind.fidelity,
+        }
 
-    def texts(self) -> Iterator[str]:
-        entries = {id(kind): _logical(kind[1:5]) for kind in self._found.values()}
-        texts = map(entries.__getitem__, map(id, self._found.values()))
-        return map("%s:%s".__mod__, zip(map(_quoted, self._found), texts, strict=True))
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kinds)
 
-
-_quoted = json.encoder.encode_basestring
-
-
-@lru_cache(maxsize=4096)
-def _logical(words: tuple[Any, ...]) -> str:
-    return _json(dict(zip(("shape", "source", "target", "fidelity"), words, strict=True)))
-
-
-@lru_cache(maxsize=4096)
-def _box(box: Box) -> str:
-    return f"{_json(box.offsets)},{_json(box.sizes)}"
-
-
-def _keys(paths: Sequence[Path]) -> list[str]:
-    try:
-        return list(map(".".join, paths))  # type: ignore[arg-type]
-    except TypeError:  # an integer among the segments
-        return [".".join(map(str, path)) for path in paths]
+    def __len__(self) -> int:
+        return len(self._kinds)
 
 
 def _digest(file: CarriedFile) -> dict[str, Any]:
