@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.version import __version__
 
 if TYPE_CHECKING:
-    from ckptmap.checkpoint.checkpoint import Checkpoint, open
+    from ckptmap.checkpoint.checkpoint import Checkpoint
+    from ckptmap.checkpoint.open import open
     from ckptmap.errors import CkptmapError
     from ckptmap.live.load.load import load
     from ckptmap.live.save.save import save
@@ -41,7 +42,7 @@ __all__ = [
 _HOMES = {
     "Checkpoint": "checkpoint.checkpoint", "CkptmapError": "errors", "LazyTensor": "storage.lazy_tensor",
     "Plan": "planning.plan", "Report": "planning.report", "convert": "operations.convert",
-    "diff": "operations.diff", "load": "live.load.load", "merge": "operations.merge", "open": "checkpoint.checkpoint",
+    "diff": "operations.diff", "load": "live.load.load", "merge": "operations.merge", "open": "checkpoint.open",
     "plan": "planning.planner", "pull": "operations.hub.pull", "push": "operations.hub.push", "save": "live.save.save",
     "translate": "live.state_dict.translate", "verify": "operations.verify",
 }  # fmt: skip

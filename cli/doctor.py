@@ -111,7 +111,7 @@ def _encodings(source: str) -> set[str]:
     """Of a checkpoint, or of a `--to` name; those that live models know."""
     from pathlib import Path
 
-    from ckptmap.checkpoint.checkpoint import open
+    from ckptmap.checkpoint.open import open
     from ckptmap.errors import PlanError
     from ckptmap.setups import parse
 

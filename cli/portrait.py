@@ -40,6 +40,7 @@ class Portrait:
     def __init__(self, ckpt: Checkpoint, keys: str = "*") -> None:
         self.ckpt = ckpt
         self.keys = keys
+        self.notes = list(ckpt.notes)
         run = ckpt.run()
         self._dense = {} if run is not None else ckpt.dense()
         infos = ckpt.infos()
@@ -78,7 +79,7 @@ class Portrait:
                 {"key": item.key, "reason": item.reason, "droppable": item.droppable}
                 for item in ckpt.refused
             ],
-            "notes": list(ckpt.notes),
+            "notes": self.notes,
             "tensors": [_entry(role, lazy, ckpt) for role, lazy in self._listed()],
         }
 
@@ -99,7 +100,7 @@ class Portrait:
         try:
             return recognise(list(self.ckpt), config)
         except CkptmapError as error:  # somebody's mapping file is malformed; this is about keys
-            self.ckpt.notes.append(f"naming schemes were not looked up: {error.message}")
+            self.notes.append(f"naming schemes were not looked up: {error.message}")
             return []
 
     def _numel(self) -> int:
@@ -184,7 +185,7 @@ class Portrait:
         yield "extra", _some(extra)
         for item in ckpt.refused:
             yield "refused", f"{item.key}: {item.reason}"
-        for note in ckpt.notes:
+        for note in self.notes:
             yield "note", note
 
     def _optimizer_line(self) -> str:

@@ -1,168 +1,138 @@
-"""open(): any checkpoint as a mapping of plain FQN -> LazyTensor, from headers alone.
+"""The value that a path opens as: weights by plain FQN, optimizer state, and what lies beside them.
 
-    path -> container -> index -> layouts join ranks -> roles -> schemes group parts -> plain names
-
-Every room is visited once and named by protocol only.
+A `Checkpoint` is made from headers alone, by `ckptmap.checkpoint.assemble`, and never changes. What
+derives one from another, such as new names or a merged adapter, returns a new value over the same
+open files, which close with the last value that refers to them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from operator import is_not
-from pathlib import Path as FilePath
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptmap import registry
-from ckptmap.checkpoint.compare import same_parts
-from ckptmap.checkpoint.framework_members import index_of, left_behind, merged
-from ckptmap.checkpoint.fsdp1_units import LikeUnits
-from ckptmap.checkpoint.group import Refused, grouped, remarks, strings_beside
+from ckptmap.checkpoint.group import Refused
 from ckptmap.checkpoint.groups import Groups
-from ckptmap.checkpoint.leaf_reader import LeafReader
-from ckptmap.checkpoint.module_order import in_order
-from ckptmap.checkpoint.roles import Roles, is_tensor, split_roles
-from ckptmap.core.gc_pause import paused_gc
-from ckptmap.core.state_paths import join, nest
+from ckptmap.checkpoint.roles import Roles
+from ckptmap.checkpoint.translation import Translation
+from ckptmap.core.state_paths import nest
 from ckptmap.core.tensor_columns import Extents
-from ckptmap.errors import MissingKeyError, SourceError
-from ckptmap.formats.probe import find, look
-from ckptmap.mapping.wrappers import describe_wrappers, strip_wrappers
-from ckptmap.optim.moments import gathered
-from ckptmap.optim.order import Order, Weight
-from ckptmap.optim.reading import Model, OptimizerReader
-from ckptmap.optim.state import key_forms
-from ckptmap.protocols import Directory, Group, Index, Place
-from ckptmap.quantization.unsupported_schemes import naked_note
-from ckptmap.sharding.reference_model import (
-    CONFIG,
-    MANIFEST,
-    Like,
-    like_config,
-    like_manifest,
-    unflatteners,
-)
+from ckptmap.errors import MissingKeyError
+from ckptmap.optim.order import Order
+from ckptmap.optim.reading import OptimizerReader
+from ckptmap.protocols import Group, Index
 from ckptmap.storage.files import Files, Fingerprint
-from ckptmap.storage.hub.resolve import locate, named_as_asked
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.storage.unchanged import fingerprints
-from ckptmap.tensors import Leaf, Opaque, PerRank, StoredTensor, TensorInfo
+from ckptmap.tensors import Path, StoredTensor, TensorInfo
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint(Mapping[str, LazyTensor]):
     """A checkpoint, opened: the weights by plain FQN, in stored order.
 
-    optimizer   FQN -> state name -> LazyTensor, and more: see `optimizer` below
-    extra       what is not a tensor (step, hyper-parameters), nested as it was saved
-    other       tensors that are neither weights nor optimizer state, by path
-    refused     leaves of classes that are never called
-    wrappers    what was stripped from names, one pattern each: `("_orig_mod.",)`
-    names       plain FQN -> the key as stored
-    translated  how its names were translated from another scheme's; None: they were not
-    setup       the `--to` name that such a checkpoint answers to
+    path              where it is, absolute; of a checkpoint on the Hub the local mirror
+    index             what its container holds
+    files             its open files
+    roles             the leaves of the state dict: weights, optimizer state, the rest
+    groups            the stored parts of every weight, by FQN
+    names             plain FQN -> the key as stored
+    wrappers          what was stripped from names, one pattern each: `("_orig_mod.",)`
+    optimizer_reader  reads the optimizer state; see `optimizer` below
+    other             tensors that are neither weights nor optimizer state, by path
+    plain             what is not a tensor (step, hyper-parameters), by path; `extra` nests it
+    notes             what a reader should be told
+    refused           leaves of classes that are never called
+    origin            the place on the Hub that `path` stands for, its commit pinned; "": a local path
+    translation       how its names were translated from another scheme's; None: they were not
+    merged            the adapter that was merged into it, as a manifest records it; None: none was
+    ties              names that are left out, each with the one that it must be equal to
+    untied            heads that a config beside the weights ties, though they are tensors of their
+                      own here, each with its embedding
+    fingerprints      of its files, as they were opened
     """
 
-    translated: Mapping[str, Any] | None = None
+    path: str
+    index: Index
+    files: Files
+    roles: Roles
+    groups: Groups
+    names: Mapping[str, str]
+    wrappers: tuple[str, ...]
+    optimizer_reader: OptimizerReader
+    other: Mapping[Path, LazyTensor]
+    plain: Mapping[Path, Any]
+    notes: list[str]
+    refused: list[Refused]
+    origin: str = ""
+    translation: Translation | None = None
     merged: Mapping[str, Any] | None = None
-    """What was merged into it, as a manifest records it; None: nothing was."""
-    ties: Mapping[str, str] = MappingProxyType({})
-    """Names that are left out, each with the one that it must be equal to."""
-    untied: Mapping[str, str] = MappingProxyType({})
-    """Heads that what lies beside the weights ties, though they are tensors of their own here, each
-    with its embedding."""
-    fingerprints: Mapping[str, Fingerprint] = MappingProxyType({})
-    """Of its files, as they were opened."""
-
-    def __init__(self, path: str, index: Index, roles: Roles, files: Files) -> None:
-        self.path = path
-        self.origin = ""
-        """The place on the Hub that `path` stands for, its commit pinned; "" for a local path."""
-        self.index = index
-        self.files = files
-        self.roles = roles
-        self.notes: list[str] = [*index.notes, *left_behind(index.unread_files)]
-        self.refused: list[Refused] = []
-        said = strings_beside(roles.rest, roles.model_root)
-        groups = grouped(roles.model, index.records, roles.model_root, path, self.refused, said)
-        plain = strip_wrappers(list(groups), path)
-        stripped = any(map(is_not, plain, plain.values()))
-        self._groups = groups.renamed(plain) if stripped else groups
-        self.names = {fqn: key for key, fqn in plain.items()} if stripped else plain
-        self.wrappers = describe_wrappers(plain)
-        moments = roles.optimizer
-        if moments:  # only then: importing all schemes takes longer than inspecting a small file
-            moments = gathered(moments, index.records, roles.optimizer_root, registry.schemes())
-        self.notes += remarks(self._groups.encoded())
-        self.notes += naked_note(self._groups.infos())
-        read = LeafReader(path, files, self.refused, roles.optimizer_root or ())
-        self.optimizer_reader = OptimizerReader(
-            moments, key_forms(), read.optimizer, self._model(plain), path,
-            index.sidecar_dir,
-        )  # fmt: skip
-        if self.optimizer_reader.form is None and self.optimizer_reader.why:
-            self.notes.append(f"optimizer state cannot be read: {self.optimizer_reader.why}")
-        self.other = {
-            path: lazy
-            for path, leaf in roles.rest.items()
-            if is_tensor(leaf) and (lazy := read.tensor(path, leaf)) is not None
-        }
-        self.plain = dict(read.plain(roles.rest))
+    ties: Mapping[str, str] = field(default_factory=dict)
+    untied: Mapping[str, str] = field(default_factory=dict)
+    fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ the mapping
 
     def __getitem__(self, fqn: str) -> LazyTensor:
+        if self.translation is not None and fqn in self.translation.decoded:
+            return self.translation.decoded[fqn]
         try:
-            group = self._groups[fqn]
+            group = self.groups[fqn]
         except KeyError:
             raise MissingKeyError(
-                "CKM501", f"{self.path}: no tensor {fqn!r}", _nearest(str(fqn), self._groups)
+                "CKM501", f"{self.path}: no tensor {fqn!r}", _nearest(str(fqn), self.groups)
             ) from None
         return LazyTensor(fqn, group, self.files)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._groups)
+        return iter(self.groups)
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self.groups)
 
     def __contains__(self, fqn: object) -> bool:
-        return fqn in self._groups
+        return fqn in self.groups
 
     def infos(self) -> dict[str, TensorInfo]:
         """What the weights are, no group made."""
-        return self._groups.infos()
+        return self.groups.infos()
 
     def group(self, fqn: str) -> Group:
-        return self._groups[fqn]
-
-    @property
-    def groups(self) -> Mapping[str, Group]:
-        """Every logical tensor's stored parts, by FQN."""
-        return self._groups
+        """Return the stored parts of a weight."""
+        return self.groups[fqn]
 
     def dense(self) -> Mapping[str, StoredTensor]:
-        """The weights that are one plain tensor each, as stored."""
-        return self._groups.dense()
+        """Return the weights that are one plain tensor each, as stored."""
+        dense = self.groups.dense()
+        if self.translation is None:
+            return dense
+        return {fqn: held for fqn, held in dense.items() if fqn not in self.translation.decoded}
 
     def sharing(self) -> list[tuple[str, ...]]:
         """Names of weights that the file itself says are one tensor."""
-        return self._groups.sharing()
+        return self.groups.sharing()
 
     @property
-    def origins(self) -> dict[str, tuple[str, ...]]:
-        """Of weights that have other names in the file: FQN -> the keys there."""
+    def origins(self) -> Mapping[str, tuple[str, ...]]:
+        """The weights that have other names in the file: FQN -> the keys there."""
+        if self.translation is not None:
+            return self.translation.origins
         return {fqn: (key,) for fqn, key in self.names.items() if key != fqn}
 
     def run(self) -> Extents | None:
-        """All of its weights side by side, where all are plain and lie so; a look at 100,000."""
-        return self._groups.run
+        """Return the columns of all weights where all are plain tensors; else None.
 
-    def put(self, fqn: str, group: Group) -> None:
-        """Say what a tensor is that its own file says too little of."""
-        self._groups[fqn] = group
+        With 100,000 tensors one look at the columns replaces as many looks at tensors.
+        """
+        return self.groups.run
+
+    def with_groups(self, groups: Mapping[str, Group], files: Sequence[str]) -> Checkpoint:
+        """Return the checkpoint with these weights in place of its own or after them; some of
+        their parts lie in `files`, which are of another checkpoint."""
+        more = [file for file in files if file not in self.index.files]
+        index = replace(self.index, files=(*self.index.files, *more))
+        return replace(self, groups=self.groups.with_groups(groups), index=index)
 
     def find(self, role: str, fqn: str) -> LazyTensor | None:
         """A tensor by the role and name that a plan gives it."""
@@ -205,15 +175,19 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Is the state keyed by index, and neither the file nor the user says which is which?"""
         return self.optimizer_reader.by_index
 
-    def order_optimizer(
+    def with_optimizer_order(
         self, param_order: Order | None = None, like: str | os.PathLike[str] | None = None
-    ) -> None:
-        """Name state that is keyed by index by this order of parameters, one list of FQNs a group,
-        or by the transformers class of the config.json in `like`. Raises SourceError CKM207 where
-        the order does not fit."""
-        self.optimizer_reader.ask(param_order, None if like is None else os.fspath(like))
+    ) -> Checkpoint:
+        """Return the checkpoint with its optimizer state named by this order of the parameters, one
+        list of FQNs a group, or by the transformers class of the config.json in `like`.
+
+        State that the file keys by name keeps its names. Raises SourceError CKM207 where
+        `param_order` does not fit.
+        """
+        reader = self.optimizer_reader.asked(param_order, None if like is None else os.fspath(like))
         if param_order is not None:
-            self.optimizer_reader.named()
+            reader.named()
+        return replace(self, optimizer_reader=reader)
 
     # ------------------------------------------------------------------ what else it says
 
@@ -223,13 +197,19 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self.index.world
 
     @property
+    def translated(self) -> Mapping[str, Any] | None:
+        """How its names were translated from another scheme's, as a manifest records it; None: they
+        were not."""
+        return None if self.translation is None else self.translation.record()
+
+    @property
     def extra(self) -> dict[str, Any]:
         return nest(self.plain)
 
     @property
     def encodings(self) -> tuple[str, ...]:
         """Names of the encodings of its weights, in order of first use."""
-        return self._groups.encodings()
+        return self.groups.encodings()
 
     @property
     def setup(self) -> str:
@@ -257,140 +237,6 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.shown!r}, {len(self)} tensors, {self.setup})"
-
-    # ------------------------------------------------------------------ building
-
-    def _model(self, plain: Mapping[str, str]) -> Model:
-        groups = self._groups if self.roles.optimizer else {}  # nobody else asks for them
-        weights = [Weight(fqn, group.info, _share(group)) for fqn, group in groups.items()]
-        return Model(weights, plain, self._keeps_order)
-
-    @property
-    def _keeps_order(self) -> Callable[[], bool]:
-        """Tells whether all weights stand where the dict that was saved had them."""
-        return partial(_all_in_order, self._groups, self.index.keeps_order)
-
-
-def open(
-    path: str | os.PathLike[str],
-    *,
-    root: str | None = None,
-    like: str | os.PathLike[str] | None = None,
-    param_order: Order | None = None,
-) -> Checkpoint:
-    """Open whatever checkpoint is at `path`; headers only, no process group, nothing unpickled.
-
-    `hf://org/name[@revision][/folder]` is a path too: headers are read by range from the Hub.
-
-    `root` names the dict that holds the weights (`"model"`, `"app/model"`), where several could.
-    `like` is another checkpoint of the same model, or its config.json: flat shards of FSDP1 carry
-    no shapes, some do not say which modules are wrapped, and a config.json tells which parameter
-    an optimizer's index means. So does
-    `param_order`, which goes first: the FQNs of the parameters as they were passed to the
-    optimizer, one list a group. Raises SourceError where the path is no checkpoint, is malformed,
-    or is ambiguous, CKM207 where `param_order` does not fit.
-    """
-    located = locate(path)
-    like = None if like is None else locate(like).path
-    with named_as_asked(), paused_gc():
-        place, notes = find(look(located.path), registry.knows)
-        known = partial(read_like, like) if like is not None else _own(place)
-        index = index_of(place)
-        notes = (*located.notes, *notes, *index.notes)
-        units = index.units if like is None else LikeUnits(index.units, str(like))
-        ckpt = _opened(place, replace(index, notes=notes, units=units), root, known)
-    ckpt.origin = located.origin
-    ckpt.order_optimizer(param_order, like)
-    return ckpt
-
-
-def open_as(path: str | os.PathLike[str], directory: Directory) -> Checkpoint:
-    """A directory as `directory` reads it, which may be one of several checkpoints in it."""
-    place = look(locate(path).path)
-    return _opened(place, merged(directory, place), None, _own(place))
-
-
-def _own(place: Place) -> Callable[[], Like] | None:
-    """Our own outputs say themselves what lies flat in them."""
-    if MANIFEST not in place.names:
-        return None
-    return partial(like_manifest, FilePath(place.path) / MANIFEST)
-
-
-def _opened(
-    place: Place, index: Index, root: str | None, like: Callable[[], Like] | None
-) -> Checkpoint:
-    leaves = index.leaves
-    if not isinstance(leaves, Extents):  # those are whole, and nothing else
-        for way in unflatteners():
-            leaves = way.unflatten(leaves, like, strip_wrappers, place.path, index.units)
-        leaves = {
-            path: leaf if isinstance(leaf, StoredTensor) else _joined(join(path), leaf)
-            for path, leaf in leaves.items()
-        }
-        index = replace(index, leaves=leaves)
-    ckpt = Checkpoint(place.path, index, split_roles(leaves, root, place.path), Files())
-    ckpt.fingerprints = ckpt.files.seen = fingerprints(index.files)
-    return ckpt
-
-
-def read_like(path: str | os.PathLike[str]) -> Like:
-    """Names and shapes of the model that a checkpoint, or a config.json, is of.
-
-    A checkpoint that lists its tensors in no order of the model's (safetensors, DCP of replicas)
-    gets the order from the config.json beside it, where there is one that transformers knows.
-    """
-    file = locate(path).path
-    if file.name == CONFIG:
-        return like_config(file)
-    config = (file if file.is_dir() else file.parent) / CONFIG
-    try:
-        ckpt = open(path)
-    except SourceError as error:
-        if error.code == "CKM111" and config.is_file():  # a model without its weights
-            return like_config(config)
-        raise
-    infos = {fqn: ckpt.group(fqn).info for fqn in ckpt}
-    ordered = frozenset(in_order(ckpt.path, ckpt.index, ckpt.groups))
-    if not ordered and config.is_file():
-        try:
-            return like_config(config)
-        except SourceError:  # no transformers, or not its model: the shapes are still known
-            pass
-    first: dict[object, str] = {}
-    ties = {}
-    for fqn in ckpt:
-        share = _share(ckpt.group(fqn))
-        if share is not None and first.setdefault(share, fqn) != fqn:
-            ties[fqn] = first[share]
-    shapes = {fqn: info.shape for fqn, info in infos.items()}
-    return Like(str(path), shapes, ordered, ties, lambda a, b: same_parts(ckpt[a], ckpt[b]) is None)
-
-
-def _all_in_order(groups: Groups, keeps_order: Callable[[StoredTensor], bool] | None) -> bool:
-    parts = (part for group in groups.values() for part in group.parts.values())
-    return keeps_order is not None and all(map(keeps_order, parts))
-
-
-def _share(group: Group) -> object:
-    stored = group.parts.get("")
-    return stored.share if stored is not None else None
-
-
-def _joined(key: str, leaf: Leaf) -> Leaf:
-    """Parts that ranks hold as one tensor, by the first layout that knows them."""
-    values: Sequence[Leaf]
-    if isinstance(leaf, PerRank):
-        values = leaf.values
-    elif isinstance(leaf, Opaque):
-        values = (leaf,)
-    else:
-        return leaf
-    for layout in registry.layouts():
-        joined = layout.join(values, key)
-        if joined is not None:
-            return joined
-    return leaf
 
 
 def _nearest(fqn: str, keys: Mapping[str, object]) -> str:

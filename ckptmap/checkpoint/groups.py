@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 from ckptmap.core.tensor_columns import Extents
@@ -13,7 +13,7 @@ from ckptmap.tensors import StoredTensor, TensorInfo
 DENSE = Dense()
 
 
-class Groups(MutableMapping[str, Group]):
+class Groups(Mapping[str, Group]):
     """FQN -> Group, in stored order.
 
     A dense tensor is held as it is stored, in columns where all of them are, and its group made
@@ -33,12 +33,6 @@ class Groups(MutableMapping[str, Group]):
         if type(held) is Group:
             return held
         return Group(fqn, held.info, DENSE, {"": held})  # type: ignore[dict-item]
-
-    def __setitem__(self, fqn: str, group: Group) -> None:
-        self._each()[fqn] = group
-
-    def __delitem__(self, fqn: str) -> None:
-        del self._each()[fqn]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._held if self.run is None else self.run.names)
@@ -72,6 +66,10 @@ class Groups(MutableMapping[str, Group]):
         if self.run is not None:
             return Groups(self.run.renamed(names))
         return Groups({names[key]: held for key, held in self._held.items()})
+
+    def with_groups(self, groups: Mapping[str, Group]) -> Groups:
+        """Return all tensors, those of `groups` in place of the ones with their names or at the end."""
+        return Groups({**{fqn: self.held(fqn) for fqn in self}, **groups})
 
     def infos(self) -> dict[str, TensorInfo]:
         """What they are, no group made."""

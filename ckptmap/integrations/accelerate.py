@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptmap.checkpoint.checkpoint import open as open_checkpoint
-from ckptmap.checkpoint.checkpoint import open_as
+from ckptmap.checkpoint.open import open as open_checkpoint
+from ckptmap.checkpoint.open import open_as
 from ckptmap.integrations.accelerate_several import Numbered, Prepared, prepared
 from ckptmap.live.load.load import MAX_MEMORY, load
 from ckptmap.live.state_dict.handle import Handle
@@ -100,7 +100,7 @@ class _Installed:
             has_state = bool(checkpoint.optimizer_reader.present)
             optimizer = one.optimizer if has_state else None
             if optimizer is not None:
-                name_by_live(checkpoint, one.model, optimizer)
+                checkpoint = name_by_live(checkpoint, one.model, optimizer)
             report = load(checkpoint, one.model, optimizer, random="leave", **self._options)
         self._handle.reports[one.title] = report
 

@@ -171,7 +171,7 @@ def _filled(values: Mapping[str, Any], path: str, max_memory: int) -> None:
     """Raises LoadError CKM501 where the checkpoint has no such tensor."""
     import torch
 
-    from ckptmap.checkpoint.checkpoint import open as open_checkpoint
+    from ckptmap.checkpoint.open import open as open_checkpoint
 
     with open_checkpoint(path) as checkpoint, torch.no_grad():
         reader, known = Reader(checkpoint.files, max_memory), by_key(checkpoint)

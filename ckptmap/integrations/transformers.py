@@ -256,7 +256,7 @@ def resumed(
         if not checkpoint.optimizer_reader.present:
             optimizer = scheduler = None
         if optimizer is not None:
-            name_by_live(checkpoint, model, optimizer)
+            checkpoint = name_by_live(checkpoint, model, optimizer)
         if "scheduler" not in checkpoint.extra:
             other = [*other, "the checkpoint has no scheduler: its schedule begins anew"]
             scheduler = None

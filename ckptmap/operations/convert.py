@@ -16,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare import sampled_error
+from ckptmap.checkpoint.open import open
 from ckptmap.core import argument_checks, requirements
 from ckptmap.core.code_grids import CoarseScales
 from ckptmap.core.gc_pause import paused_gc

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare import difference, same_parts
+from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.plain_values import matched, unequal_values
 from ckptmap.core.name_table import Look, fold
 from ckptmap.core.state_paths import join

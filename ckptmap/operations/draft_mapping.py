@@ -16,7 +16,8 @@ from functools import cached_property
 from itertools import permutations
 from typing import Any
 
-from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.open import open
 from ckptmap.errors import PlanError
 from ckptmap.mapping.names import HOLE, skeleton
 from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes

@@ -14,9 +14,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptmap import setups
-from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.merged import overlaid
 from ckptmap.checkpoint.lora.merged_tensor import Merged, untouched
+from ckptmap.checkpoint.open import open
 from ckptmap.errors import ArgumentError, PlanError
 from ckptmap.operations.convert import run
 from ckptmap.planning.file_plan import Encode

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap import registry
-from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.open import open
 from ckptmap.errors import CkptmapError, DestinationError, SourceError
 from ckptmap.execution import manifest as manifests
 from ckptmap.formats.probe import look

@@ -10,9 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare import difference, holds, same_bytes, same_parts, worst
 from ckptmap.checkpoint.lora.merged import overlaid
+from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.plain_values import beside_pair, named_beside, optimizer_pairs
 from ckptmap.checkpoint.renamed import named_alike, tied_away
 from ckptmap.core.state_paths import differing, role_and_fqn
@@ -21,7 +22,7 @@ from ckptmap.errors import AnswerNo, CkptmapError, SourceError
 from ckptmap.execution import manifest as manifests
 from ckptmap.operations.check_structure import check_structure, chunks_of, nbytes_of
 from ckptmap.planning.kept_codes import code_grid, kept_fidelity, writes_keeping_codes
-from ckptmap.planning.restored_scales import restore
+from ckptmap.planning.restored_scales import restored
 from ckptmap.protocols import Write
 from ckptmap.storage.files import Files, whole
 from ckptmap.storage.gather import row_major_boxes
@@ -110,7 +111,7 @@ def verify(
         if against is not None:
             source = against if isinstance(against, Checkpoint) else open(against)
             if base is not None:
-                restore(source, base)
+                source, _, _ = restored(source, base)
             if adapter is not None:
                 merged = document.get("merged", {})
                 source = overlaid(
@@ -232,7 +233,7 @@ def _plain_problems(ckpt: Checkpoint, source: Checkpoint, dropped: Container[str
 def _named_as(ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any]) -> Checkpoint:
     """The source under the names of the output, its indices those of the output's groups."""
     if source.optimizer_by_index:
-        _order_as(ckpt, source)
+        source = _ordered_as(ckpt, source)
     if document.get("names") is None:
         return source
     weights = [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
@@ -248,15 +249,15 @@ def _stored_otherwise(name: str, source: LazyTensor, mine: LazyTensor) -> Iterat
         yield f"{name}: its payload differs from the source's"
 
 
-def _order_as(ckpt: Checkpoint, source: Checkpoint) -> None:
-    """Name what an index means in the source as the output does; its groups are the source's. Not
-    where parameters were left behind: then the state cannot be compared, and that is reported."""
+def _ordered_as(ckpt: Checkpoint, source: Checkpoint) -> Checkpoint:
+    """Return the source with the parameters that an index means named as in the output, which has
+    the source's groups. The source stays as it is where parameters were left behind: then the
+    state cannot be compared, and that is reported."""
     order = [group["params"] for group in ckpt.optimizer_groups]
     try:
-        source.order_optimizer(order)
+        return source.with_optimizer_order(order)
     except CkptmapError:
-        source.optimizer_reader.given = None
-        source.optimizer_reader.ask()
+        return source
 
 
 def _moved(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:

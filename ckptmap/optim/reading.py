@@ -94,12 +94,22 @@ class OptimizerReader:
     def present(self) -> bool:
         return bool(self.raw.leaves or self.raw.groups or self.raw.rest or self.why)
 
-    def ask(self, given: Order | None = None, like: str | None = None) -> None:
-        """Use this order of the parameters, or the config.json in `like`, from now on."""
-        self.given = self.given if given is None else given
-        self.like = self.like if like is None else like
-        self._named, self._tried, self._order = None, False, ""
-        self.__dict__.pop("_cheap", None)
+    def asked(self, given: Order | None = None, like: str | None = None) -> OptimizerReader:
+        """Return a reader that names state by this order of the parameters, or by the config.json
+        in `like`; what is None stays as it was."""
+        if given is None and like is None:
+            return self
+        found = self._unnamed()
+        found.given = self.given if given is None else given
+        found.like = self.like if like is None else like
+        return found
+
+    def _unnamed(self) -> OptimizerReader:
+        """Return a copy that has looked for no names yet."""
+        found = copy(self)
+        found._named, found._tried, found._order = None, False, ""
+        found.__dict__.pop("_cheap", None)
+        return found
 
     # ------------------------------------------------------------------ by name
 
@@ -137,11 +147,10 @@ class OptimizerReader:
         parameters names them."""
         if not self.by_index:
             return self
-        found = copy(self)
+        found = self._unnamed()
         weights = [Weight(name, info) for name, info in infos.items()]
         found._model = Model(weights, {name: name for name in infos}, lambda: False)
         found.__dict__.pop("_infos", None)
-        found.ask()
         return found
 
     def _named_by_order(self) -> Optimizer | None:

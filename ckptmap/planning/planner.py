@@ -18,7 +18,6 @@ from ckptmap import registry, setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.extra_state import NONE, States, noted, states_of
 from ckptmap.checkpoint.groups import DENSE
-from ckptmap.checkpoint.renamed import Translated
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.interning import distinct, each
 from ckptmap.core.name_table import listed
@@ -174,15 +173,16 @@ class _Planner:
 
     def _untranslated(self) -> None:
         """Keys that have no name in the scheme that was asked for: dropped by it, or unknown."""
-        if not isinstance(self.ckpt, Translated):
+        translation = self.ckpt.translation
+        if translation is None:
             return
-        self.draft.dropped.update(self.ckpt.dropped)
-        for key in self.ckpt.unmapped:
+        self.draft.dropped.update(translation.dropped)
+        for key in translation.unmapped:
             why = self.asked.excluded(key)
             if why is not None:
                 self.draft.dropped[key] = why
             else:
-                self.draft.unresolved.append(Unresolved(key, *self.ckpt.unknown(key)))
+                self.draft.unresolved.append(Unresolved(key, *translation.unknown(key)))
 
     def _beside(self, held: Mapping[Path, T], tensors: bool) -> dict[Path, T]:
         """What the target has a place for, of what is neither weight nor optimizer state."""
@@ -201,7 +201,7 @@ class _Planner:
 
     def _states(self) -> States:
         setup, ckpt = self.aim.setup, self.ckpt
-        if isinstance(ckpt, Translated) or setup.places or setup.filing:
+        if ckpt.translation is not None or setup.places or setup.filing:
             return NONE
         paths = {**ckpt.plain, **ckpt.other}
         return states_of(paths, ckpt.roles.model_root, self.names, self.asked.prefix)
@@ -317,7 +317,8 @@ class _Planner:
     def _declared_ties(self) -> Mapping[str, str]:
         """Tied name -> the name kept, where what lies beside the weights says so."""
         carrier = self.aim.setup.carrier
-        if carrier is None or (isinstance(self.ckpt, Translated) and not self.ckpt.in_hub_names):
+        translation = self.ckpt.translation
+        if carrier is None or (translation is not None and not translation.in_hub_names):
             return {}  # a config.json speaks of the hub's names; another scheme has ties of its own
         infos = {
             fqn: self.ckpt.group(fqn).info for fqn in self.ckpt if self.asked.excluded(fqn) is None
@@ -353,7 +354,7 @@ class _Planner:
     def _config_stays(self) -> list[str]:
         """It is carried by a setup that has a place for it; else it may only have told names."""
         given, setup = self.options.config_from, self.aim.setup.name
-        if given is None or isinstance(self.ckpt, Translated):
+        if given is None or self.ckpt.translation is not None:
             return []
         return [f"--config-from {given}: is not carried over, {setup} holds no config.json"]
 

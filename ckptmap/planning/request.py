@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.roles import is_spoken_for
 from ckptmap.errors import PlanError
 from ckptmap.mapping.wrappers import wrap_prefix

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 
-from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.open import open
 from ckptmap.errors import PlanError
 from ckptmap.planning.file_plan import Compare
 from ckptmap.protocols import Group
@@ -23,15 +23,17 @@ INSERTED = ".base_layer."
 _HINT = "this base has other weights: its scales would decode these codes to wrong values"
 
 
-def restore(ckpt: Checkpoint, path: str | os.PathLike[str]) -> tuple[list[Compare], list[str]]:
-    """Turn payloads of `ckpt` into the tensors that they are of, by the checkpoint at `path`.
+def restored(
+    ckpt: Checkpoint, path: str | os.PathLike[str]
+) -> tuple[Checkpoint, list[Compare], list[str]]:
+    """Return `ckpt` with its payloads as the tensors that they are of, by the checkpoint at `path`.
 
-    Gives the comparisons that must hold and a note. Raises PlanError CKM312 where the base has no
+    With it come the comparisons that must hold, and a note. Raises PlanError CKM312 where the base has no
     scales for any payload, or where a payload is of another size than the base's.
     """
     base = open(path)
     compares: list[Compare] = []
-    names: list[str] = []
+    groups: dict[str, Group] = {}
     for fqn in ckpt:
         known = _known(fqn, base)
         mine = ckpt.group(fqn)
@@ -50,17 +52,15 @@ def restore(ckpt: Checkpoint, path: str | os.PathLike[str]) -> tuple[list[Compar
                 "give the base checkpoint that this model was loaded from",
             )
         compares += [Compare(f"{fqn} (and its --base)", packed, c, _HINT) for c in payload.chunks]
-        ckpt.put(fqn, Group(fqn, group.info, group.encoding, {**group.parts, "": payload}))
-        names.append(fqn)
-    if not names:
+        groups[fqn] = Group(fqn, group.info, group.encoding, {**group.parts, "": payload})
+    if not groups:
         raise PlanError(
             "CKM312",
             f"{path}: has scales for no tensor of {ckpt.path}",
             "give a quantized checkpoint with the same names as --base",
         )
-    more = [file for file in base.index.files if file not in ckpt.index.files]
-    ckpt.index = replace(ckpt.index, files=(*ckpt.index.files, *more))
-    return compares, [f"scales of {len(names)} tensors are from {path}: {names[0]}, ..."]
+    note = f"scales of {len(groups)} tensors are from {path}: {next(iter(groups))}, ..."
+    return ckpt.with_groups(groups, base.index.files), compares, [note]
 
 
 def _known(fqn: str, base: Checkpoint) -> str | None:

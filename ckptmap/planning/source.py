@@ -9,12 +9,13 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
-from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.renamed import translated
 from ckptmap.errors import PlanError
 from ckptmap.planning.file_plan import Compare
 from ckptmap.planning.options import Options
-from ckptmap.planning.restored_scales import restore
+from ckptmap.planning.restored_scales import restored
 from ckptmap.storage.hub.resolve import named_as_asked
 
 UNNAMED = "names stay as they are without --names, which says into which scheme"
@@ -35,13 +36,15 @@ def open_source(source: str | os.PathLike[str] | Checkpoint, options: Options) -
     _require_config(options.config_from)
     if not isinstance(source, Checkpoint):
         source = open(source, root=options.source_root, like=options.like)
-    source.order_optimizer(options.param_order, options.like or options.config_from)
+    source = source.with_optimizer_order(options.param_order, options.like or options.config_from)
+    compares: Sequence[Compare] = ()
+    notes: Sequence[str] = ()
     with named_as_asked():
-        found = restore(source, options.base) if options.base is not None else ((), ())
+        if options.base is not None:
+            source, compares, notes = restored(source, options.base)
         if options.names is not None:
             leave, config = partial(_left_behind, options), options.config_from
             source = translated(source, options.names, options.names_from, config, leave)
-    compares, notes = found
     if options.names is None and options.names_from is not None:
         notes = [*notes, f"--names-from {options.names_from}: {UNNAMED}"]
     return PlanSource(source, compares, notes)

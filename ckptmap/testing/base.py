@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.checkpoint import open as open_checkpoint
 from ckptmap.checkpoint.framework_members import merged
+from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.formats.probe import look
 from ckptmap.optim.state import KeyForm
 from ckptmap.protocols import Container, Directory, Index, Layout, Scheme, Setup, Writer

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.checkpoint.checkpoint import open as open_checkpoint
+from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.operations.convert import convert
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Scheme
 from ckptmap.storage.files import Files

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from ckptmap.checkpoint.checkpoint import open as open_checkpoint
+from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.errors import LoadError, SourceError
 from ckptmap.formats.torch_save.reader import load
 from ckptmap.live.quantized.nf4_torchao import from_torchao, live_scaler_block, regroup, to_torchao

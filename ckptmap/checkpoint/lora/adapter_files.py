@@ -21,7 +21,8 @@ from shlex import quote
 from typing import Any
 
 from ckptmap import registry
-from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.open import open
 from ckptmap.errors import SourceError
 from ckptmap.formats.probe import ADAPTER_CONFIG, adapters_in, look
 from ckptmap.storage.files import whole

@@ -1,6 +1,6 @@
 """A base checkpoint with an adapter over it: the same interface, merged tensors in place of some.
 
-    Checkpoint (base), Adapter  --names matched, shapes proven-->  Overlaid
+    Checkpoint (base), Adapter  --names matched, shapes proven-->  Checkpoint
 
 Nothing is read. What is planned, converted or verified from it goes the way of any checkpoint: a
 merged tensor is a group of base parts and adapter parts (`lora`), decoded box by box.
@@ -17,8 +17,8 @@ from shlex import quote
 from typing import Any
 
 from ckptmap import setups
-from ckptmap.checkpoint.checkpoint import Checkpoint, open
-from ckptmap.checkpoint.groups import DENSE, Groups
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.groups import DENSE
 from ckptmap.checkpoint.lora.adapter_files import Adapter, Low, open_adapter
 from ckptmap.checkpoint.lora.adapter_names import renamed
 from ckptmap.checkpoint.lora.merged_tensor import (
@@ -42,6 +42,7 @@ from ckptmap.checkpoint.lora.untied_head import (
     stem,
     tied_in,
 )
+from ckptmap.checkpoint.open import open
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group, Scheme
 from ckptmap.quantization.unsupported_schemes import foreign_tensors
@@ -54,40 +55,36 @@ WEIGHTS = ("float64", "float32", "bfloat16", "float16")
 HALF = ("bfloat16", "float16")
 
 
-class Overlaid(Checkpoint):
-    """`base` with an adapter merged in."""
-
-    def __init__(
-        self,
-        base: Checkpoint,
-        adapter: Adapter,
-        groups: Mapping[str, Group],
-        leave: Sequence[str],
-        untied: Mapping[str, str],
-    ) -> None:
-        self.__dict__.update(base.__dict__)
-        self.base = base
-        more = {fqn: groups[fqn] for fqn in untied}
-        held = {fqn: groups.get(fqn) or base._groups.held(fqn) for fqn in base}
-        self._groups = Groups({**held, **more})
-        self.names = {**base.names, **{fqn: fqn for fqn in untied}}
-        self.untied = dict(untied)
-        files = [file for file in adapter.files if file not in base.index.files]
-        self.index = replace(base.index, files=(*base.index.files, *files))
-        trained = sum(name in groups for name in adapter.trained)
-        self.merged = {
-            "config": adapter.config.text, "modules": len(adapter.lows), "trained": trained,
-            "files": {Path(file).name: os.stat(file).st_size for file in adapter.files},
-            "leave": list(leave), "untied": dict(untied),
-        }  # fmt: skip
-        self.notes = [
+def _merged_into(
+    base: Checkpoint,
+    adapter: Adapter,
+    groups: Mapping[str, Group],
+    leave: Sequence[str],
+    untied: Mapping[str, str],
+    notes: Iterable[str],
+) -> Checkpoint:
+    """Return `base` with the merged `groups` in place of its own."""
+    trained = sum(name in groups for name in adapter.trained)
+    record = {
+        "config": adapter.config.text, "modules": len(adapter.lows), "trained": trained,
+        "files": {Path(file).name: os.stat(file).st_size for file in adapter.files},
+        "leave": list(leave), "untied": dict(untied),
+    }  # fmt: skip
+    whole = f"; {trained} whole tensors are the adapter's" if trained else ""
+    return replace(
+        base.with_groups(groups, adapter.files),
+        names={**base.names, **{fqn: fqn for fqn in untied}},
+        untied=dict(untied),
+        merged=record,
+        notes=[
             *base.notes,
-            f"merged: {len(adapter.lows)} modules of {adapter.path}"
-            + (f"; {trained} whole tensors are the adapter's" if trained else ""),
+            f"merged: {len(adapter.lows)} modules of {adapter.path}{whole}",
             *(f"{key}: left in the adapter, {why}" for key, why in adapter.left.items()),
             *(f"{adapter.path}/{name}: is another adapter, not merged" for name in adapter.others),
             *noted(untied),
-        ]
+            *notes,
+        ],
+    )
 
 
 def overlaid(
@@ -98,7 +95,7 @@ def overlaid(
     leave: Sequence[str] = (),
     config_from: str | os.PathLike[str] | None = None,
     untied: Mapping[str, str] | None = None,
-) -> Overlaid:
+) -> Checkpoint:
     """The checkpoint at `base` with the adapter merged in, as it is to be written for `to`.
 
     Merged tensors have the base's dtype; where `to` casts them, they are fp32, so that they are
@@ -117,16 +114,16 @@ def overlaid(
         else:
             tied = next((Tied(embedding, head) for head, embedding in untied.items()), None)
         merger = _Merger(ckpt, adapter, scheme, renamed(adapter, ckpt, tied), tied)
-        merged = Overlaid(ckpt, adapter, merger.groups(), leave, merger.untied)
-    merged.notes += [*_left(merger.copies), *merger.alike]
-    if untied is None:
-        merged.notes += [
-            f"{fqn}: is the adapter's; where the model ties its head to it, the head should stay as it"
-            " was, which only a config.json can tell: give it with --config-from"
-            for fqn in merger.embeddings
-            if may_be_tied(ckpt, fqn, config_from)
-        ]
-    return merged
+        groups = merger.groups()
+        notes = [*_left(merger.copies), *merger.alike]
+        if untied is None:
+            notes += [
+                f"{fqn}: is the adapter's; where the model ties its head to it, the head should stay"
+                " as it was, which only a config.json can tell: give it with --config-from"
+                for fqn in merger.embeddings
+                if may_be_tied(ckpt, fqn, config_from)
+            ]
+        return _merged_into(ckpt, adapter, groups, leave, merger.untied, notes)
 
 
 def _left(copies: Sequence[LazyTensor]) -> list[str]:

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.checkpoint import open as open_checkpoint
 from ckptmap.checkpoint.lora.adapter_files import CONFIG, HEAD, WEIGHTS
+from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.formats.probe import look
 from ckptmap.live.model.report import listed

@@ -10,7 +10,7 @@ model's names is taken, and said.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -48,9 +48,10 @@ def by_the_models(
             found = translated(checkpoint, scheme, config=config)
         except CkptmapError:
             continue  # another scheme may be the one
-        if lacking_in(targets, found) < lacking:
-            found.optimizer_reader = found.optimizer_reader.of_weights(found.infos())
-            return Named(found, found.translation.choice.text, found.unmapped)
+        how = found.translation
+        if how is not None and lacking_in(targets, found) < lacking:
+            reader = found.optimizer_reader.of_weights(found.infos())
+            return Named(replace(found, optimizer_reader=reader), how.choice.text, how.unmapped)
     return Named(checkpoint)
 
 

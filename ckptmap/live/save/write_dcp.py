@@ -14,7 +14,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from ckptmap import registry
-from ckptmap.checkpoint.checkpoint import open as open_checkpoint
+from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.core.text import counted
 from ckptmap.errors import RunError
 from ckptmap.execution import manifest

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ckptmap.checkpoint.assemble import assemble
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.roles import Roles
 from ckptmap.core.state_paths import ListIndex
@@ -30,8 +31,6 @@ from ckptmap.live.quantized import nf4 as nf4_live
 from ckptmap.live.save.assign_writers import Assigner, Assignment, Offer, offer
 from ckptmap.live.state_dict import sharded_tensor as sharded
 from ckptmap.live.state_dict.memory_files import LiveStored, Memory
-from ckptmap.optim.order import Weight
-from ckptmap.optim.reading import Model
 from ckptmap.protocols import Index, in_saved_order
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, Path, TensorInfo
@@ -56,23 +55,6 @@ class Leaf(Target):
     def tensor(self) -> torch.Tensor:
         found: torch.Tensor = self.value
         return found
-
-
-class LiveCheckpoint(Checkpoint):
-    """A state dict in memory; it keeps its order, as a pickled one does.
-
-    `weights`, where it has optimizer state alone, are those of the live model.
-    """
-
-    def __init__(self, index: Index, roles: Roles, weights: Mapping[str, TensorInfo]) -> None:
-        self._weights = weights
-        super().__init__(WHERE, index, roles, Files())
-
-    def _model(self, plain: Mapping[str, str]) -> Model:
-        if not self._weights:
-            return super()._model(plain)
-        weights = [Weight(fqn, info) for fqn, info in self._weights.items()]
-        return Model(weights, {fqn: fqn for fqn in self._weights}, self._keeps_order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +97,7 @@ def opened(
         memory = _memory(mine, assignment)
         index = _index(assignment, mine, memory, ties, peers.world)
         with memory.readable():
-            checkpoint = LiveCheckpoint(index, _roles(index, role), weights or {})
+            checkpoint = assemble(WHERE, index, _roles(index, role), Files(), weights)
     return Live(checkpoint, memory, _sources(offers, assignment), peers)
 
 

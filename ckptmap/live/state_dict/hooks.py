@@ -204,13 +204,17 @@ class _OptimizerHooks:
         return True
 
 
-def name_by_live(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) -> None:
-    """State that is keyed by index, and nothing in the checkpoint says which is which, is taken to
-    be in the live optimizer's order, as its own `load_state_dict` takes it. Raises SourceError
-    CKM207 where shapes refute it."""
-    if checkpoint.optimizer_by_index:
-        targets, _ = find_targets(model)
-        checkpoint.order_optimizer(live_order(optimizer, targets, model))
+def name_by_live(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) -> Checkpoint:
+    """Return the checkpoint with optimizer state named in the live optimizer's order, where the
+    state is keyed by index and nothing in the checkpoint says what an index means.
+
+    The optimizer's own `load_state_dict` takes it so. Raises SourceError CKM207 where shapes
+    refute the order.
+    """
+    if not checkpoint.optimizer_by_index:
+        return checkpoint
+    targets, _ = find_targets(model)
+    return checkpoint.with_optimizer_order(live_order(optimizer, targets, model))
 
 
 def _tensors(value: Any) -> list[Any]:

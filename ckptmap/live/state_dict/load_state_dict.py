@@ -200,10 +200,11 @@ def _state(
 ) -> StatePlan | None:
     if optimizer is None:
         return None
-    if order is not None and _is_by_position(live.checkpoint, targets, optimizer):
-        live.checkpoint.order_optimizer(order)
-    plan = StateMatcher(live.checkpoint, targets, optimizer, precision).plan()
-    plan.refuse(live.checkpoint.path, strict)
+    checkpoint = live.checkpoint
+    if order is not None and _is_by_position(checkpoint, targets, optimizer):
+        checkpoint = checkpoint.with_optimizer_order(order)
+    plan = StateMatcher(checkpoint, targets, optimizer, precision).plan()
+    plan.refuse(checkpoint.path, strict)
     return plan
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptmap.checkpoint.checkpoint import Checkpoint, open
+from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.framework_members import left_behind
+from ckptmap.checkpoint.open import open
 from ckptmap.core.text import human
 from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.operations.overwrite import refuse_stranger

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
-from ckptmap.checkpoint.checkpoint import open as open_checkpoint
+from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.errors import CkptmapError, LoadError, RunError, SourceError
 from ckptmap.live.load.load import load
 from ckptmap.live.quantized import library_fixes as fixes

@@ -186,8 +186,7 @@ def test_state_by_number_beside_an_empty_group(tmp_path: Path) -> None:
     again = groups(model)
     with ckptmap.open(tmp_path / "run.pt") as checkpoint:
         assert checkpoint.optimizer_by_index
-        name_by_live(checkpoint, model, again)
-        ckptmap.load(checkpoint, model, again)
+        ckptmap.load(name_by_live(checkpoint, model, again), model, again)
     for param in model.parameters():
         assert torch.equal(again.state[param]["exp_avg"], optimizer.state[param]["exp_avg"])
 

@@ -1,0 +1,108 @@
+"""A Checkpoint put together from the leaves of a state dict: names, stored parts, optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import is_not
+
+from ckptmap import registry
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.framework_members import left_behind
+from ckptmap.checkpoint.group import Refused, grouped, remarks, strings_beside
+from ckptmap.checkpoint.groups import Groups
+from ckptmap.checkpoint.leaf_reader import LeafReader
+from ckptmap.checkpoint.roles import Roles, is_tensor
+from ckptmap.mapping.wrappers import describe_wrappers, strip_wrappers
+from ckptmap.optim.moments import gathered
+from ckptmap.optim.order import Weight
+from ckptmap.optim.reading import Model, OptimizerReader
+from ckptmap.optim.state import key_forms
+from ckptmap.protocols import Group, Index
+from ckptmap.quantization.unsupported_schemes import naked_note
+from ckptmap.storage.files import Files
+from ckptmap.tensors import StoredTensor, TensorInfo
+
+
+def assemble(
+    path: str,
+    index: Index,
+    roles: Roles,
+    files: Files,
+    weights: Mapping[str, TensorInfo] | None = None,
+) -> Checkpoint:
+    """Return the checkpoint whose leaves have these roles.
+
+    `weights` are those that optimizer state belongs to where the checkpoint itself holds none: the
+    parameters of a live model. Raises SourceError CKM114 for a key or a plain name that occurs
+    twice, and what a scheme raises for malformed parts.
+    """
+    refused: list[Refused] = []
+    strings = strings_beside(roles.rest, roles.model_root)
+    groups = grouped(roles.model, index.records, roles.model_root, path, refused, strings)
+    plain = strip_wrappers(list(groups), path)
+    stripped = any(map(is_not, plain, plain.values()))
+    if stripped:
+        groups = groups.renamed(plain)
+    moments = roles.optimizer
+    if moments:  # only then: importing all schemes takes longer than inspecting a small file
+        moments = gathered(moments, index.records, roles.optimizer_root, registry.schemes())
+    read = LeafReader(path, files, refused, roles.optimizer_root or ())
+    model = _model(index, roles, groups, plain, weights)
+    reader = OptimizerReader(
+        moments, key_forms(), read.optimizer, model, path, index.sidecar_dir
+    )  # fmt: skip
+    notes = [*index.notes, *left_behind(index.unread_files)]
+    notes += remarks(groups.encoded())
+    notes += naked_note(groups.infos())
+    if reader.form is None and reader.why:
+        notes.append(f"optimizer state cannot be read: {reader.why}")
+    other = {
+        at: lazy
+        for at, leaf in roles.rest.items()
+        if is_tensor(leaf) and (lazy := read.tensor(at, leaf)) is not None
+    }
+    return Checkpoint(
+        path=path,
+        index=index,
+        files=files,
+        roles=roles,
+        groups=groups,
+        names={fqn: key for key, fqn in plain.items()} if stripped else plain,
+        wrappers=describe_wrappers(plain),
+        optimizer_reader=reader,
+        other=other,
+        plain=dict(read.plain(roles.rest)),
+        notes=notes,
+        refused=refused,
+    )
+
+
+def _model(
+    index: Index,
+    roles: Roles,
+    groups: Groups,
+    plain: Mapping[str, str],
+    weights: Mapping[str, TensorInfo] | None,
+) -> Model:
+    """Return the weights that the optimizer state belongs to."""
+    keeps_order = partial(_all_in_order, groups, index.keeps_order)
+    if weights:
+        listed = [Weight(fqn, info) for fqn, info in weights.items()]
+        return Model(listed, {fqn: fqn for fqn in weights}, keeps_order)
+    listed = []
+    if roles.optimizer:  # nobody else asks for them
+        listed = [Weight(fqn, group.info, share_of(group)) for fqn, group in groups.items()]
+    return Model(listed, plain, keeps_order)
+
+
+def _all_in_order(groups: Groups, keeps_order: Callable[[StoredTensor], bool] | None) -> bool:
+    """Do all weights stand where the dict that was saved had them?"""
+    parts = (part for group in groups.values() for part in group.parts.values())
+    return keeps_order is not None and all(map(keeps_order, parts))
+
+
+def share_of(group: Group) -> object:
+    """Return what is equal for two tensors that are one view of one storage; None: nothing is."""
+    stored = group.parts.get("")
+    return stored.share if stored is not None else None

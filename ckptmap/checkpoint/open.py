@@ -1,0 +1,153 @@
+"""open(): any checkpoint as a mapping of plain FQN -> LazyTensor, from headers alone.
+
+    path -> container -> index -> layouts join ranks -> roles -> schemes group parts -> plain names
+
+Every room is visited once and named by protocol only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path as FilePath
+
+from ckptmap import registry
+from ckptmap.checkpoint.assemble import assemble, share_of
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.compare import same_parts
+from ckptmap.checkpoint.framework_members import index_of, merged
+from ckptmap.checkpoint.fsdp1_units import LikeUnits
+from ckptmap.checkpoint.module_order import in_order
+from ckptmap.checkpoint.roles import split_roles
+from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.state_paths import join
+from ckptmap.core.tensor_columns import Extents
+from ckptmap.errors import SourceError
+from ckptmap.formats.probe import find, look
+from ckptmap.mapping.wrappers import strip_wrappers
+from ckptmap.optim.order import Order
+from ckptmap.protocols import Directory, Index, Place
+from ckptmap.sharding.reference_model import (
+    CONFIG,
+    MANIFEST,
+    Like,
+    like_config,
+    like_manifest,
+    unflatteners,
+)
+from ckptmap.storage.files import Files
+from ckptmap.storage.hub.resolve import locate, named_as_asked
+from ckptmap.storage.unchanged import fingerprints
+from ckptmap.tensors import Leaf, Opaque, PerRank, StoredTensor
+
+
+def open(
+    path: str | os.PathLike[str],
+    *,
+    root: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    param_order: Order | None = None,
+) -> Checkpoint:
+    """Open whatever checkpoint is at `path`; headers only, no process group, nothing unpickled.
+
+    `hf://org/name[@revision][/folder]` is a path too: headers are read by range from the Hub.
+
+    `root` names the dict that holds the weights (`"model"`, `"app/model"`), where several could.
+    `like` is another checkpoint of the same model, or its config.json: flat shards of FSDP1 carry
+    no shapes, some do not say which modules are wrapped, and a config.json tells which parameter
+    an optimizer's index means. So does
+    `param_order`, which goes first: the FQNs of the parameters as they were passed to the
+    optimizer, one list a group. Raises SourceError where the path is no checkpoint, is malformed,
+    or is ambiguous, CKM207 where `param_order` does not fit.
+    """
+    located = locate(path)
+    like = None if like is None else locate(like).path
+    with named_as_asked(), paused_gc():
+        place, notes = find(look(located.path), registry.knows)
+        known = partial(read_like, like) if like is not None else _own(place)
+        index = index_of(place)
+        notes = (*located.notes, *notes, *index.notes)
+        units = index.units if like is None else LikeUnits(index.units, str(like))
+        ckpt = _opened(place, replace(index, notes=notes, units=units), root, known)
+    return replace(ckpt, origin=located.origin).with_optimizer_order(param_order, like)
+
+
+def open_as(path: str | os.PathLike[str], directory: Directory) -> Checkpoint:
+    """A directory as `directory` reads it, which may be one of several checkpoints in it."""
+    place = look(locate(path).path)
+    return _opened(place, merged(directory, place), None, _own(place))
+
+
+def _own(place: Place) -> Callable[[], Like] | None:
+    """Our own outputs say themselves what lies flat in them."""
+    if MANIFEST not in place.names:
+        return None
+    return partial(like_manifest, FilePath(place.path) / MANIFEST)
+
+
+def _opened(
+    place: Place, index: Index, root: str | None, like: Callable[[], Like] | None
+) -> Checkpoint:
+    leaves = index.leaves
+    if not isinstance(leaves, Extents):  # those are whole, and nothing else
+        for way in unflatteners():
+            leaves = way.unflatten(leaves, like, strip_wrappers, place.path, index.units)
+        leaves = {
+            path: leaf if isinstance(leaf, StoredTensor) else _joined(join(path), leaf)
+            for path, leaf in leaves.items()
+        }
+        index = replace(index, leaves=leaves)
+    ckpt = assemble(place.path, index, split_roles(leaves, root, place.path), Files())
+    ckpt.files.seen = fingerprints(index.files)
+    return replace(ckpt, fingerprints=ckpt.files.seen)
+
+
+def read_like(path: str | os.PathLike[str]) -> Like:
+    """Names and shapes of the model that a checkpoint, or a config.json, is of.
+
+    A checkpoint that lists its tensors in no order of the model's (safetensors, DCP of replicas)
+    gets the order from the config.json beside it, where there is one that transformers knows.
+    """
+    file = locate(path).path
+    if file.name == CONFIG:
+        return like_config(file)
+    config = (file if file.is_dir() else file.parent) / CONFIG
+    try:
+        ckpt = open(path)
+    except SourceError as error:
+        if error.code == "CKM111" and config.is_file():  # a model without its weights
+            return like_config(config)
+        raise
+    infos = {fqn: ckpt.group(fqn).info for fqn in ckpt}
+    ordered = frozenset(in_order(ckpt.path, ckpt.index, ckpt.groups))
+    if not ordered and config.is_file():
+        try:
+            return like_config(config)
+        except SourceError:  # no transformers, or not its model: the shapes are still known
+            pass
+    first: dict[object, str] = {}
+    ties = {}
+    for fqn in ckpt:
+        share = share_of(ckpt.group(fqn))
+        if share is not None and first.setdefault(share, fqn) != fqn:
+            ties[fqn] = first[share]
+    shapes = {fqn: info.shape for fqn, info in infos.items()}
+    return Like(str(path), shapes, ordered, ties, lambda a, b: same_parts(ckpt[a], ckpt[b]) is None)
+
+
+def _joined(key: str, leaf: Leaf) -> Leaf:
+    """Parts that ranks hold as one tensor, by the first layout that knows them."""
+    values: Sequence[Leaf]
+    if isinstance(leaf, PerRank):
+        values = leaf.values
+    elif isinstance(leaf, Opaque):
+        values = (leaf,)
+    else:
+        return leaf
+    for layout in registry.layouts():
+        joined = layout.join(values, key)
+        if joined is not None:
+            return joined
+    return leaf

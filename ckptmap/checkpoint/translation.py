@@ -1,0 +1,73 @@
+"""How the names of a checkpoint were translated from one naming scheme to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptmap.mapping.detect import Choice
+from ckptmap.mapping.pulled import Pulled
+from ckptmap.mapping.rules import Scheme
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One translation: enough to do it again from the manifest, and what became of each key.
+
+    choice    from which scheme to which
+    config    the model's config.json, by which rules compute shapes; None: there was none
+    used      the values of it that the rules used
+    left      keys of the source that stay behind, each with the reason
+    dropped   those, and the keys that the rules drop, each with the reason
+    unmapped  keys that no rule knows
+    origins   new name -> the stored keys that it was made of, where they differ
+    decoded   weights that must be decoded first: their values change, or they are quantized and
+              rearranged across their blocks
+    """
+
+    choice: Choice
+    config: Mapping[str, Any] | None
+    used: Mapping[str, Any]
+    left: Mapping[str, str]
+    dropped: Mapping[str, str]
+    unmapped: tuple[str, ...]
+    origins: Mapping[str, tuple[str, ...]]
+    decoded: Mapping[str, Pulled]
+
+    def record(self) -> dict[str, Any]:
+        """Return JSON, with the mapping files themselves: they may be gone when it is read."""
+        return {
+            "from": _file(self.choice.source),
+            "to": _file(self.choice.target),
+            "left": dict(self.left),
+            "config": None
+            if self.config is None
+            else {name: _plain(value) for name, value in self.used.items()},
+        }
+
+    @property
+    def in_hub_names(self) -> bool:
+        """Are the new names those of models on the Hugging Face Hub?"""
+        target = self.choice.target
+        return target is None or target.is_hub
+
+    def unknown(self, key: str) -> tuple[str, str]:
+        """Return why a key has no name here, and what to do about it."""
+        scheme = self.choice.source or self.choice.target
+        where = scheme.title if scheme is not None else "the scheme"
+        return (
+            f"no rule of {self.choice.text} knows it",
+            f"leave it behind with --drop '{key}', or add a rule to your own copy of {where}",
+        )
+
+
+def _file(scheme: Scheme | None) -> dict[str, str] | None:
+    return None if scheme is None else {"title": scheme.title, "text": scheme.text}
+
+
+def _plain(value: Any) -> Any:
+    """A fraction as the number that JSON has."""
+    if hasattr(value, "denominator") and not isinstance(value, bool | int):
+        return int(value) if value.denominator == 1 else float(value)
+    return value
