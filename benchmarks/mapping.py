@@ -28,7 +28,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 4096, 32, 8, 128, 14336, 32064
 PLANNED = """
 import gc, sys, time
 gc.disable()
-from ckptmap.mapping.chain import translate
+from ckptmap.mapping.scheme_to_scheme import translate
 from ckptmap.mapping.detect import choose
 from ckptmap.tensors import TensorInfo
 config = dict(model_type="llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2,

@@ -11,7 +11,7 @@ from . import options as ask
 from .output import Output
 
 if TYPE_CHECKING:
-    from ckptmap.mapping.schemes import Entry
+    from ckptmap.mapping.catalog import CatalogEntry
 
 EXAMPLES = (
     "ckptmap mappings list",
@@ -70,7 +70,7 @@ def command(
 
 
 def _list(out: Output, what: str | None) -> None:
-    from ckptmap.mapping.schemes import listed
+    from ckptmap.mapping.catalog import listed
 
     entries = listed(what)
     if out.json:
@@ -85,13 +85,13 @@ def _list(out: Output, what: str | None) -> None:
     out.text("\n".join(f"{entry.title:<{width}}  {_described(entry)}" for entry in entries))
 
 
-def _described(entry: Entry) -> str:
+def _described(entry: CatalogEntry) -> str:
     return entry.summary + (f" (= {entry.family}/{entry.same_as})" if entry.same_as else "")
 
 
 def _path(what: str) -> str:
     from ckptmap.errors import PlanError
-    from ckptmap.mapping.schemes import find
+    from ckptmap.mapping.catalog import find
 
     found = find(what)
     if len({entry.family for entry in found}) > 1:
@@ -104,9 +104,9 @@ def _path(what: str) -> str:
 
 
 def _show(out: Output, what: str, config: str | None) -> None:
-    from ckptmap.mapping.files import load
+    from ckptmap.mapping.mapping_file import load_scheme
 
-    scheme = load(_path(what))
+    scheme = load_scheme(_path(what))
     if out.json:
         rules = [_sides(rule) for rule in scheme.rules]
         out.document({"scheme": scheme.title, "models": list(scheme.models), "rules": rules})
@@ -126,9 +126,9 @@ def _sides(rule: Any) -> Mapping[str, Any]:
 
 
 def _check(out: Output, what: str, config: str | None) -> None:
-    from ckptmap.mapping.files import load
+    from ckptmap.mapping.mapping_file import load_scheme
 
-    scheme = load(_path(what))
+    scheme = load_scheme(_path(what))
     renames = sum(rule.is_rename for rule in scheme.rules)
     if out.json:
         out.document({"ok": True, "scheme": scheme.title, "rules": len(scheme.rules)})
@@ -140,7 +140,7 @@ def _check(out: Output, what: str, config: str | None) -> None:
 
 
 def _test(out: Output, what: str, config: str | None) -> None:
-    from ckptmap.mapping.config import read_config
+    from ckptmap.mapping.model_config import read_config
     from ckptmap.testing.mappings import MappingKit
 
     kit = MappingKit(_path(what), None if config is None else read_config(config))

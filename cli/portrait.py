@@ -14,9 +14,9 @@ from ckptmap.core.name_table import Look, table
 from ckptmap.core.state_paths import join
 from ckptmap.core.text import counted, human
 from ckptmap.errors import CkptmapError
-from ckptmap.mapping.config import config_beside
+from ckptmap.mapping.catalog import CatalogEntry
 from ckptmap.mapping.detect import recognise
-from ckptmap.mapping.schemes import Entry
+from ckptmap.mapping.model_config import config_beside
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import TensorInfo
 
@@ -91,7 +91,7 @@ class Portrait:
             kinds[look] += many[id(look)]
         return kinds
 
-    def _schemes(self) -> list[Entry]:
+    def _schemes(self) -> list[CatalogEntry]:
         """The naming schemes whose fingerprints the keys have."""
         try:
             config = config_beside(self.ckpt.index.sidecar_dir or self.ckpt.path)

@@ -19,14 +19,14 @@ from ckptmap.checkpoint.groups import DENSE, Groups
 from ckptmap.checkpoint.translation import Translation
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import PlanError
-from ckptmap.mapping.chain import translate
-from ckptmap.mapping.config import config_beside
-from ckptmap.mapping.detect import Choice, choose
-from ckptmap.mapping.dims import Dims
-from ckptmap.mapping.files import loads
-from ckptmap.mapping.pulled import Pulled
-from ckptmap.mapping.resolve import Made, Resolution
-from ckptmap.mapping.view import held
+from ckptmap.mapping.derived_tensor import DerivedTensor
+from ckptmap.mapping.detect import SchemeChoice, choose
+from ckptmap.mapping.dims_table import Dims
+from ckptmap.mapping.mapped_tensor import mapped_tensor
+from ckptmap.mapping.mapping_file import parse_scheme
+from ckptmap.mapping.model_config import config_beside
+from ckptmap.mapping.resolve import MappedTensor, Resolution
+from ckptmap.mapping.scheme_to_scheme import translate
 from ckptmap.optim.renaming import moved
 from ckptmap.protocols import Group
 from ckptmap.quantization.unsupported_schemes import RESTORE, naked_payloads
@@ -36,12 +36,12 @@ from ckptmap.tensors import StoredTensor
 def _translated(
     base: Checkpoint,
     resolution: Resolution,
-    choice: Choice,
+    choice: SchemeChoice,
     config: Mapping[str, Any] | None,
     left: Mapping[str, str],
 ) -> Checkpoint:
     """Return `base` under the names that `resolution` found."""
-    decoded: dict[str, Pulled] = {}
+    decoded: dict[str, DerivedTensor] = {}
     groups: dict[str, Group | StoredTensor] = {}
     for name, made in resolution.made.items():
         groups[name] = _held(base, made, decoded)
@@ -54,7 +54,7 @@ def _translated(
         dropped |= _state_left(base, resolution)
         reader = reader.named_as(lambda found: moved(found, resolution, infos, DENSE))
         values = (leaf.value for leaf in reader.named().leaves)
-        moments = {lazy.fqn: lazy for lazy in values if isinstance(lazy, Pulled)}
+        moments = {lazy.fqn: lazy for lazy in values if isinstance(lazy, DerivedTensor)}
         notes += [f"optimizer: {note}" for note in _remarks(moments)]
     return replace(
         base,
@@ -86,20 +86,22 @@ def _state_left(base: Checkpoint, resolution: Resolution) -> dict[str, str]:
     }
 
 
-def _held(base: Checkpoint, made: Made, decoded: dict[str, Pulled]) -> Group | StoredTensor:
+def _held(
+    base: Checkpoint, made: MappedTensor, decoded: dict[str, DerivedTensor]
+) -> Group | StoredTensor:
     """Return the stored parts of a weight under its new name; one that must be decoded first is
     added to `decoded`."""
     if made.source is not None and not made.ops:
         same = base.groups.held(made.source)
         return same._replace(fqn=made.name) if isinstance(same, Group) else same
-    woven = held(made, {key: base[key] for key in made.sources}, DENSE)
-    if isinstance(woven, Pulled):
+    woven = mapped_tensor(made, {key: base[key] for key in made.sources}, DENSE)
+    if isinstance(woven, DerivedTensor):
         decoded[made.name] = woven
         return woven.group
     return woven
 
 
-def _remarks(pulled: Mapping[str, Pulled]) -> Iterator[str]:
+def _remarks(pulled: Mapping[str, DerivedTensor]) -> Iterator[str]:
     """One note for tensors that are decoded for the same reason."""
     by_reason: dict[str, list[str]] = {}
     for name, lazy in pulled.items():
@@ -129,10 +131,10 @@ def translated(
 def translated_as(ckpt: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
     """The checkpoint as it was translated once, by the record of a manifest."""
     source, target = (
-        None if record[side] is None else loads(record[side]["text"], record[side]["title"])
+        None if record[side] is None else parse_scheme(record[side]["text"], record[side]["title"])
         for side in ("from", "to")
     )
-    return _applied(ckpt, Choice(source, target), record["config"], record["left"])
+    return _applied(ckpt, SchemeChoice(source, target), record["config"], record["left"])
 
 
 def named_alike(ckpt: Checkpoint, record: Mapping[str, Any], weights: Iterable[str]) -> Checkpoint:
@@ -155,7 +157,7 @@ def tied_away(
     for side in ("from", "to") if record is not None else ():
         if record is None or record[side] is None:
             continue
-        scheme = loads(record[side]["text"], record[side]["title"])
+        scheme = parse_scheme(record[side]["text"], record[side]["title"])
         dims = Dims(scheme.dims, record["config"])
         for tie in scheme.ties:
             name, kept = tie.name.text, tie.kept.text
@@ -168,7 +170,7 @@ def tied_away(
 
 def _applied(
     ckpt: Checkpoint,
-    choice: Choice,
+    choice: SchemeChoice,
     config: Mapping[str, Any] | None,
     left: Mapping[str, str],
 ) -> Checkpoint:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptmap.mapping.detect import Choice
-from ckptmap.mapping.pulled import Pulled
-from ckptmap.mapping.rules import Scheme
+from ckptmap.mapping.derived_tensor import DerivedTensor
+from ckptmap.mapping.detect import SchemeChoice
+from ckptmap.mapping.rules import NamingScheme
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Translation:
               rearranged across their blocks
     """
 
-    choice: Choice
+    choice: SchemeChoice
     config: Mapping[str, Any] | None
     used: Mapping[str, Any]
     left: Mapping[str, str]
     dropped: Mapping[str, str]
     unmapped: tuple[str, ...]
     origins: Mapping[str, tuple[str, ...]]
-    decoded: Mapping[str, Pulled]
+    decoded: Mapping[str, DerivedTensor]
 
     def record(self) -> dict[str, Any]:
         """Return JSON, with the mapping files themselves: they may be gone when it is read."""
@@ -62,7 +62,7 @@ class Translation:
         )
 
 
-def _file(scheme: Scheme | None) -> dict[str, str] | None:
+def _file(scheme: NamingScheme | None) -> dict[str, str] | None:
     return None if scheme is None else {"title": scheme.title, "text": scheme.text}
 
 

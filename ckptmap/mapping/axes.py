@@ -13,7 +13,7 @@ from math import prod
 from typing import TypeAlias
 
 from ckptmap.errors import PlanError
-from ckptmap.mapping.dims import Expr, parse
+from ckptmap.mapping.expressions import Expr, parse_expr
 
 _TOKEN = re.compile(r"\s*([A-Za-z_]\w*|[()\[\]|]|1)")
 _SLICE = re.compile(r"\s*([A-Za-z_]\w*)\s*\[([^\[\]]*)\]\s*")
@@ -56,7 +56,7 @@ class Axes:
     def shape(self, size: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(prod(_extent(factor, size) for factor in dim) for dim in self.dims)
 
-    def lay(self, size: Mapping[str, int], sheet: int) -> Layout:
+    def lay(self, size: Mapping[str, int], sheet: int) -> AxisLayout:
         """Where the elements of one sheet (of segment number `sheet`) lie."""
         offsets, axes = [], {}
         for number, dim in enumerate(self.dims):
@@ -73,7 +73,7 @@ class Axes:
                         inner *= size[axis]
                 step *= _extent(factor, size)
             offsets.append(offset)
-        return Layout(tuple(offsets), axes)
+        return AxisLayout(tuple(offsets), axes)
 
     def of_sheet(self, sheet: int) -> list[str]:
         """The axes that the elements of one sheet have."""
@@ -86,7 +86,7 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Layout:
+class AxisLayout:
     """Element of index 0 on every axis: `offsets`, one a dim; axis -> (dim, step)."""
 
     offsets: tuple[int, ...]
@@ -130,7 +130,9 @@ def _slices(text: str, where: str) -> Iterator[Slice]:
         if found is None:
             raise _malformed(part, where, "is no slice such as s[0:h] or two[0]")
         low, colon, high = found[2].partition(":")
-        yield Slice(found[1], parse(low.strip() or "0"), parse(high.strip()) if colon else None)
+        yield Slice(
+            found[1], parse_expr(low.strip() or "0"), parse_expr(high.strip()) if colon else None
+        )
 
 
 def _tokens(text: str, where: str) -> list[str]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptmap.errors import PlanError
-from ckptmap.mapping.names import Name, skeleton, skeletons, tail
-from ckptmap.mapping.rules import HUB, Detect, Scheme
-from ckptmap.mapping.schemes import SUFFIX, Entry, available, find
+from ckptmap.mapping.catalog import SUFFIX, CatalogEntry, available, find
+from ckptmap.mapping.name_patterns import NamePattern, skeleton, skeletons, tail
+from ckptmap.mapping.rules import HUB, Detect, NamingScheme
 from ckptmap.tensors import TensorInfo
 
 AUTO = "auto"
@@ -19,26 +19,26 @@ MEMORY = "hf-memory"
 
 
 @dataclass(frozen=True)
-class Choice:
+class SchemeChoice:
     """From one scheme to another; None: the hub's names, of no known family."""
 
-    source: Scheme | None
-    target: Scheme | None
+    source: NamingScheme | None
+    target: NamingScheme | None
 
     @property
     def text(self) -> str:
         return f"{_title(self.source)} -> {_title(self.target)}"
 
 
-def _loaded(entry: Entry | None) -> Scheme | None:
+def _loaded(entry: CatalogEntry | None) -> NamingScheme | None:
     return None if entry is None else entry.load()
 
 
-def _title(scheme: Scheme | None) -> str:
+def _title(scheme: NamingScheme | None) -> str:
     return HUB if scheme is None else scheme.title
 
 
-class Keys:
+class KeyCounts:
     """The keys of a checkpoint as fingerprints see them."""
 
     def __init__(self, keys: Collection[str]) -> None:
@@ -46,7 +46,7 @@ class Keys:
         self.count = len(keys)
         self.skeletons = Counter(skeletons(keys))
 
-    def has(self, name: Name) -> bool:
+    def has(self, name: NamePattern) -> bool:
         if name.skeleton not in self.skeletons:
             return False
         literal = [(i, hole) for i, hole in enumerate(name.holes) if isinstance(hole, int)]
@@ -65,7 +65,7 @@ class Keys:
             and not any(map(self.has, detect.none))
         )
 
-    def left(self, scheme: Scheme, hub: bool) -> int:
+    def left(self, scheme: NamingScheme, hub: bool) -> int:
         """How many keys no rule of one side knows."""
         known = {
             name.skeleton for rule in scheme.rules for term in rule.side(hub) for name in term.names
@@ -78,10 +78,10 @@ class Keys:
         )
 
 
-def recognise(keys: Collection[str], config: Mapping[str, Any] | None = None) -> list[Entry]:
+def recognise(keys: Collection[str], config: Mapping[str, Any] | None = None) -> list[CatalogEntry]:
     """The schemes whose fingerprints these keys have; those for the config's model type alone, if
     there are any."""
-    seen = Keys(keys)
+    seen = KeyCounts(keys)
     return _for_model([entry for entry in available() if seen.match(entry.detect)], config)
 
 
@@ -92,26 +92,28 @@ def model_types(config: Mapping[str, Any] | None) -> list[str]:
     return [str(c["model_type"]) for c in configs if c.get("model_type")]
 
 
-def _for_model(entries: Sequence[Entry], config: Mapping[str, Any] | None) -> list[Entry]:
+def _for_model(
+    entries: Sequence[CatalogEntry], config: Mapping[str, Any] | None
+) -> list[CatalogEntry]:
     wanted = set(model_types(config))
     found = [entry for entry in entries if wanted.intersection(entry.models)]
     return found or list(entries)
 
 
-def _latest(entries: Sequence[Entry]) -> list[Entry]:
+def _latest(entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
     """Of each family the latest era: `find` sorts them first."""
-    found: dict[str, Entry] = {}
+    found: dict[str, CatalogEntry] = {}
     for entry in entries:
         found.setdefault(entry.family, entry)
     return list(found.values())
 
 
-def _shares(entry: Entry, source: Entry) -> bool:
+def _shares(entry: CatalogEntry, source: CatalogEntry) -> bool:
     """Are both for the same models?"""
     return entry.family == source.family or not set(entry.models).isdisjoint(source.models)
 
 
-def _of(entries: Sequence[Entry], source: Entry | None) -> list[Entry]:
+def _of(entries: Sequence[CatalogEntry], source: CatalogEntry | None) -> list[CatalogEntry]:
     """Those of the source's family, or else for its models."""
     if source is None:
         return []
@@ -124,7 +126,7 @@ def choose(
     names: str,
     names_from: str | None = None,
     config: Mapping[str, Any] | None = None,
-) -> Choice:
+) -> SchemeChoice:
     """What `--names` and `--names-from` mean for these keys.
 
     keys        with the shapes of the tensors, where these are known: of schemes that have the same
@@ -146,28 +148,28 @@ class _Choosing:
         config: Mapping[str, Any] | None,
     ) -> None:
         self.names, self.names_from, self.config = names, names_from, config
-        self.keys, self.seen = keys, Keys(keys)
+        self.keys, self.seen = keys, KeyCounts(keys)
         self.infos = keys if isinstance(keys, Mapping) else None
 
-    def choice(self) -> Choice:
+    def choice(self) -> SchemeChoice:
         if self.names in (AUTO, HUB):
             source = self._source(())
             if source is None:
                 raise self.unrecognised()
-            return Choice(self._for_this(source).load(), None)
+            return SchemeChoice(self._for_this(source).load(), None)
         entries = find(self.names)
         source = self._source({entry.family for entry in entries})
         if self.names.endswith(SUFFIX):
             return self._by_file(entries[0].load(), source)
         if self.names == MEMORY and source is not None and not _of(entries, source):
-            return Choice(self._for_this(source).load(), None)
-        return Choice(
+            return SchemeChoice(self._for_this(source).load(), None)
+        return SchemeChoice(
             _loaded(source), self._for_this(self._target(_latest(entries), source)).load()
         )
 
     # ------------------------------------------------------------------ the source
 
-    def _source(self, families: Collection[str]) -> Entry | None:
+    def _source(self, families: Collection[str]) -> CatalogEntry | None:
         """The one scheme that the keys are in, of these families if that decides; None: not
         recognised."""
         if self.names_from is not None:
@@ -177,7 +179,7 @@ class _Choosing:
         found = [entry for entry in available() if self.seen.match(entry.detect)]
         return self._best(found, families) if found else None
 
-    def _best(self, entries: Sequence[Entry], families: Collection[str]) -> Entry:
+    def _best(self, entries: Sequence[CatalogEntry], families: Collection[str]) -> CatalogEntry:
         """The one that knows most keys; of several that know as many, the one for the model."""
         entries = _for_model(entries, self.config)
         if len(entries) == 1:
@@ -195,7 +197,7 @@ class _Choosing:
             )
         return found[0]
 
-    def _fits(self, entry: Entry) -> bool:
+    def _fits(self, entry: CatalogEntry) -> bool:
         """Could tensors of these shapes be in the scheme?"""
         from ckptmap.mapping.resolve import resolve  # the engine: `inspect` needs the names only
 
@@ -207,14 +209,14 @@ class _Choosing:
 
     # ------------------------------------------------------------------ the target
 
-    def _by_file(self, scheme: Scheme, source: Entry | None) -> Choice:
+    def _by_file(self, scheme: NamingScheme, source: CatalogEntry | None) -> SchemeChoice:
         """To the scheme of a file; from it, where the keys are those of its own side."""
         mine, hub = (self.seen.left(scheme, side) for side in (False, True))
         if self.names_from is None and mine < hub:
-            return Choice(scheme, None)
-        return Choice(_loaded(source), scheme)
+            return SchemeChoice(scheme, None)
+        return SchemeChoice(_loaded(source), scheme)
 
-    def _target(self, entries: Sequence[Entry], source: Entry | None) -> Entry:
+    def _target(self, entries: Sequence[CatalogEntry], source: CatalogEntry | None) -> CatalogEntry:
         """Of the source's family, else the one whose hub side knows the keys, else by the model."""
         mine = _of(entries, source)
         if mine:
@@ -240,10 +242,10 @@ class _Choosing:
 
     # ------------------------------------------------------------------ nothing fits
 
-    def _is_for_model(self, entry: Entry) -> bool:
+    def _is_for_model(self, entry: CatalogEntry) -> bool:
         return not set(entry.models).isdisjoint(model_types(self.config))
 
-    def _for_this(self, entry: Entry) -> Entry:
+    def _for_this(self, entry: CatalogEntry) -> CatalogEntry:
         """Names alike are not models alike (rotary order, norms of 1 + w): a family that is for other
         models than the config's is taken where it is asked for by its name, and never guessed."""
         types = model_types(self.config)
@@ -260,7 +262,7 @@ class _Choosing:
             f"if the model is built as those are, say so: {option} {entry.title}",
         )
 
-    def _missing(self, source: Entry) -> PlanError:
+    def _missing(self, source: CatalogEntry) -> PlanError:
         """The family is known, and has no such scheme."""
         names = sorted({entry.name for entry in available() if _shares(entry, source)} - {MEMORY})
         return PlanError(

@@ -14,19 +14,20 @@ from typing import Any, NamedTuple
 
 from ckptmap.core.lattice import Piece
 from ckptmap.errors import PlanError
-from ckptmap.mapping import values
-from ckptmap.mapping.cells import Built, Source
-from ckptmap.mapping.dims import Dims, Unknown
-from ckptmap.mapping.faults import known_shape, misshapen, needs
-from ckptmap.mapping.matching import Matcher, Way
-from ckptmap.mapping.names import Name
-from ckptmap.mapping.rules import Rule, Scheme
-from ckptmap.mapping.sets import check_sets
-from ckptmap.mapping.space import build
+from ckptmap.mapping import value_ops
+from ckptmap.mapping.completeness import check_complete
+from ckptmap.mapping.dims_table import Dims
+from ckptmap.mapping.expressions import Unknown
+from ckptmap.mapping.key_matcher import Candidate, KeyMatcher
+from ckptmap.mapping.name_patterns import NamePattern
+from ckptmap.mapping.rearrange import build_targets
+from ckptmap.mapping.rule_errors import known_shape, missing_config, wrong_shape
+from ckptmap.mapping.rule_tensors import RuleSource, RuleTarget
+from ckptmap.mapping.rules import NamingScheme, Rule
 from ckptmap.tensors import Box, TensorInfo
 
 
-class Made(NamedTuple):
+class MappedTensor(NamedTuple):
     """One target tensor; a tuple, because there may be 100,000 of them.
 
     source  the tensor that it is, as it lies, under another name; else it is put together of
@@ -61,7 +62,7 @@ class Resolution:
     left      targets that are not made because their sources were left behind
     """
 
-    made: Mapping[str, Made]
+    made: Mapping[str, MappedTensor]
     dropped: Mapping[str, str]
     unmapped: Sequence[str]
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -70,7 +71,7 @@ class Resolution:
 
 
 def resolve(
-    scheme: Scheme,
+    scheme: NamingScheme,
     infos: Mapping[str, TensorInfo],
     *,
     to_hub: bool,
@@ -88,7 +89,7 @@ def resolve(
 class _Resolver:
     def __init__(
         self,
-        scheme: Scheme,
+        scheme: NamingScheme,
         infos: Mapping[str, TensorInfo],
         to_hub: bool,
         config: Mapping[str, Any] | None,
@@ -98,13 +99,13 @@ class _Resolver:
         self.left, self.left_names = left, list[str]()
         self.scheme, self.infos, self.to_hub, self.complete = scheme, infos, to_hub, complete
         self.dims = Dims(scheme.dims, config)
-        self.made: dict[str, Made] = {}
+        self.made: dict[str, MappedTensor] = {}
         self.dropped: dict[str, str] = {}
         self.unmapped: list[str] = []
         self.tied: dict[str, str] = {}
         self._refuse()
         self.active = [self.dims.holds(rule.when) for rule in scheme.rules]
-        self.matcher = Matcher(scheme, scheme.is_hub or not to_hub, self.dims, self.active)
+        self.matcher = KeyMatcher(scheme, scheme.is_hub or not to_hub, self.dims, self.active)
         self.seen: list[dict[tuple[int, ...], dict[tuple[int, tuple[int, ...]], str]]] = [
             {} for _ in scheme.rules
         ]
@@ -113,7 +114,7 @@ class _Resolver:
         """(how many were renamed before, rule, shared captures) of what is not only renamed."""
         self.virtual: set[tuple[str, tuple[int, ...]]] = set()
         """(rule, shared captures) of tied tensors that the source leaves out."""
-        self.alike: dict[object, tuple[list[Source], list[Built]]] = {}
+        self.alike: dict[object, tuple[list[RuleSource], list[RuleTarget]]] = {}
         self.expected = [
             known_shape(rule, not to_hub, self.dims) if rule.is_rename else None
             for rule in scheme.rules
@@ -129,7 +130,7 @@ class _Resolver:
         if self.places:
             self._put_in_order()
         if self.complete:
-            check_sets(self.scheme, self.to_hub, self.dims, self.active, self._found())
+            check_complete(self.scheme, self.to_hub, self.dims, self.active, self._found())
         self._leave_ties()
         return Resolution(
             self.made, self.dropped, tuple(self.unmapped), self.tied, dict(self.dims.used),
@@ -205,7 +206,7 @@ class _Resolver:
                 self.left_names.append(self._rendered(term.names[0], captures))
 
     def _rename(
-        self, key: str, actual: str, way: Way, rule: Rule, numbers: tuple[int, ...]
+        self, key: str, actual: str, way: Candidate, rule: Rule, numbers: tuple[int, ...]
     ) -> None:
         target = rule.side(self.to_hub)[0].names[0]
         if way.simple and way.name.holes == target.holes:
@@ -222,19 +223,19 @@ class _Resolver:
         self.renamed[way.rule].append(captured)
         if actual is not key and self._is_left(name):
             return
-        made = Made(name, info, actual, rule=rule.label)
+        made = MappedTensor(name, info, actual, rule=rule.label)
         if rule.op or name in self.made:
             self._put(self._valued(made, rule) if rule.op else made)
         else:
             self.made[name] = made
 
-    def _rendered(self, name: Name, captures: dict[str, int]) -> str:
+    def _rendered(self, name: NamePattern, captures: dict[str, int]) -> str:
         try:
             return name.render(captures, name.shifts(self.dims))
         except Unknown as unknown:
             raise self._needs(unknown.names, name.text) from unknown
 
-    def _put(self, made: Made) -> None:
+    def _put(self, made: MappedTensor) -> None:
         other = self.made.get(made.name)
         if other is not None:
             raise PlanError(
@@ -258,9 +259,9 @@ class _Resolver:
         captures = dict(zip(rule.shared, shared, strict=True))
         order = sorted(slots)
         kind = (rule.label, tuple((slot, self.infos[slots[slot]]) for slot in order))
-        sources = [Source(slots[slot], *slot, self.infos[slots[slot]]) for slot in order]
+        sources = [RuleSource(slots[slot], *slot, self.infos[slots[slot]]) for slot in order]
         if kind not in self.alike:
-            made = build(self.scheme, rule, self.to_hub, self.dims, sources, captures)
+            made = build_targets(self.scheme, rule, self.to_hub, self.dims, sources, captures)
             self.alike[kind] = sources, made
         first, made = self.alike[kind]
         names = {a.key: b.key for a, b in zip(first, sources, strict=True)}
@@ -270,18 +271,20 @@ class _Resolver:
                 continue  # tied in the source, and tied where it goes
             self._put(self._of(built, name, names, rule))
 
-    def _of(self, built: Built, name: str, names: Mapping[str, str], rule: Rule) -> Made:
+    def _of(
+        self, built: RuleTarget, name: str, names: Mapping[str, str], rule: Rule
+    ) -> MappedTensor:
         """What was built of some sources, of those that `names` has in their place."""
         if built.whole is not None:
-            made = Made(name, built.info, names[built.whole], rule=rule.label)
+            made = MappedTensor(name, built.info, names[built.whole], rule=rule.label)
         else:
             pieces = tuple(Piece(names[p.source], p.src, p.dst) for p in built.pieces)
-            made = Made(name, built.info, None, pieces, built.zeros, rule=rule.label)
+            made = MappedTensor(name, built.info, None, pieces, built.zeros, rule=rule.label)
         return self._valued(made, rule) if rule.op else made
 
-    def _valued(self, made: Made, rule: Rule) -> Made:
+    def _valued(self, made: MappedTensor, rule: Rule) -> MappedTensor:
         """With the rule's value op, in the direction that is taken."""
-        op = values.parse(rule.op)
+        op = value_ops.parse_value_op(rule.op)
         info = op.result(made.info, self.to_hub)
         return made._replace(info=info, ops=((rule.op, self.to_hub),))
 
@@ -324,7 +327,7 @@ class _Resolver:
     # ------------------------------------------------------------------ errors
 
     def _needs(self, names: Sequence[str], what: str) -> PlanError:
-        return needs(self.scheme, names, what)
+        return missing_config(self.scheme, names, what)
 
     def _twice(self, rule: Rule, first: str, second: str, what: str) -> PlanError:
         return PlanError(
@@ -338,7 +341,7 @@ class _Resolver:
     ) -> PlanError:
         axes = rule.side(not self.to_hub)[0].axes
         assert axes is not None, "only axes give an expected shape"
-        return misshapen(self.scheme, rule, key, info, expected, axes.text, self.dims)
+        return wrong_shape(self.scheme, rule, key, info, expected, axes.text, self.dims)
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:

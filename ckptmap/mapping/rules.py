@@ -11,13 +11,13 @@ from functools import cached_property
 from typing import Literal
 
 from ckptmap.mapping.axes import Axes, Slice
-from ckptmap.mapping.dims import Expr
-from ckptmap.mapping.names import Name
+from ckptmap.mapping.expressions import Expr
+from ckptmap.mapping.name_patterns import NamePattern
 
 HUB = "hf"
 """The scheme that every other one is described against: Hugging Face's names on disk."""
 
-Optional = Literal["no", "whole", "any"]
+Absence = Literal["no", "whole", "any"]
 """May a rule's keys be absent: no; all of them together; any of them."""
 
 
@@ -25,7 +25,7 @@ Optional = Literal["no", "whole", "any"]
 class Term:
     """One tensor of a rule's side: alternatives of its name, its axes (None: any shape), slices."""
 
-    names: tuple[Name, ...]
+    names: tuple[NamePattern, ...]
     axes: Axes | None
     slices: tuple[Slice, ...] = ()
 
@@ -43,7 +43,7 @@ class Rule:
     other: tuple[Term, ...]
     when: Expr | None = None
     ranges: Mapping[str, tuple[Expr, Expr]] = field(default_factory=dict)
-    optional: Optional = "no"
+    optional: Absence = "no"
     either: str = ""
     """Of rules with such a word, one word's are there for each number of their first capture."""
     op: str = ""
@@ -75,7 +75,7 @@ class Rule:
 class Drop:
     """A key of one side that the other does not have, and why it may go."""
 
-    names: tuple[Name, ...]
+    names: tuple[NamePattern, ...]
     hub: bool
     why: str
     when: Expr | None = None
@@ -86,8 +86,8 @@ class Tie:
     """On one side the tensor `name` may be absent: it is `kept`. `written`: going there it is written
     all the same."""
 
-    name: Name
-    kept: Name
+    name: NamePattern
+    kept: NamePattern
     hub: bool
     when: Expr | None = None
     written: bool = False
@@ -105,13 +105,13 @@ class Refuse:
 class Detect:
     """Fingerprints of the scheme's own names."""
 
-    any: tuple[Name, ...] = ()
-    all: tuple[Name, ...] = ()
-    none: tuple[Name, ...] = ()
+    any: tuple[NamePattern, ...] = ()
+    all: tuple[NamePattern, ...] = ()
+    none: tuple[NamePattern, ...] = ()
 
 
 @dataclass(frozen=True)
-class Head:
+class SchemeHead:
     """What a mapping file is for, without its rules."""
 
     family: str
@@ -131,7 +131,7 @@ class Head:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scheme(Head):
+class NamingScheme(SchemeHead):
     """One mapping file; `text` is the file itself, so that a manifest can carry it."""
 
     dims: Mapping[str, Expr]

@@ -19,7 +19,7 @@ from typing import Any
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
 from ckptmap.errors import PlanError
-from ckptmap.mapping.names import HOLE, skeleton
+from ckptmap.mapping.name_patterns import HOLE, skeleton
 from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
 
 LETTERS = "nekjlm"

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptmap.quantization.blockwise import fourbit
-from ckptmap.quantization.blockwise.thresholds import FineCounter
+from ckptmap.quantization.blockwise.bucketize import FineBucketizer
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ _LARGEST_FP8 = 448.0
 _ULPS = 128
 """How far from the middle of two values a threshold is looked for."""
 
-_counters: dict[tuple[bytes, str], FineCounter] = {}
+_counters: dict[tuple[bytes, str], FineBucketizer] = {}
 
 
 # ------------------------------------------------------------------------------- encoding
@@ -59,7 +59,7 @@ def encode(
 def _encode(
     values: torch.Tensor,
     block: int,
-    counter: FineCounter | None,
+    counter: FineBucketizer | None,
     codes: torch.Tensor,
     scale: torch.Tensor,
 ) -> None:
@@ -73,7 +73,7 @@ def _encode(
     quotient = torch.div(blocks, scale.unsqueeze(1)).view(-1)
     both = codes.numel() < values.numel()
     found = codes.new_empty(values.numel()) if both else codes
-    counter.count(quotient, torch.empty_like(quotient), found)
+    counter.bucketize(quotient, torch.empty_like(quotient), found)
     if both:
         torch.bitwise_or(found[::2] << 4, found[1::2], out=codes)
 
@@ -83,13 +83,13 @@ def _packed(qmap: torch.Tensor | None) -> int:
     return 2 if qmap is not None and qmap.numel() == 16 else 1
 
 
-def _counter(qmap: torch.Tensor) -> FineCounter | None:
+def _counter(qmap: torch.Tensor) -> FineBucketizer | None:
     key = qmap.cpu().numpy().tobytes(), str(qmap.device)
     found = _counters.get(key)
     if found is None:
         limits = thresholds(qmap.cpu())
         if limits is not None:
-            found = _counters[key] = FineCounter(limits.to(qmap.device))
+            found = _counters[key] = FineBucketizer(limits.to(qmap.device))
     return found
 
 

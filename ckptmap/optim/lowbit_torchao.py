@@ -26,7 +26,7 @@ from ckptmap.optim.lowbit import (
     malformed,
 )
 from ckptmap.protocols import Group, Refusal
-from ckptmap.quantization.torchao.pickled import state_of
+from ckptmap.quantization.torchao.subclass_reader import state_of
 from ckptmap.tensors import Box, Chunk, Cut, Opaque, StoredTensor, TensorInfo
 
 

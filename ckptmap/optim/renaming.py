@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from ckptmap.errors import PlanError
-from ckptmap.mapping.pulled import Pulled
-from ckptmap.mapping.resolve import Made, Resolution
-from ckptmap.mapping.view import held
+from ckptmap.mapping.derived_tensor import DerivedTensor
+from ckptmap.mapping.mapped_tensor import mapped_tensor
+from ckptmap.mapping.resolve import MappedTensor, Resolution
 from ckptmap.optim.state import NAMES, PARAMS, Group, Optimizer, Same, StateLeaf
 from ckptmap.protocols import Encoding
 from ckptmap.protocols import Group as TensorGroup
@@ -70,7 +70,7 @@ class _Moving:
 
     # ------------------------------------------------------------------ one tensor
 
-    def _leaves(self, name: str, made: Made) -> Iterator[StateLeaf]:
+    def _leaves(self, name: str, made: MappedTensor) -> Iterator[StateLeaf]:
         states = {source: self.states.get(source) for source in made.sources}
         having = {source: state for source, state in states.items() if state}
         if not having:
@@ -89,7 +89,7 @@ class _Moving:
             parts = {source: state[title] for source, state in having.items()}
             yield StateLeaf(name, title, self._value(name, made, title, parts))
 
-    def _value(self, name: str, made: Made, title: Path, parts: Mapping[str, Any]) -> Any:
+    def _value(self, name: str, made: MappedTensor, title: Path, parts: Mapping[str, Any]) -> Any:
         if not title:
             return {}
         label = f"{name}.{'.'.join(map(str, title))}"
@@ -111,7 +111,9 @@ class _Moving:
         self.same += [Same(kept, other, _PARTS) for other in others]
         return kept
 
-    def _moment(self, label: str, made: Made, tensors: Mapping[str, LazyTensor]) -> LazyTensor:
+    def _moment(
+        self, label: str, made: MappedTensor, tensors: Mapping[str, LazyTensor]
+    ) -> LazyTensor:
         changed = next((op for op, _ in made.ops if op.split()[0] not in STAYS), None)
         if changed is not None:
             raise self._stuck(made, f"moments under the value op {changed!r} are not known")
@@ -119,8 +121,8 @@ class _Moving:
         if len(dtypes) > 1:
             raise self._stuck(made, f"its moments have the dtypes {', '.join(sorted(dtypes))}")
         info = TensorInfo(made.info.shape, dtypes.pop())
-        found = held(made._replace(name=label, info=info, ops=()), tensors, self.dense)
-        if isinstance(found, Pulled):
+        found = mapped_tensor(made._replace(name=label, info=info, ops=()), tensors, self.dense)
+        if isinstance(found, DerivedTensor):
             return found
         files = next(iter(tensors.values())).files
         if isinstance(found, StoredTensor):
@@ -148,7 +150,7 @@ class _Moving:
             else:
                 yield key
 
-    def _stuck(self, made: Made, why: str) -> PlanError:
+    def _stuck(self, made: MappedTensor, why: str) -> PlanError:
         return PlanError(
             "CKM611",
             f"optimizer state of {made.name} ({made.rule}): {why}",

@@ -18,14 +18,14 @@ from typing import Any, ClassVar
 
 from ckptmap.core.code_grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
-from ckptmap.quantization.blockwise.config_json import quantization_config
-from ckptmap.quantization.blockwise.errors import DAMAGED, checked, malformed
-from ckptmap.quantization.blockwise.grid import fits, grid_shape
+from ckptmap.quantization.blockwise.block_geometry import fits, grid_shape
+from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
-from ckptmap.quantization.blockwise.records import read_record
-from ckptmap.quantization.blockwise.rounding_rules import FinegrainedFloat8, Rule
-from ckptmap.quantization.blockwise.scaled import Scaled
-from ckptmap.quantization.default_selection import is_linear_module
+from ckptmap.quantization.blockwise.read_config import quantization_config
+from ckptmap.quantization.blockwise.rounding_rules import FinegrainedFloat8, RoundingRule
+from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
+from ckptmap.quantization.blockwise.scaled_record import read_record
+from ckptmap.quantization.linear_weights import is_linear_module
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 BLOCK = (128, 128)
@@ -37,7 +37,7 @@ _ENDINGS = ("_scale_inv", ".qscale_weight", ".scale")
 
 
 @dataclass(frozen=True)
-class Fp8(Scaled):
+class Fp8(ScaledEncoding):
     """`scale_name` stands beside the weight's own last name; `scale_stored` is its shape as found,
     where that is not the grid's."""
 
@@ -61,7 +61,7 @@ class Fp8(Scaled):
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
         return super().scale_shape(info) if self.scale_stored is None else self.scale_stored
 
-    def rule(self, info: TensorInfo) -> Rule:
+    def rule(self, info: TensorInfo) -> RoundingRule:
         return FinegrainedFloat8()
 
     def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
@@ -211,4 +211,6 @@ def _group(
         raise malformed(fqn, f"fp8: {expected.reason}", DAMAGED)
     keys = {part: encoding.part_key(fqn, part) for part in expected}
     found = {part: stored.get(key) for part, key in keys.items()}
-    return Group(fqn, info, encoding, checked(fqn, "fp8", expected, found)), tuple(keys.values())
+    return Group(fqn, info, encoding, check_parts(fqn, "fp8", expected, found)), tuple(
+        keys.values()
+    )

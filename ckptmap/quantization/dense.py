@@ -147,7 +147,7 @@ class CastEncoder:
         return ()
 
 
-class Cast:
+class CastScheme:
     """A target: every floating tensor in one dtype; a subclass names it."""
 
     name: str
@@ -175,13 +175,13 @@ class Cast:
         return Dense() if info.dtype == self.dtype else DenseAs(self.dtype)
 
 
-class CastBf16(Cast):
+class CastBf16(CastScheme):
     name, suffix, dtype = "bf16", "bf16", "bfloat16"
 
 
-class CastFp32(Cast):
+class CastFp32(CastScheme):
     name, suffix, dtype = "fp32", "fp32", "float32"
 
 
-class CastFp16(Cast):
+class CastFp16(CastScheme):
     name, suffix, dtype = "fp16", "fp16", "float16"

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import CkptmapError, PlanError
-from ckptmap.mapping.chain import translate
-from ckptmap.mapping.expected import TYPICAL, expected
-from ckptmap.mapping.files import load
-from ckptmap.mapping.memory import applied
-from ckptmap.mapping.rules import Scheme
+from ckptmap.mapping.expected_keys import TYPICAL, expected_tensors
+from ckptmap.mapping.mapping_file import load_scheme
+from ckptmap.mapping.rules import NamingScheme
+from ckptmap.mapping.scheme_to_scheme import translate
+from ckptmap.mapping.translate_state_dict import applied
 from ckptmap.storage.lazy_tensor import info_of, tensor_bytes
 from ckptmap.tensors import ITEMSIZE, TensorInfo
 from ckptmap.testing.base import expect
@@ -130,7 +130,7 @@ class MappingKit:
     def __init__(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
         self.path = Path(path)
         self.config = dict(config) if config is not None else self._config()
-        self._scheme: Scheme | None = None
+        self._scheme: NamingScheme | None = None
 
     def checks(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         """(name of a check, its arguments), in the order they are best run."""
@@ -180,14 +180,14 @@ class MappingKit:
         return found
 
     @property
-    def scheme(self) -> Scheme:
+    def scheme(self) -> NamingScheme:
         if self._scheme is None:
-            self._scheme = load(self.path)
+            self._scheme = load_scheme(self.path)
         return self._scheme
 
     def source(self, dtype: str = "float32") -> dict[str, torch.Tensor]:
         """The state dict that is mapped, by the hub's names."""
-        return iota(expected(self.scheme, self.config, hub=True, dtype=dtype))
+        return iota(expected_tensors(self.scheme, self.config, hub=True, dtype=dtype))
 
     def there(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """From the hub to the scheme; keys that no rule knows are an error."""
@@ -197,7 +197,10 @@ class MappingKit:
         return self._mapped(state, self.scheme, None)
 
     def _mapped(
-        self, state: Mapping[str, torch.Tensor], source: Scheme | None, target: Scheme | None
+        self,
+        state: Mapping[str, torch.Tensor],
+        source: NamingScheme | None,
+        target: NamingScheme | None,
     ) -> dict[str, torch.Tensor]:
         infos = {key: info_of(tensor) for key, tensor in state.items()}
         found = translate(infos, source, target, self.config)
@@ -211,7 +214,7 @@ class MappingKit:
 
     def check_proof(self) -> None:
         """It loads, and is proven on the way."""
-        self._scheme = load(self.path)
+        self._scheme = load_scheme(self.path)
 
     def check_round_trip(self, dtype: str) -> None:
         """There and back, bit for bit. Values that an op changes come back only as far as their
@@ -282,9 +285,9 @@ class MappingKit:
         """Keys whose values go through an op."""
         rules = [rule for rule in self.scheme.rules if rule.op]
         shapes = {name.skeleton for rule in rules for t in rule.hub for name in t.names}
-        from ckptmap.mapping.names import skeleton
+        from ckptmap.mapping.name_patterns import skeleton
 
-        keys = expected(self.scheme, self.config, hub=True)
+        keys = expected_tensors(self.scheme, self.config, hub=True)
         return {key for key in keys if skeleton(key)[0] in shapes}
 
     def _dropped(self, source: Mapping[str, torch.Tensor]) -> set[str]:

@@ -16,9 +16,9 @@ from ckptmap_cli.main import main
 from safetensors.torch import save_file
 
 from ckptmap.errors import PlanError
-from ckptmap.mapping.files import load
-from ckptmap.mapping.memory import translate_names
-from ckptmap.mapping.schemes import VARIABLE, available, find
+from ckptmap.mapping.catalog import VARIABLE, available, find
+from ckptmap.mapping.mapping_file import load_scheme
+from ckptmap.mapping.translate_state_dict import translate_names
 from ckptmap.operations.draft_mapping import draft
 from ckptmap.testing import MappingKit
 from ckptmap.testing.mappings import DTYPES, iota, read_table, table, write_table
@@ -339,7 +339,7 @@ def test_a_draft_by_contents_maps_as_the_shipped_file(
     tensor a layer, what is not found is said."""
     hub, other = hub_state(model), state_of(model, scheme)
     file, found = drafted(tmp_path, hub, other, values=True)
-    assert load(file).rules
+    assert load_scheme(file).rules
     left = [group.name for group in found.left]  # type: ignore[attr-defined]
     assert found.guessed == 0  # type: ignore[attr-defined]
     known = {k: v for k, v in hub.items() if not any(_is_of(k, name) for name in left)}

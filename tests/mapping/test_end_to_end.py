@@ -18,7 +18,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCau
 
 import ckptmap
 from ckptmap.errors import PlanError, RunError
-from ckptmap.mapping.memory import translate_names
+from ckptmap.mapping.translate_state_dict import translate_names
 from ckptmap.planning.saved_plan import replan
 from ckptmap.tensors import Box
 from ckptmap.testing.base import bytes_read
@@ -219,7 +219,7 @@ def test_another_config_is_another_plan(published: Path, tmp_path: Path) -> None
 
 
 def test_verify_knows_the_mapping_when_its_file_is_gone(published: Path, tmp_path: Path) -> None:
-    from ckptmap.mapping.schemes import find
+    from ckptmap.mapping.catalog import find
 
     mine = tmp_path / "mine.toml"
     mine.write_text(Path(find("llama/meta")[0].path).read_text().replace('"meta"', '"mine"')

@@ -22,7 +22,7 @@ from transformers import (
 
 import ckptmap
 from ckptmap.errors import PlanError
-from ckptmap.mapping.memory import translate_names
+from ckptmap.mapping.translate_state_dict import translate_names
 from tests.support.resume_optimizers import ALL
 
 State = dict[str, torch.Tensor]

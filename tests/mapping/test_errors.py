@@ -12,8 +12,8 @@ import torch
 
 import ckptmap
 from ckptmap.errors import CkptmapError, PlanError
-from ckptmap.mapping.files import loads
-from ckptmap.mapping.memory import translate_names
+from ckptmap.mapping.mapping_file import parse_scheme
+from ckptmap.mapping.translate_state_dict import translate_names
 from tests.mapping.test_convert import write
 from tests.support.mapping_state import State, config_of, hub_state, state_of
 
@@ -53,12 +53,12 @@ def test_a_known_wrapper_is_no_prefix(tmp_path: Path) -> None:
 
 def test_two_sources_for_one_target() -> None:
     """transformers: one of them wins, nothing is said."""
-    found = loads(
+    found = parse_scheme(
         'schema = 1\nfamily = "f"\nscheme = "x"\n'
         '[[rule]]\nhf = "moe.gate | block_sparse_moe.gate"\nx = "router"\n',
         "x.toml",
     )
-    from ckptmap.mapping.chain import translate
+    from ckptmap.mapping.scheme_to_scheme import translate
     from ckptmap.tensors import TensorInfo
 
     infos = {
@@ -78,7 +78,7 @@ def test_two_rules_for_one_key() -> None:
     text += rules.replace("{a}", "attn.qkv").replace("{b}", "attn.q")
     text += rules.replace("{a}", "attn.qkv").replace("{b}", "attn.fused")
     with pytest.raises(PlanError, match=r"rule 1 .* and rule 2 .* both have the key attn\.qkv"):
-        loads(text, "x.toml")
+        parse_scheme(text, "x.toml")
 
 
 @pytest.mark.parametrize("lost", [1, 3], ids=["in the middle", "the last"])

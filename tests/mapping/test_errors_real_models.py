@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ckptmap.errors import PlanError
-from ckptmap.mapping.chain import translate
+from ckptmap.mapping.catalog import find
 from ckptmap.mapping.detect import choose
-from ckptmap.mapping.schemes import find
+from ckptmap.mapping.scheme_to_scheme import translate
 from tests.support.mapping_state import (
     State,
     config_of,

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from ckptmap.errors import PlanError
+from ckptmap.mapping.catalog import _shipped, available
 from ckptmap.mapping.detect import choose, recognise
-from ckptmap.mapping.dims import Dims
-from ckptmap.mapping.expected import expected
-from ckptmap.mapping.names import Name, skeleton, tail
-from ckptmap.mapping.rules import HUB, Scheme
-from ckptmap.mapping.schemes import _shipped, available
+from ckptmap.mapping.dims_table import Dims
+from ckptmap.mapping.expected_keys import expected_tensors
+from ckptmap.mapping.name_patterns import NamePattern, skeleton, tail
+from ckptmap.mapping.rules import HUB, NamingScheme
 from tests.golden.mappings.tables import ROOT, Row, rows
 from tests.support.mapping_configs import TINY
 from tests.support.mapping_state import (
@@ -109,7 +109,7 @@ def test_the_table_of_families_in_the_readme() -> None:
 # --------------------------------------------------------------------------- names and axes
 
 
-def axes_in(scheme: Scheme, key: str, model: str) -> set[str]:
+def axes_in(scheme: NamingScheme, key: str, model: str) -> set[str]:
     """The patterns that the rules for a key give it."""
     dims = Dims(scheme.dims, config_of(model))
     return {
@@ -122,7 +122,7 @@ def axes_in(scheme: Scheme, key: str, model: str) -> set[str]:
     }
 
 
-def is_of(name: Name, key: str) -> bool:
+def is_of(name: NamePattern, key: str) -> bool:
     shape, numbers = skeleton(key)
     end = tail(shape) if name.skeleton != shape else None
     if end is not None:
@@ -144,7 +144,7 @@ def test_axes_are_those_of_the_table(model: str, scheme: str) -> None:
 @pytest.mark.parametrize(("model", "scheme"), TABLES)
 def test_rules_and_config_say_which_keys_there_are(model: str, scheme: str) -> None:
     """Not one more, and not one less, than transformers writes."""
-    asked = expected(entry_of(model, scheme).load(), config_of(model), hub=True)
+    asked = expected_tensors(entry_of(model, scheme).load(), config_of(model), hub=True)
     known = {key: row.shape for key, row in golden(model, HUB).items()}
     assert {key: info.shape for key, info in asked.items()} == {
         key: shape for key, shape in known.items() if key not in dropped(model, scheme)

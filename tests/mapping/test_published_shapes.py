@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ckptmap.errors import PlanError
-from ckptmap.mapping.chain import translate
+from ckptmap.mapping.catalog import available
 from ckptmap.mapping.detect import choose
 from ckptmap.mapping.rules import HUB
-from ckptmap.mapping.schemes import available
+from ckptmap.mapping.scheme_to_scheme import translate
 from ckptmap.tensors import TensorInfo
 
 # Sizes of each repository's config.json; the rest is transformers' default for the model type.

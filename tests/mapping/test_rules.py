@@ -13,20 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmap.errors import PlanError
-from ckptmap.mapping.chain import translate
-from ckptmap.mapping.dims import Dims, Unknown, parse
-from ckptmap.mapping.files import load, loads
-from ckptmap.mapping.memory import applied
-from ckptmap.mapping.names import parse_names, skeleton
-from ckptmap.mapping.rules import Scheme
+from ckptmap.mapping.dims_table import Dims
+from ckptmap.mapping.expressions import Unknown, parse_expr
+from ckptmap.mapping.mapping_file import load_scheme, parse_scheme
+from ckptmap.mapping.name_patterns import parse_names, skeleton
+from ckptmap.mapping.rules import NamingScheme
+from ckptmap.mapping.scheme_to_scheme import translate
+from ckptmap.mapping.translate_state_dict import applied
 from ckptmap.storage.lazy_tensor import info_of
 
 State = dict[str, torch.Tensor]
 
 
-def scheme(rules: str, dims: str = "", head: str = "") -> Scheme:
+def scheme(rules: str, dims: str = "", head: str = "") -> NamingScheme:
     """A file with these rules."""
-    return loads(
+    return parse_scheme(
         f'schema = 1\nfamily = "f"\nscheme = "x"\n{head}\n[dims]\n{dims}\n{rules}', "x.toml"
     )
 
@@ -36,7 +37,7 @@ def rule(hub: str, other: str, more: str = "") -> str:
 
 
 def mapped(
-    found: Scheme, state: State, config: Mapping[str, Any] | None = None, back: bool = False,
+    found: NamingScheme, state: State, config: Mapping[str, Any] | None = None, back: bool = False,
     complete: bool = True,
 ) -> State:  # fmt: skip
     infos = {key: info_of(tensor) for key, tensor in state.items()}
@@ -44,7 +45,9 @@ def mapped(
     return applied(translate(infos, *ways, config, complete=complete), state)
 
 
-def there_and_back(found: Scheme, state: State, config: Mapping[str, Any] | None = None) -> State:
+def there_and_back(
+    found: NamingScheme, state: State, config: Mapping[str, Any] | None = None
+) -> State:
     """What the scheme has, once it was shown that the way back is the identity."""
     made = mapped(found, state, config)
     back = mapped(found, made, config, back=True)
@@ -75,8 +78,8 @@ def test_expressions(text: str, value: object) -> None:
         "hidden": 40, "heads": 8, "none": None, "a": "llama", "flag": False,
         "rope": {"factor": 0.5}, "text_config": {"depth": 3},
     }  # fmt: skip
-    dims = Dims({"x": parse("heads - 1")}, config)
-    found = parse(text).evaluate(lambda name: dims._value(name, {}))
+    dims = Dims({"x": parse_expr("heads - 1")}, config)
+    found = parse_expr(text).evaluate(lambda name: dims._value(name, {}))
     assert found == value and isinstance(found, bool) == isinstance(value, bool)
 
 
@@ -87,16 +90,16 @@ def test_expressions(text: str, value: object) -> None:
 )  # fmt: skip
 def test_what_is_no_expression(text: str) -> None:
     with pytest.raises(PlanError, match="expression") as caught:
-        parse(text)
+        parse_expr(text)
     assert caught.value.code == "CKM601"
 
 
 def test_values_that_are_needed_are_named() -> None:
-    dims = Dims({"d": parse("head_dim ?? hidden_size / heads")}, None)
+    dims = Dims({"d": parse_expr("head_dim ?? hidden_size / heads")}, None)
     with pytest.raises(Unknown, match="head_dim"):
-        dims.number(parse("d + 1"))
+        dims.number(parse_expr("d + 1"))
     with pytest.raises(Unknown, match="hidden_size"):
-        Dims({}, {"heads": 2}).number(parse("hidden_size / heads"))
+        Dims({}, {"heads": 2}).number(parse_expr("hidden_size / heads"))
 
 
 @pytest.mark.parametrize(
@@ -106,13 +109,13 @@ def test_values_that_are_needed_are_named() -> None:
 )  # fmt: skip
 def test_sizes_that_do_not_work_out(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
-        Dims({}, {"heads": 8, "name": "llama", "zero": 0}).number(parse(text))
+        Dims({}, {"heads": 8, "name": "llama", "zero": 0}).number(parse_expr(text))
     assert caught.value.code == "CKM614"
 
 
 @given(st.integers(0, 50), st.integers(1, 50), st.integers(0, 50))
 def test_arithmetic_is_exact(a: int, b: int, c: int) -> None:
-    found = parse("(a + c) / b * b - c").evaluate(
+    found = parse_expr("(a + c) / b * b - c").evaluate(
         lambda name: Fraction({"a": a, "b": b, "c": c}[name])
     )
     assert found == a
@@ -422,16 +425,16 @@ def test_files_that_are_malformed(rules: str, message: str) -> None:
 
 def test_other_things_that_a_file_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="schema 2, expected 1"):
-        loads('schema = 2\nfamily = "f"\nscheme = "x"\n', "x.toml")
+        parse_scheme('schema = 2\nfamily = "f"\nscheme = "x"\n', "x.toml")
     with pytest.raises(PlanError, match="a -> b -> a is a circle") as caught:
         scheme(rule('"a"', '"b"'), 'a = "b + 1"\nb = "a + 1"')
     assert caught.value.code == "CKM602"
     with pytest.raises(PlanError, match="cannot be read") as caught:
-        load(tmp_path / "none.toml")
+        load_scheme(tmp_path / "none.toml")
     assert caught.value.code == "CKM603"
     (tmp_path / "large.toml").write_bytes(b"#" * (5 << 20))
     with pytest.raises(PlanError, match="expected at most") as caught:
-        load(tmp_path / "large.toml")
+        load_scheme(tmp_path / "large.toml")
     assert caught.value.code == "CKM601"
 
 
@@ -470,7 +473,7 @@ class Halved:
 
 
 def test_an_installed_op_brings_its_inverse(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptmap.mapping import values
+    from ckptmap.mapping import value_ops
 
     class Entry:
         name, value = "halved", "somewhere:Halved"
@@ -480,14 +483,14 @@ def test_an_installed_op_brings_its_inverse(monkeypatch: pytest.MonkeyPatch) -> 
             return self.loaded
 
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [Entry()])
-    values.parse.cache_clear()
+    value_ops.parse_value_op.cache_clear()
     found = scheme(rule('"a"', '"b"', 'op = "halved"'))
     made = mapped(found, {"a": torch.tensor([2.0])})
     assert made["b"].item() == 1.0
     assert mapped(found, made, back=True)["a"].item() == 2.0
-    values.parse.cache_clear()
+    value_ops.parse_value_op.cache_clear()
     monkeypatch.setattr(Entry, "loaded", len)
     with pytest.raises(PlanError, match="has no forward and inverse") as caught:
         scheme(rule('"a"', '"b"', 'op = "halved"'))
     assert caught.value.code == "CKM613"
-    values.parse.cache_clear()
+    value_ops.parse_value_op.cache_clear()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ckptmap.errors import PlanError
-from ckptmap.mapping.chain import translate
-from ckptmap.mapping.memory import translate_names
+from ckptmap.mapping.scheme_to_scheme import translate
+from ckptmap.mapping.translate_state_dict import translate_names
 from tests.golden.mappings.tables import rows
 from tests.mapping.test_goldens import assert_hub, facts
 from tests.support.mapping_state import (

@@ -119,7 +119,7 @@ def test_an_encoding_that_loses_finite_values_is_not_ok(
     sampled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever an encoder lets through: `convert` sees it in its sample, `verify` everywhere."""
-    lets = "ckptmap.quantization.blockwise.encoder.ScaledEncoder._overflows"
+    lets = "ckptmap.quantization.blockwise.scaled_encoder.ScaledEncoder._overflows"
     monkeypatch.setattr(lets, lambda self, found: torch.zeros(1, dtype=torch.bool))
     values = torch.randn(512, 256, generator=torch.Generator().manual_seed(3)).half()
     values[0 if sampled else 100, 7] = -65280

@@ -9,13 +9,13 @@ import torch
 
 from ckptmap.optim import lowbit_codes
 from ckptmap.quantization.blockwise import fourbit
-from ckptmap.quantization.blockwise.thresholds import Counter, FineCounter
+from ckptmap.quantization.blockwise.bucketize import Bucketizer, FineBucketizer
 from ckptmap.quantization.nf4 import kernels as nf4_codes
 from tests.conftest import Device
 
 EDGES = {
-    "bitsandbytes nf4": lambda: fourbit._counter("nf4", "cpu")._thresholds,
-    "bitsandbytes fp4": lambda: fourbit._counter("fp4", "cpu")._thresholds,
+    "bitsandbytes nf4": lambda: fourbit._bucketizer("nf4", "cpu")._thresholds,
+    "bitsandbytes fp4": lambda: fourbit._bucketizer("fp4", "cpu")._thresholds,
     "torchao nf4": lambda: nf4_codes._thresholds("cpu"),
 }
 
@@ -28,9 +28,9 @@ def around(limits: torch.Tensor) -> torch.Tensor:
     return values[torch.randperm(values.numel(), generator=torch.Generator().manual_seed(1))]
 
 
-def counted(counter: Counter | FineCounter, values: torch.Tensor) -> torch.Tensor:
+def counted(counter: Bucketizer | FineBucketizer, values: torch.Tensor) -> torch.Tensor:
     out = torch.empty(values.numel(), dtype=torch.uint8, device=values.device)
-    counter.count(values.clone(), torch.empty_like(values), out)
+    counter.bucketize(values.clone(), torch.empty_like(values), out)
     return out
 
 
@@ -41,7 +41,7 @@ def test_a_table_and_few_comparisons_are_all_comparisons(name: str, count: int) 
     codes = torch.randperm(16, generator=torch.Generator().manual_seed(2)).to(torch.uint8)
     values = around(limits)[:count]
     wanted = codes[(values.nan_to_num(0.0).unsqueeze(1) >= limits).sum(1)]
-    assert torch.equal(counted(Counter(limits, codes), values), wanted)
+    assert torch.equal(counted(Bucketizer(limits, codes), values), wanted)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -50,11 +50,11 @@ def test_many_thresholds(signed: bool) -> None:
     assert limits is not None
     values = around(limits).nan_to_num(0.5)
     wanted = (values.unsqueeze(1) >= limits).sum(1)
-    assert torch.equal(counted(FineCounter(limits), values), wanted.to(torch.uint8))
+    assert torch.equal(counted(FineBucketizer(limits), values), wanted.to(torch.uint8))
     crowded = limits[:1].view(torch.int32) + torch.arange(3, dtype=torch.int32)  # no table can
     limits = crowded.view(torch.float32).sort().values
     wanted = (values.unsqueeze(1) >= limits).sum(1)
-    assert torch.equal(counted(FineCounter(limits), values), wanted.to(torch.uint8))
+    assert torch.equal(counted(FineBucketizer(limits), values), wanted.to(torch.uint8))
 
 
 # ------------------------------------------------------------------------------- moments
@@ -109,12 +109,12 @@ def test_a_device_that_holds_no_values_is_never_asked(device: Device) -> None:
         there = torch.linspace(-1, 1, 15, device=device.name)
         codes = torch.arange(16, dtype=torch.uint8, device=device.name)
         values = torch.ones(100, device=device.name)
-        for counter in (Counter(there, codes), FineCounter(there)):
+        for counter in (Bucketizer(there, codes), FineBucketizer(there)):
             assert counted(counter, values).device.type == device.name
     if not device.fake:
-        found = Counter(limits.to(device.name), codes), around(limits)
+        found = Bucketizer(limits.to(device.name), codes), around(limits)
         assert torch.equal(counted(found[0], found[1].to(device.name)).cpu(),
-                           counted(Counter(limits, codes.cpu()), found[1]))  # fmt: skip
+                           counted(Bucketizer(limits, codes.cpu()), found[1]))  # fmt: skip
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda", "meta"])
@@ -131,7 +131,7 @@ def test_moments_are_coded_where_they_are(
     qmap = getattr(made, "qmap", None)
     theirs.copy_(values)
     if qmap is not None:
-        counter = FineCounter(lowbit_codes.thresholds(qmap).to(where))  # type: ignore[union-attr]
+        counter = FineBucketizer(lowbit_codes.thresholds(qmap).to(where))  # type: ignore[union-attr]
         monkeypatch.setattr(lowbit_codes, "_counter", lambda qmap: counter)
         qmap = qmap.to(where)
     codes, scale = made.codes.to(where), made.scale.to(where)

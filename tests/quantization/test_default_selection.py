@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import ckptmap
-from ckptmap.quantization.default_selection import is_linear_weight
+from ckptmap.quantization.linear_weights import is_linear_weight
 from ckptmap.tensors import TensorInfo
 
 MODELS = (

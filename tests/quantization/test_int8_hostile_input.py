@@ -19,7 +19,7 @@ from ckptmap.quantization.compressed_tensors.scheme import PlainFp8, PlainInt8
 from ckptmap.quantization.deepseek_fp8 import Fp8
 from ckptmap.quantization.torchao.float8 import Float8
 from ckptmap.quantization.torchao.int8 import Int8
-from ckptmap.quantization.torchao.pickled import as_json
+from ckptmap.quantization.torchao.subclass_reader import as_json
 from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
 from ckptmap.testing.parts import stored
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import ckptmap
 from ckptmap import registry
 from ckptmap.protocols import Refusal
-from ckptmap.quantization.blockwise.scaled import Scaled
+from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.quantization.bnb.int8 import BnbInt8
 from ckptmap.quantization.compressed_tensors.packed import Packed
 from ckptmap.quantization.compressed_tensors.scheme import PlainFp8
@@ -161,7 +161,7 @@ MADE: dict[str, Any] = {
 )
 def test_every_shard_of_every_shape_is_exact(rows: int, width: int, name: str, world: int) -> None:
     """What a rank decodes from its boxes of the parts is its rows of the whole, bit for bit."""
-    encoding: Scaled = MADE[name](rows, width)
+    encoding: ScaledEncoding = MADE[name](rows, width)
     w = weights((rows, width), torch.bfloat16)
     info, parts = info_of(w), encoded(encoding, w)
     whole = decoded(encoding, info, parts)

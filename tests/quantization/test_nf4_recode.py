@@ -15,9 +15,9 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 import ckptmap
 from ckptmap.errors import PlanError, RunError
 from ckptmap.live.quantized.nf4_torchao import to_torchao
-from ckptmap.quantization.blockwise.scale_levels import ScaleGrid
+from ckptmap.quantization.blockwise.eight_bit_scales import ScaleLevels
 from ckptmap.quantization.bnb import double_quant as bnb_nested
-from ckptmap.quantization.nf4 import recode as nf4_recode
+from ckptmap.quantization.nf4 import scales as nf4_recode
 from ckptmap.quantization.nf4.encoding import NF4
 from ckptmap.tensors import Box
 from tests.support.bnb_cases import (
@@ -245,9 +245,9 @@ def test_scales_on_a_grid_stay_where_they_are(
     s = torch.randn(units * unit, generator=maker).mul(spread).exp().mul(10.0**power).clamp(max=3e4)
     s[seed % len(s) :: 5] = 0
     levels = torch.arange(-128, 128).float()
-    grid = ScaleGrid(levels, unit, DTYPES[dtype], divides=True)
+    grid = ScaleLevels(levels, unit, DTYPES[dtype], divides=True)
     if double:
-        grid = ScaleGrid(bnb_nested.dynamic_map(), 256, torch.float32, divides=False)
+        grid = ScaleLevels(bnb_nested.dynamic_map(), 256, torch.float32, divides=False)
     once = grid.coded(s, *grid.fitted(s)).decoded.float()
     least = 1e-5 if dtype == "fp16" and not double else 0  # factors end at 65504
     assert float((once - s).abs().max()) <= max(float(s.max()) / 60, least), "half of a level"

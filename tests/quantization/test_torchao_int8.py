@@ -19,8 +19,8 @@ import ckptmap
 from ckptmap.errors import RunError
 from ckptmap.protocols import Refusal
 from ckptmap.quantization.blockwise import dequantize as decoding
-from ckptmap.quantization.blockwise.encoder import ScaledEncoder
-from ckptmap.quantization.blockwise.scaled import Scaled
+from ckptmap.quantization.blockwise.scaled_encoder import ScaledEncoder
+from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.quantization.bnb.int8 import BnbInt8
 from ckptmap.quantization.compressed_tensors.packed import Packed
 from ckptmap.quantization.compressed_tensors.scheme import PlainFp8
@@ -204,7 +204,7 @@ def test_what_is_not_finite_is_refused_by_name(bad: float, tmp_path: Path) -> No
      PlainFp8((1, 64), "float16")],
     ids=str,
 )  # fmt: skip
-def test_what_would_decode_to_infinity_is_refused(encoding: Scaled, split: int) -> None:
+def test_what_would_decode_to_infinity_is_refused(encoding: ScaledEncoding, split: int) -> None:
     """torchao's own scales are rounded up there, and it makes infinities of finite values."""
     w = weights((64, 64), torch.float16)
     w[9, 40] = -65280 if encoding.codes_dtype == "int8" else -65504
@@ -216,7 +216,9 @@ def test_what_would_decode_to_infinity_is_refused(encoding: Scaled, split: int) 
 
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize("encoding", [Int8((1, 64)), Float8((1, 64))], ids=lambda e: e.name)
-def test_no_other_is_refused(encoding: Scaled, sign: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_is_refused(
+    encoding: ScaledEncoding, sign: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the largest values of float16, a row each: those that do come out as infinity."""
     top = torch.arange(0x7BFF - 511, 0x7C00).to(torch.int16).view(torch.float16)
     w = weights((512, 64), torch.float16)
@@ -248,7 +250,7 @@ ENCODINGS = (Int8((1, 96)), BnbInt8(), Float8((1, 96)), Fp8((32, 32)), Packed((1
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.name)
-def test_codes_are_made_where_the_values_are(device: Device, encoding: Scaled) -> None:
+def test_codes_are_made_where_the_values_are(device: Device, encoding: ScaledEncoding) -> None:
     """A fake device holds no values: a wait for one would fail. Decoding is asked of the meta
     device in its place, since `copy_` to a fake GPU fails in a CPU build of torch."""
     info = TensorInfo((64, 96), "bfloat16")

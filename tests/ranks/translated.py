@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from ckptmap.errors import PlanError
-from ckptmap.mapping.memory import translate_names
+from ckptmap.mapping.translate_state_dict import translate_names
 from tests.support.mapping_state import State, config_of, hub_state
 
 

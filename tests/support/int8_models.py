@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ckptmap.protocols import Refusal
-from ckptmap.quantization.blockwise.scaled import Scaled
+from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.tensors import Box, TensorInfo
 
 Truth = dict[str, torch.Tensor]
@@ -181,7 +181,7 @@ def info_of(values: torch.Tensor) -> TensorInfo:
 
 
 def encoded(
-    encoding: Scaled, values: torch.Tensor, split: int = 0, device: str = "cpu"
+    encoding: ScaledEncoding, values: torch.Tensor, split: int = 0, device: str = "cpu"
 ) -> dict[str, torch.Tensor]:
     """All parts, fed `split` steps at a time."""
     info = info_of(values)
@@ -199,7 +199,7 @@ def encoded(
 
 
 def decoded(
-    encoding: Scaled, info: TensorInfo, parts: Truth, box: Box | None = None
+    encoding: ScaledEncoding, info: TensorInfo, parts: Truth, box: Box | None = None
 ) -> torch.Tensor:
     """A box, from parts cut as `part_box` says."""
     box = box or Box.whole(info.shape)

@@ -12,10 +12,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.core.lattice import Lattice
-from ckptmap.mapping.chain import translate
-from ckptmap.mapping.resolve import Made, Resolution
-from ckptmap.mapping.rules import HUB, Scheme
-from ckptmap.mapping.schemes import Entry, available
+from ckptmap.mapping.catalog import CatalogEntry, available
+from ckptmap.mapping.resolve import MappedTensor, Resolution
+from ckptmap.mapping.rules import HUB, NamingScheme
+from ckptmap.mapping.scheme_to_scheme import translate
 from ckptmap.tensors import TensorInfo
 from tests.golden.mappings.tables import ROOT, Row, read
 from tests.support.mapping_configs import TINY, iota
@@ -43,7 +43,7 @@ def hub_state(model: str) -> State:
     return dict(iota({key: row.shape for key, row in golden(model, HUB).items()}))
 
 
-def entry_of(model: str, scheme: str) -> Entry:
+def entry_of(model: str, scheme: str) -> CatalogEntry:
     """The shipped file of a scheme (`meta`, `torchtitan@2026-06`) for a model."""
     kind = TINY[model].config["model_type"]
     name, _, era = scheme.partition("@")
@@ -61,7 +61,10 @@ def state_of(model: str, scheme: str) -> State:
 
 
 def translated(
-    state: State, config: Mapping[str, Any] | None, source: Scheme | None, target: Scheme | None
+    state: State,
+    config: Mapping[str, Any] | None,
+    source: NamingScheme | None,
+    target: NamingScheme | None,
 ) -> State:
     """`state` under another scheme's names."""
     resolution = translate(infos(state), source, target, config)
@@ -85,7 +88,7 @@ def moved(resolution: Resolution, state: State) -> State:
     }
 
 
-def _made(made: Made, state: State) -> Tensor:
+def _made(made: MappedTensor, state: State) -> Tensor:
     import torch
 
     if made.source is not None:

@@ -10,7 +10,7 @@ from ckptmap.live.model import fsdp2 as fsdp2_params
 from ckptmap.live.model import peft as peft_live
 from ckptmap.live.model.target import PLAIN, TRAINED_INT8, Target
 from ckptmap.mapping.wrappers import strip_wrappers
-from ckptmap.quantization.torchao.pickled import TRAINED_DENSE
+from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 
 if TYPE_CHECKING:
     import torch

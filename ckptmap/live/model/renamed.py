@@ -17,8 +17,8 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.renamed import translated
 from ckptmap.errors import CkptmapError
 from ckptmap.live.model.target import Target
-from ckptmap.mapping.config import as_config
 from ckptmap.mapping.detect import MEMORY, recognise
+from ckptmap.mapping.model_config import as_config
 from ckptmap.mapping.rules import HUB
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.errors import LoadError
 from ckptmap.live.model import fsdp2 as fsdp2_params
 from ckptmap.live.model.reader import window
-from ckptmap.quantization.torchao.pickled import TRAINED_DENSE
+from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 from ckptmap.tensors import Box
 
 if TYPE_CHECKING:

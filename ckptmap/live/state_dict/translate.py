@@ -22,8 +22,8 @@ from ckptmap.live.state_dict.as_checkpoint import WHERE, is_spread, opened
 from ckptmap.live.state_dict.fsdp1 import own_keys, shadows
 from ckptmap.live.state_dict.load_state_dict import load_live
 from ckptmap.live.state_dict.recode import DENSE, DTYPES, QUANTIZED, cast, decoded, quantized
-from ckptmap.mapping.config import as_config
-from ckptmap.mapping.memory import translate_names
+from ckptmap.mapping.model_config import as_config
+from ckptmap.mapping.translate_state_dict import translate_names
 from ckptmap.mapping.wrappers import strip_wrappers, wrap_prefix
 
 if TYPE_CHECKING:

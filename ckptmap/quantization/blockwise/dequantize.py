@@ -24,7 +24,7 @@ CHUNK_NUMEL = 256 * 1024
 """Elements at a time: larger temporaries leave the cache and pay page faults."""
 
 
-def decode(
+def dequantize(
     codes: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor | None,

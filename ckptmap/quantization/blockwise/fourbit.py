@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckptmap.quantization.blockwise.thresholds import Counter
+from ckptmap.quantization.blockwise.bucketize import Bucketizer
 from ckptmap.tensors import Box, TensorInfo, contiguous_strides
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ ZERO_PAIR = {"nf4": 0x77, "fp4": 0x00}
 NEAR_ZERO = 1 / 64
 """As a share of the largest scale: what 8 bits may make of a scale of 0, and more."""
 
-_counters: dict[tuple[str, str], Counter] = {}
+_bucketizers: dict[tuple[str, str], Bucketizer] = {}
 
 
 def table(kind: str, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -53,23 +53,23 @@ def table(kind: str, device: torch.device | str = "cpu") -> torch.Tensor:
 # ------------------------------------------------------------------------------- encoding
 
 
-def _counter(kind: str, device: str) -> Counter:
+def _bucketizer(kind: str, device: str) -> Bucketizer:
     """Of the midpoints between neighbours: above one the count is higher, at it not yet."""
     import torch
 
-    found = _counters.get((kind, device))
+    found = _bucketizers.get((kind, device))
     if found is not None:
         return found
     ordered, codes = table(kind, device).sort(stable=True)
     middles = (ordered.narrow(0, 0, 15) + ordered.narrow(0, 1, 15)) / 2
     above = middles.nextafter(torch.full_like(middles, torch.inf))
-    found = Counter(above, codes.to(torch.uint8))
+    found = Bucketizer(above, codes.to(torch.uint8))
     if type(above) is torch.Tensor:  # a fake one must not outlive its mode
-        _counters[kind, device] = found
+        _bucketizers[kind, device] = found
     return found
 
 
-class Quantizer:
+class FourBitQuantizer:
     """Codes and absmax of blocks, in chunks, over buffers that are used again."""
 
     def __init__(self, kind: str, numel: int, block: int, dtype: torch.dtype, device: str) -> None:
@@ -77,7 +77,7 @@ class Quantizer:
 
         self._block = block
         self._chunk = max(1, min(-(-numel // block), CHUNK_NUMEL // block)) * block
-        self._counter = _counter(kind, device)
+        self._bucketizer = _bucketizer(kind, device)
         self._integer = torch.int32 if dtype.itemsize == 4 else torch.int16
         self._spare = torch.empty(self._chunk, dtype=torch.int32, device=device)
         self._quotient = torch.empty(self._chunk, dtype=torch.float32, device=device)
@@ -130,7 +130,7 @@ class Quantizer:
     def _pack(self, quotient: torch.Tensor, packed: torch.Tensor) -> None:
         n = quotient.numel()
         spare, code = self._spare.narrow(0, 0, n), self._code.narrow(0, 0, n)
-        self._counter.count(quotient, spare, code)
+        self._bucketizer.bucketize(quotient, spare, code)
         pack(code, spare, packed)
 
 
@@ -157,7 +157,7 @@ def pairs(values: torch.Tensor) -> torch.Tensor:
     return pairs.view(torch.int64).flatten()
 
 
-class Dequantizer:
+class FourBitDequantizer:
     """Values of blocks, at most `numel` (even) at a time, in a buffer that is used again."""
 
     def __init__(self, numel: int, values: torch.Tensor) -> None:

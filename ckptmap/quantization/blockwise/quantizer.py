@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptmap.quantization.blockwise.rounding_rules import Rule
+from ckptmap.quantization.blockwise.rounding_rules import RoundingRule
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ CHUNK_NUMEL = 512 * 1024
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedBlocks:
     """Codes [r, w], scales [r] or [p, q] as they are stored, and the absmax that they came from."""
 
     codes: torch.Tensor
@@ -47,7 +47,7 @@ def absmax_of(
     return magnitude.amax(dims).view(values.dtype)
 
 
-def quantize_rows(values: torch.Tensor, rule: Rule) -> Quantized:
+def quantize_rows(values: torch.Tensor, rule: RoundingRule) -> QuantizedBlocks:
     """values [r, w] T, a block a row -> codes [r, w], scales [r]."""
     import torch
 
@@ -63,12 +63,12 @@ def quantize_rows(values: torch.Tensor, rule: Rule) -> Quantized:
         part, room = values.narrow(0, start, count), wide.narrow(0, 0, count)
         found.append(_quantize(part, rule, room, codes.narrow(0, start, count)))
     scales, peaks = _joined([f.scales for f in found]), _joined([f.absmax for f in found])
-    return Quantized(codes, scales, peaks)
+    return QuantizedBlocks(codes, scales, peaks)
 
 
 def _quantize(
-    values: torch.Tensor, rule: Rule, wide: torch.Tensor | None, codes: torch.Tensor | None
-) -> Quantized:
+    values: torch.Tensor, rule: RoundingRule, wide: torch.Tensor | None, codes: torch.Tensor | None
+) -> QuantizedBlocks:
     """By way of `wide` into `codes` where they are given: memory that is new every time is slower
     than all of the arithmetic."""
     import torch
@@ -82,7 +82,7 @@ def _quantize(
     made = _as_float32(values, wide)
     rule.apply(made, operand.unsqueeze(1))
     coded = made.to(getattr(torch, rule.codes_dtype)) if codes is None else codes.copy_(made)
-    return Quantized(coded, scale, absmax)
+    return QuantizedBlocks(coded, scale, absmax)
 
 
 def _as_float32(values: torch.Tensor, wide: torch.Tensor | None) -> torch.Tensor:
@@ -97,7 +97,9 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def quantize_tiles(values: torch.Tensor, block: tuple[int, int], rule: Rule) -> Quantized:
+def quantize_tiles(
+    values: torch.Tensor, block: tuple[int, int], rule: RoundingRule
+) -> QuantizedBlocks:
     """values [r, w] T -> codes [r, w], scales [ceil(r / p), ceil(w / q)]; the last tile of a dim
     may be short."""
     import torch
@@ -111,4 +113,4 @@ def quantize_tiles(values: torch.Tensor, block: tuple[int, int], rule: Rule) -> 
     absmax = absmax_of(tiles, (1, 3))
     scale, operand = rule.scales(absmax)
     rule.apply(tiles, operand.unsqueeze(1).unsqueeze(3))
-    return Quantized(wide.narrow(0, 0, rows).narrow(1, 0, width).to(dtype), scale, absmax)
+    return QuantizedBlocks(wide.narrow(0, 0, rows).narrow(1, 0, width).to(dtype), scale, absmax)

@@ -18,7 +18,7 @@ _EPS = 1.1920928955078125e-07
 """float32's machine epsilon: torchao's least scale."""
 
 
-class Rule(Protocol):
+class RoundingRule(Protocol):
     """One library's arithmetic. Both methods work on the device of their arguments."""
 
     codes_dtype: ClassVar[str]

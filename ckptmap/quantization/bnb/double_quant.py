@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptmap.quantization.blockwise.scale_levels import ScaleGrid
+from ckptmap.quantization.blockwise.eight_bit_scales import ScaleLevels
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ def requantize(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]
     from here, are given their own numbers again. The offset is no mean, and nothing is clipped."""
     import torch
 
-    grid = ScaleGrid(dynamic_map(), BLOCK, torch.float32, divides=False)
+    grid = ScaleLevels(dynamic_map(), BLOCK, torch.float32, divides=False)
     offset, scale = grid.fitted(absmax)
     codes = torch.empty(absmax.shape, dtype=torch.uint8)
     for start in range(0, absmax.numel(), grid.step):

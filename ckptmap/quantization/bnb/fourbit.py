@@ -26,7 +26,7 @@ from ckptmap.core.code_grids import Grid, Recoder
 from ckptmap.protocols import Encoder, Refusal
 from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.bnb import double_quant as bnb_nested
-from ckptmap.quantization.bnb.encoder import FourBitEncoder, FourBitRecoder
+from ckptmap.quantization.bnb.fourbit_encoder import FourBitEncoder, FourBitRecoder
 from ckptmap.tensors import ITEMSIZE, Box, TensorInfo
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class FourBit:
         slabs = list(fourbit.slabs(stored, box, out))
         widest = max(stop - start for start, stop, _, _ in slabs) + 2 * block
         numel = min(widest, (last - first) * block)
-        run = fourbit.Dequantizer(numel, fourbit.table(self.kind, out.device)).run
+        run = fourbit.FourBitDequantizer(numel, fourbit.table(self.kind, out.device)).run
         for start, stop, part, strides in slabs:
             low, high = start // block - first, -(-stop // block) - first
             codes = packed[low * block // 2 : high * block // 2]

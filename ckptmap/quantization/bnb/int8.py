@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ckptmap.core.code_grids import Grid
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoding, Group, Refusal
-from ckptmap.quantization.blockwise.config_json import small
-from ckptmap.quantization.blockwise.encoder import Constants
-from ckptmap.quantization.blockwise.errors import DAMAGED, checked, malformed
+from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
 from ckptmap.quantization.blockwise.model_dtype import model_dtype
-from ckptmap.quantization.blockwise.records import read_record
-from ckptmap.quantization.blockwise.rounding_rules import BitsandbytesInt8, Rule
-from ckptmap.quantization.blockwise.scaled import Scaled
-from ckptmap.quantization.bnb.reader import Models
-from ckptmap.quantization.default_selection import is_expert, is_single_module, is_wide
+from ckptmap.quantization.blockwise.read_config import read_small
+from ckptmap.quantization.blockwise.rounding_rules import BitsandbytesInt8, RoundingRule
+from ckptmap.quantization.blockwise.scaled_encoder import Constants
+from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
+from ckptmap.quantization.blockwise.scaled_record import read_record
+from ckptmap.quantization.bnb.fourbit_reader import Conv1DModels
+from ckptmap.quantization.linear_weights import is_expert, is_single_module, is_wide
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo
 
@@ -38,7 +38,7 @@ _FORMAT_PART: tuple[tuple[str, str, tuple[int, ...]], ...] = ((FORMAT, "uint8", 
 
 
 @dataclass(frozen=True)
-class BnbInt8(Scaled):
+class BnbInt8(ScaledEncoding):
     """By rows, always; `extra` names the format number where there is one. `transposed`: the codes
     are those of the transpose of the weight, as GPT-2 kin have it."""
 
@@ -89,7 +89,7 @@ class BnbInt8(Scaled):
             return Refusal(f"bitsandbytes' int8 holds matrices, found shape {list(info.shape)}")
         return super().refusal(info)
 
-    def rule(self, info: TensorInfo) -> Rule:
+    def rule(self, info: TensorInfo) -> RoundingRule:
         return BitsandbytesInt8()
 
     def constants(self, info: TensorInfo) -> Constants:
@@ -189,7 +189,7 @@ def _found(
     files of bitsandbytes before 0.43 its name."""
     scales = [key for key in stored if key.endswith(SCB) and key[:-3][-1:] in ("", ".")]
     dtype = model_dtype(stored, set(scales), "float16") if scales else ""
-    files, models = Files(), Models()
+    files, models = Files(), Conv1DModels()
     try:
         for key in scales:
             fqn = f"{key.removesuffix(SCB)}weight"
@@ -199,7 +199,7 @@ def _found(
             said = f"{key.removesuffix(SCB)}{FORMAT}"
             number = stored.get(said)
             if number is not None:
-                _check_rows(fqn, small(number, files, fqn))
+                _check_rows(fqn, read_small(number, files, fqn))
             elif said in records:
                 _check_name(fqn, str(records[said].get("value")))
             across = models.is_conv1d(fqn, codes)
@@ -234,5 +234,5 @@ def _group(
         raise malformed(fqn, f"bnb-int8: {expected.reason}", DAMAGED)
     keys = {part: encoding.part_key(fqn, part) for part in expected}
     found = {part: stored.get(key) for part, key in keys.items()}
-    parts = checked(fqn, "bnb-int8", expected, found)
+    parts = check_parts(fqn, "bnb-int8", expected, found)
     return Group(fqn, info, encoding, parts), tuple(keys.values())

@@ -10,9 +10,9 @@ from typing import Any
 
 from ckptmap.formats.huggingface.loaded_names import loaded_as
 from ckptmap.protocols import Encoding
-from ckptmap.quantization.blockwise.errors import malformed
-from ckptmap.quantization.blockwise.grid import grid_shape
-from ckptmap.quantization.blockwise.scaled import Scaled
+from ckptmap.quantization.blockwise.block_geometry import grid_shape
+from ckptmap.quantization.blockwise.group_checks import malformed
+from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.tensors import TensorInfo
 
 Key = tuple[str, int, str, bool, bool, str, tuple[int, ...]]
@@ -33,7 +33,7 @@ def declared(
     others = loaded_as([*encoded, *(f"{module}.weight" for module in dense)])
     groups: dict[Key, list[str]] = {}
     for name, (encoding, info) in encoded.items():
-        if isinstance(encoding, Scaled):
+        if isinstance(encoding, ScaledEncoding):
             module = name.removesuffix(".weight")
             groups.setdefault(_key(encoding, info), []).extend((module, *others(module)))
     formats = {key[2] for key in groups}
@@ -86,7 +86,7 @@ def _scaled(activations: object, scale: str, names: Collection[str]) -> bool:
     return any(name.endswith(f".{scale}") for name in names)
 
 
-def _key(encoding: Scaled, info: TensorInfo) -> Key:
+def _key(encoding: ScaledEncoding, info: TensorInfo) -> Key:
     """Type, bits, format, whether it is symmetric, whether groups follow activations, strategy and
     its sizes."""
     packed = encoding.codes_part == "packed"

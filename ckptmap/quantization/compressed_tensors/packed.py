@@ -19,11 +19,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptmap.core.code_grids import Grid, Recoder
 from ckptmap.protocols import Encoder, Refusal, Write
+from ckptmap.quantization.blockwise import block_geometry as geometry
 from ckptmap.quantization.blockwise import dequantize as values
-from ckptmap.quantization.blockwise import grid as geometry
-from ckptmap.quantization.blockwise.encoder import Constants, ScaledEncoder, ScaledRecoder, flat
-from ckptmap.quantization.blockwise.rounding_rules import Rule, TorchaoInt8
-from ckptmap.quantization.blockwise.scaled import Scaled
+from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoInt8
+from ckptmap.quantization.blockwise.scaled_encoder import (
+    Constants,
+    ScaledEncoder,
+    ScaledRecoder,
+)
+from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
+from ckptmap.quantization.dense import flat
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
@@ -35,7 +40,7 @@ PACKED_ZERO = "int32"
 
 
 @dataclass(frozen=True)
-class Packed(Scaled):
+class Packed(ScaledEncoding):
     """Written with 8 bits, read with 1 to 8. `ordered`: `weight_g_idx` says the group of a column.
     `aligned`: no code lies in two words. Zero points are packed where they are int32."""
 
@@ -129,7 +134,7 @@ class Packed(Scaled):
             scale = scale.index_select(1, index)
             zero = None if zero is None else zero.index_select(1, index)
             block = (block[0], 1)
-        values.decode(codes, scale, zero, box, block, out)
+        values.dequantize(codes, scale, zero, box, block, out)
 
     def _zero(self, part: torch.Tensor, grid: Box) -> torch.Tensor:
         if self.zero_dtype != PACKED_ZERO:
@@ -139,7 +144,7 @@ class Packed(Scaled):
 
     # ------------------------------------------------------------------ written, 8 bits
 
-    def rule(self, info: TensorInfo) -> Rule:
+    def rule(self, info: TensorInfo) -> RoundingRule:
         return TorchaoInt8(self.scale_dtype)
 
     def constants(self, info: TensorInfo) -> Constants:

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptmap.protocols import Group, Refusal
-from ckptmap.quantization.blockwise import grid as geometry
-from ckptmap.quantization.blockwise.config_json import quantization_config, small
-from ckptmap.quantization.blockwise.errors import DAMAGED, checked, malformed
-from ckptmap.quantization.blockwise.records import read_record
-from ckptmap.quantization.blockwise.scaled import DTYPES
+from ckptmap.quantization.blockwise import block_geometry as geometry
+from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
+from ckptmap.quantization.blockwise.read_config import quantization_config, read_small
+from ckptmap.quantization.blockwise.scaled_encoding import DTYPES
+from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.compressed_tensors.config_json import (
     block_found,
     version_said,
@@ -98,7 +98,7 @@ def _shape(fqn: str, stored: Mapping[str, StoredTensor], files: Files) -> tuple[
     if part is None or part.info.numel != 2 or part.info.dtype not in ("int64", "int32"):
         found = part.info if part is not None else "none"
         raise malformed(fqn, f"weight_shape, expected two integers, found {found}")
-    data, size = small(part, files, fqn), part.info.itemsize
+    data, size = read_small(part, files, fqn), part.info.itemsize
     rows, width = (int.from_bytes(data[i : i + size], "little", signed=True) for i in (0, size))
     if min(rows, width) < 1:
         raise malformed(fqn, f"weight_shape {[rows, width]}, expected positive sizes", DAMAGED)
@@ -118,5 +118,5 @@ def _group(
             found[part] = geometry.reshaped(found[part], shape)
     if found["shape"] is not None and found["shape"].info == TensorInfo((2,), "int32"):
         raise malformed(fqn, "weight_shape is int32, expected int64", DAMAGED)
-    parts = checked(fqn, encoding.name, expected, found)
+    parts = check_parts(fqn, encoding.name, expected, found)
     return Group(fqn, info, encoding, parts), tuple(encoding.part_key(fqn, p) for p in parts)

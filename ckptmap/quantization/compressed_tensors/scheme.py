@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 
 from ckptmap.core.code_grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
-from ckptmap.quantization.blockwise.config_json import quantization_config
-from ckptmap.quantization.blockwise.errors import DAMAGED, checked, malformed
-from ckptmap.quantization.blockwise.records import Record, read_record
-from ckptmap.quantization.blockwise.rounding_rules import Rule, TorchaoFloat8
-from ckptmap.quantization.blockwise.scaled import DTYPES, Scaled
+from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
+from ckptmap.quantization.blockwise.read_config import quantization_config
+from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoFloat8
+from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, ScaledEncoding
+from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_record
 from ckptmap.quantization.compressed_tensors.config_json import (
     beyond_weights,
     block_found,
@@ -28,7 +28,7 @@ from ckptmap.quantization.compressed_tensors.config_json import (
 )
 from ckptmap.quantization.compressed_tensors.packed import Packed
 from ckptmap.quantization.compressed_tensors.packed_reader import find_packed
-from ckptmap.quantization.default_selection import is_linear_module
+from ckptmap.quantization.linear_weights import is_linear_module
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 ACTIVATIONS = (
@@ -37,7 +37,7 @@ ACTIVATIONS = (
 
 
 @dataclass(frozen=True)
-class Plain(Scaled):
+class Plain(ScaledEncoding):
     """Codes as they are; a zero point has the scale's shape. `scale_stored` is the shape of a single
     scale, where it was found as [] or [1, 1]."""
 
@@ -59,7 +59,7 @@ class Plain(Scaled):
             return super().scale_shape(info)
         return (1,) if self.scale_stored is None else self.scale_stored
 
-    def rule(self, info: TensorInfo) -> Rule:
+    def rule(self, info: TensorInfo) -> RoundingRule:
         return TorchaoFloat8(self.scale_dtype)
 
     def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
@@ -97,7 +97,7 @@ class _Target:
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
         return None
 
-    def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> Scaled:
+    def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> ScaledEncoding:
         raise NotImplementedError
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
@@ -143,7 +143,7 @@ class CompressedFp8(_Target):
     suffix = "ct-fp8"
     live = "float8"
 
-    def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> Scaled:
+    def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> ScaledEncoding:
         return PlainFp8(block, scale_dtype)
 
     def group(
@@ -169,7 +169,7 @@ class CompressedInt8(_Target):
     suffix = "ct-int8"
     live = "int8"
 
-    def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> Scaled:
+    def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> ScaledEncoding:
         return Packed(block, scale_dtype)
 
     def group(
@@ -180,7 +180,7 @@ class CompressedInt8(_Target):
 
 
 def _recorded(
-    read: Record, kind: type[Plain], stored: Mapping[str, StoredTensor]
+    read: ScaledRecord, kind: type[Plain], stored: Mapping[str, StoredTensor]
 ) -> tuple[Group, Sequence[str]]:
     single = _single(read.count("scale_ndim", 1))
     encoding = kind(read.block, read.scale_dtype, read.dtype("zero_dtype"), read.extra(), single)
@@ -227,6 +227,6 @@ def _group(
         raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
     keys = {part: encoding.part_key(fqn, part) for part in expected}
     found = {part: stored.get(key) for part, key in keys.items()}
-    return Group(fqn, info, encoding, checked(fqn, encoding.name, expected, found)), tuple(
+    return Group(fqn, info, encoding, check_parts(fqn, encoding.name, expected, found)), tuple(
         keys.values()
     )

@@ -22,7 +22,7 @@ from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Refusal, Write
 from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.nf4 import kernels as nf4_codes
-from ckptmap.quantization.nf4.recode import (
+from ckptmap.quantization.nf4.scales import (
     DATA,
     FACTOR,
     MEAN,
@@ -124,7 +124,7 @@ class NF4:
         scales = nf4_codes.scales(parts[SCALERS], parts[FACTOR], parts[MEAN], unit, first % unit)
         slabs = list(fourbit.slabs(info, box, out))
         widest = max(stop - start for start, stop, _, _ in slabs) + 2 * block
-        run = nf4_codes.Dequantizer(min(widest, (last - first) * block), table).run
+        run = nf4_codes.NF4Dequantizer(min(widest, (last - first) * block), table).run
         for start, stop, part, strides in slabs:
             low, high = start // block - first, -(-stop // block) - first
             scale = scales.narrow(0, low, high - low)
@@ -219,7 +219,7 @@ class NF4Encoder:
         self.step = encoding.block_size
         self.sign_flips = 0
         dtype: torch.dtype = getattr(torch, info.dtype)
-        self._quantizer = nf4_codes.Quantizer(info.numel, self.step, dtype, device)
+        self._quantizer = nf4_codes.NF4Quantizer(info.numel, self.step, dtype, device)
         self._absmax = torch.empty(info.numel // self.step, dtype=dtype, device=device)
         self._missing = info.numel
         absmax_nbytes = self._absmax.numel() * self._absmax.element_size()

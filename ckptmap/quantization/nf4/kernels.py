@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError
+from ckptmap.quantization.blockwise.bucketize import Bucketizer
 from ckptmap.quantization.blockwise.fourbit import pack
-from ckptmap.quantization.blockwise.thresholds import Counter
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ TABLE = (
 )  # fmt: skip
 ZERO_CODE = TABLE.index(0.0)
 
-_lookups: dict[tuple[torch.dtype, str], torch.Tensor | Counter] = {}
+_lookups: dict[tuple[torch.dtype, str], torch.Tensor | Bucketizer] = {}
 
 
 def value_table(dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -60,7 +60,7 @@ def nearest(values: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------- encoding
 
 
-def lookup(dtype: torch.dtype, device: str) -> torch.Tensor | Counter:
+def lookup(dtype: torch.dtype, device: str) -> torch.Tensor | Bucketizer:
     """What tells the codes of quotients: of 16 bits a table [65536] u8 by their bits, of float32 a
     Counter. A NaN, which is 0/0, has the code of 0."""
     import torch
@@ -71,7 +71,7 @@ def lookup(dtype: torch.dtype, device: str) -> torch.Tensor | Counter:
         if limits is None:
             found = made = _lookup_16(dtype, device)
         else:
-            found = Counter(limits, made := torch.arange(16, dtype=torch.uint8, device=device))
+            found = Bucketizer(limits, made := torch.arange(16, dtype=torch.uint8, device=device))
         if type(made) is torch.Tensor:  # a fake one must not outlive its mode
             _lookups[dtype, device] = found
     return found
@@ -107,7 +107,7 @@ def _thresholds(device: str) -> torch.Tensor:
     return values.gather(1, below.sum(-1, keepdim=True)).squeeze(1)
 
 
-class Quantizer:
+class NF4Quantizer:
     """Codes and absmax of blocks, in chunks, over buffers that are used again."""
 
     def __init__(self, numel: int, block: int, dtype: torch.dtype, device: str) -> None:
@@ -158,8 +158,8 @@ class Quantizer:
 
         n = quotient.numel()
         code, spare = self._code.narrow(0, 0, n), self._spare.narrow(0, 0, n)
-        if isinstance(self._lookup, Counter):
-            self._lookup.count(quotient, spare, code)
+        if isinstance(self._lookup, Bucketizer):
+            self._lookup.bucketize(quotient, spare, code)
             return code
         if spare.is_cpu:  # one buffer: what a thread frees at once goes back to the system
             spare.copy_(quotient.view(torch.uint16))
@@ -269,7 +269,7 @@ def pair_table(table: torch.Tensor) -> torch.Tensor:
     return pairs.view(wide).flatten()
 
 
-class Dequantizer:
+class NF4Dequantizer:
     """Values of blocks, at most `numel` at a time, in a buffer that is used again."""
 
     def __init__(self, numel: int, table: torch.Tensor) -> None:

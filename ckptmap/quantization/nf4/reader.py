@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptmap.protocols import Group, Refusal
-from ckptmap.quantization.blockwise.errors import checked, malformed
+from ckptmap.quantization.blockwise.group_checks import check_parts, malformed
 from ckptmap.quantization.nf4.encoding import (
     DATA,
     FACTOR,
@@ -36,7 +36,7 @@ def _checked(
     expected = encoding.parts(info)
     if isinstance(expected, Refusal):
         raise malformed(fqn, expected.reason, "the file is damaged or not an NF4 tensor")
-    return checked(fqn, "NF4", expected, found)
+    return check_parts(fqn, "NF4", expected, found)
 
 
 # ------------------------------------------------------------------------------- our own form

@@ -10,7 +10,7 @@ from typing import Any
 from ckptmap.core.code_grids import Grid
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoding, Group, Refusal
-from ckptmap.quantization.default_selection import is_linear_weight
+from ckptmap.quantization.linear_weights import is_linear_weight
 from ckptmap.quantization.nf4.encoding import NF4, default_encoding
 from ckptmap.quantization.nf4.reader import adopt_cut, adopt_whole, is_nf4, stored_groups
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo

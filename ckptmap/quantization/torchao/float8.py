@@ -7,21 +7,21 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ckptmap.quantization.blockwise.rounding_rules import Rule, TorchaoFloat8
+from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoFloat8
 from ckptmap.quantization.torchao import config_json as torchao_config
-from ckptmap.quantization.torchao.base import Torchao, TorchaoScheme
+from ckptmap.quantization.torchao.scheme import TorchaoEncoding, TorchaoScheme
 from ckptmap.tensors import TensorInfo
 
 
 @dataclass(frozen=True)
-class Float8(Torchao):
+class Float8(TorchaoEncoding):
     """`fc.weight` [out, in] T -> `fc._weight_qdata` e4m3, `fc._weight_scale` f32 [out, 1]."""
 
     name: ClassVar[str] = "float8"
     scheme: ClassVar[str] = "float8"
     codes_dtype: ClassVar[str] = "float8_e4m3fn"
 
-    def rule(self, info: TensorInfo) -> Rule:
+    def rule(self, info: TensorInfo) -> RoundingRule:
         return TorchaoFloat8(self.scale_dtype)
 
 

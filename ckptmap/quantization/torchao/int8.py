@@ -7,17 +7,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ckptmap.quantization.blockwise.rounding_rules import Rule, TorchaoInt8
+from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoInt8
 from ckptmap.quantization.torchao import config_json as torchao_config
-from ckptmap.quantization.torchao.base import Torchao, TorchaoScheme
-from ckptmap.quantization.torchao.pickled import TRAINED
+from ckptmap.quantization.torchao.scheme import TorchaoEncoding, TorchaoScheme
+from ckptmap.quantization.torchao.subclass_reader import TRAINED
 from ckptmap.tensors import TensorInfo
 
 KINDS = ("Int8Tensor", "IntxUnpackedToInt8Tensor")
 
 
 @dataclass(frozen=True)
-class Int8(Torchao):
+class Int8(TorchaoEncoding):
     """`fc.weight` [out, in] T -> `fc._weight_qdata` i8, `fc._weight_scale` f32 [out, 1]."""
 
     name: ClassVar[str] = "int8"
@@ -28,7 +28,7 @@ class Int8(Torchao):
         """Int8Tensor weights are, though zero points of 0 are stored with them."""
         return self.kind == "Int8Tensor"
 
-    def rule(self, info: TensorInfo) -> Rule:
+    def rule(self, info: TensorInfo) -> RoundingRule:
         return TorchaoInt8(self.scale_dtype)
 
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptmap.quantization.blockwise import grid as geometry
-from ckptmap.quantization.blockwise.errors import malformed
-from ckptmap.quantization.torchao.pickled import Pickled, unpack
+from ckptmap.quantization.blockwise import block_geometry as geometry
+from ckptmap.quantization.blockwise.group_checks import malformed
+from ckptmap.quantization.torchao.subclass_reader import TorchaoParts, unpack
 from ckptmap.tensors import Box, Chunk, Cut, Region, StoredTensor, TensorInfo
 
 Placed = Sequence[tuple[Box, StoredTensor]]
 
 
-def unpack_cut(fqn: str, cut: Cut) -> Pickled:
+def unpack_cut(fqn: str, cut: Cut) -> TorchaoParts:
     """Raises SourceError CKM115 where the pieces are of different kinds or cut blocks in two."""
     pieces = [(box, unpack(fqn, leaf)) for box, leaf in cut.pieces]
     first = pieces[0][1]
@@ -46,7 +46,9 @@ def unpack_cut(fqn: str, cut: Cut) -> Pickled:
     return replace(first, info=info, block=block, codes=codes, scale=scale, zero=zero)
 
 
-def _block(fqn: str, info: TensorInfo, pieces: Sequence[tuple[Box, Pickled]]) -> tuple[int, ...]:
+def _block(
+    fqn: str, info: TensorInfo, pieces: Sequence[tuple[Box, TorchaoParts]]
+) -> tuple[int, ...]:
     """The block of the whole: a piece that is one block in a dim says nothing about the next."""
     block = []
     for dim, size in enumerate(info.shape):

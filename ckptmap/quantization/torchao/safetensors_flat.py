@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME, part_key
-from ckptmap.quantization.blockwise import grid as geometry
-from ckptmap.quantization.blockwise.errors import DAMAGED, malformed, sizes_of
-from ckptmap.quantization.torchao.pickled import Pickled
+from ckptmap.quantization.blockwise import block_geometry as geometry
+from ckptmap.quantization.blockwise.group_checks import DAMAGED, malformed, read_sizes
+from ckptmap.quantization.torchao.subclass_reader import TorchaoParts
 from ckptmap.tensors import ITEMSIZE, StoredTensor, TensorInfo
 
-__all__ = ["Flat", "flat_of", "flat_parts", "part_key"]
+__all__ = ["FlatEntry", "flat_of", "flat_parts", "part_key"]
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatEntry:
     """One tensor's entry in torchao's metadata."""
 
     fqn: str
@@ -32,7 +32,7 @@ class Flat:
     data: Mapping[str, Any]
 
 
-def flat_of(fqn: str, record: Mapping[str, Any], kinds: Sequence[str]) -> Flat | None:
+def flat_of(fqn: str, record: Mapping[str, Any], kinds: Sequence[str]) -> FlatEntry | None:
     """None: another scheme's record, or a class that is not one of `kinds`."""
     if record.get("scheme") != SCHEME or record.get("kind") not in kinds:
         return None
@@ -41,10 +41,12 @@ def flat_of(fqn: str, record: Mapping[str, Any], kinds: Sequence[str]) -> Flat |
     if not good or not all(isinstance(name, str) for name in names or ()):
         raise malformed(fqn, f"malformed torchao metadata {str(dict(record))[:120]}", DAMAGED)
     assert isinstance(data, Mapping) and names is not None
-    return Flat(fqn, str(record["kind"]), tuple(names), data)
+    return FlatEntry(fqn, str(record["kind"]), tuple(names), data)
 
 
-def flat_parts(flat: Flat, stored: Mapping[str, StoredTensor]) -> tuple[tuple[str, ...], Pickled]:
+def flat_parts(
+    flat: FlatEntry, stored: Mapping[str, StoredTensor]
+) -> tuple[tuple[str, ...], TorchaoParts]:
     """Its stored keys, and its parts as those of a pickled object. Raises SourceError CKM115."""
     keys = {name: _key(flat.fqn, name, stored) for name in flat.names}
     parts = {name: stored[key] for name, key in keys.items()}
@@ -57,7 +59,7 @@ def flat_parts(flat: Flat, stored: Mapping[str, StoredTensor]) -> tuple[tuple[st
         raise malformed(flat.fqn, f"torchao metadata gives dtype {str(dtype)[:60]}", DAMAGED)
     info = TensorInfo(codes.info.shape, name)
     given = flat.data.get("block_size")
-    block = sizes_of(flat.fqn, given, "block_size") if given else info.shape
+    block = read_sizes(flat.fqn, given, "block_size") if given else info.shape
     if len(block) != len(info.shape):
         raise malformed(flat.fqn, f"block_size {list(block)} of {list(info.shape)}", DAMAGED)
     block = geometry.clamped(block, info.shape)
@@ -67,7 +69,7 @@ def flat_parts(flat: Flat, stored: Mapping[str, StoredTensor]) -> tuple[tuple[st
             raise malformed(flat.fqn, f"scales, expected shape {list(grid)}, found {part.info}")
     attributes = {k: v for k, v in flat.data.items() if k not in ("block_size", "dtype")}
     extra = {k: v for k, v in parts.items() if k not in ("qdata", "scale", "zero_point")}
-    return tuple(keys.values()), Pickled(
+    return tuple(keys.values()), TorchaoParts(
         flat.kind, info, block, codes, geometry.reshaped(scale, grid),
         None if zero is None else geometry.reshaped(zero, grid), extra, attributes,
     )  # fmt: skip

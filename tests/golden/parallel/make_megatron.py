@@ -85,7 +85,7 @@ def check_logits(name: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from ckptmap.mapping.memory import translate_names
+    from ckptmap.mapping.translate_state_dict import translate_names
 
     source = TINY[name].build()
     with torch.no_grad():

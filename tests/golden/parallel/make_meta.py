@@ -75,7 +75,7 @@ def check_logits(model: Any, folder: Path | None) -> None:
     import torch
     import torch.distributed as dist
 
-    from ckptmap.mapping.memory import translate_names
+    from ckptmap.mapping.translate_state_dict import translate_names
 
     source = TINY["llama"].build()
     with torch.no_grad():

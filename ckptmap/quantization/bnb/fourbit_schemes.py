@@ -13,8 +13,8 @@ from typing import Any
 from ckptmap.core.code_grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.bnb.fourbit import BLOCKS, FourBit, Nested
-from ckptmap.quantization.bnb.reader import found
-from ckptmap.quantization.default_selection import CONV1D, is_expert, is_single_module, is_wide
+from ckptmap.quantization.bnb.fourbit_reader import find_fourbit
+from ckptmap.quantization.linear_weights import CONV1D, is_expert, is_single_module, is_wide
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 
@@ -31,7 +31,7 @@ class FourBitScheme:
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Raises SourceError CKM115 where companions of a payload are missing or misshapen."""
-        return list(found(stored, records, self.kind, self.double))
+        return list(find_fourbit(stored, records, self.kind, self.double))
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
         return None

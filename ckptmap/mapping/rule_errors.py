@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from ckptmap.errors import PlanError
 from ckptmap.mapping.axes import Axes
-from ckptmap.mapping.dims import Dims
-from ckptmap.mapping.rules import Rule, Scheme
+from ckptmap.mapping.dims_table import Dims
+from ckptmap.mapping.rules import NamingScheme, Rule
 from ckptmap.tensors import TensorInfo
 
 DIM = "a dim "
 """What is needed begins so where it is the mapping file that does not say it."""
 
 
-def needs(scheme: Scheme, names: Sequence[str], what: str) -> PlanError:
+def missing_config(scheme: NamingScheme, names: Sequence[str], what: str) -> PlanError:
     dims = [name for name in names if name.startswith(DIM)]
     if dims:
         return PlanError(
@@ -29,8 +29,8 @@ def needs(scheme: Scheme, names: Sequence[str], what: str) -> PlanError:
     )
 
 
-def misshapen(
-    scheme: Scheme,
+def wrong_shape(
+    scheme: NamingScheme,
     rule: Rule,
     key: str,
     info: TensorInfo,

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.core.lattice import Lattice
 from ckptmap.errors import PlanError
-from ckptmap.mapping import values
-from ckptmap.mapping.chain import pieces_of, translate
-from ckptmap.mapping.config import as_config
+from ckptmap.mapping import value_ops
 from ckptmap.mapping.detect import choose
-from ckptmap.mapping.resolve import Made, Resolution
+from ckptmap.mapping.model_config import as_config
+from ckptmap.mapping.resolve import MappedTensor, Resolution
+from ckptmap.mapping.scheme_to_scheme import pieces_of, translate
 from ckptmap.storage.lazy_tensor import info_of
 
 if TYPE_CHECKING:
@@ -73,14 +73,14 @@ def applied(
     return made
 
 
-def _made(made: Made, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _made(made: MappedTensor, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
     found = state_dict[made.source] if made.source is not None else _put_together(made, state_dict)
     for text, inverse in made.ops:
-        found = values.parse(text).apply(found, inverse)
+        found = value_ops.parse_value_op(text).apply(found, inverse)
     return found
 
 
-def _put_together(made: Made, state_dict: Mapping[str, Any]) -> torch.Tensor:
+def _put_together(made: MappedTensor, state_dict: Mapping[str, Any]) -> torch.Tensor:
     sources = {key: state_dict[key] for key in made.sources}
     if any(hasattr(tensor, "device_mesh") for tensor in sources.values()):
         return _over_ranks(made, sources)
@@ -90,7 +90,7 @@ def _put_together(made: Made, state_dict: Mapping[str, Any]) -> torch.Tensor:
     return _woven(made, {key: tensor.detach() for key, tensor in sources.items()})
 
 
-def _over_ranks(made: Made, sources: Mapping[str, Any]) -> torch.Tensor:
+def _over_ranks(made: MappedTensor, sources: Mapping[str, Any]) -> torch.Tensor:
     """Gathered one after the other, rearranged, and cut as they were; every rank calls it."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -111,7 +111,7 @@ def _over_ranks(made: Made, sources: Mapping[str, Any]) -> torch.Tensor:
     return distribute_tensor(out, first.device_mesh, first.placements, src_data_rank=None)
 
 
-def _cannot(made: Made, what: str) -> PlanError:
+def _cannot(made: MappedTensor, what: str) -> PlanError:
     return PlanError(
         "CKM610",
         f"{made.name} ({made.rule}): {what}: it cannot be rearranged here",
@@ -119,7 +119,7 @@ def _cannot(made: Made, what: str) -> PlanError:
     )
 
 
-def _woven(made: Made, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _woven(made: MappedTensor, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
     import torch
 
     first = next(iter(sources.values()))

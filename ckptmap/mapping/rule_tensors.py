@@ -11,7 +11,7 @@ from ckptmap.tensors import Box, TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RuleSource:
     """A tensor that is there: its term, and the numbers of captures that are axes elsewhere."""
 
     key: str
@@ -21,7 +21,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class RuleTarget:
     """A tensor that is made, of a term and the numbers of its captures that are axes elsewhere;
     `whole` is the one source that it is, element for element."""
 
@@ -42,7 +42,7 @@ def is_whole(piece: Piece, source: TensorInfo, target: TensorInfo) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class AxisBox:
     """The box of one tensor in the space, and where its elements lie in the tensor."""
 
     low: Mapping[str, int]

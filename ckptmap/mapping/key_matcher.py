@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptmap.errors import PlanError
-from ckptmap.mapping.dims import Dims, Unknown
-from ckptmap.mapping.faults import needs
-from ckptmap.mapping.names import Name, skeleton, tail
-from ckptmap.mapping.rules import Drop, Scheme
-from ckptmap.mapping.sets import limits
+from ckptmap.mapping.completeness import capture_ranges
+from ckptmap.mapping.dims_table import Dims
+from ckptmap.mapping.expressions import Unknown
+from ckptmap.mapping.name_patterns import NamePattern, skeleton, tail
+from ckptmap.mapping.rule_errors import missing_config
+from ckptmap.mapping.rules import Drop, NamingScheme
 
 
 @dataclass(slots=True)
-class Way:
+class Candidate:
     """One name of one term of a rule, or of a drop, ready to be matched."""
 
-    name: Name
+    name: NamePattern
     rule: int
     term: int
     drop: Drop | None = None
@@ -36,26 +37,26 @@ class Way:
         }
 
 
-class Matcher:
+class KeyMatcher:
     """The names of one side; `active`: does each rule hold, None where nobody knows."""
 
     def __init__(
-        self, scheme: Scheme, hub: bool, dims: Dims, active: Sequence[bool | None]
+        self, scheme: NamingScheme, hub: bool, dims: Dims, active: Sequence[bool | None]
     ) -> None:
         self._scheme, self._dims = scheme, dims
-        self._table: dict[str, list[Way]] = {}
+        self._table: dict[str, list[Candidate]] = {}
         for index, rule in enumerate(scheme.rules):
             if active[index] is False:
                 continue
             for number, term in enumerate(rule.side(hub)):
                 for name in term.names:
-                    self._table.setdefault(name.skeleton, []).append(Way(name, index, number))
+                    self._table.setdefault(name.skeleton, []).append(Candidate(name, index, number))
         for drop in scheme.drops:
             if drop.hub == hub and dims.holds(drop.when) is not False:
                 for name in drop.names:
-                    self._table.setdefault(name.skeleton, []).append(Way(name, -1, 0, drop))
+                    self._table.setdefault(name.skeleton, []).append(Candidate(name, -1, 0, drop))
 
-    def find(self, key: str) -> tuple[Way | None, tuple[int, ...]]:
+    def find(self, key: str) -> tuple[Candidate | None, tuple[int, ...]]:
         """The way of a key, and the numbers in it. Raises PlanError CKM608 where it has two, CKM605
         where a config would tell which."""
         shape, numbers = skeleton(key)
@@ -75,7 +76,7 @@ class Matcher:
             raise self._ambiguous(key, ways)
         return (ways[0] if ways else None), numbers
 
-    def _fits(self, way: Way, numbers: tuple[int, ...]) -> bool:
+    def _fits(self, way: Candidate, numbers: tuple[int, ...]) -> bool:
         if way.shifts is None:
             self._prepare(way)
         assert way.shifts is not None
@@ -89,7 +90,7 @@ class Matcher:
                 return False
         return True
 
-    def _below(self, way: Way, numbers: tuple[int, ...]) -> bool:
+    def _below(self, way: Candidate, numbers: tuple[int, ...]) -> bool:
         """Are the captures below their dims? It tells `layers.{n}` and `layers.{k+n}` apart."""
         for name, value in way.captures(numbers).items():
             size = self._dims.size(name)
@@ -97,13 +98,13 @@ class Matcher:
                 return False
         return True
 
-    def _prepare(self, way: Way) -> None:
+    def _prepare(self, way: Candidate) -> None:
         """Shifts and ranges of a name, once a key with its skeleton is there."""
         try:
             way.shifts = way.name.shifts(self._dims)
-            ranges = {} if way.drop else limits(self._scheme.rules[way.rule], self._dims)
+            ranges = {} if way.drop else capture_ranges(self._scheme.rules[way.rule], self._dims)
         except Unknown as unknown:
-            raise needs(self._scheme, unknown.names, way.name.text) from unknown
+            raise missing_config(self._scheme, unknown.names, way.name.text) from unknown
         way.ranges = tuple(
             None if isinstance(hole, int) else ranges.get(hole.name) for hole in way.name.holes
         )
@@ -112,7 +113,7 @@ class Matcher:
             for hole, ends in zip(way.name.holes, way.ranges, strict=True)
         )
 
-    def _ambiguous(self, key: str, ways: Sequence[Way]) -> PlanError:
+    def _ambiguous(self, key: str, ways: Sequence[Candidate]) -> PlanError:
         scheme = self._scheme
         labels = [
             scheme.rules[way.rule].label if way.drop is None else f"drop ({way.name.text})"
@@ -120,7 +121,7 @@ class Matcher:
         ]
         if self._dims.missing and not self._dims.has_config:
             what = f"{key} could be of {' or '.join(labels)}"
-            return needs(scheme, list(self._dims.missing), what)
+            return missing_config(scheme, list(self._dims.missing), what)
         return PlanError(
             "CKM608",
             f"{scheme.title}: {key} is of {' and of '.join(labels)}, expected one rule",

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptmap.quantization.blockwise.errors import DAMAGED, malformed, sizes_of
+from ckptmap.quantization.blockwise.group_checks import DAMAGED, malformed, read_sizes
 from ckptmap.tensors import ITEMSIZE, TensorInfo
 
 VERSION = 1
 
 
 @dataclass(frozen=True)
-class Record:
+class ScaledRecord:
     """What every record of this kind says; `more` is all of it."""
 
     fqn: str
@@ -65,7 +65,7 @@ class Record:
         return tuple((name, dtype, tuple(shape)) for name, dtype, shape in value)
 
 
-def read_record(fqn: str, record: Mapping[str, Any], name: str) -> Record:
+def read_record(fqn: str, record: Mapping[str, Any], name: str) -> ScaledRecord:
     """Raises SourceError CKM115 where it is of another version or malformed."""
     if record.get("version") != VERSION:
         raise malformed(
@@ -73,10 +73,10 @@ def read_record(fqn: str, record: Mapping[str, Any], name: str) -> Record:
             f"{name} record of version {str(record.get('version'))[:20]!r}, expected {VERSION}",
             "upgrade ckptmap, or convert again with this version",
         )
-    shape = sizes_of(fqn, record.get("shape"), f"{name} record: shape")
-    block = sizes_of(fqn, record.get("block"), f"{name} record: block")
-    found = Record(fqn, TensorInfo(shape, str(record.get("dtype"))), block, "", record)
+    shape = read_sizes(fqn, record.get("shape"), f"{name} record: shape")
+    block = read_sizes(fqn, record.get("block"), f"{name} record: block")
+    found = ScaledRecord(fqn, TensorInfo(shape, str(record.get("dtype"))), block, "", record)
     found.dtype("dtype")
     if len(block) != len(shape) or not record.get("dtype"):
         raise malformed(fqn, f"malformed {name} record {str(dict(record))[:120]}", DAMAGED)
-    return Record(fqn, found.info, block, found.dtype("scale_dtype"), record)
+    return ScaledRecord(fqn, found.info, block, found.dtype("scale_dtype"), record)

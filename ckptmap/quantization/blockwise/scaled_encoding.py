@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from ckptmap.core.code_grids import Grid, Recoder
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Refusal
+from ckptmap.quantization.blockwise import block_geometry as geometry
 from ckptmap.quantization.blockwise import dequantize as values
-from ckptmap.quantization.blockwise import grid as geometry
-from ckptmap.quantization.blockwise.encoder import Constants, ScaledEncoder, ScaledRecoder
-from ckptmap.quantization.blockwise.rounding_rules import Rule
+from ckptmap.quantization.blockwise.rounding_rules import RoundingRule
+from ckptmap.quantization.blockwise.scaled_encoder import Constants, ScaledEncoder, ScaledRecoder
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledEncoding:
     """Codes with one scale for each `block` elements; () stands for a scale a row.
 
     scale_dtype  of the stored scales
@@ -110,9 +110,9 @@ class Scaled:
         scale = geometry.as_grid(parts[self.scale_part], grid).to(torch.float32)
         zero = geometry.as_grid(parts[self.zero_part], grid) if self.zero_dtype else None
         codes = parts[self.codes_part]
-        values.decode(codes, scale, zero, box, block, out, self.factor)
+        values.dequantize(codes, scale, zero, box, block, out, self.factor)
 
-    def rule(self, info: TensorInfo) -> Rule:
+    def rule(self, info: TensorInfo) -> RoundingRule:
         """How values become codes."""
         raise NotImplementedError(type(self).__name__)
 

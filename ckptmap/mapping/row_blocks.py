@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from math import gcd, prod
 
 from ckptmap.core.lattice import Lattice, Piece
-from ckptmap.mapping.resolve import Made
+from ckptmap.mapping.resolve import MappedTensor
 
 
-def unit_of(made: Made) -> int | None:
+def rows_together(made: MappedTensor) -> int | None:
     """Rows that stay together in every piece; None where rows themselves are torn."""
     units = [_unit_of(piece, made.info.shape) for piece in made.pieces]
     whole = [unit for unit in units if unit is not None]
@@ -39,7 +39,7 @@ def _unit_of(piece: Piece, shape: Sequence[int]) -> int | None:
     return 1 if torn else rows
 
 
-def of_part(piece: Piece, unit: int, rows: int, shape: Sequence[int]) -> Piece:
+def part_piece(piece: Piece, unit: int, rows: int, shape: Sequence[int]) -> Piece:
     """The same units of a part, which has `rows` rows for each."""
     inner = [(n, dim, 1) for dim, n in enumerate(shape[1:], 1)]
 

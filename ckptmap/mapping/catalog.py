@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.errors import PlanError
-from ckptmap.mapping.files import head, load
-from ckptmap.mapping.rules import HUB, Head, Scheme
+from ckptmap.mapping.mapping_file import load_scheme, read_head
+from ckptmap.mapping.rules import HUB, NamingScheme, SchemeHead
 
 VARIABLE = "CKPTMAP_MAPPINGS"
 SUFFIX = ".toml"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry(Head):
+class CatalogEntry(SchemeHead):
     """One mapping file, known by its head."""
 
     path: str
@@ -42,7 +42,7 @@ class Entry(Head):
         also = ", ".join(title.partition("/")[2] for title in self.aliases)
         return f"{self.title} (= {also})" if also else self.title
 
-    def load(self) -> Scheme:
+    def load(self) -> NamingScheme:
         """The whole file, proven. Raises PlanError CKM601, CKM602."""
         return _loaded(self.path, _mark(self.path))
 
@@ -63,10 +63,10 @@ def _shipped() -> Path:
     return Path(__file__).resolve().parents[2] / "mappings"
 
 
-def available() -> list[Entry]:
+def available() -> list[CatalogEntry]:
     """Every mapping file by title; one of an earlier directory hides its namesake. Raises PlanError
     CKM601 where one cannot be read."""
-    found: dict[str, Entry] = {}
+    found: dict[str, CatalogEntry] = {}
     for directory in directories():
         for file in sorted(directory.glob(f"*/*{SUFFIX}")):
             entry = _entry(str(file), _mark(str(file)))
@@ -74,7 +74,7 @@ def available() -> list[Entry]:
     return [found[title] for title in sorted(found)]
 
 
-def find(text: str) -> list[Entry]:
+def find(text: str) -> list[CatalogEntry]:
     """What a name may mean: a path, `family/scheme`, `scheme`, each with or without `@era`; of
     several eras the latest stand first. Raises PlanError CKM603 where it means nothing."""
     if text.endswith(SUFFIX):
@@ -91,7 +91,7 @@ def find(text: str) -> list[Entry]:
     return sorted(found, key=lambda entry: entry.era, reverse=True)
 
 
-def listed(what: str | None) -> list[Entry]:
+def listed(what: str | None) -> list[CatalogEntry]:
     """The mapping files of a family, a model type or a scheme; None: all. Raises PlanError CKM603
     where there is none."""
     entries = available()
@@ -137,13 +137,13 @@ def _mark(path: str) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1024)
-def _loaded(path: str, mark: tuple[int, int]) -> Scheme:
-    return load(path)
+def _loaded(path: str, mark: tuple[int, int]) -> NamingScheme:
+    return load_scheme(path)
 
 
 @lru_cache(maxsize=4096)
-def _entry(path: str, mark: tuple[int, int]) -> Entry:
-    return Entry(**vars(head(_head_of(path), path)), path=path)
+def _entry(path: str, mark: tuple[int, int]) -> CatalogEntry:
+    return CatalogEntry(**vars(read_head(_head_of(path), path)), path=path)
 
 
 def _head_of(path: str) -> Mapping[str, Any]:

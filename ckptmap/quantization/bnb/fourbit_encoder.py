@@ -10,13 +10,14 @@ from ckptmap.errors import RunError
 from ckptmap.protocols import Refusal, Write
 from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.bnb import double_quant as bnb_nested
-from ckptmap.tensors import Box, TensorInfo
+from ckptmap.quantization.dense import flat
+from ckptmap.tensors import TensorInfo
 
 if TYPE_CHECKING:
     import torch
 
 
-class Form(Protocol):
+class FourBitForm(Protocol):
     """What an encoder needs to know of the encoding that it works for."""
 
     @property
@@ -31,10 +32,6 @@ class Form(Protocol):
     def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal: ...
     def blob(self, info: TensorInfo, offset: float = 0.0) -> bytes: ...
     def blocks(self, info: TensorInfo) -> int: ...
-
-
-def _flat(start: int, count: int) -> Box:
-    return Box((start,), (count,))
 
 
 def _check_finite(absmax: torch.Tensor, first: int, block: int) -> None:
@@ -68,7 +65,7 @@ def _check_held(absmax: torch.Tensor, decoded: torch.Tensor, dtype: str) -> None
 
 
 def _scale_writes(
-    form: Form,
+    form: FourBitForm,
     info: TensorInfo,
     absmax: torch.Tensor,
     needed: torch.Tensor,
@@ -80,7 +77,7 @@ def _scale_writes(
 
     offset = 0.0
     if form.nested is None:
-        yield Write("absmax", _flat(0, absmax.numel()), absmax)
+        yield Write("absmax", flat(0, absmax.numel()), absmax)
     else:
         codes, scale, offset = quantize(absmax)
         values = bnb_nested.dynamic_map()
@@ -89,18 +86,18 @@ def _scale_writes(
         )
         _check_held(absmax, found, info.dtype)
         CoarseScales.check(needed, found)
-        yield Write("absmax", _flat(0, codes.numel()), codes)
-        yield Write("nested_absmax", _flat(0, scale.numel()), scale)
-        yield Write("nested_quant_map", _flat(0, 256), values)
+        yield Write("absmax", flat(0, codes.numel()), codes)
+        yield Write("nested_absmax", flat(0, scale.numel()), scale)
+        yield Write("nested_quant_map", flat(0, 256), values)
     yield from _constants(form, info, offset)
 
 
-def _constants(form: Form, info: TensorInfo, offset: float) -> Iterator[Write]:
+def _constants(form: FourBitForm, info: TensorInfo, offset: float) -> Iterator[Write]:
     import torch
 
-    yield Write("quant_map", _flat(0, 16), fourbit.table(form.kind))
+    yield Write("quant_map", flat(0, 16), fourbit.table(form.kind))
     blob = torch.frombuffer(bytearray(form.blob(info, offset)), dtype=torch.uint8)
-    yield Write(form.state, _flat(0, blob.numel()), blob)
+    yield Write(form.state, flat(0, blob.numel()), blob)
 
 
 class FourBitEncoder:
@@ -108,7 +105,7 @@ class FourBitEncoder:
 
     splittable = False
 
-    def __init__(self, form: Form, info: TensorInfo, device: str) -> None:
+    def __init__(self, form: FourBitForm, info: TensorInfo, device: str) -> None:
         import torch
 
         refusal = form.parts(info)
@@ -117,7 +114,7 @@ class FourBitEncoder:
         self._form, self._info = form, info
         self.step = form.block
         dtype: torch.dtype = getattr(torch, info.dtype)
-        self._quantizer = fourbit.Quantizer(form.kind, info.numel, form.block, dtype, device)
+        self._quantizer = fourbit.FourBitQuantizer(form.kind, info.numel, form.block, dtype, device)
         self._absmax = torch.empty(form.blocks(info), dtype=torch.float32, device=device)
         self._missing = info.numel
         self.state_nbytes = 4 * self._absmax.numel() + self._quantizer.nbytes
@@ -132,7 +129,7 @@ class FourBitEncoder:
         absmax = self._absmax.narrow(0, first, -(-numel // self.step))
         self._quantizer.run(values, absmax, packed)
         self._missing -= numel
-        return (Write("", _flat(offset // 2, packed.numel()), packed),)
+        return (Write("", flat(offset // 2, packed.numel()), packed),)
 
     def finish(self) -> Iterable[Write]:
         """Raises RunError CKM309 where an input was not finite or double quantization makes it so,
@@ -148,7 +145,7 @@ class FourBitRecoder:
 
     state_nbytes = 0
 
-    def __init__(self, form: Form, info: TensorInfo, fidelity: str) -> None:
+    def __init__(self, form: FourBitForm, info: TensorInfo, fidelity: str) -> None:
         self._form, self._info = form, info
         self.fidelity = fidelity
         self.step = form.block // 2
@@ -157,7 +154,7 @@ class FourBitRecoder:
     def feed(self, offset: int, codes: torch.Tensor, scales: torch.Tensor) -> Iterable[Write]:
         if self._form.nested is not None:
             codes = self._zeros.feed(offset, codes, scales)
-        return (Write("", _flat(offset, codes.numel()), codes),)
+        return (Write("", flat(offset, codes.numel()), codes),)
 
     def finish(self, scales: torch.Tensor) -> Iterable[Write]:
         needed = self._zeros.hidden(scales)

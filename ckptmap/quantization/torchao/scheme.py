@@ -16,19 +16,19 @@ from typing import Any, ClassVar
 
 from ckptmap.core.code_grids import Grid
 from ckptmap.protocols import Encoding, Group, Refusal
-from ckptmap.quantization.blockwise.errors import DAMAGED, checked, malformed
-from ckptmap.quantization.blockwise.records import read_record
-from ckptmap.quantization.blockwise.scaled import Scaled
-from ckptmap.quantization.default_selection import is_expert, is_single_module
+from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
+from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
+from ckptmap.quantization.blockwise.scaled_record import read_record
+from ckptmap.quantization.linear_weights import is_expert, is_single_module
 from ckptmap.quantization.torchao import config_json as torchao_config
-from ckptmap.quantization.torchao.pickled import Pickled, kind_of, unpack
 from ckptmap.quantization.torchao.rank_join import unpack_cut
 from ckptmap.quantization.torchao.safetensors_flat import flat_of, flat_parts, part_key
+from ckptmap.quantization.torchao.subclass_reader import TorchaoParts, kind_of, unpack
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 
 @dataclass(frozen=True)
-class Torchao(Scaled):
+class TorchaoEncoding(ScaledEncoding):
     """`kind` is torchao's class, `attributes` its other attributes as JSON in torchao's own form,
     `activation` how a class that torchao has dropped quantized activations."""
 
@@ -65,7 +65,7 @@ class TorchaoScheme:
 
     name: str
     suffix: str
-    made: type[Torchao]
+    made: type[TorchaoEncoding]
     kinds: tuple[str, ...]
     pickled: tuple[str, ...]
     plain: str
@@ -122,10 +122,10 @@ class TorchaoScheme:
             return None
         return None if encoding.refusal(info) else encoding
 
-    def _fresh(self, block: tuple[int, ...]) -> Torchao:
+    def _fresh(self, block: tuple[int, ...]) -> TorchaoEncoding:
         return self.made(block, kind=self.kinds[0], attributes=self.plain)
 
-    def _group(self, fqn: str, found: Pickled) -> Group:
+    def _group(self, fqn: str, found: TorchaoParts) -> Group:
         extra = tuple((k, v.info.dtype, v.info.shape) for k, v in found.extra.items())
         attributes = json.dumps(found.attributes) if found.attributes else self.plain
         encoding = self.made(
@@ -151,9 +151,9 @@ class TorchaoScheme:
         return Group(fqn, read.info, encoding, parts), tuple(part_key(fqn, p) for p in parts)
 
     def _checked(
-        self, fqn: str, encoding: Torchao, info: TensorInfo, found: Mapping[str, Any]
+        self, fqn: str, encoding: TorchaoEncoding, info: TensorInfo, found: Mapping[str, Any]
     ) -> dict[str, StoredTensor]:
         expected = encoding.parts(info)
         if isinstance(expected, Refusal):
             raise malformed(fqn, f"{self.name}: {expected.reason}", DAMAGED)
-        return checked(fqn, self.name, expected, found)
+        return check_parts(fqn, self.name, expected, found)

@@ -15,9 +15,10 @@ from ckptmap.core.code_grids import CoarseScales
 from ckptmap.errors import RunError
 from ckptmap.protocols import Write
 from ckptmap.quantization.blockwise import fourbit
-from ckptmap.quantization.blockwise.scale_levels import ScaleGrid
+from ckptmap.quantization.blockwise.eight_bit_scales import ScaleLevels
+from ckptmap.quantization.dense import flat
 from ckptmap.quantization.nf4 import kernels as nf4_codes
-from ckptmap.tensors import Box, TensorInfo
+from ckptmap.tensors import TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -26,10 +27,6 @@ DATA, SCALERS, FACTOR = "quantized_data", "quantized_scalers", "quantization_fac
 MEAN, TABLE = "scaler_mean", "nf4"
 CHUNK = 1 << 16
 """Scales at a time."""
-
-
-def _flat(start: int, count: int) -> Box:
-    return Box((start,), (count,))
 
 
 # ------------------------------------------------------------------------------- scales
@@ -76,7 +73,7 @@ def scale_writes(
     import torch
 
     levels = torch.arange(-128, 128, dtype=torch.float32)
-    grid = ScaleGrid(levels, unit, dtype, divides=True)
+    grid = ScaleLevels(levels, unit, dtype, divides=True)
     mean, factors = grid.fitted(scales)
     for start in range(0, scales.numel(), grid.step):
         part = scales[start : start + grid.step]
@@ -85,20 +82,20 @@ def scale_writes(
         if not bool(found.decoded.isfinite().all()):
             raise CoarseScales(f"block scales overflow {str(dtype).removeprefix('torch.')}")
         CoarseScales.check(needed[start : start + grid.step], found.told(part))
-        yield Write(SCALERS, _flat(start, part.numel()), (found.at - 128).to(torch.int8))
-        yield Write(FACTOR, _flat(start // unit, factor.numel()), factor)
-    yield Write(MEAN, _flat(0, 1), mean.view(1))
-    yield Write(TABLE, _flat(0, 16), nf4_codes.value_table(dtype))
+        yield Write(SCALERS, flat(start, part.numel()), (found.at - 128).to(torch.int8))
+        yield Write(FACTOR, flat(start // unit, factor.numel()), factor)
+    yield Write(MEAN, flat(0, 1), mean.view(1))
+    yield Write(TABLE, flat(0, 16), nf4_codes.value_table(dtype))
 
 
 def exact_writes(scales: torch.Tensor) -> Iterator[Write]:
     """A scaler and a factor for each block, a mean of 0, and the float32 table."""
     for start in range(0, scales.numel(), CHUNK):
         scalers, factor = exact_scalers(scales[start : start + CHUNK])
-        yield Write(SCALERS, _flat(start, scalers.numel()), scalers)
-        yield Write(FACTOR, _flat(start, factor.numel()), factor)
-    yield Write(MEAN, _flat(0, 1), scales.new_zeros(1))
-    yield Write(TABLE, _flat(0, 16), fourbit.table("nf4"))
+        yield Write(SCALERS, flat(start, scalers.numel()), scalers)
+        yield Write(FACTOR, flat(start, factor.numel()), factor)
+    yield Write(MEAN, flat(0, 1), scales.new_zeros(1))
+    yield Write(TABLE, flat(0, 16), fourbit.table("nf4"))
 
 
 # ------------------------------------------------------------------------------- whole tensors
@@ -118,7 +115,7 @@ class NF4Recoder:
     def feed(self, offset: int, codes: torch.Tensor, scales: torch.Tensor) -> Iterable[Write]:
         if not self._exact:
             codes = self._zeros.feed(offset, codes, scales)
-        return (Write(DATA, _flat(offset, codes.numel()), codes),)
+        return (Write(DATA, flat(offset, codes.numel()), codes),)
 
     def finish(self, scales: torch.Tensor) -> Iterable[Write]:
         import torch
@@ -140,7 +137,7 @@ class ExactEncoder:
         self.step = block
         self.sign_flips = 0
         dtype: torch.dtype = getattr(torch, info.dtype)
-        self._quantizer = fourbit.Quantizer("nf4", info.numel, block, dtype, device)
+        self._quantizer = fourbit.FourBitQuantizer("nf4", info.numel, block, dtype, device)
         self._absmax = torch.empty(info.numel // block, dtype=torch.float32, device=device)
         self.state_nbytes = 4 * self._absmax.numel() + self._quantizer.nbytes
 
@@ -152,7 +149,7 @@ class ExactEncoder:
         packed = torch.empty(numel // 2, dtype=torch.uint8, device=values.device)
         absmax = self._absmax.narrow(0, offset // self.step, numel // self.step)
         self._quantizer.run(values, absmax, packed)
-        return (Write(DATA, _flat(offset // 2, numel // 2), packed),)
+        return (Write(DATA, flat(offset // 2, numel // 2), packed),)
 
     def finish(self) -> Iterable[Write]:
         """Raises RunError CKM309 where an input was not finite."""

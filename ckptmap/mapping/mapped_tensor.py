@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptmap.core.woven import woven
-from ckptmap.mapping.pulled import Pulled, pulled
-from ckptmap.mapping.resolve import Made
-from ckptmap.mapping.rows import of_part, unit_of
+from ckptmap.mapping.derived_tensor import DerivedTensor, derive
+from ckptmap.mapping.resolve import MappedTensor
+from ckptmap.mapping.row_blocks import part_piece, rows_together
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
 
-def held(
-    made: Made, sources: Mapping[str, LazyTensor], dense: Encoding
-) -> Group | StoredTensor | Pulled:
+def mapped_tensor(
+    made: MappedTensor, sources: Mapping[str, LazyTensor], dense: Encoding
+) -> Group | StoredTensor | DerivedTensor:
     """A dense tensor as it is stored, a quantized one as a group of its parts, or one that must be
     decoded first, which is then `dense`."""
     if made.source is not None and not made.ops:
@@ -31,21 +31,21 @@ def held(
         return woven(made.info, made.pieces, stored, made.zeros)
     parts = None if made.ops else _parts(made, sources)
     if parts is None:
-        return pulled(made, sources, dense)
+        return derive(made, sources, dense)
     return Group(made.name, made.info, next(iter(sources.values())).encoding_, parts)
 
 
 # --------------------------------------------------------------------------------- parts
 
 
-def _parts(made: Made, sources: Mapping[str, LazyTensor]) -> dict[str, StoredTensor] | None:
+def _parts(made: MappedTensor, sources: Mapping[str, LazyTensor]) -> dict[str, StoredTensor] | None:
     """Its codes and scales out of those of the sources, as they are; None: blocks would be torn."""
     lazies = list(sources.values())
     encoding = lazies[0].encoding_
     if any(lazy.encoding_ != encoding for lazy in lazies) or made.zeros is not None:
         return None
     expected = encoding.parts(made.info)
-    unit = unit_of(made)
+    unit = rows_together(made)
     if unit is None or isinstance(expected, Refusal) or set(expected) != set(lazies[0].parts):
         return None
     found: dict[str, StoredTensor] = {}
@@ -58,7 +58,7 @@ def _parts(made: Made, sources: Mapping[str, LazyTensor]) -> dict[str, StoredTen
         rows = per_unit.pop()
         if per_unit or rows is None or info.shape[0] * unit != made.info.shape[0] * rows:
             return None
-        pieces = [of_part(piece, unit, rows, info.shape) for piece in made.pieces]
+        pieces = [part_piece(piece, unit, rows, info.shape) for piece in made.pieces]
         found[part] = woven(info, pieces, stored)
     return found
 

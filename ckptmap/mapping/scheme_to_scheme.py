@@ -11,16 +11,16 @@ from typing import Any
 
 from ckptmap.core.lattice import Lattice, Piece, compose
 from ckptmap.errors import PlanError
-from ckptmap.mapping.cells import is_whole
-from ckptmap.mapping.resolve import Made, Resolution, resolve
-from ckptmap.mapping.rules import Scheme
+from ckptmap.mapping.resolve import MappedTensor, Resolution, resolve
+from ckptmap.mapping.rule_tensors import is_whole
+from ckptmap.mapping.rules import NamingScheme
 from ckptmap.tensors import Box, TensorInfo
 
 
 def translate(
     infos: Mapping[str, TensorInfo],
-    source: Scheme | None,
-    target: Scheme | None,
+    source: NamingScheme | None,
+    target: NamingScheme | None,
     config: Mapping[str, Any] | None,
     *,
     complete: bool = True,
@@ -51,27 +51,29 @@ def translate(
 
 def _to_hub(
     infos: Mapping[str, TensorInfo],
-    source: Scheme | None,
+    source: NamingScheme | None,
     config: Mapping[str, Any] | None,
     complete: bool,
     left: Collection[str],
 ) -> Resolution:
     if source is not None:
         return resolve(source, infos, to_hub=True, config=config, complete=complete, left=left)
-    made = {name: Made(name, info, name) for name, info in infos.items()}
+    made = {name: MappedTensor(name, info, name) for name, info in infos.items()}
     return Resolution(made, {}, ())
 
 
-def _keys(names: Sequence[str], made: Mapping[str, Made]) -> list[str]:
+def _keys(names: Sequence[str], made: Mapping[str, MappedTensor]) -> list[str]:
     """The source keys behind names of the hub."""
     return list(dict.fromkeys(key for name in names for key in made[name].sources))
 
 
-def _named(dropped: Mapping[str, str], made: Mapping[str, Made]) -> dict[str, str]:
+def _named(dropped: Mapping[str, str], made: Mapping[str, MappedTensor]) -> dict[str, str]:
     return {key: why for name, why in dropped.items() for key in made[name].sources}
 
 
-def _through(made: Made, there: Mapping[str, Made], infos: Mapping[str, TensorInfo]) -> Made:
+def _through(
+    made: MappedTensor, there: Mapping[str, MappedTensor], infos: Mapping[str, TensorInfo]
+) -> MappedTensor:
     """The same tensor, made of the sources that the stop was made of."""
     if made.source is not None:
         first = there[made.source]
@@ -94,7 +96,9 @@ def _through(made: Made, there: Mapping[str, Made], infos: Mapping[str, TensorIn
     )
 
 
-def _same_ops(made: Made, there: Mapping[str, Made]) -> tuple[tuple[str, bool], ...]:
+def _same_ops(
+    made: MappedTensor, there: Mapping[str, MappedTensor]
+) -> tuple[tuple[str, bool], ...]:
     ops = {there[name].ops for name in made.sources}
     if len(ops) > 1:
         raise PlanError(
@@ -106,7 +110,7 @@ def _same_ops(made: Made, there: Mapping[str, Made]) -> tuple[tuple[str, bool], 
     return next(iter(ops), ())
 
 
-def pieces_of(made: Made, infos: Mapping[str, TensorInfo]) -> Sequence[Piece]:
+def pieces_of(made: MappedTensor, infos: Mapping[str, TensorInfo]) -> Sequence[Piece]:
     """Its pieces; a tensor that is only renamed is one."""
     if made.source is None:
         return made.pieces

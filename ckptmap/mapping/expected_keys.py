@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from ckptmap.mapping.dims import Dims, Expr, Unknown
-from ckptmap.mapping.faults import DIM, needs
-from ckptmap.mapping.rules import Rule, Scheme, Term
-from ckptmap.mapping.sets import limits
-from ckptmap.mapping.space import examples, stacked
+from ckptmap.mapping.completeness import capture_ranges
+from ckptmap.mapping.dims_table import Dims
+from ckptmap.mapping.expressions import Expr, Unknown
+from ckptmap.mapping.rearrange import example_sources, stacked_captures
+from ckptmap.mapping.rule_errors import DIM, missing_config
+from ckptmap.mapping.rules import NamingScheme, Rule, Term
 from ckptmap.tensors import TensorInfo
 
 TYPICAL: Mapping[str, Any] = {
@@ -31,8 +32,8 @@ FREE = 13
 """The extent of the first axis that nothing tells; the next has one more."""
 
 
-def expected(
-    scheme: Scheme, config: Mapping[str, Any], *, hub: bool, dtype: str = "float32"
+def expected_tensors(
+    scheme: NamingScheme, config: Mapping[str, Any], *, hub: bool, dtype: str = "float32"
 ) -> dict[str, TensorInfo]:
     """Keys and shapes of one side, in the order of the rules; what is optional is there, what is
     tied away by the config is not. Raises PlanError CKM605 where the config lacks a value."""
@@ -51,19 +52,19 @@ def expected(
 
 
 def _keys(
-    scheme: Scheme, rule: Rule, hub: bool, dims: Dims, words: Sequence[str]
+    scheme: NamingScheme, rule: Rule, hub: bool, dims: Dims, words: Sequence[str]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     try:
-        known = limits(rule, dims)
+        known = capture_ranges(rule, dims)
         ends = [known.get(name) or (0, dims.number(_count(scheme, name))) for name in rule.shared]
     except Unknown as unknown:
-        raise needs(scheme, unknown.names, rule.label) from unknown
+        raise missing_config(scheme, unknown.names, rule.label) from unknown
     sources: list[tuple[Term, dict[str, int], tuple[int, ...]]] = []
     if rule.side(hub)[0].axes is None:  # any shape will do
         sources += [(term, {}, (FREE,)) for term in rule.side(hub)]
     else:
-        for source in examples(scheme, rule, hub, dims):
-            stack = dict(zip(stacked(rule, hub), source.stack, strict=True))
+        for source in example_sources(scheme, rule, hub, dims):
+            stack = dict(zip(stacked_captures(rule, hub), source.stack, strict=True))
             sources.append((rule.side(hub)[source.term], stack, source.info.shape))
     for numbers in product(*(range(low, end) for low, end in ends)):
         if rule.either and words[numbers[0] % len(words)] != rule.either:
@@ -74,7 +75,7 @@ def _keys(
             yield name.render({**captures, **stack}, name.shifts(dims)), shape
 
 
-def _count(scheme: Scheme, capture: str) -> Expr:
+def _count(scheme: NamingScheme, capture: str) -> Expr:
     """How many numbers a capture has. Raises Unknown where no dim says."""
     if capture not in scheme.dims:
         raise Unknown(f"{DIM}{capture!r}")
@@ -84,7 +85,7 @@ def _count(scheme: Scheme, capture: str) -> Expr:
 class _Sizes(Dims):
     """With an extent for axes that are in no `[dims]`: their shapes would tell."""
 
-    def __init__(self, scheme: Scheme, config: Mapping[str, Any]) -> None:
+    def __init__(self, scheme: NamingScheme, config: Mapping[str, Any]) -> None:
         super().__init__(scheme.dims, config)
         terms = [term for rule in scheme.rules for term in (*rule.hub, *rule.other)]
         self._sliced = {cut.axis for term in terms for cut in term.slices}

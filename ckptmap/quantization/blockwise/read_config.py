@@ -34,7 +34,7 @@ def quantization_config(stored: StoredTensor) -> Mapping[str, Any]:
     return {}
 
 
-def small(stored: StoredTensor, files: Files, where: str) -> bytes:
+def read_small(stored: StoredTensor, files: Files, where: str) -> bytes:
     """All bytes of a tensor of a few elements: a format number, a shape."""
     if stored.info.nbytes > 4096:
         raise SourceError(

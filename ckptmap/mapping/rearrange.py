@@ -15,10 +15,11 @@ from ckptmap.core.lattice import Piece
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import PlanError
 from ckptmap.mapping.axes import Axes, Slice
-from ckptmap.mapping.cells import Built, Cell, Source, is_whole
-from ckptmap.mapping.dims import Dims, Unknown
-from ckptmap.mapping.faults import misshapen, needs
-from ckptmap.mapping.rules import Rule, Scheme, Term
+from ckptmap.mapping.dims_table import Dims
+from ckptmap.mapping.expressions import Unknown
+from ckptmap.mapping.rule_errors import missing_config, wrong_shape
+from ckptmap.mapping.rule_tensors import AxisBox, RuleSource, RuleTarget, is_whole
+from ckptmap.mapping.rules import NamingScheme, Rule, Term
 from ckptmap.tensors import Box, TensorInfo
 
 MAX_STACKED = 1 << 16
@@ -26,19 +27,19 @@ MAX_STACKED = 1 << 16
 keep us making their names."""
 
 
-def build(
-    scheme: Scheme,
+def build_targets(
+    scheme: NamingScheme,
     rule: Rule,
     to_hub: bool,
     dims: Dims,
-    sources: Sequence[Source],
+    sources: Sequence[RuleSource],
     captures: Mapping[str, int],
-) -> list[Built]:
+) -> list[RuleTarget]:
     """All targets of a rule for one set of shared captures. Raises PlanError CKM605 to CKM607."""
     return _Space(scheme, rule, to_hub, dims, sources, captures).targets()
 
 
-def stacked(rule: Rule, hub: bool) -> tuple[str, ...]:
+def stacked_captures(rule: Rule, hub: bool) -> tuple[str, ...]:
     """Captures of one side that are axes of the other."""
     side = rule.side(hub)[0]
     return tuple(name for name in side.captures if name not in rule.shared)
@@ -47,11 +48,11 @@ def stacked(rule: Rule, hub: bool) -> tuple[str, ...]:
 class _Space:
     def __init__(
         self,
-        scheme: Scheme,
+        scheme: NamingScheme,
         rule: Rule,
         to_hub: bool,
         dims: Dims,
-        sources: Sequence[Source],
+        sources: Sequence[RuleSource],
         captures: Mapping[str, int],
     ) -> None:
         self.scheme, self.rule, self.to_hub, self.dims = scheme, rule, to_hub, dims
@@ -71,15 +72,15 @@ class _Space:
             size = self.dims.size(axis)
             if size is not None:
                 self.size[axis] = size
-        for at, axis in enumerate(stacked(self.rule, not self.to_hub)):
+        for at, axis in enumerate(stacked_captures(self.rule, not self.to_hub)):
             self._count(axis, max((source.stack[at] for source in self.sources), default=-1) + 1)
-        for axis in stacked(self.rule, self.to_hub):
+        for axis in stacked_captures(self.rule, self.to_hub):
             size = self.dims.size(axis)
             if size is not None:
                 self.size[axis] = size
         while self._solve() or self._ends():
             pass
-        for axis in (*stacked(self.rule, True), *stacked(self.rule, False)):
+        for axis in (*stacked_captures(self.rule, True), *stacked_captures(self.rule, False)):
             if self.size.get(axis, 0) > MAX_STACKED:
                 raise PlanError(
                     "CKM614",
@@ -91,7 +92,7 @@ class _Space:
         if unknown:
             missing = [name for axis in unknown for name in self.dims.needed(axis)]
             where = "".join(f" {list(s.info.shape)} of {s.key}" for s in self.sources[:1])
-            raise needs(
+            raise missing_config(
                 self.scheme, missing,
                 f"{self.rule.label}: the shape{where} does not tell the extent of {unknown[0]!r}",
             )  # fmt: skip
@@ -179,9 +180,9 @@ class _Space:
             try:
                 step = max(1, self.dims.number(multiple, self.size))
             except Unknown as unknown:
-                raise needs(self.scheme, unknown.names, self.rule.label) from unknown
+                raise missing_config(self.scheme, unknown.names, self.rule.label) from unknown
             if axis not in self.size:
-                raise needs(self.scheme, self.dims.needed(axis), self.rule.label)
+                raise missing_config(self.scheme, self.dims.needed(axis), self.rule.label)
             found[axis] = -(-self.size[axis] // step) * step
         return found
 
@@ -190,7 +191,7 @@ class _Space:
     def _complete(self) -> None:
         """Every part of the space has a source."""
         there = {(source.term, source.stack) for source in self.sources}
-        axes = stacked(self.rule, not self.to_hub)
+        axes = stacked_captures(self.rule, not self.to_hub)
         for number, term in enumerate(self.terms[0]):
             for stack in product(*(range(self.size[axis]) for axis in axes)):
                 if (number, stack) not in there:
@@ -209,12 +210,12 @@ class _Space:
             term = self.terms[0][source.term]
             expected = self._shape(term, not self.to_hub)
             if expected != source.info.shape and not self._filled(term, source, expected):
-                raise misshapen(
+                raise wrong_shape(
                     self.scheme, self.rule, source.key, source.info, expected,
                     _axes(term).text, self.dims,
                 )  # fmt: skip
 
-    def _filled(self, term: Term, source: Source, expected: tuple[int, ...]) -> bool:
+    def _filled(self, term: Term, source: RuleSource, expected: tuple[int, ...]) -> bool:
         """Is it filled up further than the rule does? Megatron-LM's multiple grows with the tensor
         parallel ranks; the rest is cut off all the same."""
         shape, dims = source.info.shape, _axes(term).dims
@@ -236,22 +237,22 @@ class _Space:
         try:
             return name.render({**self.captures, **stack}, name.shifts(self.dims))
         except Unknown as unknown:
-            raise needs(self.scheme, unknown.names, name.text) from unknown
+            raise missing_config(self.scheme, unknown.names, name.text) from unknown
 
     # ------------------------------------------------------------------ what is made
 
-    def targets(self) -> list[Built]:
-        axes = stacked(self.rule, self.to_hub)
+    def targets(self) -> list[RuleTarget]:
+        axes = stacked_captures(self.rule, self.to_hub)
         unknown = [axis for axis in axes if axis not in self.size]
         if unknown:
-            raise needs(self.scheme, unknown, self.rule.label)
+            raise missing_config(self.scheme, unknown, self.rule.label)
         return [
             self._target(term, dict(zip(axes, stack, strict=True)))
             for term in self.terms[1]
             for stack in product(*(range(self.size[axis]) for axis in axes))
         ]
 
-    def _target(self, term: Term, stack: Mapping[str, int]) -> Built:
+    def _target(self, term: Term, stack: Mapping[str, int]) -> RuleTarget:
         name = self._name(term, stack)
         pieces: list[Piece] = []
         for sheet in range(max(1, _axes(term).segments)):
@@ -266,7 +267,7 @@ class _Space:
             self._tiles(name, mine.box, met)
         info = TensorInfo(self._shape(term, self.to_hub), self._dtype(name, pieces))
         pieces = [piece.tidy() for piece in pieces]
-        return Built(
+        return RuleTarget(
             name,
             term,
             stack,
@@ -298,9 +299,9 @@ class _Space:
             )
         return next(iter(dtypes))
 
-    def _meet(self, source: Source, mine: Cell, sheet: int, met: list[Box]) -> Piece | None:
+    def _meet(self, source: RuleSource, mine: AxisBox, sheet: int, met: list[Box]) -> Piece | None:
         """What one source brings to one target."""
-        axes = stacked(self.rule, not self.to_hub)
+        axes = stacked_captures(self.rule, not self.to_hub)
         stack = dict(zip(axes, source.stack, strict=True))
         theirs = self._cell(self.terms[0][source.term], stack, sheet)
         low = {axis: max(a, theirs.low[axis]) for axis, a in mine.low.items()}
@@ -317,7 +318,7 @@ class _Space:
             source.key, theirs.lattice(low, sizes, moving), mine.lattice(low, sizes, moving)
         )
 
-    def _cell(self, term: Term, stack: Mapping[str, int], sheet: int) -> Cell:
+    def _cell(self, term: Term, stack: Mapping[str, int], sheet: int) -> AxisBox:
         low, size = {}, {}
         axes = _axes(term)
         cuts = {cut.axis: self._ends_at(cut) for cut in term.slices}
@@ -329,7 +330,7 @@ class _Space:
             else:
                 low[axis], size[axis] = 0, self.size[axis]
         layout = axes.lay(self._extents(term), sheet)
-        return Cell(low, size, layout.offsets, layout.axes)
+        return AxisBox(low, size, layout.offsets, layout.axes)
 
     def _zeros(self, term: Term, info: TensorInfo) -> Box | None:
         """What is filled up on the scheme's side."""
@@ -348,7 +349,7 @@ class _Space:
         return source.key if is_whole(pieces[0], source.info, info) else None
 
 
-def examples(scheme: Scheme, rule: Rule, hub: bool, dims: Dims) -> list[Source]:
+def example_sources(scheme: NamingScheme, rule: Rule, hub: bool, dims: Dims) -> list[RuleSource]:
     """The tensors of one side, of the extents that `dims` gives, every capture that is shared 0."""
     space = _Space.__new__(_Space)
     space.scheme, space.rule, space.to_hub, space.dims = scheme, rule, not hub, dims
@@ -356,9 +357,9 @@ def examples(scheme: Scheme, rule: Rule, hub: bool, dims: Dims) -> list[Source]:
     space.captures = dict.fromkeys(rule.shared, 0)
     space.size = {}
     space._sizes()
-    axes = stacked(rule, hub)
+    axes = stacked_captures(rule, hub)
     return [
-        Source(
+        RuleSource(
             space._name(term, dict(zip(axes, stack, strict=True))),
             number, stack, TensorInfo(space._shape(term, hub), "uint8"),
         )

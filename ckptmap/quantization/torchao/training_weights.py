@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptmap.protocols import Encoding, Group, Refusal
-from ckptmap.quantization.blockwise.errors import malformed
+from ckptmap.quantization.blockwise.group_checks import malformed
 from ckptmap.quantization.dense import Dense
-from ckptmap.quantization.torchao.pickled import TRAINED_DENSE
 from ckptmap.quantization.torchao.rank_join import joined
+from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 

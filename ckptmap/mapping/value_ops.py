@@ -43,7 +43,7 @@ class ValueOp:
 
 
 @lru_cache(maxsize=256)
-def parse(text: str) -> ValueOp:
+def parse_value_op(text: str) -> ValueOp:
     """Raises PlanError CKM613 where there is no such op."""
     kind, _, argument = text.partition(" ")
     if kind == "add" and _is_number(argument):

@@ -16,7 +16,7 @@ def malformed(fqn: str, message: str, hint: str = INCOMPLETE) -> SourceError:
     return SourceError("CKM115", f"{fqn}: {message}", hint)
 
 
-def checked(
+def check_parts(
     fqn: str, what: str, expected: Mapping[str, TensorInfo], found: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
     """The parts, if each is a plain tensor of the shape and dtype that is expected."""
@@ -38,7 +38,7 @@ def checked(
     return parts
 
 
-def sizes_of(fqn: str, value: Any, what: str) -> tuple[int, ...]:
+def read_sizes(fqn: str, value: Any, what: str) -> tuple[int, ...]:
     """A list of positive counts out of foreign data."""
     good = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     if not good or not all(type(n) is int and n > 0 for n in value) or len(value) > 64:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.core.code_grids import Coded, Grid
 from ckptmap.core.lattice import Lattice, Piece
-from ckptmap.mapping import values
-from ckptmap.mapping.chain import pieces_of
-from ckptmap.mapping.resolve import Made
-from ckptmap.mapping.rows import of_part, unit_of
+from ckptmap.mapping import value_ops
+from ckptmap.mapping.resolve import MappedTensor
+from ckptmap.mapping.row_blocks import part_piece, rows_together
+from ckptmap.mapping.scheme_to_scheme import pieces_of
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
@@ -32,7 +32,7 @@ SMALL = 1 << 16
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DerivedEncoding:
     """Stands for how a tensor is stored that exists nowhere as such: it is written as `dense`."""
 
     name: str
@@ -61,7 +61,7 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class DecodingCodes(Decoding):
+class DerivedCodesEncoding(DerivedEncoding):
     """The same where the codes could be kept: what `Coded` asks without data; `PulledCodes` has the
     data."""
 
@@ -85,19 +85,19 @@ class DecodingCodes(Decoding):
         raise AssertionError("they are read through its sources")
 
 
-class Pulled(LazyTensor):
+class DerivedTensor(LazyTensor):
     """A tensor that is read through others: decoded, rearranged, its values changed."""
 
     __slots__ = ("_dense", "_made", "_pieces", "_sources")
 
     def __init__(
         self,
-        made: Made,
+        made: MappedTensor,
         sources: Mapping[str, LazyTensor],
         dense: Encoding,
         encoding: Encoding | None = None,
     ) -> None:
-        encoding = encoding or Decoding(_title(made, sources), dense)
+        encoding = encoding or DerivedEncoding(_title(made, sources), dense)
         group = Group(made.name, made.info, encoding, {})
         super().__init__(made.name, group, next(iter(sources.values())).files)
         self._made, self._sources, self._dense = made, sources, dense
@@ -143,30 +143,30 @@ class Pulled(LazyTensor):
             out.zero_()
         gather(self._pieces, box, out, bring)
         for text, inverse in self._made.ops:
-            out.copy_(values.parse(text).apply(out, inverse))
+            out.copy_(value_ops.parse_value_op(text).apply(out, inverse))
 
 
-class PulledCodes(Pulled):
+class DerivedCodes(DerivedTensor):
     """Codes in whole blocks, rearranged, for an encoding that takes them as they are."""
 
     __slots__ = ("_codes", "_scales")
 
     def __init__(
         self,
-        made: Made,
+        made: MappedTensor,
         sources: Mapping[str, LazyTensor],
         dense: Encoding,
         encoding: Encoding | None = None,
     ) -> None:
         super().__init__(made, sources, dense, encoding)
-        assert isinstance(self.encoding_, DecodingCodes), "made by `pulled`"
+        assert isinstance(self.encoding_, DerivedCodesEncoding), "made by `pulled`"
         grid = self.encoding_.codes_grid
-        unit = unit_of(made)
+        unit = rows_together(made)
         assert grid is not None and unit is not None, "made by `pulled`"
         sizes = _in_units(grid, made.info, unit)
         assert sizes is not None, "made by `pulled`"
-        self._codes = [of_part(p, unit, sizes[0], grid.codes.shape) for p in self._pieces]
-        self._scales = [of_part(p, unit, sizes[1], grid.scales) for p in self._pieces]
+        self._codes = [part_piece(p, unit, sizes[0], grid.codes.shape) for p in self._pieces]
+        self._scales = [part_piece(p, unit, sizes[1], grid.scales) for p in self._pieces]
 
     def read_codes(self, box: Box, out: torch.Tensor) -> None:
         def bring(piece: Piece, bounds: Box) -> torch.Tensor:
@@ -194,24 +194,24 @@ class PulledCodes(Pulled):
         return out
 
 
-def pulled(made: Made, sources: Mapping[str, LazyTensor], dense: Encoding) -> Pulled:
+def derive(made: MappedTensor, sources: Mapping[str, LazyTensor], dense: Encoding) -> DerivedTensor:
     """With its codes where they move in whole blocks, else without."""
     grid = None if made.ops or made.zeros is not None else _grid(made, list(sources.values()))
     if grid is None:
-        return Pulled(made, sources, dense)
-    encoding = DecodingCodes(_title(made, sources), dense, codes_grid=grid)
-    return PulledCodes(made, sources, dense, encoding)
+        return DerivedTensor(made, sources, dense)
+    encoding = DerivedCodesEncoding(_title(made, sources), dense, codes_grid=grid)
+    return DerivedCodes(made, sources, dense, encoding)
 
 
-def _title(made: Made, sources: Mapping[str, LazyTensor]) -> str:
+def _title(made: MappedTensor, sources: Mapping[str, LazyTensor]) -> str:
     encoded = sorted({lazy.encoding for lazy in sources.values()} - {"dense"})
     ops = [text for text, _ in made.ops]
     return " ".join([*(encoded or ["dense"]), *(ops or ["rearranged"])])
 
 
-def _grid(made: Made, lazies: Sequence[LazyTensor]) -> Grid | None:
+def _grid(made: MappedTensor, lazies: Sequence[LazyTensor]) -> Grid | None:
     """The grid of the tensor that is made; None: blocks of codes would be torn."""
-    encoding, unit = lazies[0].encoding_, unit_of(made)
+    encoding, unit = lazies[0].encoding_, rows_together(made)
     if unit is None or any(lazy.encoding_ != encoding for lazy in lazies):
         return None
     if not isinstance(encoding, Coded) or isinstance(encoding.parts(made.info), Refusal):

@@ -43,7 +43,7 @@ _SHARES = (0.5, 0.25, 0.75, 0.125, 0.375, 0.625, 0.875, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
-class Coded8:
+class ScaleCodes:
     """Scales of whole units: the number of each one's level, and what it decodes to."""
 
     at: torch.Tensor
@@ -58,7 +58,7 @@ class Coded8:
 
 
 @dataclass(frozen=True)
-class ScaleGrid:
+class ScaleLevels:
     """`levels` f32 [256], ascending, 0 among them; `unit` scales share a size."""
 
     levels: torch.Tensor
@@ -77,7 +77,7 @@ class ScaleGrid:
             return centre, sizes
         return self._found_again(scales, unit) or (centre, sizes)
 
-    def coded(self, scales: torch.Tensor, centre: torch.Tensor, sizes: torch.Tensor) -> Coded8:
+    def coded(self, scales: torch.Tensor, centre: torch.Tensor, sizes: torch.Tensor) -> ScaleCodes:
         """scales [m] f32, sizes [ceil(m/unit)] T -> [m]: the level that decodes to the nearest.
         The outermost of a unit has the outermost level, unless another is its very value."""
         blocks = self._blocks(scales, centre)
@@ -85,7 +85,7 @@ class ScaleGrid:
         lower = self.levels[(found.at - 1).clamp_(min=0)]
         below = self._decoded(lower, sizes.unsqueeze(-1), centre)
         every = (found.at, found.decoded, below)
-        return Coded8(*(one.flatten()[: scales.numel()] for one in every))
+        return ScaleCodes(*(one.flatten()[: scales.numel()] for one in every))
 
     # ------------------------------------------------------------------ decoding
 
@@ -95,7 +95,9 @@ class ScaleGrid:
         level = level.to(self.dtype)
         return (level / size if self.divides else level * size) + centre
 
-    def _nearest(self, blocks: torch.Tensor, centre: torch.Tensor, sizes: torch.Tensor) -> Coded8:
+    def _nearest(
+        self, blocks: torch.Tensor, centre: torch.Tensor, sizes: torch.Tensor
+    ) -> ScaleCodes:
         """blocks [u, unit] f32, sizes [u] T."""
         import torch
 
@@ -115,7 +117,7 @@ class ScaleGrid:
         outer = (blocks == peak.unsqueeze(-1)) & (best != 0) & held.unsqueeze(-1)
         edge = torch.where(level > 0, len(self.levels) - 1, 0).unsqueeze(-1)
         outermost = self._decoded(level, sizes, centre).unsqueeze(-1)
-        return Coded8(torch.where(outer, edge, at), torch.where(outer, outermost, decoded))
+        return ScaleCodes(torch.where(outer, edge, at), torch.where(outer, outermost, decoded))
 
     def _index(self, distance: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
         """Of the level at, or next to, the nearest."""

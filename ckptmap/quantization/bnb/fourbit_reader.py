@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.protocols import Group, Refusal
-from ckptmap.quantization.blockwise.errors import malformed
+from ckptmap.quantization.blockwise.group_checks import malformed
 from ckptmap.quantization.bnb.fourbit import (
     ABSMAX,
     DTYPES,
@@ -21,7 +21,7 @@ from ckptmap.quantization.bnb.fourbit import (
     FourBit,
     Nested,
 )
-from ckptmap.quantization.default_selection import CONV1D
+from ckptmap.quantization.linear_weights import CONV1D
 from ckptmap.storage.files import Files, whole
 from ckptmap.storage.gather import fill
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
@@ -30,7 +30,7 @@ MAX_STATE_NBYTES = 1 << 16
 CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 
 
-def found(
+def find_fourbit(
     stored: Mapping[str, StoredTensor],
     records: Mapping[str, Mapping[str, Any]],
     kind: str,
@@ -42,7 +42,7 @@ def found(
     states = [key for key in stored if key.endswith(suffix)]
     if not states:
         return
-    files, models = Files(), Models(records)
+    files, models = Files(), Conv1DModels(records)
     try:
         for key in states:
             fqn = key.removesuffix(suffix)
@@ -58,7 +58,7 @@ def _group(
     kind: str,
     stored: Mapping[str, StoredTensor],
     files: Files,
-    models: Models,
+    models: Conv1DModels,
 ) -> tuple[Group, Sequence[str]]:
     payload = stored.get(fqn)
     if payload is None:
@@ -152,7 +152,7 @@ def _nested(fqn: str, state: Mapping[str, Any], has_parts: bool) -> Nested | Non
     return Nested(block, dtype)
 
 
-class Models:
+class Conv1DModels:
     """What our records, or the config.json beside a file, say of Conv1D; read once a directory."""
 
     def __init__(self, records: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -172,8 +172,8 @@ class Models:
 
 def _model_type(config: Path) -> str | None:
     try:
-        found = json.loads(whole(config).read_text(encoding="utf-8"))
-        kind = found.get("model_type") if isinstance(found, dict) else None
+        config_values = json.loads(whole(config).read_text(encoding="utf-8"))
+        kind = config_values.get("model_type") if isinstance(config_values, dict) else None
     except (OSError, ValueError, RecursionError):
         return None
     return kind if isinstance(kind, str) else None

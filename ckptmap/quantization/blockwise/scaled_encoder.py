@@ -8,24 +8,20 @@ from typing import TYPE_CHECKING
 from ckptmap.errors import RunError
 from ckptmap.protocols import Write
 from ckptmap.quantization.blockwise.quantizer import (
-    Quantized,
+    QuantizedBlocks,
     absmax_of,
     quantize_rows,
     quantize_tiles,
 )
-from ckptmap.quantization.blockwise.rounding_rules import Rule
-from ckptmap.tensors import Box, TensorInfo
+from ckptmap.quantization.blockwise.rounding_rules import RoundingRule
+from ckptmap.quantization.dense import flat
+from ckptmap.tensors import TensorInfo
 
 if TYPE_CHECKING:
     import torch
 
 Constants = Mapping[str, tuple[str, Sequence[int]]]
 """Part -> dtype and numbers that it holds whatever the values are: a format number, a shape."""
-
-
-def flat(start: int, count: int) -> Box:
-    """A range of a flattened part."""
-    return Box((start,), (count,))
 
 
 def constant_writes(constants: Constants, device: str = "cpu") -> Iterator[Write]:
@@ -46,7 +42,7 @@ class ScaledEncoder:
         self,
         info: TensorInfo,
         block: tuple[int, ...],
-        rule: Rule,
+        rule: RoundingRule,
         codes_part: str,
         scale_part: str,
         constants: Constants,
@@ -74,7 +70,7 @@ class ScaledEncoder:
             Write(self._scale, flat(first, found.scales.numel()), found.scales.reshape(-1)),
         )
 
-    def _quantized(self, values: torch.Tensor) -> Quantized:
+    def _quantized(self, values: torch.Tensor) -> QuantizedBlocks:
         if self._rows:
             return quantize_rows(values.view(-1, self._rows), self._rule)
         assert len(self._block) == 2, f"tiles of {self._block} in {self._info}"
@@ -87,7 +83,7 @@ class ScaledEncoder:
         per_band = -(-self._width // self._block[1])
         return offset // self.step * per_band
 
-    def _not_taken(self, values: torch.Tensor, found: Quantized) -> torch.Tensor:
+    def _not_taken(self, values: torch.Tensor, found: QuantizedBlocks) -> torch.Tensor:
         """Which blocks are not finite, or lost to the dtype that the rule casts to."""
         bad = found.absmax.isfinite().logical_not_()
         zero = found.absmax == 0
@@ -95,7 +91,7 @@ class ScaledEncoder:
             bad |= zero & (absmax_of(values.view(-1, self._rows), (1,)) != 0)
         return bad
 
-    def _overflows(self, found: Quantized) -> torch.Tensor:
+    def _overflows(self, found: QuantizedBlocks) -> torch.Tensor:
         """Which blocks decode to infinity: a scale is rounded, and may be so upwards. A float8 block
         has its outermost code; of integers only -128 goes beyond the largest value, and a row that
         is near the limit may have none."""

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptmap.quantization.blockwise import grid as geometry
-from ckptmap.quantization.blockwise.errors import DAMAGED, malformed, sizes_of
+from ckptmap.quantization.blockwise import block_geometry as geometry
+from ckptmap.quantization.blockwise.group_checks import DAMAGED, malformed, read_sizes
 from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
 
 _ENUMS: Mapping[tuple[str, Any], str] = {
@@ -50,7 +50,7 @@ _MAX_DEPTH = 8
 
 
 @dataclass(frozen=True)
-class Pickled:
+class TorchaoParts:
     """One object, taken apart.
 
     kind        torchao's present class that holds the same
@@ -93,7 +93,7 @@ def state_of(leaf: Opaque) -> Mapping[str, Any]:
     return leaf.state if isinstance(leaf.state, Mapping) else {}
 
 
-def unpack(fqn: str, leaf: Opaque) -> Pickled:
+def unpack(fqn: str, leaf: Opaque) -> TorchaoParts:
     """Raises SourceError CKM115 where its parts are missing or do not fit together."""
     state = leaf.state
     if leaf.info is None or not isinstance(state, Mapping):
@@ -103,7 +103,7 @@ def unpack(fqn: str, leaf: Opaque) -> Pickled:
         assert within is not None, f"{fqn}: adopted by its kind, which it does not have"
         inner = unpack(fqn, within)
         name = func.name if isinstance(func, Opaque) else "unknown"
-        return Pickled(**{**vars(inner), "activation": name})
+        return TorchaoParts(**{**vars(inner), "activation": name})
     if leaf.name == "AffineQuantizedTensor":
         return _affine(fqn, leaf, state)
     if leaf.name == TRAINED:
@@ -120,13 +120,13 @@ def _block(fqn: str, info: TensorInfo, state: Mapping[str, Any]) -> tuple[int, .
     given = state.get("block_size")
     if not given:
         return info.shape
-    block = sizes_of(fqn, given, "block_size")
+    block = read_sizes(fqn, given, "block_size")
     if len(block) != len(info.shape):
         raise malformed(fqn, f"block_size {list(block)} of shape {list(info.shape)}", DAMAGED)
     return block
 
 
-def _affine(fqn: str, leaf: Opaque, state: Mapping[str, Any]) -> Pickled:
+def _affine(fqn: str, leaf: Opaque, state: Mapping[str, Any]) -> TorchaoParts:
     impl, info = state["tensor_impl"], leaf.info
     inner = impl.state if isinstance(impl.state, Mapping) else {}
     assert info is not None
@@ -155,7 +155,7 @@ def _made(
     state: Mapping[str, Any],
     codes_name: str,
     attributes: Mapping[str, Any],
-) -> Pickled:
+) -> TorchaoParts:
     codes, scale, zero = state.get(codes_name), state.get("scale"), state.get("zero_point")
     grid = geometry.grid_shape(info.shape, block)
     named = {codes_name: codes, "scale": scale} | ({} if zero is None else {"zero_point": zero})
@@ -167,7 +167,7 @@ def _made(
             want = list(info.shape if is_codes else grid)
             raise malformed(fqn, f"{kind} part {name!r}, expected shape {want}, found {part.info}")
     assert isinstance(codes, StoredTensor) and isinstance(scale, StoredTensor)
-    return Pickled(
+    return TorchaoParts(
         kind, info, block, codes, geometry.reshaped(scale, grid),
         None if zero is None else geometry.reshaped(zero, grid),
         {k: v for k in _OPTIONAL if isinstance(v := state.get(k), StoredTensor)}, attributes,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ckptmap.errors import PlanError
-from ckptmap.mapping.dims import Dims, Expr, parse
+from ckptmap.mapping.dims_table import Dims
+from ckptmap.mapping.expressions import Expr, parse_expr
 
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)(?:([+-])([^{}]+))?\}")
 _NUMBER = re.compile(r"(?<![^.])(0|[1-9]\d{0,17})(?![^.])")
@@ -58,7 +59,7 @@ class Capture:
 
 
 @dataclass(frozen=True)
-class Name:
+class NamePattern:
     """One pattern: `holes` are its number segments in order, literal or captured."""
 
     text: str
@@ -82,7 +83,7 @@ class Name:
         parts = self.skeleton.split(HOLE)
         return parts[0] + "".join(f"{n}{part}" for n, part in zip(numbers, parts[1:], strict=True))
 
-    def meets(self, other: Name) -> bool:
+    def meets(self, other: NamePattern) -> bool:
         """Could one key match both?"""
         return self.skeleton == other.skeleton and all(
             a == b or isinstance(a, Capture) or isinstance(b, Capture)
@@ -90,7 +91,7 @@ class Name:
         )
 
 
-def parse_names(text: str, where: str) -> tuple[Name, ...]:
+def parse_names(text: str, where: str) -> tuple[NamePattern, ...]:
     """`"a.{n} | b.{n}"` -> its alternatives. Raises PlanError CKM601."""
     names = tuple(_one(part.strip(), where) for part in text.split("|"))
     if len({frozenset(name.captures) for name in names}) > 1:
@@ -101,13 +102,13 @@ def parse_names(text: str, where: str) -> tuple[Name, ...]:
     return names
 
 
-def _one(text: str, where: str) -> Name:
+def _one(text: str, where: str) -> NamePattern:
     if not text or any(char.isspace() for char in _CAPTURE.sub("", text)):
         raise PlanError(
             "CKM601", f"{where}: {text!r} is no name: it is empty or holds white space",
             "write a whole key such as layers.{n}.norm.weight",
         )  # fmt: skip
-    return Name(text, *_parsed(text, where))
+    return NamePattern(text, *_parsed(text, where))
 
 
 def _parsed(text: str, where: str) -> tuple[str, tuple[int | Capture, ...]]:
@@ -118,7 +119,7 @@ def _parsed(text: str, where: str) -> tuple[str, tuple[int | Capture, ...]]:
         before = segment[: found.start()] if found is not None else ""
         whole = found is not None and found.end() == len(segment) and "{" not in before
         if found is not None and whole and (not before or at == len(parts) - 1):
-            offset = None if found[3] is None else parse(found[3])
+            offset = None if found[3] is None else parse_expr(found[3])
             holes.append(Capture(found[1], -1 if found[2] == "-" else 1, offset))
             segments.append(before + HOLE)
         elif "{" in segment or "}" in segment:

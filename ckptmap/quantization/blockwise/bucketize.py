@@ -22,7 +22,7 @@ _MARK = 0x80
 _MARKS = int.from_bytes(bytes([_MARK] * _WORD), "little", signed=True)
 
 
-class Counter:
+class Bucketizer:
     """Few thresholds, far apart. Holds the table; shared by any number of threads.
 
     A quotient is rounded to a multiple of 2^-15, by adding a number whose own steps are that large;
@@ -35,7 +35,7 @@ class Counter:
         self._thresholds, self._codes = thresholds, codes
         self._table = _by_place(thresholds, codes) if thresholds.is_cpu else None
 
-    def count(self, quotients: torch.Tensor, spare: torch.Tensor, out: torch.Tensor) -> None:
+    def bucketize(self, quotients: torch.Tensor, spare: torch.Tensor, out: torch.Tensor) -> None:
         """Fill `out` [n] u8; `spare` [n] is any buffer of 32 bits an element, overwritten."""
         import torch
 
@@ -62,7 +62,7 @@ class Counter:
             out.view(-1, _WORD).index_copy_(0, marked, found.view(-1, _WORD))
 
 
-class FineCounter:
+class FineBucketizer:
     """Many thresholds, closer and closer towards zero, no two within the same upper 16 bits.
 
     Those bits tell how many lie below all quotients that have them, and the next one, which each
@@ -79,7 +79,7 @@ class FineCounter:
         )
         self._tables = _by_bits(thresholds) if thresholds.is_cpu else None
 
-    def count(self, quotients: torch.Tensor, spare: torch.Tensor, out: torch.Tensor) -> None:
+    def bucketize(self, quotients: torch.Tensor, spare: torch.Tensor, out: torch.Tensor) -> None:
         """As `Counter.count`; the quotients are overwritten."""
         import torch
 

@@ -13,15 +13,16 @@ from itertools import combinations, count
 
 from ckptmap.core.lattice import Piece, compose
 from ckptmap.errors import PlanError
-from ckptmap.mapping import values
-from ckptmap.mapping.cells import Built, Source
-from ckptmap.mapping.dims import KNOWN, Dims, Expr, Unknown, Value
-from ckptmap.mapping.names import Capture, Name
-from ckptmap.mapping.rules import Rule, Scheme, Term
-from ckptmap.mapping.space import build, examples, stacked
+from ckptmap.mapping import value_ops
+from ckptmap.mapping.dims_table import KNOWN, Dims
+from ckptmap.mapping.expressions import Expr, Unknown, Value
+from ckptmap.mapping.name_patterns import Capture, NamePattern
+from ckptmap.mapping.rearrange import build_targets, example_sources, stacked_captures
+from ckptmap.mapping.rule_tensors import RuleSource, RuleTarget
+from ckptmap.mapping.rules import NamingScheme, Rule, Term
 
 
-def prove(scheme: Scheme) -> None:
+def prove(scheme: NamingScheme) -> None:
     """Raises PlanError CKM602 that names the rule, CKM613 for an unknown value op."""
     for rule in scheme.rules:
         _Rule(scheme, rule).prove()
@@ -36,13 +37,13 @@ def prove(scheme: Scheme) -> None:
 class _Rule:
     """One rule, statically."""
 
-    def __init__(self, scheme: Scheme, rule: Rule) -> None:
+    def __init__(self, scheme: NamingScheme, rule: Rule) -> None:
         self.scheme, self.rule = scheme, rule
 
     def prove(self) -> None:
         rule = self.rule
         if rule.op:
-            values.parse(rule.op)
+            value_ops.parse_value_op(rule.op)
         for side in (rule.hub, rule.other):
             if len({frozenset(term.captures) for term in side}) > 1:
                 raise self._wrong("tensors of one side have different captures")
@@ -92,7 +93,7 @@ class _Rule:
                     " s[a] takes it away"
                 )
         mine = {*found, *(cut.axis for cut in term.slices)}
-        for name in stacked(self.rule, hub):
+        for name in stacked_captures(self.rule, hub):
             if name in mine:
                 raise self._wrong(f"{name!r} is both a capture and an axis of {term.names[0].text}")
             mine.add(name)
@@ -113,16 +114,16 @@ class _Rule:
         return wrong(self.scheme, self.rule, what)
 
 
-def wrong(scheme: Scheme, rule: Rule, what: str) -> PlanError:
+def wrong(scheme: NamingScheme, rule: Rule, what: str) -> PlanError:
     return PlanError("CKM602", f"{scheme.where}: {rule.label}: {what}", "correct the mapping file")
 
 
 # --------------------------------------------------------------------------------- one key, one rule
 
 
-def _apart(scheme: Scheme, hub: bool) -> None:
+def _apart(scheme: NamingScheme, hub: bool) -> None:
     """No key of a side can be of two rules, unless `when` or `range` tell them apart."""
-    by_skeleton: dict[str, list[tuple[Name, str, bool]]] = {}
+    by_skeleton: dict[str, list[tuple[NamePattern, str, bool]]] = {}
     for rule in scheme.rules:
         open_ = rule.when is not None or bool(rule.ranges)
         for term in rule.side(hub):
@@ -142,7 +143,7 @@ def _apart(scheme: Scheme, hub: bool) -> None:
                 )
 
 
-def _shifted(one: Name, two: Name) -> bool:
+def _shifted(one: NamePattern, two: NamePattern) -> bool:
     """`layers.{n}` and `layers.{k+n}`: the dim of a capture tells where the other one begins."""
     return any(
         isinstance(a, Capture) and isinstance(b, Capture) and a.offset != b.offset
@@ -150,7 +151,7 @@ def _shifted(one: Name, two: Name) -> bool:
     )
 
 
-def _cycles(scheme: Scheme) -> None:
+def _cycles(scheme: NamingScheme) -> None:
     """No dim is defined by itself; by a config value of its own name it may be."""
 
     def visit(axis: str, path: tuple[str, ...]) -> None:
@@ -211,35 +212,35 @@ def _primes() -> Iterator[int]:
             yield number
 
 
-def round_trip(scheme: Scheme, rule: Rule) -> None:
+def round_trip(scheme: NamingScheme, rule: Rule) -> None:
     """From the hub to the scheme and back: every element where it was. Raises PlanError CKM602."""
     implied = [cut.axis for term in (*rule.hub, *rule.other) for cut in term.slices]
     dims = Primes(scheme.dims, implied)
     for hub in (True, False):
-        sources = examples(scheme, rule, hub, dims)
+        sources = example_sources(scheme, rule, hub, dims)
         captures = dict.fromkeys(rule.shared, 0)
-        there = build(scheme, rule, not hub, dims, sources, captures)
+        there = build_targets(scheme, rule, not hub, dims, sources, captures)
         again = _as_sources(there, rule, not hub)
         if rule.pad and not hub:  # the filling is lost, and must be nothing else
             continue
-        back = build(scheme, rule, hub, dims, again, captures)
+        back = build_targets(scheme, rule, hub, dims, again, captures)
         pieces = {built.name: built.pieces for built in there}
         for built in back:
             _check_identity(scheme, rule, built, pieces)
 
 
-def _as_sources(made: Sequence[Built], rule: Rule, hub: bool) -> list[Source]:
+def _as_sources(made: Sequence[RuleTarget], rule: Rule, hub: bool) -> list[RuleSource]:
     """What was made, as the sources of the way back: targets come term by term, stack by stack."""
     found = []
     each = len(made) // len(rule.side(hub))
     for at, built in enumerate(made):
         stack = _numbers(at % each, [s for s in _stack_sizes(made, rule, hub)])
-        found.append(Source(built.name, at // each, stack, built.info))
+        found.append(RuleSource(built.name, at // each, stack, built.info))
     return found
 
 
-def _stack_sizes(made: Sequence[Built], rule: Rule, hub: bool) -> list[int]:
-    names = stacked(rule, hub)
+def _stack_sizes(made: Sequence[RuleTarget], rule: Rule, hub: bool) -> list[int]:
+    names = stacked_captures(rule, hub)
     if not names:
         return []
     if len(names) == 1:
@@ -255,7 +256,7 @@ def _numbers(at: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_identity(
-    scheme: Scheme, rule: Rule, built: Built, there: Mapping[str, Sequence[Piece]]
+    scheme: NamingScheme, rule: Rule, built: RuleTarget, there: Mapping[str, Sequence[Piece]]
 ) -> None:
     numel = 0
     for piece in built.pieces:

@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from ckptmap.errors import PlanError
-from ckptmap.mapping.dims import Dims, Unknown
-from ckptmap.mapping.faults import needs
-from ckptmap.mapping.names import Name
-from ckptmap.mapping.rules import Rule, Scheme
+from ckptmap.mapping.dims_table import Dims
+from ckptmap.mapping.expressions import Unknown
+from ckptmap.mapping.name_patterns import NamePattern
+from ckptmap.mapping.rule_errors import missing_config
+from ckptmap.mapping.rules import NamingScheme, Rule
 
 
-def check_sets(
-    scheme: Scheme,
+def check_complete(
+    scheme: NamingScheme,
     to_hub: bool,
     dims: Dims,
     active: Sequence[bool | None],
@@ -26,9 +27,9 @@ def check_sets(
         if holds is False or (not captured and (rule.optional != "no" or holds is None)):
             continue
         try:
-            known = limits(rule, dims)
+            known = capture_ranges(rule, dims)
         except Unknown as unknown:
-            raise needs(scheme, unknown.names, rule.label) from unknown
+            raise missing_config(scheme, unknown.names, rule.label) from unknown
         ends = [known.get(name, (0, counts.get(name, 0))) for name in rule.shared]
         ranges = [range(low, high) for low, high in ends]
         check = _Check(scheme, to_hub, dims, rule)
@@ -43,7 +44,7 @@ def check_sets(
 
 
 def _check_either(
-    scheme: Scheme,
+    scheme: NamingScheme,
     to_hub: bool,
     dims: Dims,
     active: Sequence[bool | None],
@@ -66,12 +67,14 @@ def _check_either(
         raise _Check(scheme, to_hub, dims, rule).neither(number, list(wanted), bool(missing))
 
 
-def limits(rule: Rule, dims: Dims) -> dict[str, tuple[int, int]]:
+def capture_ranges(rule: Rule, dims: Dims) -> dict[str, tuple[int, int]]:
     """The range of each capture that has one. Raises Unknown."""
     return {name: (dims.number(low), dims.number(end)) for name, (low, end) in rule.ranges.items()}
 
 
-def _counts(scheme: Scheme, dims: Dims, found: Sequence[set[tuple[int, ...]]]) -> dict[str, int]:
+def _counts(
+    scheme: NamingScheme, dims: Dims, found: Sequence[set[tuple[int, ...]]]
+) -> dict[str, int]:
     """Capture -> how many there are: by its dim, else by the keys."""
     counts: dict[str, int] = {}
     for rule, captured in zip(scheme.rules, found, strict=True):
@@ -87,7 +90,7 @@ def _counts(scheme: Scheme, dims: Dims, found: Sequence[set[tuple[int, ...]]]) -
 class _Check:
     """The numbers of one rule."""
 
-    def __init__(self, scheme: Scheme, to_hub: bool, dims: Dims, rule: Rule) -> None:
+    def __init__(self, scheme: NamingScheme, to_hub: bool, dims: Dims, rule: Rule) -> None:
         self.scheme, self.dims, self.rule = scheme, dims, rule
         self.name = rule.side(not to_hub)[0].names[0]
 
@@ -148,7 +151,7 @@ def _within(numbers: Sequence[int], ranges: Sequence[range]) -> bool:
     return all(number in r for number, r in zip(numbers, ranges, strict=True))
 
 
-def _rendered(name: Name, captures: dict[str, int], dims: Dims) -> str:
+def _rendered(name: NamePattern, captures: dict[str, int], dims: Dims) -> str:
     """A key; captures that are stacked are shown as 0."""
     whole = {capture: captures.get(capture, 0) for capture in name.captures}
     return name.render(whole, name.shifts(dims))

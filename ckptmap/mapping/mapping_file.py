@@ -13,17 +13,17 @@ from typing import Any, cast
 
 from ckptmap.errors import PlanError
 from ckptmap.mapping.axes import parse_axes
-from ckptmap.mapping.dims import Expr, parse
-from ckptmap.mapping.names import Name, parse_names
+from ckptmap.mapping.expressions import Expr, parse_expr
+from ckptmap.mapping.name_patterns import NamePattern, parse_names
 from ckptmap.mapping.rules import (
     HUB,
+    Absence,
     Detect,
     Drop,
-    Head,
-    Optional,
+    NamingScheme,
     Refuse,
     Rule,
-    Scheme,
+    SchemeHead,
     Term,
     Tie,
 )
@@ -36,10 +36,10 @@ _TOP = {
     "tie", "refuse", "same_as",
 }  # fmt: skip
 _RULE = {"when", "range", "optional", "either", "op", "pad"}
-_OPTIONAL: Mapping[object, Optional] = {False: "no", True: "whole", "any": "any"}
+_OPTIONAL: Mapping[object, Absence] = {False: "no", True: "whole", "any": "any"}
 
 
-def load(path: str | Path) -> Scheme:
+def load_scheme(path: str | Path) -> NamingScheme:
     """The scheme that a file describes, proven. Raises PlanError CKM601 where it is malformed,
     CKM602 where it contradicts itself, CKM603 where it cannot be read."""
     file = Path(path)
@@ -54,12 +54,14 @@ def load(path: str | Path) -> Scheme:
         raise PlanError(
             "CKM603", f"{file}: cannot be read: {error}", "see `ckptmap mappings list`"
         ) from error
-    return loads(text, str(file))
+    return parse_scheme(text, str(file))
 
 
-def loads(text: str, where: str) -> Scheme:
+def parse_scheme(text: str, where: str) -> NamingScheme:
     """The same from text; `where` stands in messages."""
-    from ckptmap.mapping.proof import prove  # the engine: who only recognises names needs none
+    from ckptmap.mapping.prove_scheme import (
+        prove,  # the engine: who only recognises names needs none
+    )
 
     try:
         document = tomllib.loads(text)
@@ -70,7 +72,7 @@ def loads(text: str, where: str) -> Scheme:
     return scheme
 
 
-def head(document: Mapping[str, Any], where: str) -> Head:
+def read_head(document: Mapping[str, Any], where: str) -> SchemeHead:
     """From the keys before its tables, and [detect]. Raises PlanError CKM601."""
     return _Reader(where).head(document)
 
@@ -82,12 +84,12 @@ class _Reader:
         self._where = where
         self._scheme = ""
 
-    def head(self, document: Mapping[str, Any]) -> Head:
+    def head(self, document: Mapping[str, Any]) -> SchemeHead:
         self._known(document, _TOP, "the file")
         if document.get("schema") != SCHEMA:
             raise self._wrong(f"schema {document.get('schema')!r}, expected {SCHEMA}")
         family = self._word(document, "family")
-        return Head(
+        return SchemeHead(
             family,
             self._word(document, "scheme"),
             self._word(document, "era") if "era" in document else "",
@@ -97,14 +99,14 @@ class _Reader:
             self._text(document.get("same_as", ""), "same_as"),
         )
 
-    def scheme(self, document: Mapping[str, Any], text: str) -> Scheme:
+    def scheme(self, document: Mapping[str, Any], text: str) -> NamingScheme:
         head = self.head(document)
         self._scheme = head.name
         dims = self._table(document, "dims")
         rules = [self._rule(i, rule) for i, rule in enumerate(self._tables(document, "rule"), 1)]
         if not rules:
             raise self._wrong("has no [[rule]]")
-        return Scheme(
+        return NamingScheme(
             **vars(head),
             dims={axis: self._expr(value, f"[dims] {axis}") for axis, value in dims.items()},
             rules=tuple(rules),
@@ -169,7 +171,7 @@ class _Reader:
 
     def _detect(self, entry: Mapping[str, Any]) -> Detect:
         self._known(entry, {"any", "all", "none"}, "[detect]")
-        found: dict[str, tuple[Name, ...]] = {
+        found: dict[str, tuple[NamePattern, ...]] = {
             kind: tuple(
                 name
                 for text in self._texts(texts, f"detect {kind}")
@@ -226,12 +228,12 @@ class _Reader:
 
     def _expr(self, value: object, what: str) -> Expr:
         if isinstance(value, int) and not isinstance(value, bool):
-            return parse(str(value))
+            return parse_expr(str(value))
         return self._parsed(self._text(value, what), what)
 
     def _parsed(self, text: str, what: str) -> Expr:
         try:
-            return parse(text)
+            return parse_expr(text)
         except PlanError as error:
             raise self._wrong(f"{what}: {error.message}") from error
 

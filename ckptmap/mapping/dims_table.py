@@ -1,0 +1,140 @@
+"""The `[dims]` table of a mapping file, evaluated with the values of one model's config.json.
+
+    [dims]  h = "num_attention_heads"        config {"num_attention_heads": 32}    ->  h: 32
+
+Every expression of a mapping file is evaluated here: extents of axes, `when`, `range`, slices, `pad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from ckptmap.errors import PlanError
+from ckptmap.mapping.expressions import Expr, Unknown, Value
+
+MAX_NUMBER = 1 << 63
+KNOWN: Mapping[str, int] = {"two": 2, "three": 3}
+"""Axes that need no definition."""
+
+
+class Dims:
+    """Axes of one mapping file with the values of one config.
+
+    `config` None: there is none, and whatever asks for it is unknown.
+    """
+
+    def __init__(self, exprs: Mapping[str, Expr], config: Mapping[str, Any] | None) -> None:
+        self._exprs = exprs
+        self._config = config
+        self._known: dict[str, int | None] = {}
+        self._open: list[str] = []
+        self.used: dict[str, Value] = {}
+        """Config values that were asked for and found."""
+        self.missing: dict[str, None] = {}
+        """Config values that were asked for and not found."""
+        self.has_config = config is not None
+
+    def size(self, axis: str) -> int | None:
+        """The extent of an axis; None where `[dims]` or the config does not tell."""
+        if axis not in self._exprs:
+            return KNOWN.get(axis)
+        if axis not in self._known:
+            try:
+                self._known[axis] = self.number(self._exprs[axis])
+            except Unknown as unknown:
+                self.missing.update(dict.fromkeys(unknown.names))
+                self._known[axis] = None
+        return self._known[axis]
+
+    def number(self, expr: Expr, extra: Mapping[str, int] | None = None) -> int:
+        """An expression that must be a whole number, not negative; `extra` are axes that are known
+        besides. Raises Unknown, PlanError CKM614."""
+        value = expr.evaluate(lambda name: self._value(name, extra or {}))
+        if value is None:
+            raise Unknown(*expr.names())
+        if isinstance(value, str | bool) or value.denominator != 1 or not 0 <= value < MAX_NUMBER:
+            values = ", ".join(f"{name} = {_shown(found)}" for name, found in self.used.items())
+            raise PlanError(
+                "CKM614",
+                f"{expr.text!r}: expected a whole number, found {_shown(value)} ({values})",
+                "correct the config value, or the mapping file",
+            )
+        return int(value)
+
+    def holds(self, expr: Expr | None) -> bool | None:
+        """Is it so? None: unknown, because there is no config."""
+        if expr is None:
+            return True
+        try:
+            return bool(expr.evaluate(lambda name: self._value(name, {})))
+        except Unknown as unknown:
+            self.missing.update(dict.fromkeys(unknown.names))
+            return None if self._config is None else False
+
+    def _value(self, name: str, extra: Mapping[str, int]) -> Value:
+        if name in extra:
+            return Fraction(extra[name])
+        if name in self._exprs and name not in self._open:
+            self._open.append(name)
+            try:
+                size = self.size(name)
+            finally:
+                self._open.pop()
+            if size is None:
+                raise Unknown(*(self.missing or (name,)))
+            return Fraction(size)
+        if name in KNOWN and name not in self._exprs:
+            return Fraction(KNOWN[name])
+        return self._of_config(name)
+
+    def _of_config(self, name: str) -> Value:
+        if self._config is None:
+            raise Unknown(name)
+        found = _looked_up(self._config, name.split("."))
+        text = self._config.get("text_config")
+        if found is None and isinstance(text, Mapping):
+            found = _looked_up(text, name.split("."))
+        if isinstance(found, float) and found == found and abs(found) < MAX_NUMBER:
+            found = Fraction(repr(found))
+        elif isinstance(found, int) and not isinstance(found, bool):
+            found = Fraction(found)
+        value: Value = found if isinstance(found, Fraction | bool | str) else None
+        if value is None:
+            self.missing[name] = None
+        else:
+            self.used[name] = value
+        return value
+
+    def needed(self, axis: str) -> list[str]:
+        """The config values that an axis comes from; itself where `[dims]` does not define it."""
+        found: dict[str, None] = {}
+        left, seen = [axis], set[str]()
+        while left:
+            name = left.pop(0)
+            if name in self._exprs and name not in seen:
+                seen.add(name)
+                left += self._exprs[name].names()
+            elif name not in KNOWN:
+                found[f"axis {name!r} in [dims]" if name == axis and not seen else name] = None
+        return list(found)
+
+    def describe(self) -> str:
+        """The config values used, for messages."""
+        if not self.used:
+            return "no config value was used"
+        return "config: " + ", ".join(f"{name} {_shown(v)}" for name, v in self.used.items())
+
+
+def _looked_up(config: Mapping[str, Any], path: list[str]) -> Any:
+    node: Any = config
+    if ".".join(path) in config:  # as a manifest keeps it
+        return config[".".join(path)]
+    for segment in path:
+        node = node.get(segment) if isinstance(node, Mapping) else None
+    return node
+
+
+def _shown(value: Value) -> str:
+    return str(value) if isinstance(value, Fraction) else repr(value)
