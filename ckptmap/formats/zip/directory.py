@@ -9,9 +9,8 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
 from itertools import repeat
-from operator import add, gt, itemgetter, or_
+from operator import add, gt, itemgetter
 from typing import NamedTuple
 
 from ckptmap.errors import SourceError
@@ -23,8 +22,6 @@ ENCRYPTED = 0x2041
 
 LOCAL = struct.Struct("<4s2x2H16x2H")
 _CENTRAL = struct.Struct("<4s4x2H4x3I3H8xI")
-_FIXED = _CENTRAL.size - 4
-"""Bytes of an entry of the directory between its signature and its name."""
 
 
 class Entry(NamedTuple):
@@ -89,7 +86,7 @@ def truncated(file: str, what: str) -> SourceError:
 def parse_directory(file: str, raw: bytes, count: int, end: int) -> tuple[str, Entries]:
     """The one root folder, and the members by name below it; `count` are announced, and the last
     ends before `end`. Raises SourceError CKM105."""
-    members = _alike(raw, count) or _parse(file, raw, count)
+    members = _parse(file, raw, count)
     if not members.names:
         raise bad(file, "is an empty zip archive")
     root = _check_names(file, members.names)
@@ -103,44 +100,6 @@ class _Members(NamedTuple):
     headers: Sequence[int]
     sizes: Sequence[int]
     crcs: Sequence[int]
-
-
-def _alike(raw: bytes, count: int) -> _Members | None:
-    """The members of a directory that are all stored, below 4 GiB, and have no extra fields; None:
-    there are others, or something is wrong."""
-    first, *pieces = raw.split(b"PK\1\2")
-    fixed = b"".join([piece[:_FIXED] for piece in pieces])
-    if first or len(pieces) != count or len(fixed) != count * _FIXED or not count:
-        return None
-    flags, methods, packed, others = (
-        _column(fixed, *at) for at in ((4, 2), (6, 2), (16, 4), (26, 4))
-    )
-    if any(methods) or any(others) or ENCRYPTED & reduce(or_, set(flags)):
-        return None
-    crcs, sizes, lengths, headers = (
-        _column(fixed, *at) for at in ((12, 4), (20, 4), (24, 2), (38, 4))
-    )
-    if packed != sizes or max(max(sizes), max(headers)) == U32:
-        return None
-    if list(map(len, pieces)) != [_FIXED + n for n in lengths]:
-        return None
-    try:
-        text = b"\0".join([piece[_FIXED:] for piece in pieces]).decode()
-    except UnicodeDecodeError:
-        return None
-    names = text.split("\0")
-    if len(names) != count or "" in names or "/\0" in text or text[-1] == "/":
-        return None
-    return _Members(names, headers, sizes, crcs)
-
-
-def _column(rows: bytes, at: int, width: int) -> tuple[int, ...]:
-    """The number of `width` bytes at `at` of each entry."""
-    count = len(rows) // _FIXED
-    column = bytearray(width * count)
-    for i in range(width):
-        column[i::width] = rows[at + i :: _FIXED]
-    return struct.unpack(f"<{count}{' HI'[width // 2]}", column)
 
 
 def _parse(file: str, raw: bytes, count: int) -> _Members:
