@@ -141,9 +141,10 @@ class Records:
 
     def starts(self, prefix: str) -> Mapping[str, int]:
         """Where the members of this prefix begin in the file, by what follows it."""
-        found = {n[len(prefix) :]: self.locate(n)[0] for n in self._entries if n.startswith(prefix)}
+        names = [name for name in self._entries if name.startswith(prefix)]
+        offsets, _ = self.locate_all(names)
         self._window.files.forget(self.file)  # nothing more is wanted of it here
-        return found
+        return {name[len(prefix) :]: at for name, at in zip(names, offsets, strict=True)}
 
     def crc32(self, name: str) -> int | None:
         """None: it was not computed."""
