@@ -18,7 +18,6 @@ from ckptmap.formats.pickle.reader import Device, DType, Inert, Size
 from ckptmap.formats.pickle.template import Constant, Hole, Template
 from ckptmap.formats.torch_save.module_metadata import fsdp1_units
 from ckptmap.formats.torch_save.reader import ReadTensor, open_zip, parse
-from ckptmap.formats.zip.directory_template import AlikeDirectories
 from ckptmap.formats.zip.reader import Records
 from ckptmap.sharding.dtensor_spec import Mesh
 from ckptmap.storage.files import Files
@@ -193,11 +192,10 @@ class RankReader:
     def __init__(self) -> None:
         self.parsed: list[Parsed] = []
         self._failures = 0
-        self._directories = AlikeDirectories()
 
     def read(self, files: Files, name: str) -> RankTree:
-        """Raises SourceError as `torch_zip_read.load` does."""
-        return self._tree(*open_zip(files, name, read=self._directories.read))
+        """Return the tree of one file. Raise SourceError as `torch_save.reader.load` does."""
+        return self._tree(*open_zip(files, name))
 
     def _tree(self, records: Records, data: bytes) -> RankTree:
         members = records.sizes("data/")

@@ -106,15 +106,11 @@ def load(files: Files, file: str, base: int = 0, nbytes: int | None = None) -> L
 
 
 def open_zip(
-    files: Files,
-    file: str,
-    base: int = 0,
-    nbytes: int | None = None,
-    read: Callable[[Files, str, int, int | None], Records] = read_records,
+    files: Files, file: str, base: int = 0, nbytes: int | None = None
 ) -> tuple[Records, bytes]:
     """The members of a torch.save zip, and its pickle; raises as `load` does."""
     try:
-        records = read(files, file, base, nbytes)
+        records = read_records(files, file, base, nbytes)
     except SourceError as error:
         raise before_zip(files, file, base) or other_zip(file, base) or error from None
     if "data.pkl" not in records or "constants.pkl" in records:

@@ -242,23 +242,12 @@ def read_records(files: Files, file: str, base: int = 0, nbytes: int | None = No
     Raises SourceError CKM104 where its end is missing, CKM105 where a member is compressed or
     encrypted, doubled, named outside the one root folder, overlaps another or ends past the file.
     """
-    window, raw, count, directory = read_directory(files, file, base, nbytes)
-    return parsed_records(window, raw, count, directory)
-
-
-def read_directory(
-    files: Files, file: str, base: int = 0, nbytes: int | None = None
-) -> tuple[Window, bytes, int, int]:
-    """The archive, its central directory, how many members that announces, and where it starts."""
     window = Window(files, file, base, nbytes)
     if window.nbytes < _END.size:
         raise truncated(file, f"{window.nbytes} bytes are no zip archive")
     count, directory_nbytes, directory = _find_directory(window)
-    return window, window.read(directory, directory_nbytes), count, directory
-
-
-def parsed_records(window: Window, raw: bytes, count: int, directory: int) -> Records:
-    root, entries = parse_directory(window.file, raw, count, directory)
+    raw = window.read(directory, directory_nbytes)
+    root, entries = parse_directory(file, raw, count, directory)
     return Records(window, root, entries)
 
 

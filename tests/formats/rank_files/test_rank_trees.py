@@ -27,8 +27,7 @@ from ckptmap.formats.rank_files.dtensor_shortcut import joined_alike
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankValues
 from ckptmap.formats.rank_files.reader import RankFiles
 from ckptmap.formats.torch_save.reader import load
-from ckptmap.formats.zip.directory_template import AlikeDirectories
-from ckptmap.formats.zip.reader import Records, read_records
+from ckptmap.formats.zip.reader import read_records
 from ckptmap.protocols import Index
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Opaque, PerRank, StoredTensor
@@ -259,88 +258,13 @@ def test_one_flipped_bit(
     assert found == alone
 
 
-# ------------------------------------------------------------------------------ zip directories
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Two files of ranks whose names, so roots, differ in length."""
-    folder = tmp_path_factory.mktemp("two")
-    for rank in (1, 22):
-        torch.save({f"w{n}": torch.rand(n, 9) for n in range(70)}, folder / f"rank_{rank}.pt")
-    return str(folder / "rank_1.pt"), str(folder / "rank_22.pt")
-
-
-def members(records: Records) -> Any:
-    return records.root, [(name, records.nbytes(name), records._entries[name]) for name in records]
-
-
-def test_directories_that_are_alike_are_not_parsed(two: tuple[str, str]) -> None:
-    files, reader = Files(), AlikeDirectories()
-    first, second = (reader.read(files, file, 0, None) for file in two)
-    assert members(second) == members(read_records(files, two[1]))
-    assert all(a is b for a, b in zip(first, second, strict=True)), "the first one's names"
-    found = second.starts("data/")
-    assert found == {n[5:]: second.locate(n)[0] for n in second if n.startswith("data/")}
-    assert len(found) == 70
-
-
-@settings(
-    max_examples=150,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_one_flipped_bit_of_a_directory(
-    two: tuple[str, str], tmp_path: Path, at: float, bit: int
-) -> None:
-    data = bytearray(Path(two[1]).read_bytes())
-    start = data.index(b"PK\1\2")
-    data[start + int(at * (len(data) - start))] ^= 1 << bit
-    file = tmp_path / "rank_22.pt"
-    file.write_bytes(data)
-
-    def outcome_of(read: Callable[[], Records]) -> Any:
-        try:
-            return members(read())
-        except SourceError as error:
-            return error.code, error.message
-
-    files, reader = Files(), AlikeDirectories()
-    reader.read(files, two[0], 0, None)
-    alone = outcome_of(lambda: read_records(files, str(file)))
-    assert outcome_of(lambda: reader.read(files, str(file), 0, None)) == alone
-
-
-@settings(
-    max_examples=100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(member=st.integers(0, 69), byte=st.integers(0, 55), bit=st.integers(0, 7))
-def test_one_flipped_bit_of_a_local_header(
-    two: tuple[str, str], tmp_path: Path, member: int, byte: int, bit: int
-) -> None:
-    """Headers are taken for those of a sibling only where they are the same, but for the root."""
-    data = bytearray(Path(two[1]).read_bytes().replace(b"rank_22/", b"rank_33/"))
-    file = tmp_path / "rank_33.pt"
-    file.write_bytes(data)
-    files, reader = Files(), AlikeDirectories()
-    first, second = (reader.read(files, name, 0, None) for name in two)
-    again = reader.read(files, str(file), 0, None)
-    assert again.starts("data/") == first.starts("data/") | second.starts("data/")
-    header = read_records(files, str(file))._entries[f"data/{member}"].header
-    data[header + byte] ^= 1 << bit
-    file.write_bytes(data)
-
-    def outcome_of(read: Callable[[], Records]) -> Any:
-        try:
-            return dict(read().starts("data/"))
-        except SourceError as error:
-            return error.code, error.message
-
-    alone = outcome_of(lambda: read_records(files, str(file)))
-    assert outcome_of(lambda: reader.read(files, str(file), 0, None)) == alone
+def test_starts_are_those_of_each_member(tmp_path: Path) -> None:
+    file = tmp_path / "rank_1.pt"
+    torch.save({f"w{n}": torch.rand(n, 9) for n in range(70)}, file)
+    records = read_records(Files(), str(file))
+    starts = records.starts("data/")
+    assert starts == {n[5:]: records.locate(n)[0] for n in records if n.startswith("data/")}
+    assert len(starts) == 70
 
 
 # ------------------------------------------------------------------------------ constants
