@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core.interning import distinct, each
+from ckptmap.core.columns import distinct, each
 from ckptmap.core.name_table import Look, table
 from ckptmap.core.state_paths import join
 from ckptmap.core.text import counted, human

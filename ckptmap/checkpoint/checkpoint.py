@@ -18,7 +18,7 @@ from ckptmap.checkpoint.groups import Groups
 from ckptmap.checkpoint.roles import Roles
 from ckptmap.checkpoint.translation import Translation
 from ckptmap.core.state_paths import nest
-from ckptmap.core.tensor_columns import Extents
+from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import MissingKeyError
 from ckptmap.optim.order import Order
 from ckptmap.optim.reading import OptimizerReader
@@ -120,7 +120,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             return self.translation.origins
         return {fqn: (key,) for fqn, key in self.names.items() if key != fqn}
 
-    def run(self) -> Extents | None:
+    def run(self) -> PlainTensors | None:
         """Return the columns of all weights where all are plain tensors; else None.
 
         With 100,000 tensors one look at the columns replaces as many looks at tensors.

@@ -9,9 +9,9 @@ from typing import Any, cast
 from ckptmap import registry
 from ckptmap.checkpoint.groups import Groups
 from ckptmap.core.code_grids import Repairs
-from ckptmap.core.interning import distinct
+from ckptmap.core.columns import distinct
 from ckptmap.core.state_paths import class_of, described, join, opaques
-from ckptmap.core.tensor_columns import Extents
+from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group
 from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor, TensorInfo
@@ -43,7 +43,7 @@ def grouped(
     `{"value": text}` by their key. Raises SourceError CKM114 for a key that is there
     twice, and what a scheme says of malformed parts.
     """
-    if isinstance(leaves, Extents) and not records and _is_plain(leaves.kinds().values()):
+    if isinstance(leaves, PlainTensors) and not records and _is_plain(leaves.kinds().values()):
         return Groups(leaves)
     stored = {join(path): leaf for path, leaf in leaves.items() if isinstance(leaf, StoredTensor)}
     infos = distinct([tensor.info for tensor in stored.values()]).values()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from ckptmap.core.tensor_columns import Extents
+from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.protocols import Group
 from ckptmap.quantization.dense import Dense
 from ckptmap.tensors import StoredTensor, TensorInfo
@@ -23,10 +23,10 @@ class Groups(Mapping[str, Group]):
 
     __slots__ = ("_held", "run")
 
-    def __init__(self, held: dict[str, Group | StoredTensor] | Extents) -> None:
-        self.run = held if isinstance(held, Extents) else None
+    def __init__(self, held: dict[str, Group | StoredTensor] | PlainTensors) -> None:
+        self.run = held if isinstance(held, PlainTensors) else None
         """All of them, side by side; None: they are held one by one."""
-        self._held = {} if isinstance(held, Extents) else held
+        self._held = {} if isinstance(held, PlainTensors) else held
 
     def __getitem__(self, fqn: str) -> Group:
         held = self.held(fqn)

@@ -23,7 +23,7 @@ from ckptmap.checkpoint.module_order import in_order
 from ckptmap.checkpoint.roles import split_roles
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_paths import join
-from ckptmap.core.tensor_columns import Extents
+from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.formats.probe import find, look
 from ckptmap.mapping.wrappers import strip_wrappers
@@ -91,7 +91,7 @@ def _opened(
     place: Place, index: Index, root: str | None, like: Callable[[], Like] | None
 ) -> Checkpoint:
     leaves = index.leaves
-    if not isinstance(leaves, Extents):  # those are whole, and nothing else
+    if not isinstance(leaves, PlainTensors):  # those are whole, and nothing else
         for way in unflatteners():
             leaves = way.unflatten(leaves, like, strip_wrappers, place.path, index.units)
         leaves = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ckptmap.checkpoint.extra_state import state_at
 from ckptmap.core.state_paths import RESOLVED, UNRESOLVED
-from ckptmap.core.tensor_columns import Extents
+from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor
 
@@ -59,7 +59,7 @@ def is_spoken_for(name: str) -> bool:
 
 def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Roles:
     """Raises SourceError CKM205 where several dicts could be the weights, CKM206 where none is."""
-    if isinstance(leaves, Extents) and leaves and root is None:
+    if isinstance(leaves, PlainTensors) and leaves and root is None:
         return Roles((), leaves, None, {}, {})
     _require_dict(leaves, root, where)
     tensors = [path for path, leaf in leaves.items() if is_tensor(leaf)]

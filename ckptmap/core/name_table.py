@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptmap.core.interning import each
+from ckptmap.core.columns import each
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A number that is a segment of a name."""

@@ -1,98 +1,97 @@
-"""Tensors that lie alike, side by side: columns in place of one object each.
+"""The tensors of a checkpoint of plain tensors, as columns: names, infos, and where each one lies.
 
-A checkpoint of 100,000 small tensors is 100,000 names, offsets and the few shapes that they share.
-What is done to all of them is done to columns; a tensor is made of them when somebody asks for one.
+Most checkpoints hold nothing else: every tensor is one extent, all its bytes in row-major order in one
+file. A StoredTensor is made of the columns when somebody asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Self
 
-from ckptmap.core.interning import distinct, each
+from ckptmap.core.columns import Columns, distinct, each
 from ckptmap.tensors import Extent, Path, Places, StoredTensor, TensorInfo
 
 
-@dataclass(frozen=True)
-class Located:
-    """Where tensor i lies: all its bytes in row-major order from `offsets[i]` of `files[i]` on;
-    `crcs[i]` is the container's own checksum of exactly these, None in place of all: there is
-    none."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Extents(Columns[Extent]):
+    """Where tensors lie: tensor i from byte `offsets[i]` of `files[i]` on; `crcs[i]` is the
+    container's own checksum of exactly its bytes, None where it has none."""
 
     files: Sequence[str]
     offsets: Sequence[int]
-    crcs: Sequence[int | None] | None = None
+    crcs: Sequence[int | None]
 
-    @classmethod
-    def of(cls, places: Sequence[Extent]) -> Located:
-        """Of these extents."""
-        return cls([p[0] for p in places], [p[1] for p in places], [p[2] for p in places])
+    row = Extent
 
-    def one(self, index: int) -> Extent:
-        crc32 = None if self.crcs is None else self.crcs[index]
-        return Extent(self.files[index], self.offsets[index], crc32)
+    def one(self, index: int) -> Places:
+        return self[index]
 
-
-def nbytes_of(infos: Sequence[TensorInfo]) -> list[int]:
-    """Bytes of each; found once for those that are one object."""
-    return each(infos, lambda info: info.nbytes)
+    def all(self) -> Self:
+        return self
 
 
 class Locator(Protocol):
-    """Finds what lies behind headers of its own: `one` reads that of one tensor, `all` those of
-    all; None where not every tensor is an extent. Both raise SourceError."""
+    """Finds the bytes of tensors, where that takes a read of a header each.
+
+    `one` reads the header of one tensor, `all` those of all tensors; `all` returns None if some
+    tensor is not one extent. Both raise SourceError.
+    """
 
     def one(self, index: int) -> Places: ...
-    def all(self) -> Located | None: ...
+    def all(self) -> Extents | None: ...
 
 
-class Extents(Mapping[Path, StoredTensor]):
-    """Plain tensors in stored order, by their path of one segment; none shares its bytes with
-    another."""
+def nbytes_of(infos: Sequence[TensorInfo]) -> list[int]:
+    """Return the bytes of each tensor; computed once for infos that are one object."""
+    return each(infos, lambda info: info.nbytes)
+
+
+class PlainTensors(Mapping[Path, StoredTensor]):
+    """Plain tensors in stored order, by path of one segment: tensor i is `names[i]` of `infos[i]`.
+    No two share bytes."""
 
     __slots__ = ("_at", "_located", "_made", "infos", "names")
 
     def __init__(
-        self, keys: Sequence[str], infos: Sequence[TensorInfo], located: Located | Locator
+        self, names: Sequence[str], infos: Sequence[TensorInfo], located: Extents | Locator
     ) -> None:
-        assert len(keys) == len(infos)
-        self.names, self.infos = keys, infos
-        self._located: Located | Locator = located
+        assert len(names) == len(infos)
+        self.names, self.infos = names, infos
+        self._located: Extents | Locator = located
         self._at: Mapping[str, int] | None = None
         self._made: dict[str, StoredTensor] = {}
 
-    def located(self) -> Located | None:
-        """Where all of them lie; None where some tensor lies otherwise."""
-        place = self._located
-        if not isinstance(place, Located):
-            found = place.all()
-            if found is None:
-                return None
-            self._located = place = found
-        return place
+    def extents(self) -> Extents | None:
+        """Return where all tensors lie; None if some tensor is not one extent."""
+        extents = self._located.all()
+        if extents is not None:
+            self._located = extents
+        return extents
 
     def kinds(self) -> dict[int, TensorInfo]:
-        """The infos that there are, mostly few, by id."""
+        """Return the different infos by id: mostly few."""
         return distinct(self.infos)
 
-    def renamed(self, names: Mapping[str, str]) -> Extents:
-        """The same under `names[key]`."""
-        return Extents([names[key] for key in self.names], self.infos, self._located)
+    def renamed(self, names: Mapping[str, str]) -> PlainTensors:
+        """Return the same tensors under `names[name]`."""
+        return PlainTensors([names[name] for name in self.names], self.infos, self._located)
 
-    def held(self, key: str) -> StoredTensor:
-        """The tensor of this name. Raises KeyError."""
-        made = self._made.get(key)
+    def held(self, name: str) -> StoredTensor:
+        """Return the tensor of this name, the same object every time. Raises KeyError."""
+        made = self._made.get(name)
         if made is None:
-            if self._at is None:
-                self._at = dict(zip(self.names, range(len(self.names)), strict=True))
-            index, place = self._at[key], self._located
-            where: Places | Callable[[], Places] = partial(place.one, index)
-            if isinstance(place, Located):
-                where = place.one(index)
-            made = self._made[key] = StoredTensor(self.infos[index], where)
+            index = self._indices()[name]
+            made = StoredTensor(self.infos[index], partial(self._located.one, index))
+            self._made[name] = made
         return made
+
+    def _indices(self) -> Mapping[str, int]:
+        if self._at is None:
+            self._at = dict(zip(self.names, range(len(self.names)), strict=True))
+        return self._at
 
     def __getitem__(self, path: Path) -> StoredTensor:
         if len(path) != 1 or type(path[0]) is not str:
@@ -100,9 +99,7 @@ class Extents(Mapping[Path, StoredTensor]):
         return self.held(path[0])
 
     def __contains__(self, path: object) -> bool:
-        if self._at is None:
-            self._at = dict(zip(self.names, range(len(self.names)), strict=True))
-        return isinstance(path, tuple) and len(path) == 1 and path[0] in self._at
+        return isinstance(path, tuple) and len(path) == 1 and path[0] in self._indices()
 
     def __iter__(self) -> Iterator[Path]:
         return zip(self.names, strict=True)

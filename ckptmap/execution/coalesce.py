@@ -19,7 +19,7 @@ def spans(item: FilePlan, limit: int, mine: range) -> Iterator[tuple[int, int]]:
     begin = end = 0  # bytes, of the first slot's start and the last one's end
     small, offsets, sizes = min(SMALL, limit), item.slots.offsets, item.slots.sizes
     for index in mine:
-        offset, nbytes, copied = offsets[index], sizes[index], item.origins.copied(index)
+        offset, nbytes, copied = offsets[index], sizes[index], item.origins.is_copied(index)
         if first is not None and (
             not copied
             or nbytes > small

@@ -246,8 +246,7 @@ def recorded(context: Context, target: SlotRef, digest: str, crc: int) -> Writte
 def _check_crcs(item: FilePlan, first: int, crcs: Sequence[int]) -> None:
     """Hold the CRC-32 of the slots from `first` on against the source's own."""
     origins, stop = item.origins, first + len(crcs)
-    stated = origins.crcs[first:stop] if origins.crcs is not None else [None] * len(crcs)
-    homes = origins.files[first:stop]
+    stated, homes = origins.crcs[first:stop], origins.files[first:stop]
     for index, home, known, crc in zip(count(first), homes, stated, crcs, strict=False):
         if not home or (known is not None and known != crc):
             _check_crc(item.out.slots[index], origins[index], crc)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.state_paths import join
-from ckptmap.core.tensor_columns import Extents
+from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import CkptmapError
 from ckptmap.execution import manifest as manifests
 from ckptmap.protocols import Slot
@@ -59,7 +59,7 @@ def _all_lie(ckpt: Checkpoint, planned: Mapping[str, Any]) -> bool:
     what was just written; False leaves it to a look at each to say what is wrong."""
     leaves, path = ckpt.index.leaves, Path(ckpt.path).absolute()
     outs = planned.alone() if isinstance(planned, manifests.Tensors) else None
-    if outs is None or not isinstance(leaves, Extents):
+    if outs is None or not isinstance(leaves, PlainTensors):
         return False
     names: list[str] = []
     files: list[str] = []
@@ -71,7 +71,7 @@ def _all_lie(ckpt: Checkpoint, planned: Mapping[str, Any]) -> bool:
         offsets += slots.offsets
         kinds += zip(slots.boxes, slots.sizes, strict=True)
     try:
-        located = leaves.located()
+        located = leaves.extents()
     except CkptmapError:
         return False
     if located is None or (list(leaves.names), list(located.files)) != (names, files):

@@ -8,10 +8,11 @@ shared `Conversion` for each.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, overload
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from ckptmap.core.interning import distinct
+from ckptmap.core.columns import Columns, distinct
 
 
 class Conversion(NamedTuple):
@@ -69,17 +70,14 @@ class Step(NamedTuple):
         return self.conversion.nbytes_out
 
 
-class Steps(Sequence[Step]):
+@dataclass(frozen=True, slots=True, eq=False)
+class Steps(Columns[Step]):
     """Step i converts the tensor `fqns[i]` as `conversions[i]` says."""
 
-    __slots__ = ("conversions", "fqns")
+    fqns: Sequence[str]
+    conversions: Sequence[Conversion]
 
-    def __init__(self, fqns: Sequence[str] = (), conversions: Sequence[Conversion] = ()) -> None:
-        self.fqns, self.conversions = list(fqns), list(conversions)
-
-    def add(self, fqns: Sequence[str], conversions: Sequence[Conversion]) -> None:
-        self.fqns += fqns
-        self.conversions += conversions
+    row = Step
 
     def counted(self) -> Counter[Conversion]:
         """Count the tensors of each conversion."""
@@ -94,18 +92,3 @@ class Steps(Sequence[Step]):
         """Return the FQNs of all tensors of this role, in order."""
         columns = zip(self.fqns, self.conversions, strict=True)
         return [fqn for fqn, conversion in columns if conversion.role == role]
-
-    def __len__(self) -> int:
-        return len(self.fqns)
-
-    def __iter__(self) -> Iterator[Step]:
-        return map(Step, self.fqns, self.conversions)
-
-    @overload
-    def __getitem__(self, index: int) -> Step: ...
-    @overload
-    def __getitem__(self, index: slice) -> Steps: ...
-    def __getitem__(self, index: int | slice) -> Step | Steps:
-        if isinstance(index, slice):
-            return Steps(self.fqns[index], self.conversions[index])
-        return Step(self.fqns[index], self.conversions[index])

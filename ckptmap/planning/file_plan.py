@@ -5,63 +5,54 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
+from typing import Self
 
 from ckptmap.core.bool_bytes import BOOL
 from ckptmap.core.code_grids import Grid
+from ckptmap.core.columns import Columns
 from ckptmap.core.slot_columns import Slots
-from ckptmap.core.tensor_columns import Located
+from ckptmap.core.tensor_columns import Extents
 from ckptmap.protocols import Encoding, OutFile
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.replicas import HINT
-from ckptmap.tensors import Chunk, StoredTensor, TensorInfo
+from ckptmap.tensors import Chunk, Extent, StoredTensor, TensorInfo
 
 
-class Sources(Sequence[StoredTensor | None]):
-    """Where the bytes of each slot are: those of slot i from `offsets[i]` of `files[i]` on, which
-    is "" where they lie otherwise, in the tensor `others[i]`, or where they are yet to be made."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Sources(Columns[StoredTensor | None]):
+    """Where the bytes of each slot come from: slot i is the tensor of `infos[i]` that lies from
+    `offsets[i]` of `files[i]` on. Where `files[i]` is "" the tensor lies otherwise, and is
+    `others[i]`; None: an Encode step makes the bytes."""
 
-    __slots__ = ("crcs", "files", "infos", "offsets", "others")
+    infos: Sequence[TensorInfo | None]
+    files: Sequence[str]
+    offsets: Sequence[int]
+    crcs: Sequence[int | None]
+    others: Sequence[StoredTensor | None]
 
-    def __init__(
-        self,
-        infos: Sequence[TensorInfo | None],
-        located: Located,
-        others: Mapping[int, StoredTensor],
-    ) -> None:
-        assert len(infos) == len(located.files)
-        self.infos, self.others = infos, others
-        self.files, self.offsets, self.crcs = located.files, located.offsets, located.crcs
+    @staticmethod
+    def row(
+        info: TensorInfo, file: str, offset: int, crc32: int | None, other: StoredTensor | None
+    ) -> StoredTensor | None:
+        return StoredTensor(info, Extent(file, offset, crc32)) if file else other
 
     @classmethod
-    def of(cls, tensors: Iterable[StoredTensor | None]) -> Sources:
-        """These, one by one; themselves where they are columns already."""
-        if isinstance(tensors, Sources):
+    def of(cls, tensors: Iterable[StoredTensor | None]) -> Self:
+        if isinstance(tensors, cls):
             return tensors
         held = list(tensors)
-        count = len(held)
-        others = {index: stored for index, stored in enumerate(held) if stored is not None}
-        return cls([None] * count, Located([""] * count, [0] * count), others)
+        n = len(held)
+        return cls([None] * n, [""] * n, [0] * n, [None] * n, held)
 
-    def copied(self, index: int) -> bool:
-        """Does it move as bytes?"""
-        return bool(self.files[index]) or index in self.others
+    @classmethod
+    def at(cls, infos: Sequence[TensorInfo], extents: Extents) -> Self:
+        """Return the sources of tensors that lie at these extents."""
+        files, offsets, crcs = extents.files, extents.offsets, extents.crcs
+        return cls(infos, files, offsets, crcs, [None] * len(files))
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    @overload
-    def __getitem__(self, index: int) -> StoredTensor | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[StoredTensor | None]: ...
-    def __getitem__(self, index: int | slice) -> StoredTensor | list[StoredTensor | None] | None:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        info = self.infos[index]
-        if info is None or not self.files[index]:
-            return self.others.get(index)
-        return StoredTensor(info, Located(self.files, self.offsets, self.crcs).one(index))
+    def is_copied(self, index: int) -> bool:
+        """Do the bytes of slot `index` move as they are?"""
+        return bool(self.files[index]) or self.others[index] is not None
 
 
 @dataclass(frozen=True)
@@ -87,7 +78,7 @@ class FilePlan:
         kinds = {id(info): info for info in origins.infos if info is not None}
         wanted = {key for key, info in kinds.items() if info.dtype == BOOL}
         found = [i for i, info in enumerate(origins.infos) if id(info) in wanted] if wanted else []
-        others = [i for i, stored in origins.others.items() if stored.info.dtype == BOOL]
+        others = [i for i, s in enumerate(origins.others) if s is not None and s.info.dtype == BOOL]
         return frozenset((*found, *others))
 
 

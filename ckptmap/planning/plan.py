@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core.interning import each
+from ckptmap.core.columns import each
 from ckptmap.core.name_table import Look, listed, renamed, table
 from ckptmap.core.text import counted, human
 from ckptmap.errors import DestinationError, PlanError

@@ -18,11 +18,11 @@ from ckptmap import registry, setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.extra_state import NONE, States, noted, states_of
 from ckptmap.checkpoint.groups import DENSE
+from ckptmap.core.columns import distinct, each
 from ckptmap.core.gc_pause import paused_gc
-from ckptmap.core.interning import distinct, each
 from ckptmap.core.name_table import listed
 from ckptmap.core.state_paths import join
-from ckptmap.core.tensor_columns import Located
+from ckptmap.core.tensor_columns import Extents
 from ckptmap.errors import PlanError
 from ckptmap.planning import optimizer_state as optimizer_part
 from ckptmap.planning.copied_files import kept_whole
@@ -226,14 +226,14 @@ class _Planner:
         asked, run = self.options, self.ckpt.run()
         if run is None or ties or self.aim.scheme or self.draft.cutter.by_order:
             return False
-        located = None if asked.include or asked.exclude or asked.drop else run.located()
+        located = None if asked.include or asked.exclude or asked.drop else run.extents()
         if located is None:
             return False
         self._plain(root, run.names, run.infos, located)
         return True
 
     def _plain(
-        self, root: Path, fqns: Sequence[str], infos: Sequence[TensorInfo], located: Located
+        self, root: Path, fqns: Sequence[str], infos: Sequence[TensorInfo], located: Extents
     ) -> None:
         names = list(map(self.names.__getitem__, fqns))
         paths: list[Path] = list(zip(names, strict=True))
@@ -250,7 +250,7 @@ class _Planner:
         def placed() -> None:
             if run:
                 fqns, infos, places = zip(*run, strict=True)
-                self._plain(root, fqns, infos, Located.of(places))
+                self._plain(root, fqns, infos, Extents.of(places))
                 run.clear()
 
         for fqn in self._ordered():

@@ -15,11 +15,11 @@ from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.roles import EXTRA_KEY
-from ckptmap.core.interning import each
+from ckptmap.core.columns import each
 from ckptmap.core.row_chunks import Rows
 from ckptmap.core.slot_columns import Form, OutTensors, Slots
 from ckptmap.core.state_paths import counts, join, nest
-from ckptmap.core.tensor_columns import Located, nbytes_of
+from ckptmap.core.tensor_columns import Extents, nbytes_of
 from ckptmap.core.tiling import prove_rows, prove_tiling
 from ckptmap.core.woven import Pieced
 from ckptmap.errors import PlanError, SourceError
@@ -44,15 +44,12 @@ class LayoutBuilder:
     writer: Writer
     cutter: OutputSharding
     fingerprints: Mapping[str, Fingerprint]
-    steps: Steps = field(default_factory=Steps)
+    steps: Steps = field(default_factory=lambda: Steps([], []))
     out: OutTensors = field(default_factory=lambda: OutTensors([], []))
-    sources: dict[Path, int] = field(default_factory=dict)
-    """Its number in `out`, and in the columns of where its bytes are."""
-    files: list[str] = field(default_factory=list)
-    """The file that a tensor is an extent of; "" where it lies otherwise, or is to be encoded."""
-    offsets: list[int] = field(default_factory=list)
-    crcs: list[int | None] = field(default_factory=list)
-    others: dict[int, StoredTensor] = field(default_factory=dict)  # those, by number
+    sources: Sources = field(default_factory=lambda: Sources([], [], [], [], []))
+    """Where the bytes of each tensor of `out` come from."""
+    numbers: dict[Path, int] = field(default_factory=dict)
+    """Path of an output tensor -> its number in `out` and `sources`."""
     keys: dict[Path, str] = field(default_factory=dict)
     encodes: list[tuple[Encode, dict[str, Path]]] = field(default_factory=list)
     """Without targets yet, and the path of each part."""
@@ -80,13 +77,13 @@ class LayoutBuilder:
 
     def plain(
         self, role: str, fqns: Sequence[str], paths: Sequence[Path],
-        infos: Sequence[TensorInfo], located: Located,
+        infos: Sequence[TensorInfo], located: Extents,
     ) -> None:  # fmt: skip
         """Dense tensors, each one run of bytes that moves as it is, as nearly all do."""
         ends = list(map(add, located.offsets, nbytes_of(infos)))
         self._prove_ends(fqns, located.files, ends)
-        self._place_all(fqns, paths, infos, located)
-        self.steps.add(fqns, each(infos, lambda info: _as_it_is(role, info)))
+        self._place_all(fqns, paths, infos, Sources.at(infos, located))
+        self.steps.extend(fqns, each(infos, lambda info: _as_it_is(role, info)))
 
     def _prove_ends(self, fqns: Sequence[str], files: Sequence[str], ends: Sequence[int]) -> None:
         """Every tensor lies inside of its file."""
@@ -152,7 +149,7 @@ class LayoutBuilder:
         if plain is not None and lazy.encoding_.name == "dense":
             place = self.alone(path, plain)
             if place is not None:
-                self.plain(role, [lazy.fqn], [path], [plain.info], Located.of([place]))
+                self.plain(role, [lazy.fqn], [path], [plain.info], Extents.of([place]))
                 return
         rearranged = False
         for part, stored in lazy.parts.items():
@@ -199,28 +196,25 @@ class LayoutBuilder:
 
     def _place(self, fqn: str, path: Path, info: TensorInfo, stored: StoredTensor | None) -> None:
         """One tensor: as it is stored, or to be encoded."""
-        number = len(self.out)
         place = None if stored is None else stored.place
         if type(place) is Extent:
-            located = Located.of([place])
+            source = Sources.at([info], Extents.of([place]))
         else:
-            located = Located([""], [0], [None])
-            if stored is not None:
-                self.others[number] = stored
+            source = Sources([info], [""], [0], [None], [stored])
         alias = self._alias(fqn, path, stored) if self.writer.shares_storage else None
-        self._place_all([fqn], [path], [info], located, alias)
+        self._place_all([fqn], [path], [info], source, alias)
 
     def _place_all(
         self,
         fqns: Sequence[str],
         paths: Sequence[Path],
         infos: Sequence[TensorInfo],
-        located: Located,
+        sources: Sources,
         alias: Path | None = None,
     ) -> None:
         first = len(self.out)
-        self.sources.update(zip(paths, range(first, first + len(paths)), strict=True))
-        if len(self.sources) != first + len(paths):
+        self.numbers.update(zip(paths, range(first, first + len(paths)), strict=True))
+        if len(self.numbers) != first + len(paths):
             twice = Counter([*self.out.paths, *paths]).most_common(1)[0][0]
             fqn = next(f for f, path in zip(fqns, paths, strict=True) if path == twice)
             raise PlanError(
@@ -228,11 +222,8 @@ class LayoutBuilder:
             )
         _require_text(fqns)
         self.keys.update(zip(paths, fqns, strict=True))
-        self.out.paths += paths
-        self.out.forms += self._forms(fqns, infos, alias)
-        self.files += located.files
-        self.offsets += located.offsets
-        self.crcs += located.crcs or [None] * len(paths)
+        self.out.extend(paths, self._forms(fqns, infos, alias))
+        self.sources.extend(*sources.columns())
 
     def _forms(
         self, fqns: Sequence[str], infos: Sequence[TensorInfo], alias: Path | None
@@ -268,7 +259,7 @@ class LayoutBuilder:
     def _step(self, lazy: LazyTensor, role: str, target: str, fidelity: str, nbytes: int) -> None:
         source = _kind(lazy.encoding_, lazy.info)
         kind = Conversion(role, lazy.shape, source, target, fidelity, lazy.nbytes, nbytes)
-        self.steps.add([lazy.fqn], [kind])
+        self.steps.extend([lazy.fqn], [kind])
 
     def must_equal(
         self, kept: LazyTensor, other: LazyTensor, title: str, hint: str = Compare.hint
@@ -302,7 +293,7 @@ class LayoutBuilder:
             sources = self._sources(slots)
             files.append(FilePlan(out, sources))
             for index in range(len(slots)) if self.encodes else ():
-                if not sources.copied(index):
+                if not sources.is_copied(index):
                     targets.setdefault(slots.paths[index], []).append(SlotRef(number, index))
         prove_output(self.out, files)
         encodes = []
@@ -312,23 +303,17 @@ class LayoutBuilder:
         return files, encodes
 
     def _sources(self, slots: Slots) -> Sources:
-        """Where the bytes of each slot are."""
-        numbers = list(map(self.sources.__getitem__, slots.paths))
-        files = list(map(self.files.__getitem__, numbers))
-        located = Located(
-            files,
-            list(map(self.offsets.__getitem__, numbers)),
-            list(map(self.crcs.__getitem__, numbers)),
-        )
-        infos = [form[0] for form in map(self.out.forms.__getitem__, numbers)]
-        known = self.others
-        others = {i: known[n] for i, n in enumerate(numbers) if n in known} if known else {}
-        if nbytes_of(infos) != list(slots.sizes):
-            for index, (info, nbytes) in enumerate(zip(infos, slots.sizes, strict=True)):
-                if nbytes != info.nbytes and files[index]:  # a part of one that is a run
-                    others[index] = StoredTensor(info, located.one(index))
-                    files[index] = ""
-        return Sources(infos, located, others)
+        """Return where the bytes of each slot come from."""
+        numbers = list(map(self.numbers.__getitem__, slots.paths))
+        sources, infos = self.sources.take(numbers), [self.out.forms[n].info for n in numbers]
+        if nbytes_of(infos) == list(slots.sizes):
+            return sources
+        # A slot that is a part of its tensor is no extent: its box is found in the whole tensor.
+        others, files = list(sources.others), list(sources.files)
+        for index, (info, nbytes) in enumerate(zip(infos, slots.sizes, strict=True)):
+            if nbytes != info.nbytes and files[index]:
+                others[index], files[index] = sources[index], ""
+        return replace(sources, others=others, files=files)
 
 
 def _as_it_is(role: str, info: TensorInfo) -> Conversion:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptmap.core.interning import distinct, each
+from ckptmap.core.columns import distinct, each
 from ckptmap.tensors import TensorInfo
 
 CODES = frozenset(

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import save as dcp_save
 
 import ckptmap
-from ckptmap.core.interning import distinct, each
-from ckptmap.core.tensor_columns import Extents, Located
+from ckptmap.core.columns import distinct, each
+from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.execution import manifest
 from ckptmap.formats.safetensors.header import Header, _any, _written
@@ -40,7 +40,7 @@ def many() -> dict[str, torch.Tensor]:
     return state
 
 
-def columns_of(records: Records, data: bytes) -> Extents | None:
+def columns_of(records: Records, data: bytes) -> PlainTensors | None:
     return plain_tensors(records, data, lambda part, n: parse(records, part, of_nbytes=n))
 
 
@@ -49,12 +49,12 @@ def saved(state: Any, path: Path) -> tuple[Records, bytes]:
     return open_zip(Files(), str(path))
 
 
-def assert_as_read(found: Extents, records: Records, data: bytes) -> None:
+def assert_as_read(found: PlainTensors, records: Records, data: bytes) -> None:
     """Names, infos and places are those that the whole pickle gives."""
-    tree, located = parse(records, data), found.located()
+    tree, located = parse(records, data), found.extents()
     assert located is not None and list(found.names) == list(tree)
     assert list(found.infos) == [tensor.info for tensor in tree.values()]
-    assert [located.one(i) for i in range(len(found))] == [t.place for t in tree.values()]
+    assert list(located) == [t.place for t in tree.values()]
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
@@ -192,8 +192,8 @@ def test_the_look_at_columns_finds_what_lies_elsewhere(
     with ckptmap.open(tmp_path / "out") as ckpt:
         assert check_structure(ckpt, document) == []
         leaves = ckpt.index.leaves
-        assert isinstance(leaves, Extents)
-        located = leaves.located()
+        assert isinstance(leaves, PlainTensors)
+        located = leaves.extents()
         assert located is not None
         names, infos = list(leaves.names), list(leaves.infos)
         files, offsets = list(located.files), list(located.offsets)
@@ -206,14 +206,14 @@ def test_the_look_at_columns_finds_what_lies_elsewhere(
         else:
             names, infos = [*names, "more"], [*infos, infos[0]]
             files, offsets = [*files, files[0]], [*offsets, 1]
-        changed = Extents(names, infos, Located(files, offsets))
+        changed = PlainTensors(names, infos, Extents(files, offsets, [None] * len(files)))
         object.__setattr__(ckpt.index, "leaves", changed)
         assert check_structure(ckpt, document), change
 
 
 def test_columns_and_each() -> None:
     info, other = TensorInfo((2,), "float32"), TensorInfo((2,), "float32")
-    run = Extents(["a", "b"], [info, other], Located(["f", "f"], [0, 8], [1, None]))
+    run = PlainTensors(["a", "b"], [info, other], Extents(["f", "f"], [0, 8], [1, None]))
     assert list(run) == [("a",), ("b",)] and run[("b",)].place == Extent("f", 8, None)
     assert run.renamed({"a": "x", "b": "y"})[("x",)].place == Extent("f", 0, 1)
     with pytest.raises(KeyError, match="c"):

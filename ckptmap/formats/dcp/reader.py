@@ -14,7 +14,7 @@ from typing import Any
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.row_chunks import Rows
 from ckptmap.core.state_tree import flatten, holds_tensor
-from ckptmap.core.tensor_columns import Extents, Located
+from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.formats.dcp.entries import Item, Metadata, TensorEntry, Whole
 from ckptmap.formats.dcp.items import PLAIN_OVERHEAD, Items
@@ -191,7 +191,7 @@ class _Leaves:
     def read(self, metadata: Metadata) -> tuple[Mapping[Path, Leaf], dict[str, Mapping[str, Any]]]:
         run = None if metadata.values or metadata.paths else Whole.of(metadata.tensors)
         if run is not None and self._is_plain(metadata, run):
-            return Extents(run.names, run.infos, _Places(self, run)), {}
+            return PlainTensors(run.names, run.infos, _Places(self, run)), {}
         leaves: dict[Path, Leaf] = {}
         records: dict[str, Mapping[str, Any]] = {}
         unusual = {key for key, entry in metadata.tensors.items() if _is_unusual(entry)}
@@ -294,10 +294,10 @@ class _Places:
         run = self.run
         return self.leaves.place(run.names[index], run.infos[index], run.item(index))
 
-    def all(self) -> Located | None:
+    def all(self) -> Extents | None:
         found = list(map(self.one, range(len(self.run))))
         places = [place for place in found if isinstance(place, Extent)]
-        return Located.of(places) if len(places) == len(found) else None
+        return Extents.of(places) if len(places) == len(found) else None
 
 
 class _DcpTensor(StoredTensor):

@@ -11,7 +11,7 @@ from shlex import quote
 from typing import Any
 
 from ckptmap.core.gc_pause import paused_gc
-from ckptmap.core.tensor_columns import Extents
+from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface.carrier import MODULES, HfCarrier, weights_of_modules
 from ckptmap.formats.huggingface.shard_index import (
@@ -174,7 +174,7 @@ def _require_all(root: str, shards: Sequence[str], where: str) -> None:
         )
 
 
-Contents = tuple[Extents, dict[str, Mapping[str, Any]], tuple[str, ...]]
+Contents = tuple[PlainTensors, dict[str, Mapping[str, Any]], tuple[str, ...]]
 
 
 def _read_shards(
@@ -246,7 +246,7 @@ def _elsewhere(where: str, key: str, listed: str, stored: str) -> SourceError:
 
 
 def _compare(
-    leaves: Extents,
+    leaves: PlainTensors,
     weight_map: Mapping[str, str],
     total_nbytes: int | None,
     where: str,

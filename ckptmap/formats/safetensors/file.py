@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptmap.core.tensor_columns import Extents, Located
+from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.formats.safetensors import torchao_metadata
 from ckptmap.formats.safetensors.header import MAX_HEADER_NBYTES, Header
@@ -37,7 +37,7 @@ def refuse_text(files: Files, file: str) -> None:
             raise error
 
 
-def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> Extents:
+def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> PlainTensors:
     """The tensors of some files, each one extent, by their path of one segment."""
     keys: list[str] = []
     infos: list[TensorInfo] = []
@@ -48,7 +48,7 @@ def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> Extents:
         infos += header.infos
         begins += header.begins
         homes += [file] * len(header.keys)
-    return Extents(keys, infos, Located(homes, begins))
+    return PlainTensors(keys, infos, Extents(homes, begins, [None] * len(homes)))
 
 
 def records_of(header: Header, file: str) -> dict[str, Mapping[str, Any]]:

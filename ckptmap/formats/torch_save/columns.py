@@ -17,7 +17,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from ckptmap.core.tensor_columns import Extents, Located, nbytes_of
+from ckptmap.core.tensor_columns import Extents, PlainTensors, nbytes_of
 from ckptmap.errors import SourceError
 from ckptmap.formats.pickle.template import opcodes
 from ckptmap.formats.pickle.template_runs import Alike, alike
@@ -103,14 +103,14 @@ class _Views:
         offset, _, crc32 = self.records.locate(f"data/{self.keys[index]}")
         return Extent(self.records.file, offset, crc32)
 
-    def all(self) -> Located:
+    def all(self) -> Extents:
         offsets, crcs = self.records.locate_all([f"data/{key}" for key in self.keys])
-        return Located([self.records.file] * len(offsets), offsets, crcs)
+        return Extents([self.records.file] * len(offsets), offsets, crcs)
 
 
 def plain_tensors(
     records: Records, data: bytes, parse: Callable[[bytes, int], Any]
-) -> Extents | None:
+) -> PlainTensors | None:
     """The tensors of a pickle, where they are all that it holds and nearly all entries are alike.
     None: it is another. `parse(pickle, nbytes)` reads a part of the pickle, which has so many."""
     if len(data) < MIN_NBYTES:
@@ -239,7 +239,7 @@ def _given(data: bytes) -> Iterator[int]:
             yield 1 << 64  # not as torch writes them
 
 
-def _together(records: Records, tree: Mapping[str, ReadTensor], run: _Run) -> Extents | None:
+def _together(records: Records, tree: Mapping[str, ReadTensor], run: _Run) -> PlainTensors | None:
     """What was read, and what is like the samples in it."""
     samples = [run.names[i] for i in run.samples]
     read = list(tree)
@@ -258,7 +258,7 @@ def _together(records: Records, tree: Mapping[str, ReadTensor], run: _Run) -> Ex
         return None  # ties, and names that are there twice
     if records.sizes_of([f"data/{key}" for key in keys]) != nbytes_of(infos):
         return None
-    return Extents(names, infos, _Views(records, keys))
+    return PlainTensors(names, infos, _Views(records, keys))
 
 
 def _is_whole(value: Any) -> bool:

@@ -10,8 +10,8 @@ from itertools import chain, count
 from pathlib import Path as FilePath
 from typing import Any
 
+from ckptmap.core.columns import distinct, each
 from ckptmap.core.gc_pause import paused_gc
-from ckptmap.core.interning import distinct, each
 from ckptmap.core.slot_columns import Form, OutTensors, Slots
 from ckptmap.core.state_tree import flatten, nest
 from ckptmap.core.tensor_columns import nbytes_of

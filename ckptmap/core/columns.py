@@ -1,0 +1,100 @@
+"""Many values of one kind held as columns: one sequence a field, and a row made when it is asked for.
+
+A checkpoint of 100,000 small tensors is 100,000 names and offsets, and the few shapes that they
+share. As one object each they would take seconds and hundreds of MB, so from the headers that are
+read to the manifest that is written they stay in this one form:
+
+    class         row                    columns                               says of each
+    Extents       Extent                 files, offsets, crcs                  source tensor: where it lies
+    OutTensors    OutTensor              paths, forms                          output tensor: how it is cut
+    Steps         Step                   fqns, conversions                     logical tensor: what it becomes
+    Slots         Slot                   paths, boxes, offsets, sizes          output chunk: where it goes
+    Sources       StoredTensor or None   infos, files, offsets, crcs, others   output chunk: where it comes from
+
+A value that many rows share (an info, a form, a box) is one object; `distinct` and `each` work on the
+few objects in place of the many rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, ClassVar, Self, TypeVar, overload
+
+R = TypeVar("R")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class Columns(Sequence[R]):
+    """Row i is made of entry i of each column.
+
+    A subclass is a dataclass whose fields are its columns, in the order in which `row` takes them.
+    """
+
+    __slots__ = ()
+    row: ClassVar[Callable[..., Any]]
+    """Make a row of one entry of each column."""
+    _columns_of: ClassVar[Callable[[Any], tuple[Sequence[Any], ...]]]
+
+    def __init_subclass__(cls) -> None:
+        cls._columns_of = attrgetter(*cls.__annotations__)
+
+    def __post_init__(self) -> None:
+        assert len(set(map(len, self.columns()))) == 1, "columns of different lengths"
+
+    def columns(self) -> tuple[Sequence[Any], ...]:
+        """Return the columns, in order."""
+        return type(self)._columns_of(self)
+
+    @classmethod
+    def of(cls, rows: Iterable[R]) -> Self:
+        """Return these rows as columns; what is columns already is returned as it is."""
+        if isinstance(rows, cls):
+            return rows
+        held: list[Any] = list(rows)
+        return cls(*[[row[i] for row in held] for i in range(len(cls.__annotations__))])
+
+    def take(self, indices: Sequence[int]) -> Self:
+        """Return the rows at `indices`, in that order."""
+        return type(self)(*[list(map(c.__getitem__, indices)) for c in self.columns()])
+
+    def extend(self, *columns: Iterable[Any]) -> None:
+        """Append rows, given as columns. The columns of `self` must be lists."""
+        for column, more in zip(self.columns(), columns, strict=True):
+            assert isinstance(column, list)
+            column += more
+
+    def __len__(self) -> int:
+        return len(self.columns()[0])
+
+    def __iter__(self) -> Iterator[R]:
+        return map(type(self).row, *self.columns())
+
+    @overload
+    def __getitem__(self, index: int) -> R: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> R | Self:
+        entries = [column[index] for column in self.columns()]
+        if isinstance(index, slice):
+            return type(self)(*entries)
+        made: R = type(self).row(*entries)
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash((len(self), *self[:1]))
+
+
+def distinct(values: Collection[T]) -> dict[int, T]:
+    """Return the different objects among `values` by their id, in order of first appearance."""
+    return dict(zip(map(id, values), values, strict=True))
+
+
+def each(values: Collection[T], make: Callable[[T], S]) -> list[S]:
+    """Return `make(value)` of every value, calling `make` once an object."""
+    made = {key: make(value) for key, value in distinct(values).items()}
+    return list(map(made.__getitem__, map(id, values)))
