@@ -1,7 +1,8 @@
 """Who is there: one line a format, loaded when first needed; others come by entry points.
 
 An entry point of group `ckptmap.containers`, `ckptmap.directories`, `ckptmap.writers`,
-`ckptmap.layouts`, `ckptmap.schemes`, `ckptmap.key_forms`, `ckptmap.unflatteners` or `ckptmap.setups`
+`ckptmap.layouts`, `ckptmap.schemes`, `ckptmap.key_forms`, `ckptmap.unflatteners`,
+`ckptmap.live_forms` or `ckptmap.setups`
 names an object of the protocol of that name. They are asked first, as `ckptmap.testing.registered`
 puts them: a format that is a zip of its own is told from torch's by who knows more of it.
 """
@@ -98,6 +99,12 @@ SETUPS = (
     "ckptmap.formats.frameworks.writing:ACCELERATE_FULL",
     "ckptmap.formats.frameworks.writing:TRAINER",
 )
+LIVE_FORMS = (  # of quantized weights in a live model, asked in this order
+    "ckptmap.live.quantized.bnb:BnbForm",
+    "ckptmap.live.quantized.nf4:NF4Form",
+    "ckptmap.live.quantized.int8_training:TrainedInt8Form",
+    "ckptmap.live.quantized.int8:Int8Form",
+)
 RUNNER = "ckptmap.operations.convert:run"
 
 
@@ -172,6 +179,11 @@ def unflatteners() -> tuple[Any, ...]:
 def key_forms() -> tuple[Any, ...]:
     """Of `ckptmap.optim.state.KeyForm`, which `key_forms` there gives typed."""
     return tuple(_all(KEY_FORMS, "key_forms"))
+
+
+def live_forms() -> tuple[Any, ...]:
+    """Of `ckptmap.live.model.live_form.LiveForm`, which `live_forms` there gives typed."""
+    return tuple(_all(LIVE_FORMS, "live_forms"))
 
 
 def runner() -> Callable[..., Any]:

@@ -19,7 +19,8 @@ from typing import Any
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.checkpoint.open import open_as
 from ckptmap.integrations.accelerate_several import Numbered, Prepared, prepared
-from ckptmap.live.load.load import MAX_MEMORY, load
+from ckptmap.live.load.load import load
+from ckptmap.live.options import MAX_MEMORY
 from ckptmap.live.state_dict.handle import Handle
 from ckptmap.live.state_dict.hooks import name_by_live
 from ckptmap.mapping.wrappers import strip_wrappers

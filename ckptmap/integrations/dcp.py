@@ -15,12 +15,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.live.load.load import MAX_MEMORY
+from ckptmap.live.model import live_form
 from ckptmap.live.model.peers import Peers
 from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.target import is_nf4
 from ckptmap.live.optimizer.base import codes_of
-from ckptmap.live.quantized import int8 as int8_live
+from ckptmap.live.options import MAX_MEMORY
 from ckptmap.live.state_dict.as_checkpoint import Leaf, assigned
 from ckptmap.live.state_dict.in_place import fill
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -56,8 +55,8 @@ def _is_quantized(value: Any) -> bool:
 
     if not isinstance(value, torch.Tensor):
         return False
-    local = Leaf(("",), (), False, None, value.detach()).local
-    return is_nf4(local) or int8_live.is_live(local) or codes_of(value) is not None
+    leaf = Leaf(("",), (), False, None, value.detach())
+    return live_form.is_quantized(leaf) or codes_of(value) is not None
 
 
 @cache

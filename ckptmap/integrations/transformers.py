@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.live.load.load import MAX_MEMORY, load
+from ckptmap.live.load.load import load
 from ckptmap.live.model import peft as peft_live
 from ckptmap.live.model import renamed as naming
 from ckptmap.live.model import rng_state as streams
@@ -30,6 +30,7 @@ from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.peers import Peers
 from ckptmap.live.model.report import LoadReport
 from ckptmap.live.optimizer.unwrap import unwrapped
+from ckptmap.live.options import MAX_MEMORY
 from ckptmap.live.save.save import save
 from ckptmap.live.state_dict.hooks import name_by_live
 from ckptmap.operations.convert import convert

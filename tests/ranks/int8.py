@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 import ckptmap
 from ckptmap.live.load.load import load
-from ckptmap.live.model.target import TRAINED_INT8
 from ckptmap.live.save.save import save
+from ckptmap.quantization.torchao.subclass_reader import TRAINED as TRAINED_INT8
 from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 from ckptmap.tensors import Box
 from tests.ranks.int8_moves import float8_all_gather

@@ -31,7 +31,6 @@ SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler
 """Names under which a scheduler's state is saved, ours first."""
 LISTED = "lr_schedulers"
 """Lightning's: a list; of one, that one."""
-RANDOM = ("auto", "recorded", "fresh", "leave")
 
 
 class Continuation:
@@ -69,7 +68,7 @@ class Continuation:
 
     def judge(self, plan: LoadPlan, state: StatePlan | None, precision: str) -> None:
         """Gather why it would not be exact."""
-        self._live["layout"] = settings.layout_digest(self._targets, plan.forms)
+        self._live["layout"] = settings.layout_digest(self._targets, plan.becomes)
         why = self.inexact
         if not self._saved:
             why.append("the checkpoint records no settings: ckptmap.save did not write it")
@@ -78,7 +77,9 @@ class Continuation:
         if isinstance(own := self._saved.get("buffers"), list) and own:
             why.append(f"each rank had its own of {counted(len(own), 'buffer')}, one was saved")
         if self._saved.get("rounded_scales"):
-            why.append("a forward on the CPU rounded bitsandbytes' scales before it was saved")
+            why.append(
+                "a forward on the CPU rounded the scales of quantized weights before it was saved"
+            )
         for what, items in (
             ("cast", plan.cast), ("decoded", plan.decoded), ("quantized here", plan.quantized),
             ("missing", plan.missing), ("left as they are", plan.left), ("not loaded", plan.mismatched),

@@ -9,6 +9,7 @@ from ckptmap.checkpoint.lora.adapter_files import HEAD
 from ckptmap.errors import LoadError
 from ckptmap.live.model import peft as peft_live
 from ckptmap.live.model.collective_errors import explain
+from ckptmap.live.model.live_form import LoadStep
 from ckptmap.live.model.reader import Reader
 from ckptmap.live.model.report import Cast, Decoded, Encoded, LoadReport, Mismatch, listed
 from ckptmap.live.model.target import Target
@@ -22,7 +23,8 @@ class LoadPlan:
 
     steps  one for each of `targets`
     unfit  targets that are `mismatched`
-    forms  (class, dtype) of the local tensors that take the place of others, by FQN
+    becomes    (class, dtype) of the local tensors that take the place of others, by FQN
+    trainable  names of weights that require gradients and must not, by the form that holds them
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -32,13 +34,28 @@ class LoadPlan:
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[Mismatch] = field(default_factory=list)
     unfit: list[Target] = field(default_factory=list)
-    forms: dict[str, tuple[str, str]] = field(default_factory=dict)
-    trainable: list[str] = field(default_factory=list)
+    becomes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    trainable: dict[str, list[str]] = field(default_factory=dict)
     cast: list[Cast] = field(default_factory=list)
     encoded: list[Encoded] = field(default_factory=list)
     decoded: list[Decoded] = field(default_factory=list)
     quantized: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+
+    def add(self, target: Target, step: LoadStep) -> None:
+        """Add what loads one tensor."""
+        self.targets.append(target)
+        self.steps.append(step.run)
+        if step.cast is not None:
+            self.cast.append(step.cast)
+        if step.encoded is not None:
+            self.encoded.append(step.encoded)
+        if step.decoded is not None:
+            self.decoded.append(step.decoded)
+        if step.quantizes:
+            self.quantized.append(target.fqn)
+        if step.becomes is not None:
+            self.becomes[target.fqn] = step.becomes
 
     def refuse(
         self, path: str, strict: bool, strict_encoding: bool, homeless: Sequence[str]
@@ -48,11 +65,11 @@ class LoadPlan:
             self._refuse_names(path, homeless)
             peft_live.refuse_begun(self.left, path)
             self._refuse_shapes(path)
-        if self.trainable:
+        for title, names in self.trainable.items():
             raise LoadError(
                 "CKM503",
-                f"{path}: NF4 weights are trainable in the model, expected requires_grad=False: "
-                + listed(self.trainable),
+                f"{path}: {title} weights are trainable in the model, expected requires_grad=False: "
+                + listed(names),
                 "freeze them, or load a checkpoint converted with --to hf-bf16",
             )
         if self.decoded and strict_encoding:

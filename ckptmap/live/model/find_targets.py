@@ -8,7 +8,8 @@ from ckptmap.errors import LoadError
 from ckptmap.live.model import fsdp1
 from ckptmap.live.model import fsdp2 as fsdp2_params
 from ckptmap.live.model import peft as peft_live
-from ckptmap.live.model.target import PLAIN, TRAINED_INT8, Target
+from ckptmap.live.model.live_form import is_loadable, live_forms, quantized_classes
+from ckptmap.live.model.target import Target
 from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 
@@ -117,17 +118,22 @@ def _refuse_lazy(found: tuple[torch.nn.Module, str, bool], fqn: str) -> None:
 
 
 def _refuse_subclass(target: Target) -> None:
-    if target.local.is_meta and type(target.tensor).__name__ in (TRAINED_INT8, *TRAINED_DENSE):
+    kind = type(target.tensor).__name__
+    without_values = {
+        name for form in live_forms() if not form.has_values_on_meta for name in form.classes
+    }
+    if target.local.is_meta and kind in {*without_values, *TRAINED_DENSE}:
         raise LoadError(
             "CKM505",
-            f"model: {target.fqn} is a {type(target.tensor).__name__} on meta, which has no values to fill",
+            f"model: {target.fqn} is a {kind} on meta, which has no values to fill",
             "build the model on its device, then quantize it for training",
         )
     for tensor in (target.tensor, target.local):
         kind = type(tensor).__name__
-        if kind not in PLAIN:
+        if not is_loadable(kind):
             raise LoadError(
                 "CKM505",
-                f"model: {target.fqn} is a {kind}, expected a tensor, DTensor or NF4Tensor",
+                f"model: {target.fqn} is a {kind}, expected a dense tensor, a DTensor, or one of"
+                f" {', '.join(quantized_classes())}",
                 "load before quantizing or wrapping this weight",
             )

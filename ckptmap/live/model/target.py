@@ -17,14 +17,6 @@ from ckptmap.tensors import Box
 if TYPE_CHECKING:
     import torch
 
-NF4_CLASS = "NF4Tensor"
-INT8_CLASSES = ("Int8Tensor", "ShardedInt8")
-TRAINED_INT8 = "Int8QuantizedTrainingLinearWeight"
-PLAIN = frozenset({
-    "Tensor", "Parameter", "Buffer", "DTensor", "Params4bit", NF4_CLASS, *INT8_CLASSES,
-    TRAINED_INT8, *TRAINED_DENSE,
-})  # fmt: skip
-"""Classes of live tensors that can be filled or replaced; any other is refused by name."""
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """What the Python object of a tensor has of its hooks; set anew, autograd takes them up again."""
 
@@ -201,8 +193,11 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__)
 
 
-def is_nf4(tensor: torch.Tensor) -> bool:
-    return type(tensor).__name__ == NF4_CLASS
+def expanded(local: torch.Tensor) -> bool:
+    """Return whether several elements are one in memory, as `expand` makes them. Each has a value
+    of its own in the checkpoint."""
+    steps = zip(local.shape, local.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in steps)
 
 
 def like(old: Any, local: torch.Tensor) -> torch.Tensor:

@@ -15,23 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.fsdp1 import FlatTarget
+from ckptmap.live.model.live_form import stored_form
 from ckptmap.live.model.reader import window
-from ckptmap.live.model.target import Target, cut, is_dtensor, is_nf4
+from ckptmap.live.model.target import Target, cut, is_dtensor
 from ckptmap.live.model.target import held as boxes_of
 from ckptmap.live.optimizer.base import Codes, Part, codes_of, local_of
 from ckptmap.live.optimizer.unwrap import parts_of
-from ckptmap.live.quantized import (
-    bnb as bnb_live,
-)
-from ckptmap.live.quantized import (
-    int8 as int8_live,
-)
-from ckptmap.live.quantized import (
-    int8_training as int8_trained,
-)
-from ckptmap.live.quantized import (
-    nf4 as nf4_live,
-)
 from ckptmap.optim.lowbit import LOGICAL, LowBit
 from ckptmap.tensors import Box, Path, TensorInfo
 
@@ -103,14 +92,21 @@ def hold_model(held: Held, targets: Sequence[Target]) -> None:
                 "CKM505", f"model: {target.fqn} is on meta, it has no values", "load it first"
             )
         for fqn in target.names:
-            if is_nf4(target.local):
-                _hold_nf4(held, target, ("model", fqn))
-            elif bnb_live.holds_codes(target):
-                _hold_bnb(held, target, ("model", fqn))
-            elif int8_live.is_live(target.local) or int8_trained.is_trained(target.local):
-                _hold_int8(held, target, ("model", fqn))
-            else:
-                held.holdings.append(_dense(target, ("model", fqn), target.local))
+            hold_tensor(held, target, ("model", fqn))
+
+
+def hold_tensor(held: Held, target: Target, path: Path) -> None:
+    """Add what this rank holds of one tensor: the parts of a quantized weight, or its boxes."""
+    stored = stored_form(target, str(path[-1]))
+    if stored is None:
+        held.holdings.append(_dense(target, path, target.local))
+        return
+    for part in stored.parts:
+        primary = None if part.everywhere else _primary(target)
+        piece = Piece(part.box, part.values)
+        held.holdings.append(Holding((*path[:-1], part.key), part.info, [piece], primary, True))
+    if stored.record is not None:
+        held.records[".".join(map(str, path))] = stored.record
 
 
 def _dense(target: Target, path: Path, local: torch.Tensor) -> Holding:
@@ -125,35 +121,6 @@ def _dense(target: Target, path: Path, local: torch.Tensor) -> Holding:
 
 def _primary(target: Target) -> bool | None:
     return target.is_primary if target.is_cut else None
-
-
-def _hold_nf4(held: Held, target: Target, path: Path) -> None:
-    """The five parts; a rank's rows are a run of each 1-D part."""
-    record, parts = nf4_live.stored_parts(target)
-    for part in parts:
-        primary = None if part.everywhere else _primary(target)
-        piece = Piece(part.box, part.values)
-        where = (*path[:-1], f"{path[-1]}.{part.name}")
-        held.holdings.append(Holding(where, part.info, [piece], primary, True))
-    held.records[".".join(map(str, path))] = record
-
-
-def _hold_bnb(held: Held, target: Target, path: Path) -> None:
-    """Codes and scales under bitsandbytes' own names."""
-    for part, values in bnb_live.stored_parts(target).items():
-        info = info_of(values.shape, values)
-        piece = Piece(Box.whole(info.shape), values)
-        held.holdings.append(Holding((*path[:-1], f"{path[-1]}{part}"), info, [piece], None, True))
-
-
-def _hold_int8(held: Held, target: Target, path: Path) -> None:
-    """Codes and scales; a scale of the whole tensor is on every rank."""
-    record, parts = int8_live.stored_parts(target, str(path[-1]))
-    for part in parts:
-        primary = None if part.everywhere else _primary(target)
-        piece = Piece(part.box, part.values)
-        held.holdings.append(Holding((*path[:-1], part.name), part.info, [piece], primary, True))
-    held.records[".".join(map(str, path))] = record
 
 
 # ------------------------------------------------------------------------------- the optimizer

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.live.model.fsdp1 import FlatTarget
+from ckptmap.live.model.live_form import live_forms, logical_info
 from ckptmap.live.model.target import Target, device_for, fallback_device, is_dtensor
 from ckptmap.live.optimizer import gradients
 from ckptmap.live.optimizer.unwrap import family_of, inner_optimizers, is_offloaded, unwrapped
-from ckptmap.live.quantized import bnb as bnb_live
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ def describe(
     }
     if devices == ["cpu"]:
         found["threads"] = torch.get_num_threads()
-    if any(map(bnb_live.is_rounded, targets)):
+    if any(form.has_rounded_scales(target) for form in live_forms() for target in targets):
         found["rounded_scales"] = True
     if optimizer is not None:
         found["optimizer"] = describe_optimizer(optimizer)
@@ -93,21 +93,21 @@ def meshes(targets: Sequence[Target]) -> list[list[Any]]:
 
 
 def layout_digest(
-    targets: Sequence[Target], forms: Mapping[str, tuple[str, str]] | None = None
+    targets: Sequence[Target], becomes: Mapping[str, tuple[str, str]] | None = None
 ) -> str:
-    """What of which tensor this rank holds, and in which dtype, in one number. `forms`: (class,
+    """What of which tensor this rank holds, and in which dtype, in one number. `becomes`: (class,
     dtype) of what is not yet what it will be, by FQN."""
-    forms = forms or {}
+    becomes = becomes or {}
     digest = hashlib.blake2b(digest_size=8)
     for target in sorted(targets, key=lambda target: target.fqn):
         boxes: Any
         if isinstance(target, FlatTarget):
             boxes = (target.first, target.count, target.at)
-        elif whole := bnb_live.logical(target):
+        elif whole := logical_info(target):
             boxes = whole.shape  # a forward on the CPU gives its codes another
         else:
             boxes = [box for box, _ in target.windows(target.local)]
-        kind, dtype = forms.get(target.fqn, (type(target.local).__name__, target.dtype))
+        kind, dtype = becomes.get(target.fqn, (type(target.local).__name__, target.dtype))
         digest.update(repr((target.names, kind, dtype, boxes)).encode())
     return digest.hexdigest()
 

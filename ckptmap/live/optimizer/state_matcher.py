@@ -30,8 +30,6 @@ from ckptmap.optim.lowbit import LowBit
 from ckptmap.optim.reading import AS_GIVEN, BY_GROUPS
 from ckptmap.storage.lazy_tensor import LazyTensor
 
-PRECISIONS = ("keep", "target", "fp32")
-
 
 @dataclass
 class StatePlan:

@@ -14,8 +14,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
+from ckptmap.live.model.live_form import (
+    LiveForm,
+    LoadContext,
+    LoadStep,
+    NeedsFrozen,
+    StoredForm,
+    StoredPart,
+)
 from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.target import Target, is_dtensor
+from ckptmap.live.model.report import Encoded
+from ckptmap.live.model.target import Target, device_for, is_dtensor
 from ckptmap.planning.kept_codes import code_grid
 from ckptmap.quantization.nf4 import kernels as nf4_codes
 from ckptmap.quantization.nf4.encoding import DATA, FACTOR, MEAN, SCALERS, TABLE
@@ -26,6 +35,66 @@ if TYPE_CHECKING:
     import torch
 
 LIVE_CLASS = "Params4bit"
+NF4 = "nf4"
+
+
+class BnbForm(LiveForm):
+    """bitsandbytes' Params4bit, quantized already or not yet, in a Linear4bit."""
+
+    classes = frozenset({LIVE_CLASS})
+    takes_values = True  # a weight that is not quantized yet is dense
+
+    def is_live(self, target: Target) -> bool:
+        return is_live(target)
+
+    def step(
+        self, target: Target, source: LazyTensor, context: LoadContext
+    ) -> LoadStep | NeedsFrozen | None:
+        wanted = context.options.nf4 == "bnb" or is_live(target)
+        state = live_state(target)
+        if state is None and not (source.encoding == NF4 and wanted):
+            return None
+        if source.encoding == NF4 and target.tensor.requires_grad:
+            return NeedsFrozen("NF4")
+        reason = can_hold(target)
+        if reason:
+            raise refuse(target, reason)
+        device = device_for(target, context.fallback)
+
+        def run(reader: Reader) -> None:
+            with reader.meter.hold(source.nbytes, device):
+                put(reader, source, target, device)
+
+        if not keeps_codes(source, target):
+            return LoadStep(run, quantizes=True)
+        kind = getattr(state, "quant_type", NF4)
+        return LoadStep(run, encoded=Encoded(target.fqn, f"bnb-{kind}", 0, 0, source.nbytes))
+
+    def reads_whole(self, source: LazyTensor) -> bool:
+        return True
+
+    def stored(self, target: Target, fqn: str) -> StoredForm | None:
+        # A tensor of a state dict has no module, and its scales are entries of their own there.
+        if not target.places or not holds_codes(target):
+            return None
+        parts = []
+        for name, values in stored_parts(target).items():
+            info = TensorInfo(tuple(values.shape), str(values.dtype).removeprefix("torch."))
+            parts.append(StoredPart(f"{fqn}{name}", info, Box.whole(info.shape), values, True))
+        return StoredForm(parts)
+
+    def logical(self, target: Target) -> TensorInfo | None:
+        return logical(target)
+
+    def has_rounded_scales(self, target: Target) -> bool:
+        return is_rounded(target)
+
+    def require_in_state_dict(self, target: Target) -> None:
+        raise LoadError(
+            "CKM505",
+            f"model: {target.fqn} is a {LIVE_CLASS}, which no state dict can hold",
+            "load it into the model with ckptmap.load, or ckptmap.hooks.install",
+        )
 
 
 def is_live(target: Target) -> bool:
@@ -108,7 +177,7 @@ def stored_parts(target: Target) -> dict[str, torch.Tensor]:
 def keeps_codes(source: LazyTensor, target: Target) -> bool:
     """Are the source's codes those that the live weight has?"""
     grid, state = code_grid(source), live_state(target)
-    return source.encoding == "nf4" or (
+    return source.encoding == NF4 or (
         grid is not None and state is not None and grid.name == state.quant_type
     )
 
@@ -118,7 +187,7 @@ def put(reader: Reader, source: LazyTensor, target: Target, device: torch.device
     none of this kind, quantized as the live weight is. Read whole."""
     import bitsandbytes
 
-    if source.encoding == "nf4":
+    if source.encoding == NF4:
         codes, state = _from_nf4(reader, source, device)
     elif keeps_codes(source, target):
         codes, state = _from_codes(source, live_state(target), device)
@@ -147,7 +216,7 @@ def _from_nf4(reader: Reader, source: LazyTensor, device: torch.device) -> tuple
     )
     state = QuantState(
         absmax=scales.float(), shape=_size(source), code=parts[TABLE].float(),
-        blocksize=encoding.block_size, quant_type="nf4", dtype=source.torch_dtype,
+        blocksize=encoding.block_size, quant_type=NF4, dtype=source.torch_dtype,
     )  # fmt: skip
     return parts[DATA], state
 

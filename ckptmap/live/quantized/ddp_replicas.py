@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.peers import Peers
-from ckptmap.live.model.target import is_nf4
+from ckptmap.live.quantized.nf4 import LIVE_CLASS
 from ckptmap.live.quantized.nf4_torchao import from_torchao
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def prepare_ddp(model: torch.nn.Module, source: int = 0) -> tuple[str, ...]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    names = [name for name, param in model.named_parameters() if is_nf4(param)]
+    names = [name for name, param in model.named_parameters() if _is_nf4(param)]
     known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     ignore(model, [*known, *names])
@@ -61,7 +61,7 @@ def compare_nf4(model: torch.nn.Module, peers: Peers | None = None) -> str:
     peers = Peers.join("replicas") if peers is None else peers
     digest, found = xxhash.xxh3_64(), False
     for name, param in model.named_parameters():
-        if is_nf4(param):
+        if _is_nf4(param):
             found = True
             digest.update(name.encode())
             for part in _parts(param):
@@ -75,6 +75,10 @@ def compare_nf4(model: torch.nn.Module, peers: Peers | None = None) -> str:
             "call prepare_ddp(model) before DistributedDataParallel(model), or load again",
         )
     return mine
+
+
+def _is_nf4(param: torch.Tensor) -> bool:
+    return type(param).__name__ == LIVE_CLASS
 
 
 def _parts(param: Any) -> list[torch.Tensor]:

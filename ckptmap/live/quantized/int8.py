@@ -12,25 +12,96 @@ integer tensor would fail as a parameter of its own: only floating ones can requ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptmap import registry
-from ckptmap.core.code_grids import Coded, Grid, KeepsCodes
+from ckptmap.core.code_grids import Coded, Grid
 from ckptmap.errors import LoadError, RunError
+from ckptmap.live.model.live_form import (
+    Decode,
+    LiveForm,
+    LoadContext,
+    LoadStep,
+    StoredForm,
+)
 from ckptmap.live.model.reader import Reader
+from ckptmap.live.model.report import Encoded
 from ckptmap.live.model.row_sharding import row_shard
-from ckptmap.live.model.target import INT8_CLASSES, Target, held, is_dtensor
-from ckptmap.live.quantized.nf4 import StoredPart
-from ckptmap.protocols import Encoding, Refusal, part_key
+from ckptmap.live.model.target import Target, device_for, is_dtensor
+from ckptmap.live.quantized.int8_sharded import sharded_class, torchao_class
+from ckptmap.live.quantized.int8_stored import stored_int8
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.storage.process_state import quiet_torchao
-from ckptmap.tensors import Box, TensorInfo
+from ckptmap.tensors import Box
 
 if TYPE_CHECKING:
     import torch
+
+
+LIVE_CLASSES = ("Int8Tensor", "ShardedInt8")
+"""Of a whole weight, and of one that fully_shard cuts."""
+ENCODING = "int8"
+
+
+class Int8Form(LiveForm):
+    """torchao's Int8Tensor, frozen, in a linear layer."""
+
+    scheme = "int8"
+    classes = frozenset(LIVE_CLASSES)
+
+    def step(
+        self, target: Target, source: LazyTensor, context: LoadContext
+    ) -> LoadStep | Decode | None:
+        device = device_for(target, context.fallback)
+        if is_int8(source):
+            rows = rows_of(target, source)
+            return Decode(rows) if isinstance(rows, str) else _kept(target, source, rows, device)
+        if not self.is_live(target):
+            return None
+
+        def run(reader: Reader) -> None:
+            made = quantize_rows(reader, source, target, device)
+            target.put(_computing_as(target.local, made))
+
+        return LoadStep(run, quantizes=True)
+
+    def overwrite(self, reader: Reader, source: LazyTensor, target: Target) -> None:
+        local: Any = target.local
+        rows = rows_of(target, source) if is_int8(source) else ""
+        if isinstance(rows, str):
+            made: Any = quantize_rows(reader, source, target, local.device)
+        else:
+            made = read_rows(reader, source, rows, local.device)
+        local.qdata.copy_(made.qdata)
+        local.scale.copy_(made.scale.view(local.scale.shape))
+
+    def quantized(self, reader: Reader, source: LazyTensor, target: Target) -> torch.Tensor | None:
+        return quantize_rows(reader, source, target, target.local.device)
+
+    def decides_by(self, source: LazyTensor) -> Iterable[str]:
+        """Return the scales and zero points: a weight whose zero points are not zero is decoded."""
+        coded = source.encoding_
+        if isinstance(coded, Coded) and is_int8(source):
+            return coded.scale_parts(source.info)
+        return ()
+
+    def stored(self, target: Target, fqn: str) -> StoredForm | None:
+        return stored_int8(target, fqn, *_plain_parts(target)) if self.is_live(target) else None
+
+
+def _kept(target: Target, source: LazyTensor, rows: Rows, device: torch.device) -> LoadStep:
+    """Return the step that puts the checkpoint's codes into the model."""
+
+    def run(reader: Reader) -> None:
+        with reader.meter.hold(rows.nbytes, device):
+            made = read_rows(reader, source, rows, device)
+            target.put(_computing_as(target.local, made))
+
+    return LoadStep(
+        run,
+        encoded=Encoded(target.fqn, ENCODING, 0, 0, rows.nbytes),
+        becomes=(LIVE_CLASSES[rows.sharded], target.dtype),
+    )
 
 
 @dataclass(frozen=True)
@@ -64,10 +135,6 @@ def _grid(source: LazyTensor) -> Grid | None:
     coded = source.encoding_
     grid = coded.grid(source.info) if isinstance(coded, Coded) else None
     return grid if grid is not None and grid.name == "int8" else None
-
-
-def is_live(tensor: torch.Tensor) -> bool:
-    return type(tensor).__name__ in INT8_CLASSES
 
 
 def rows_of(target: Target, source: LazyTensor) -> Rows | str:
@@ -106,7 +173,7 @@ def _unfit(target: Target, grid: Grid) -> str:
     for module, _ in target.places:
         if not any("Linear" in cls.__name__ for cls in type(module).__mro__):
             return f"{type(module).__name__} cannot compute with an Int8Tensor"
-    return "" if _torchao() is not None else "torchao 0.15 or later is not installed"
+    return "" if torchao_class() is not None else "torchao 0.15 or later is not installed"
 
 
 # ------------------------------------------------------------------------------- read
@@ -152,12 +219,12 @@ def _refuse_infinite(source: LazyTensor, scales: torch.Tensor) -> None:
 def _made(
     codes: torch.Tensor, scales: torch.Tensor, block: list[int], dtype: torch.dtype, sharded: bool
 ) -> torch.Tensor:
-    cls = _sharded_class() if sharded else _torchao()
+    cls = sharded_class() if sharded else torchao_class()
     made: torch.Tensor = cls(codes, scales, block, dtype)
     return made
 
 
-def computing_as(old: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+def _computing_as(old: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     """`made` with activations quantized as those of `old` are: the live model says how it computes."""
     for name in ("act_quant_kwargs", "reduce_range"):
         if hasattr(old, name):
@@ -165,125 +232,15 @@ def computing_as(old: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     return made
 
 
-@cache
-def _torchao() -> Any:
-    """torchao's Int8Tensor; None where there is none."""
-    try:
-        with quiet_torchao():
-            from torchao.quantization import Int8Tensor
-    except ImportError:
-        return None
-    return Int8Tensor
-
-
-# ------------------------------------------------------------------------------- under FSDP2
-
-
-@cache
-def _sharded_class() -> Any:
-    """Int8Tensor with what FSDP2 asks of a shard: views of itself, and an all-gather."""
-    import torch
-
-    base, aten = _torchao(), torch.ops.aten
-    same = {
-        aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default,
-    }  # fmt: skip
-
-    class ShardedInt8(base):  # type: ignore[misc, valid-type]
-        """Views that FSDP2 takes of a shard (`view(-1)`, `as_strided`) are the shard itself: it
-        keeps them only to compare and to free memory."""
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            """Pickled as torchao's own: no file should need this class."""
-            plain = base(self.qdata, self.scale, self.block_size, self.dtype)
-            return plain.__reduce_ex__(protocol)
-
-        def fsdp_pre_all_gather(
-            self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None,
-            mp_policy: Any = None,
-        ) -> tuple[tuple[torch.Tensor, ...], Any]:  # fmt: skip
-            whole = self.scale.shape[0] == 1 and self.qdata.shape[0] == self.block_size[0]
-            block = [outer_size[0] if whole else self.block_size[0], self.block_size[1]]
-            inner = (self.qdata,) if whole else (self.qdata, self.scale)
-            return inner, (block, self.scale if whole else None, self.dtype)
-
-        def fsdp_post_all_gather(
-            self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
-        ) -> Any:
-            block, scale, dtype = metadata
-            if out is not None:
-                return None
-            scale = outputs[1] if scale is None else scale
-            return type(self)(outputs[0], scale, block, dtype), outputs
-
-        @classmethod
-        def __torch_dispatch__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            first = args[0] if args else None
-            if func in same and isinstance(first, cls):
-                return cls(first.qdata, first.scale, first.block_size, first.dtype)
-            if func is aten.slice.Tensor and isinstance(first, cls) and _is_all(first, args[1:]):
-                return cls(first.qdata, first.scale, first.block_size, first.dtype)
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
-
-    return ShardedInt8
-
-
-def _is_all(tensor: torch.Tensor, args: Any) -> bool:
-    """Is `slice(dim, start, end)` the whole tensor?"""
-    dim, start, end = (*args, *(0, 0, tensor.shape[0])[len(args) :])[:3]
-    return not start and (end is None or end >= tensor.shape[dim])
-
-
-def problem() -> str:
-    """What is wrong with shards of int8 here, for `doctor`; empty: they can be made."""
-    import torch
-
-    if _torchao() is None:
-        return "torchao has no Int8Tensor"
-    try:
-        shard = _sharded_class()(torch.zeros(2, 4).char(), torch.ones(2, 1), [1, 4], torch.bfloat16)
-        same = shard.view(-1).narrow(0, 0, 2).detach()
-    except (AttributeError, NotImplementedError, TypeError) as error:
-        return f"torchao's Int8Tensor: {error}"
-    return "" if same.shape == (2, 4) else "a view of a shard is not the shard"
-
-
 # ------------------------------------------------------------------------------- to be saved
 
 
-def stored_parts(target: Target, fqn: str) -> tuple[Mapping[str, Any], list[StoredPart]]:
-    """The record of a live int8 weight, and what this rank holds of each part, not copied; parts
-    by the names that are stored for `fqn`, `fc._weight_qdata` for one.
+def _plain_parts(target: Target) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """Return codes, scales in the shape of their grid, and blocks of a live weight.
 
     Raises LoadError CKM505 where its zero points are not zero.
     """
-    codes, scale, block = _taken_apart(target)
-    dtype = str(target.tensor.dtype).removeprefix("torch.")
-    whole = TensorInfo(tuple(target.tensor.shape), dtype)
-    everywhere = scale.shape[0] == 1 and block[0] == codes.shape[0]
-    rows = whole.shape[0] if everywhere else block[0]
-    encoding = _encoding(fqn, whole, (rows, *block[1:]), scale.dtype)
-    expected = encoding.parts(whole)
-    record = encoding.record(whole)
-    assert not isinstance(expected, Refusal) and record is not None
-    ((box, _),) = held(target)
-    found = []
-    for part, values in (("qdata", codes), ("scale", scale)):
-        where = encoding.part_box(whole, part, box)
-        assert where is not None
-        alone = not is_dtensor(target.tensor) or (part == "scale" and everywhere)
-        key = part_key(encoding, fqn, part)
-        found.append(StoredPart(key, expected[part], where, values, alone))
-    return record, found
-
-
-def _taken_apart(target: Target) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """Codes, scales in the shape of their grid, and blocks of a live weight."""
     local: Any = target.local
-    if hasattr(local, "int_data"):  # torchao's training weight: a scale a row
-        return local.int_data, local.scale.unsqueeze(1), (1, local.shape[1])
     if local.zero_point is not None and bool(local.zero_point.count_nonzero()):
         raise LoadError(
             "CKM505",
@@ -291,16 +248,6 @@ def _taken_apart(target: Target) -> tuple[torch.Tensor, torch.Tensor, tuple[int,
             "quantize it symmetrically, or decode it before saving",
         )
     return local.qdata, local.scale, tuple(local.block_size)
-
-
-def _encoding(fqn: str, info: TensorInfo, block: tuple[int, ...], scale: torch.dtype) -> Encoding:
-    """How torchao's int8 of such blocks and scales is stored."""
-    grid = Grid("int8", TensorInfo(info.shape, "int8"), block)
-    scheme = next(scheme for scheme in registry.schemes() if scheme.name == "int8")
-    made: Any = scheme.keeping(info, grid, exact=True) if isinstance(scheme, KeepsCodes) else None
-    assert made is not None, f"{fqn}: {info} in blocks of {block}"
-    encoding: Encoding = replace(made, scale_dtype=str(scale).removeprefix("torch."))
-    return encoding
 
 
 # ------------------------------------------------------------------------------- from dense

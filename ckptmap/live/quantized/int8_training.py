@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.core.code_grids import Coded
 from ckptmap.errors import LoadError, RunError
+from ckptmap.live.model.live_form import LiveForm, LoadContext, LoadStep, StoredForm
 from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.target import TRAINED_INT8, Target, held
+from ckptmap.live.model.report import Encoded
+from ckptmap.live.model.target import Target, held
+from ckptmap.live.quantized.int8_stored import stored_int8
+from ckptmap.quantization.torchao.subclass_reader import TRAINED
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
 
@@ -23,8 +27,33 @@ if TYPE_CHECKING:
     import torch
 
 
-def is_trained(tensor: torch.Tensor) -> bool:
-    return type(tensor).__name__ == TRAINED_INT8
+class TrainedInt8Form(LiveForm):
+    """torchao's Int8QuantizedTrainingLinearWeight."""
+
+    classes = frozenset({TRAINED})
+    takes_values = True
+    kept_by_state_dict = False
+    has_values_on_meta = False
+
+    def step(self, target: Target, source: LazyTensor, context: LoadContext) -> LoadStep | None:
+        if not self.is_live(target):
+            return None
+        scales = kept_scales(target, source)
+
+        def run(reader: Reader) -> None:
+            fill(reader, source, target, scales)
+
+        if scales is None:
+            return LoadStep(run, quantizes=True)
+        return LoadStep(run, encoded=Encoded(target.fqn, "int8", 0, 0, target.local.numel()))
+
+    def stored(self, target: Target, fqn: str) -> StoredForm | None:
+        # A tensor of a state dict has no module, and passes as a dense one.
+        if not target.places or not self.is_live(target):
+            return None
+        local: Any = target.local
+        block = (1, local.shape[1])
+        return stored_int8(target, fqn, local.int_data, local.scale.unsqueeze(1), block)
 
 
 def kept_scales(target: Target, source: LazyTensor) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from typing import cast
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model import fsdp2 as fsdp2_params
-from ckptmap.live.quantized import int8 as int8_live
+from ckptmap.live.quantized import int8_sharded
 from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
 from ckptmap.quantization.nf4.scheme import NF4
 from ckptmap.tensors import TensorInfo
@@ -120,7 +120,7 @@ FIXES = (
         "torchao",
         ("0.18", "0.18"),
         "FSDP2 cannot cut it (aten.split is missing): a shard is of a subclass that gathers itself",
-        int8_live.problem,
+        int8_sharded.problem,
     ),
     Fix(
         "step low-bit optimizers under FSDP2",

@@ -10,18 +10,37 @@ from the local shard. `n_blocks` is the whole tensor's count too, as in torchao'
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptmap.core.code_grids import Grid
+from ckptmap.errors import LoadError
+from ckptmap.live.model.live_form import (
+    Decode,
+    LiveForm,
+    LoadContext,
+    LoadStep,
+    NeedsFrozen,
+    StoredForm,
+    StoredPart,
+)
 from ckptmap.live.model.reader import Reader
+from ckptmap.live.model.report import Encoded
 from ckptmap.live.model.row_sharding import row_shard
-from ckptmap.live.model.target import Target, held, is_dtensor, is_nf4
+from ckptmap.live.model.target import Target, device_for, held, is_dtensor
 from ckptmap.live.quantized.nf4_torchao import from_torchao, live_scaler_block, regroup, to_torchao
 from ckptmap.planning.kept_codes import code_grid, writes_keeping_codes
 from ckptmap.protocols import Refusal
-from ckptmap.quantization.nf4.encoding import DATA, FACTOR, MEAN, SCALERS, TABLE, default_encoding
+from ckptmap.quantization.nf4.encoding import (
+    DATA,
+    FACTOR,
+    MEAN,
+    PARTS,
+    SCALERS,
+    TABLE,
+    default_encoding,
+)
 from ckptmap.quantization.nf4.scheme import NF4, NF4Scheme
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, TensorInfo
@@ -29,8 +48,109 @@ from ckptmap.tensors import Box, TensorInfo
 if TYPE_CHECKING:
     import torch
 
+LIVE_CLASS = "NF4Tensor"
+ENCODING = "nf4"
 CHUNK_NUMEL = 1 << 22
 """Elements that quantizing reads at a time, unless the memory bound asks for fewer."""
+
+
+class NF4Form(LiveForm):
+    """torchao's NF4Tensor, frozen, in a linear layer."""
+
+    scheme = "nf4"
+    classes = frozenset({LIVE_CLASS})
+
+    def step(
+        self, target: Target, source: LazyTensor, context: LoadContext
+    ) -> LoadStep | Decode | NeedsFrozen | None:
+        stored, live = source.encoding == ENCODING, self.is_live(target)
+        if not stored and not live:
+            return None
+        if target.tensor.requires_grad:
+            return NeedsFrozen("NF4")
+        if stored:
+            encoding = cast(NF4, source.encoding_)
+            rows = can_hold(target) or rows_of(target, source.info, encoding)
+            if isinstance(rows, str):
+                return Decode(rows)
+            return _replacing(target, source, rows, context, read_rows)
+        info = TensorInfo(source.shape, target.dtype)
+        rows = _quantizable(target, info, source)
+        if isinstance(rows, str):
+            raise LoadError(
+                "CKM504",
+                f"model: {target.fqn} is NF4 but the checkpoint's values cannot be: {rows}",
+                "make this weight dense before loading",
+            )
+        step = _replacing(target, source, rows, context, quantize_rows)
+        return replace(step, quantizes=not keeps_codes(source, rows))
+
+    def overwrite(self, reader: Reader, source: LazyTensor, target: Target) -> None:
+        local: Any = target.local
+        _, live, _ = from_torchao(local)
+        whole = TensorInfo(source.shape, target.dtype)
+        same = source.encoding == ENCODING and source.dtype == target.dtype
+        found = cast(NF4, source.encoding_) if same else encoding_for(whole, source)
+        if isinstance(found, str) or found.scaler_block_size % live.scaler_block_size:
+            why = (
+                found if isinstance(found, str) else f"blocks of {found.scaler_block_size} scalers"
+            )
+            raise LoadError(
+                "CKM504",
+                f"{target.fqn}: live NF4 has scaler blocks of {live.scaler_block_size}, the"
+                f" checkpoint's cannot be regrouped to that: {why}",
+                "load it with ckptmap.load, which builds the live tensor anew",
+            )
+        ((box, _),) = held(target)
+        regrouped = replace(found, scaler_block_size=live.scaler_block_size)
+        rows = Rows(TensorInfo(box.sizes, whole.dtype), whole, found, regrouped, box)
+        make = read_rows if same else quantize_rows
+        made: Any = make(reader, source, rows, local.device)
+        for name in PARTS:
+            getattr(local, name).copy_(getattr(made, name))
+
+    def quantized(self, reader: Reader, source: LazyTensor, target: Target) -> torch.Tensor | None:
+        rows = _quantizable(target, source.info, source)
+        if isinstance(rows, str):
+            return None
+        return quantize_rows(reader, source, rows, target.local.device)
+
+    def reads_own_scales(self, source: LazyTensor) -> bool:
+        return source.encoding == ENCODING
+
+    def reads_whole(self, source: LazyTensor) -> bool:
+        return source.encoding != ENCODING
+
+    def stored(self, target: Target, fqn: str) -> StoredForm | None:
+        return stored_form(target, fqn) if self.is_live(target) else None
+
+
+def _replacing(
+    target: Target,
+    source: LazyTensor,
+    rows: Rows,
+    context: LoadContext,
+    make: Callable[[Reader, LazyTensor, Rows, torch.device], torch.Tensor],
+) -> LoadStep:
+    """Return the step that puts what `make` builds of the rows into the model."""
+    stored, live = rows.stored.scaler_block_size, rows.live.scaler_block_size
+    device = device_for(target, context.fallback)
+
+    def run(reader: Reader) -> None:
+        with reader.meter.hold(rows.nbytes, device):
+            target.put(make(reader, source, rows, device))
+
+    return LoadStep(
+        run,
+        encoded=Encoded(target.fqn, ENCODING, stored, live, rows.nbytes),
+        becomes=(LIVE_CLASS, rows.info.dtype),
+    )
+
+
+def _quantizable(target: Target, info: TensorInfo, source: LazyTensor) -> Rows | str:
+    """Return this rank's rows of a tensor that is quantized here; a text: why it cannot be."""
+    encoding = encoding_for(info, source)
+    return encoding if isinstance(encoding, str) else rows_of(target, info, encoding)
 
 
 @dataclass(frozen=True)
@@ -64,7 +184,7 @@ def can_hold(target: Target) -> str:
         return "a buffer cannot be an NF4Tensor"
     if target.is_flat:
         return "FSDP1 keeps flat dense parameters"
-    if is_nf4(target.local):
+    if type(target.local).__name__ == LIVE_CLASS:
         return ""
     for module, _ in target.places:
         if not any("Linear" in cls.__name__ for cls in type(module).__mro__):
@@ -125,22 +245,9 @@ def _blocks(rows: Rows) -> tuple[int, int]:
 # ------------------------------------------------------------------------------- to be saved
 
 
-@dataclass(frozen=True, eq=False)
-class StoredPart:
-    """This rank's run of one part of the whole tensor.
-
-    everywhere  all ranks hold it, and the same
-    """
-
-    name: str
-    info: TensorInfo
-    box: Box
-    values: torch.Tensor
-    everywhere: bool
-
-
-def stored_parts(target: Target) -> tuple[Mapping[str, Any], list[StoredPart]]:
-    """The record of a live NF4 weight, and what this rank holds of each part, not copied."""
+def stored_form(target: Target, fqn: str) -> StoredForm:
+    """Return the five parts of a live NF4 weight, and what this rank holds of each: a run of every
+    1-D part."""
     local, encoding, parts = from_torchao(target.local)
     whole = TensorInfo(tuple(target.tensor.shape), local.dtype)
     expected = encoding.parts(whole)
@@ -153,10 +260,8 @@ def stored_parts(target: Target) -> tuple[Mapping[str, Any], list[StoredPart]]:
         assert box is not None
         box = Box.whole(expected[name].shape) if everywhere else box
         alone = everywhere or not is_dtensor(target.tensor)
-        found.append(StoredPart(name, expected[name], box, values, alone))
-    record = encoding.record(whole)
-    assert record is not None
-    return record, found
+        found.append(StoredPart(f"{fqn}.{name}", expected[name], box, values, alone))
+    return StoredForm(found, encoding.record(whole))
 
 
 # ------------------------------------------------------------------------------- from dense

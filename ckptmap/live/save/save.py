@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from ckptmap.live.optimizer.owned_shards import (
     owners,
 )
 from ckptmap.live.optimizer.unwrap import unwrapped
-from ckptmap.live.save.assign_writers import Assigner, drifted_buffers, offer
+from ckptmap.live.save.assign_writers import Assigner, Offer, drifted_buffers, offer
 from ckptmap.live.save.overlapping_meshes import require_alike
 from ckptmap.live.save.write_dcp import Layout, snapshot, write
 from ckptmap.tensors import Box, Path
@@ -121,58 +122,83 @@ def save(
     what cannot be saved, ArgumentError CKM516 for values that cannot, RunError CKM509 where
     replicas differ, CKM510 where the ranks' parts do not make whole tensors.
     """
-    while _last:
-        _last.pop().settle()
+    _settle_last()
     random_state = streams.captured()
     peers = Peers.join("save")
     with peers.together():
-        argument_checks.path("path", path)
-        argument_checks.module("model", model)
-        argument_checks.scheduler(scheduler, "state_dict")
-        argument_checks.choice("replicas", replicas, ("check", "first"))
-        step = None if step is None else argument_checks.integer("step", step, 0)
-        more = argument_checks.extra(extra, ("step",) * (step is not None))
-        held = _held(model, optimizer, scheduler, peers, random_state, step, more)
+        _check(path, model, scheduler, replicas)
+        extra_values = _extra_values(step, extra)
+        held = _held(model, optimizer, scheduler, peers, random_state, extra_values)
         offered = [offer(holding) for holding in held.holdings]
     offers = peers.all(offered)
-    everything = peers.all((held.values, held.records))
-    told = peers.all((held.settings["layout"], bool(held.decoded), replicas))
-    if any(wanted == "check" for *_, wanted in told):
-        require_alike(held, offers, peers)
-    with peers.together():
-        layouts, decoded = [layout for layout, *_ in told], any(found for _, found, _ in told)
-        drifted = [] if _broadcasts_buffers(model) else drifted_buffers(offers)
-        described = {
-            **held.settings, "layout": layouts, "decoded": decoded, "buffers": drifted,
-        }  # fmt: skip
-        _values(held, ("extra", settings.KEY), described)
+    drifted = _share(held, offers, model, peers, replicas)
+    target = FilePath(path)
+    with peers.together(), argument_checks.hints_for_python():
         if replicas == "first":
-            offers = [[_unchecked(one) for one in some] for some in offers]
-        for values, records in reversed(everything):
-            held.records.update(records)
-            held.values |= values
+            offers = [[replace(one, checked=False) for one in some] for some in offers]
         assignment = Assigner(peers.rank, peers.world, held).assign(offers)
-        target = FilePath(path)
-        with argument_checks.hints_for_python():
-            state = assignment.state(_ordered(held.values), peers.world)
-            layout = Layout.of(state, target.name)
+        layout = Layout.of(assignment.state(_ordered(held.values), peers.world), target.name)
         copies = snapshot(assignment.mine, copied=background)
-
-    notes = _lost(drifted)
 
     def publish() -> tuple[str, ...]:
         with argument_checks.hints_for_python():
-            return (*write(layout, copies, target, overwrite, peers), *notes)
+            return (*write(layout, copies, target, overwrite, peers), *_lost(drifted))
 
     handle = SaveHandle(target, publish, background)
     _last.append(handle)
     return handle
 
 
-def _unchecked(one: Any) -> Any:
-    from dataclasses import replace
+def _settle_last() -> None:
+    """Wait for the save before, whether or not it failed: its files may be the ones to replace."""
+    while _last:
+        _last.pop().settle()
 
-    return replace(one, checked=False)
+
+def _check(
+    path: str | os.PathLike[str], model: torch.nn.Module, scheduler: object, replicas: str
+) -> None:
+    """Raise ArgumentError CKM516 for an argument that means nothing."""
+    argument_checks.path("path", path)
+    argument_checks.module("model", model)
+    argument_checks.scheduler(scheduler, "state_dict")
+    argument_checks.choice("replicas", replicas, ("check", "first"))
+
+
+def _extra_values(step: int | None, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the caller's own values by name, `step` first. Raises ArgumentError CKM516."""
+    if step is None:
+        return argument_checks.extra(extra, ())
+    step = argument_checks.integer("step", step, 0)
+    return {"step": step, **argument_checks.extra(extra, ("step",))}
+
+
+def _share(
+    held: Held,
+    offers: Sequence[Sequence[Offer]],
+    model: torch.nn.Module,
+    peers: Peers,
+    replicas: str,
+) -> list[str]:
+    """Exchange plain values, records and settings, so that every rank has those of all, and return
+    the names of the buffers that differ between ranks. Raises RunError CKM509 where replicas do."""
+    everything = peers.all((held.values, held.records))
+    settings_of = peers.all((held.settings["layout"], bool(held.decoded), replicas))
+    if any(wanted == "check" for *_, wanted in settings_of):
+        require_alike(held, offers, peers)
+    with peers.together():
+        drifted = [] if _broadcasts_buffers(model) else drifted_buffers(offers)
+        described = {
+            **held.settings,
+            "layout": [layout for layout, *_ in settings_of],
+            "decoded": any(decoded for _, decoded, _ in settings_of),
+            "buffers": drifted,
+        }
+        _values(held, ("extra", settings.KEY), described)
+        for values, records in reversed(everything):
+            held.records.update(records)
+            held.values |= values
+    return drifted
 
 
 def _broadcasts_buffers(model: torch.nn.Module) -> bool:
@@ -199,8 +225,7 @@ def _held(
     scheduler: Any,
     peers: Peers,
     random_state: Mapping[str, Any],
-    step: int | None,
-    extra: dict[str, Any],
+    extra: Mapping[str, Any],
 ) -> Held:
     held = Held()
     targets, _ = find_targets(model)
@@ -221,8 +246,6 @@ def _held(
             _values(held, ("extra", module_state.KEY, key), value)
         if scheduler is not None:
             _values(held, ("extra", "scheduler"), scheduler.state_dict())
-        if step is not None:
-            extra = {"step": step, **extra}
         own = {settings.KEY, streams.KEY, flat_codes.KEY, module_state.KEY, "scheduler"}
         reserved = own & set(extra)
         if reserved:

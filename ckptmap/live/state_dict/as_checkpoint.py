@@ -15,19 +15,18 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.roles import Roles
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.errors import LoadError
+from ckptmap.live.model.live_form import is_loadable, quantized_classes
 from ckptmap.live.model.peers import Peers
-from ckptmap.live.model.target import PLAIN, Target, held, is_dtensor, is_nf4
+from ckptmap.live.model.target import Target, held, is_dtensor
 from ckptmap.live.optimizer.base import codes_of
 from ckptmap.live.optimizer.owned_shards import (
     CodedPiece,
     Held,
     Holding,
     Piece,
+    hold_tensor,
     holds_tensor,
-    info_of,
 )
-from ckptmap.live.quantized import int8 as int8_live
-from ckptmap.live.quantized import nf4 as nf4_live
 from ckptmap.live.save.assign_writers import Assigner, Assignment, Offer, offer
 from ckptmap.live.state_dict import sharded_tensor as sharded
 from ckptmap.live.state_dict.memory_files import LiveStored, Memory
@@ -139,36 +138,14 @@ def _hold(mine: Held, path: Path, value: Any) -> None:
         mine.holdings.append(sharded.holding(path, value))
         return
     leaf = Leaf((str(path[-1]),), (), False, None, value.detach())
-    local = leaf.local
     codes = codes_of(leaf.tensor)
     _refuse(path, leaf, codes is not None)
     if codes is not None:
         info = TensorInfo(tuple(value.shape), "float32")
         ((box, _),) = held(leaf)
         mine.holdings.append(Holding(path, info, [CodedPiece(box, codes)], _primary(leaf)))
-    elif is_nf4(local) or int8_live.is_live(local):
-        _hold_quantized(mine, path, leaf)
     else:
-        info = info_of(value.shape, local)
-        pieces = [Piece(box, view) for box, view in leaf.windows(local)]
-        if not leaf.is_cut and not pieces:
-            pieces = [Piece(Box.whole(info.shape), local)]  # an empty tensor is a tensor
-        mine.holdings.append(Holding(path, info, pieces, _primary(leaf)))
-
-
-def _hold_quantized(mine: Held, path: Path, leaf: Leaf) -> None:
-    """Parts and record, as a save names them."""
-    if is_nf4(leaf.local):
-        record, parts = nf4_live.stored_parts(leaf)
-        names = [f"{path[-1]}.{part.name}" for part in parts]
-    else:
-        record, parts = int8_live.stored_parts(leaf, str(path[-1]))
-        names = [part.name for part in parts]
-    for name, part in zip(names, parts, strict=True):
-        primary = None if part.everywhere else _primary(leaf)
-        piece = Piece(part.box, part.values)
-        mine.holdings.append(Holding((*path[:-1], name), part.info, [piece], primary))
-    mine.records[".".join(map(str, path))] = record
+        hold_tensor(mine, leaf, path)
 
 
 def _primary(leaf: Leaf) -> bool | None:
@@ -186,10 +163,11 @@ def _refuse(path: Path, leaf: Leaf, coded: bool) -> None:
             "CKM508", f"{WHERE}: {name} is in codes over {len(held(leaf))} boxes of one rank",
             "use a mesh of plain shards",
         )  # fmt: skip
-    if not coded and kind not in PLAIN:
+    if not coded and not is_loadable(kind):
         raise LoadError(
             "CKM505",
-            f"{WHERE}: {name} is a {kind}, expected a tensor, DTensor, NF4Tensor or Int8Tensor",
+            f"{WHERE}: {name} is a {kind}, expected a dense tensor, a DTensor, or one of"
+            f" {', '.join(quantized_classes())}",
             "decode it, or save it and convert the checkpoint",
         )
 

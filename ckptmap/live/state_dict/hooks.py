@@ -17,10 +17,10 @@ from ckptmap.live.model.collective_errors import peer_groups
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.fsdp1 import is_fsdp1
 from ckptmap.live.model.peers import Peers
-from ckptmap.live.model.target import PLAIN, Target, is_dtensor
+from ckptmap.live.model.target import Target, is_dtensor
 from ckptmap.live.optimizer.owned_shards import owners
-from ckptmap.live.optimizer.state_matcher import PRECISIONS
 from ckptmap.live.optimizer.unwrap import is_offloaded, unwrapped
+from ckptmap.live.options import PRECISIONS
 from ckptmap.live.state_dict.as_checkpoint import is_spread, opened
 from ckptmap.live.state_dict.fsdp1_hooks import Fsdp1Hooks, in_module_order, is_own_state
 from ckptmap.live.state_dict.handle import Handle
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from ckptmap.checkpoint.checkpoint import Checkpoint
 
-DENSE = PLAIN & {"Tensor", "Parameter", "Buffer"}
+DENSE = {"Tensor", "Parameter", "Buffer"}
+"""Classes of tensors that torch itself copies into each other."""
 
 
 def install(
@@ -131,7 +132,7 @@ def _alike(live: Any, given: Any) -> bool:
         same = live.device_mesh == given.device_mesh and live.placements == given.placements
     else:
         local, other, same = live, given, True
-    return same and {type(local).__name__, type(other).__name__} <= DENSE
+    return bool(same) and {type(local).__name__, type(other).__name__} <= DENSE
 
 
 # ------------------------------------------------------------------------------- the optimizer

@@ -13,23 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.code_grids import Coded
-from ckptmap.errors import LoadError
 from ckptmap.live.load.load_plan import Step
 from ckptmap.live.load.matcher import Matcher
+from ckptmap.live.model.live_form import LiveForm, form_of, live_forms
 from ckptmap.live.model.report import LoadReport
-from ckptmap.live.model.target import Target, device_for, fallback_device, is_nf4, like
+from ckptmap.live.model.target import Target, device_for, fallback_device, like
 from ckptmap.live.optimizer.index_check import says_others
 from ckptmap.live.optimizer.owned_shards import owners
 from ckptmap.live.optimizer.state_loader import StateLoader
 from ckptmap.live.optimizer.state_matcher import StateMatcher, StatePlan
 from ckptmap.live.optimizer.unwrap import unwrapped
-from ckptmap.live.quantized import bnb as bnb_live
-from ckptmap.live.quantized import int8 as int8_live
 from ckptmap.live.state_dict.as_checkpoint import Live
 from ckptmap.live.state_dict.memory_files import LiveReader, LiveStored
 from ckptmap.live.state_dict.reshard import Exchange, Need, Unit
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.tensors import Box
+from ckptmap.tensors import Box, Path
 
 if TYPE_CHECKING:
     import torch
@@ -44,12 +42,9 @@ class Shadow(Target):
     @classmethod
     def of(cls, target: Target) -> Shadow:
         """Raises LoadError CKM505 where the model keeps the tensor in a way of its own."""
-        if bnb_live.is_live(target):
-            raise LoadError(
-                "CKM505",
-                f"model: {target.fqn} is a Params4bit, which no state dict can hold",
-                "load it into the model with ckptmap.load, or ckptmap.hooks.install",
-            )
+        form = form_of(target)
+        if form is not None:
+            form.require_in_state_dict(target)
         return cls(
             target.names, target.places, target.is_buffer, target.fsdp_param, adapted=target.adapted
         )
@@ -101,7 +96,7 @@ def load_live(
     device = fallback_device(targets)
     with live.memory.readable(), torch.no_grad():
         exchange = Exchange(live, max_memory, device)
-        scales = [Need(path, box, None, device) for path, box in _int8_scales(live)]
+        scales = [Need(path, box, None, device) for path, box in _decisive_parts(live)]
         units: list[Unit] = []
         with exchange.kept([Unit(scales)]), live.peers.together():
             plan = _Matcher(checkpoint, reader, targets if weights else ()).plan()
@@ -124,29 +119,33 @@ class _Matcher(Matcher):
     put a quantized tensor in its place."""
 
     def _decide(self, target: Target, source: LazyTensor) -> None:
-        local = target.local
-        kept = is_nf4(local) or int8_live.is_live(local) or bnb_live.is_live(target)
-        if kept or source.encoding == "dense":
+        if _kept_form(target) is not None or source.encoding == "dense":
             super()._decide(target, source)
             return
-        self._plan.targets.append(target)
         self._decode(target, source, "the model's weight is dense")
 
     def _compare_parts(self, targets: Sequence[Target], found: Mapping[str, str]) -> None:
         """No rank has all values to compare."""
 
 
+def _kept_form(target: Target) -> LiveForm | None:
+    """Return the form whose codes a state dict keeps; None: the weight is filled as a dense one."""
+    form = form_of(target)
+    return form if form is not None and form.kept_by_state_dict else None
+
+
 def _unit(target: Target, source: LazyTensor, step: Step, device: torch.device) -> Unit:
     """Dense into dense goes straight to its place, cast on arrival; all else waits for its step."""
-    local, where = target.local, device_for(target, device)
-    coded = is_nf4(local) or int8_live.is_live(local) or bnb_live.is_live(target)
+    form, where = _kept_form(target), device_for(target, device)
     stored = source.parts.get("")
-    if source.encoding == "dense" and not coded and isinstance(stored, LiveStored):
+    if source.encoding == "dense" and form is None and isinstance(stored, LiveStored):
         return Unit(list(_places(target, stored, where)))
-    if isinstance(target, Shadow) and not coded:
+    if isinstance(target, Shadow) and form is None:
         target.put(_empty(target, where))  # a step that fills in place must not fill the model
-    whole = bnb_live.is_live(target) or (is_nf4(local) and source.encoding != "nf4")
-    boxes = [Box.whole(source.shape)] if whole else [box for box, _ in target.windows(local)]
+    if form is not None and form.reads_whole(source):
+        boxes = [Box.whole(source.shape)]
+    else:
+        boxes = [box for box, _ in target.windows(target.local)]
     return Unit(list(needs(source, boxes, where)), step)
 
 
@@ -167,29 +166,29 @@ def needs(source: LazyTensor, boxes: Sequence[Box], device: torch.device) -> Ite
     """Of every part what these boxes of the logical tensor need."""
     whole = set[str]()
     encoding = source.encoding_
-    if isinstance(encoding, Coded) and encoding.grid(source.info) is not None:
+    own_scales = any(form.reads_own_scales(source) for form in live_forms())
+    if not own_scales and isinstance(encoding, Coded) and encoding.grid(source.info) is not None:
         whole.update(encoding.scale_parts(source.info))
-    nf4 = source.encoding == "nf4"
     for name, part in source.parts.items():
         if not isinstance(part, LiveStored):
             continue  # stored otherwise than held: all of it is on this rank
         for box in boxes:
-            found = None if name in whole and not nf4 else encoding.part_box(source.info, name, box)
+            found = None if name in whole else encoding.part_box(source.info, name, box)
             cut = Box.whole(part.info.shape) if found is None else found
             yield Need(part.path, cut, None, device)
 
 
-def _int8_scales(live: Live) -> Iterator[tuple[Any, Box]]:
-    """What is looked at to plan: scales and zero points of int8 weights."""
+def _decisive_parts(live: Live) -> Iterator[tuple[Path, Box]]:
+    """Yield the stored tensors whose values decide the step of a weight, scales of int8 for one."""
     checkpoint = live.checkpoint
     for fqn in checkpoint:
         source = checkpoint[fqn]
-        if source.encoding != "dense" and int8_live.is_int8(source):
-            encoding: Any = source.encoding_
-            for name in encoding.scale_parts(source.info):
-                part = source.parts[name]
-                if isinstance(part, LiveStored):
-                    yield part.path, Box.whole(part.info.shape)
+        if source.encoding == "dense":
+            continue
+        for name in (name for form in live_forms() for name in form.decides_by(source)):
+            part = source.parts[name]
+            if isinstance(part, LiveStored):
+                yield part.path, Box.whole(part.info.shape)
 
 
 # ------------------------------------------------------------------------------- the optimizer

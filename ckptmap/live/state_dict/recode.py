@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap import registry
 from ckptmap.errors import LoadError
+from ckptmap.live.model.live_form import live_forms
 from ckptmap.live.model.peers import Peers
 from ckptmap.live.model.reader import Reader
 from ckptmap.live.model.target import like
-from ckptmap.live.quantized import int8 as int8_live
-from ckptmap.live.quantized import nf4 as nf4_live
 from ckptmap.live.state_dict.as_checkpoint import WHERE, Leaf, is_spread, opened
 from ckptmap.live.state_dict.load_state_dict import needs
 from ckptmap.live.state_dict.memory_files import LiveReader
@@ -26,7 +25,11 @@ if TYPE_CHECKING:
 
 DENSE = "dense"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-QUANTIZED = ("nf4", "int8")
+
+
+def quantizing_schemes() -> tuple[str, ...]:
+    """Return the schemes by which a state dict in memory can be quantized."""
+    return tuple(form.scheme for form in live_forms() if form.scheme)
 
 
 def decoded(state: State, peers: Peers, max_memory: int) -> dict[str, torch.Tensor]:
@@ -106,10 +109,6 @@ def _quantized(
     reader: Reader, source: LazyTensor, given: torch.Tensor, encoding: str
 ) -> torch.Tensor:
     leaf = Leaf((source.fqn,), (), False, None, given)
-    if encoding == "int8":
-        return int8_live.quantize_rows(reader, source, leaf, given.device)
-    found = nf4_live.encoding_for(source.info, source)
-    rows = found if isinstance(found, str) else nf4_live.rows_of(leaf, source.info, found)
-    if isinstance(rows, str):
-        return given  # too odd a shape for NF4: a conversion leaves it, too
-    return nf4_live.quantize_rows(reader, source, rows, given.device)
+    form = next(form for form in live_forms() if form.scheme == encoding)
+    made = form.quantized(reader, source, leaf)
+    return given if made is None else made  # a conversion leaves such a shape dense, too

@@ -21,7 +21,14 @@ from ckptmap.live.model.target import Target
 from ckptmap.live.state_dict.as_checkpoint import WHERE, is_spread, opened
 from ckptmap.live.state_dict.fsdp1 import own_keys, shadows
 from ckptmap.live.state_dict.load_state_dict import load_live
-from ckptmap.live.state_dict.recode import DENSE, DTYPES, QUANTIZED, cast, decoded, quantized
+from ckptmap.live.state_dict.recode import (
+    DENSE,
+    DTYPES,
+    cast,
+    decoded,
+    quantized,
+    quantizing_schemes,
+)
 from ckptmap.mapping.model_config import as_config
 from ckptmap.mapping.translate_state_dict import translate_names
 from ckptmap.mapping.wrappers import strip_wrappers, wrap_prefix
@@ -81,7 +88,7 @@ def translate(
     argument_checks.state_dict("state_dict", state_dict)
     argument_checks.integer("max_memory", max_memory, 1)
     if encoding is not None:
-        argument_checks.choice("encoding", encoding, (DENSE, *DTYPES, *QUANTIZED))
+        argument_checks.choice("encoding", encoding, (DENSE, *DTYPES, *quantizing_schemes()))
     _refuse_nested(state_dict)
     if like is not None:
         argument_checks.module("like", like)
@@ -121,7 +128,7 @@ def _named(
         made = translate_names(made, to, config, source=source)
     if encoding in DTYPES:
         made = cast(made, encoding)
-    if encoding in QUANTIZED:
+    if encoding in quantizing_schemes():
         made = quantized(made, encoding, max_memory)
     return made | extra
 

@@ -1,0 +1,107 @@
+"""What a caller of `ckptmap.load` may choose, as one frozen value.
+
+    load(path, model, strict=False)  ->  LoadOptions(strict=False), every other field its default
+
+`LoadKeywords` has the same fields for type checkers, and `spelled_out` shows them to `help()`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TypedDict, TypeVar
+
+from ckptmap.core import argument_checks
+
+MAX_MEMORY = 64 << 20
+"""Bytes of host buffers by default."""
+PRECISIONS = ("keep", "target", "fp32")
+ROUNDINGS = ("nearest", "stochastic")
+NF4_CLASSES = ("torchao", "bnb")
+RANDOM = ("auto", "recorded", "fresh", "leave")
+
+Called = TypeVar("Called", bound=Callable[..., object])
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The keywords of `ckptmap.load`; `LoadOptions` says what they mean."""
+
+    strict: bool
+    strict_encoding: bool
+    exact: bool
+    precision: str
+    rounding: str
+    nf4: str
+    random: str
+    seed: int
+    fix: bool
+    max_memory: int
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How `ckptmap.load` treats a checkpoint that is not exactly what the model would have saved.
+
+    strict           True: names and shapes must match. False: tensors that do not match keep their
+                     values and are in the report; a parameter without state begins without
+    strict_encoding  True: refuse a quantized weight that must be decoded to fit the model
+    exact            training goes on bit for bit as it would have, or LoadError CKM507 says why
+                     not; for checkpoints of `ckptmap.save`. A DDP over three ranks or more builds
+                     its buckets anew after its first step, and sums the gradients of that step in
+                     another order than a DDP that has run
+    precision        of moments, where the optimizer leaves a choice: "keep" the checkpoint's, so
+                     that another world size changes nothing; "target": what the optimizer would
+                     have made of this rank's shard; "fp32"
+    rounding         of float32 weights into bfloat16: "nearest", or "stochastic" with `seed`
+    nf4              the class that holds an NF4 weight: "torchao", or "bnb" (bitsandbytes' Linear4bit)
+    random           "auto": restore each rank's random streams, or, where they do not fit and the
+                     optimizer rounds stochastically, make fresh ones from `seed`; "recorded":
+                     restore, or refuse; "fresh"; "leave"
+    fix              repair torchao's low-bit states in this process where the installed release
+                     needs it (`ckptmap doctor` tells)
+    max_memory       bound of host buffers in bytes, beside the tensors themselves
+    """
+
+    strict: bool = True
+    strict_encoding: bool = False
+    exact: bool = False
+    precision: str = "keep"
+    rounding: str = "nearest"
+    nf4: str = "torchao"
+    random: str = "auto"
+    seed: int = 0
+    fix: bool = False
+    max_memory: int = MAX_MEMORY
+
+    @classmethod
+    def of(cls, given: Mapping[str, object]) -> LoadOptions:
+        """Return the options of a call. Raises TypeError for a keyword that `load` does not have."""
+        known = {field.name for field in fields(cls)}
+        for name in given:
+            if name not in known:
+                raise TypeError(f"load() got an unexpected keyword argument {name!r}")
+        return cls(**given)  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        """Raise ArgumentError CKM516 for a value that means nothing."""
+        argument_checks.integer("max_memory", self.max_memory, 1)
+        argument_checks.integer("seed", self.seed, -(1 << 63))
+        argument_checks.choice("precision", self.precision, PRECISIONS)
+        argument_checks.choice("rounding", self.rounding, ROUNDINGS)
+        argument_checks.choice("nf4", self.nf4, NF4_CLASSES)
+        argument_checks.choice("random", self.random, RANDOM)
+
+
+def spelled_out(call: Called) -> Called:
+    """Show the fields of LoadOptions in the signature of a call that takes `**keywords`."""
+    own = inspect.signature(call)
+    parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters += [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type
+        )
+        for f in fields(LoadOptions)
+    ]
+    call.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,99 @@
+"""torchao's Int8Tensor, and the subclass of it that `fully_shard` can cut by rows.
+
+    shard: qdata i8 [out / world, in], scale f32 [out / world, in / g]
+        -> all-gather of both ->  Int8Tensor [out, in]
+
+torchao's own class cannot be cut by FSDP2 (0.18: aten.split is missing).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.storage.process_state import quiet_torchao
+
+if TYPE_CHECKING:
+    import torch
+
+
+@cache
+def torchao_class() -> Any:
+    """torchao's Int8Tensor; None where there is none."""
+    try:
+        with quiet_torchao():
+            from torchao.quantization import Int8Tensor
+    except ImportError:
+        return None
+    return Int8Tensor
+
+
+@cache
+def sharded_class() -> Any:
+    """Int8Tensor with what FSDP2 asks of a shard: views of itself, and an all-gather."""
+    import torch
+
+    base, aten = torchao_class(), torch.ops.aten
+    same = {
+        aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default,
+    }  # fmt: skip
+
+    class ShardedInt8(base):  # type: ignore[misc, valid-type]
+        """Views that FSDP2 takes of a shard (`view(-1)`, `as_strided`) are the shard itself: it
+        keeps them only to compare and to free memory."""
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """Pickled as torchao's own: no file should need this class."""
+            plain = base(self.qdata, self.scale, self.block_size, self.dtype)
+            return plain.__reduce_ex__(protocol)
+
+        def fsdp_pre_all_gather(
+            self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None,
+            mp_policy: Any = None,
+        ) -> tuple[tuple[torch.Tensor, ...], Any]:  # fmt: skip
+            whole = self.scale.shape[0] == 1 and self.qdata.shape[0] == self.block_size[0]
+            block = [outer_size[0] if whole else self.block_size[0], self.block_size[1]]
+            inner = (self.qdata,) if whole else (self.qdata, self.scale)
+            return inner, (block, self.scale if whole else None, self.dtype)
+
+        def fsdp_post_all_gather(
+            self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+        ) -> Any:
+            block, scale, dtype = metadata
+            if out is not None:
+                return None
+            scale = outputs[1] if scale is None else scale
+            return type(self)(outputs[0], scale, block, dtype), outputs
+
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            first = args[0] if args else None
+            if func in same and isinstance(first, cls):
+                return cls(first.qdata, first.scale, first.block_size, first.dtype)
+            if func is aten.slice.Tensor and isinstance(first, cls) and _is_all(first, args[1:]):
+                return cls(first.qdata, first.scale, first.block_size, first.dtype)
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+    return ShardedInt8
+
+
+def _is_all(tensor: torch.Tensor, args: Any) -> bool:
+    """Is `slice(dim, start, end)` the whole tensor?"""
+    dim, start, end = (*args, *(0, 0, tensor.shape[0])[len(args) :])[:3]
+    return not start and (end is None or end >= tensor.shape[dim])
+
+
+def problem() -> str:
+    """What is wrong with shards of int8 here, for `doctor`; empty: they can be made."""
+    import torch
+
+    if torchao_class() is None:
+        return "torchao has no Int8Tensor"
+    try:
+        shard = sharded_class()(torch.zeros(2, 4).char(), torch.ones(2, 1), [1, 4], torch.bfloat16)
+        same = shard.view(-1).narrow(0, 0, 2).detach()
+    except (AttributeError, NotImplementedError, TypeError) as error:
+        return f"torchao's Int8Tensor: {error}"
+    return "" if same.shape == (2, 4) else "a view of a shard is not the shard"
