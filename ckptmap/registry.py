@@ -2,7 +2,7 @@
 
 An entry point of group `ckptmap.containers`, `ckptmap.directories`, `ckptmap.writers`,
 `ckptmap.layouts`, `ckptmap.schemes`, `ckptmap.key_forms`, `ckptmap.unflatteners`,
-`ckptmap.live_forms` or `ckptmap.setups`
+`ckptmap.live_forms`, `ckptmap.optimizer_families` or `ckptmap.setups`
 names an object of the protocol of that name. They are asked first, as `ckptmap.testing.registered`
 puts them: a format that is a zip of its own is told from torch's by who knows more of it.
 """
@@ -105,6 +105,19 @@ LIVE_FORMS = (  # of quantized weights in a live model, asked in this order
     "ckptmap.live.quantized.int8_training:TrainedInt8Form",
     "ckptmap.live.quantized.int8:Int8Form",
 )
+OPTIMIZER_FAMILIES = (  # of live optimizers, asked in this order: the last one takes any
+    "ckptmap.live.optimizer.torchao_adam:TorchaoAdam",
+    "ckptmap.live.optimizer.bnb:ADAM",
+    "ckptmap.live.optimizer.bnb:ADEMAMIX",
+    "ckptmap.live.optimizer.bnb:LION",
+    "ckptmap.live.optimizer.bnb:SGD",
+    "ckptmap.live.optimizer.bnb:RMSPROP",
+    "ckptmap.live.optimizer.bnb:ADAGRAD",
+    "ckptmap.live.optimizer.torch_optim:TorchAdam",
+    "ckptmap.live.optimizer.torch_optim:TorchSgd",
+    "ckptmap.live.optimizer.torch_optim:TorchAdafactor",
+    "ckptmap.live.optimizer.any_optimizer:AnyOptimizer",
+)
 RUNNER = "ckptmap.operations.convert:run"
 
 
@@ -184,6 +197,11 @@ def key_forms() -> tuple[Any, ...]:
 def live_forms() -> tuple[Any, ...]:
     """Of `ckptmap.live.model.live_form.LiveForm`, which `live_forms` there gives typed."""
     return tuple(_all(LIVE_FORMS, "live_forms"))
+
+
+def optimizer_families() -> tuple[Any, ...]:
+    """Of `ckptmap.live.optimizer.base.Family`, of which `family_of` picks one."""
+    return tuple(_all(OPTIMIZER_FAMILIES, "optimizer_families"))
 
 
 def runner() -> Callable[..., Any]:

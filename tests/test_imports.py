@@ -125,7 +125,6 @@ LIBRARY_FORM = re.compile(r"(?<!u)int8|nf4|bnb|bitsandbytes|params4bit", re.IGNO
 FORM_FILES = {
     "live.quantized": "one file a form of quantized weights",
     "live.optimizer.bnb": "the family of bitsandbytes' optimizers",
-    "live.optimizer.families": "the list of families",
     "live.options": "the option `nf4` of `load`",
     "integrations.ddp": "the public name `compare_nf4`",
 }

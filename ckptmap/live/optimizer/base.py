@@ -7,7 +7,7 @@ both                entries(p) = {step, exp_avg, exp_avg_sq}
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,8 @@ class Codes:
     scale: torch.Tensor
     qmap: torch.Tensor | None
     shape: tuple[int, ...]
+    encoder: Callable[[Codes, torch.Tensor], None] | None = None
+    """Quantizes float32 values into these codes by the library's own rule; None: by torchao's."""
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
@@ -152,3 +154,11 @@ def is_a(optimizer: Any, library: str, *names: str) -> bool:
         cls.__name__ in names and f"{cls.__module__}.".startswith(f"{library}.")
         for cls in type(optimizer).__mro__
     )
+
+
+def step_dtype(group: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype in which torch.optim counts steps, as its own `_get_scalar_dtype` does."""
+    import torch
+
+    wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+    return torch.float64 if wide else torch.float32

@@ -70,7 +70,8 @@ class Bnb(Family):
         if absmax is None:
             return value
         signed, table = number == "1", state[f"qmap{number}"]
-        return Codes("bnb8bit", BLOCK_SIZE, signed, value, absmax, table, tuple(value.shape))
+        shape = tuple(value.shape)
+        return Codes("bnb8bit", BLOCK_SIZE, signed, value, absmax, table, shape, _encode)
 
     def named(self, source: Mapping[str, Any]) -> Mapping[str, Any]:
         """A moment that the checkpoint could not name is this optimizer's, if it has but one."""
@@ -129,11 +130,20 @@ def _stacked(found: list[Any]) -> Any:
     return torch.stack(found)
 
 
-BNB = (
-    Bnb(("adam", "lamb"), ("exp_avg",), "exp_avg_sq"),
-    Bnb(("ademamix",), ("exp_avg", "exp_avg_slow"), "exp_avg_sq"),
-    Bnb(("lion",), ("exp_avg",), ""),
-    Bnb(("momentum", "lars"), ("momentum_buffer",), ""),
-    Bnb(("rmsprop",), ("square_avg",), ""),
-    Bnb(("adagrad",), ("sum",), ""),
-)
+def _encode(codes: Codes, values: torch.Tensor) -> None:
+    """Quantize float32 values into live codes, as bitsandbytes' own step does."""
+    from bitsandbytes import functional
+
+    made, state = functional.quantize_blockwise(
+        values.contiguous(), code=codes.qmap, blocksize=codes.block_size
+    )
+    codes.codes.copy_(made.view(codes.codes.shape))
+    codes.scale.copy_(state.absmax)
+
+
+ADAM = Bnb(("adam", "lamb"), ("exp_avg",), "exp_avg_sq")
+ADEMAMIX = Bnb(("ademamix",), ("exp_avg", "exp_avg_slow"), "exp_avg_sq")
+LION = Bnb(("lion",), ("exp_avg",), "")
+SGD = Bnb(("momentum", "lars"), ("momentum_buffer",), "")
+RMSPROP = Bnb(("rmsprop",), ("square_avg",), "")
+ADAGRAD = Bnb(("adagrad",), ("sum",), "")

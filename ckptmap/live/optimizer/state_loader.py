@@ -374,14 +374,8 @@ def _run(shape: Sequence[int], box: Box, encoding: LowBit) -> Mapping[str, Box] 
 
 def encode(live: Any, codes: Codes, values: torch.Tensor) -> None:
     """Quantize float32 values into live codes."""
-    if codes.scheme == "bnb8bit":
-        from bitsandbytes import functional
-
-        made, state = functional.quantize_blockwise(
-            values.contiguous(), code=codes.qmap, blocksize=codes.block_size
-        )
-        codes.codes.copy_(made.view(codes.codes.shape))
-        codes.scale.copy_(state.absmax)
+    if codes.encoder is not None:
+        codes.encoder(codes, values)
         return
     made = values.to(codes.codes.device)
     if not lowbit_codes.encode(made, codes.block_size, codes.qmap, codes.codes, codes.scale):

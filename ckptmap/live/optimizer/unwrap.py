@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ckptmap import registry
 from ckptmap.errors import LoadError
 from ckptmap.live.optimizer.base import Family, Part, is_a
-from ckptmap.live.optimizer.torch_and_torchao import FAMILIES
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -21,7 +21,9 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def family_of(optimizer: Any) -> Family:
-    return next(family for family in FAMILIES if family.claims(optimizer))
+    """Return the family that an optimizer belongs to; the last one takes any."""
+    families: tuple[Family, ...] = registry.optimizer_families()
+    return next(family for family in families if family.claims(optimizer))
 
 
 def is_offloaded(optimizer: Any) -> bool:

@@ -15,7 +15,7 @@ import ckptmap
 from ckptmap.errors import LoadError
 from ckptmap.live.optimizer.base import Part
 from ckptmap.live.optimizer.state_loader import counted
-from ckptmap.live.optimizer.torch_and_torchao import TorchAdam
+from ckptmap.live.optimizer.torch_optim import TorchAdam
 from tests.conftest import Device
 from tests.corpus.ranks import run_ranks
 from tests.support.resume_optimizers import torchao

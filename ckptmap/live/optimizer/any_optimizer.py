@@ -1,0 +1,82 @@
+"""An optimizer that no other family knows: a step of a small copy shows what state it keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.errors import LoadError
+from ckptmap.live.optimizer.base import STEP, Family, Part
+from ckptmap.storage.lazy_tensor import LazyTensor
+
+if TYPE_CHECKING:
+    import torch
+
+
+class AnyOptimizer(Family):
+    """Any other optimizer of torch's kind: what it keeps is seen from one step of a copy."""
+
+    name = "other"
+
+    def needs(self, part: Part) -> tuple[str, ...]:
+        import torch
+
+        kept = self._kept(part).items()
+        return tuple(k for k, value in kept if k != STEP and isinstance(value, torch.Tensor))
+
+    def like_param(self, part: Part, name: str) -> bool:
+        return bool(self._kept(part)[name].shape == _probed(part))
+
+    def dtype_of(self, part: Part, name: str) -> torch.dtype:
+        found: torch.dtype = self._kept(part)[name].dtype
+        return found
+
+    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+        import torch
+
+        found: dict[str, Any] = {}
+        for name, seen in self._kept(part).items():
+            lazy = source.get(name)
+            if not isinstance(seen, torch.Tensor):
+                found[name] = seen if lazy is None else lazy
+            elif name != STEP and seen.shape == _probed(part):
+                found[name] = self.plain(part, seen.dtype)
+            elif isinstance(lazy, LazyTensor):
+                found[name] = torch.zeros(lazy.shape, dtype=seen.dtype, device=seen.device)
+            else:
+                found[name] = torch.zeros_like(seen)
+        return found
+
+    def _kept(self, part: Part) -> Mapping[str, Any]:
+        """State of a small parameter of the same dtype and group after one step without gradient:
+        what has its shape then has the parameter's here, cut as it is.
+
+        Raises LoadError CKM508 where the optimizer cannot step so."""
+        import torch
+
+        probe = torch.nn.Parameter(torch.zeros(_probed(part), dtype=part.param.dtype))
+        probe.grad = torch.zeros_like(probe)
+        twin = copy.copy(part.optimizer)
+        twin.state = defaultdict(dict)
+        twin.param_groups = [{**part.group, "params": [probe]}]
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(twin, hooks, OrderedDict())
+        before = torch.get_rng_state()
+        try:
+            type(twin).step(twin)
+        except Exception as error:
+            raise LoadError(
+                "CKM508",
+                f"optimizer: {type(twin).__name__} is not known, and cannot be tried: {error}",
+                "load the model alone, and the optimizer by its own load_state_dict",
+            ) from error
+        finally:
+            torch.set_rng_state(before)
+        return dict(twin.state[probe])
+
+
+def _probed(part: Part) -> tuple[int, ...]:
+    """A small shape of as many dims, which tell some optimizers what to keep; no two sizes alike."""
+    return tuple(range(3, 3 + part.param.dim()))

@@ -1,0 +1,83 @@
+"""torch.optim's own optimizers: Adam and AdamW, SGD, Adafactor.
+
+`blank` makes the state that the optimizer itself would begin with, so that loading fills what the
+optimizer goes on with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptmap.live.optimizer.base import STEP, Family, Part, is_a, step_dtype
+
+
+class TorchAdam(Family):
+    """torch.optim.Adam and AdamW: foreach, fused, capturable."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def claims(self, optimizer: Any) -> bool:
+        return is_a(optimizer, "torch.optim", "Adam", "AdamW")
+
+    def present(self, part: Part) -> dict[str, Any]:
+        names = {STEP, *self.needs(part)}
+        found = self.entries(part.state)
+        fits = found.keys() == names and all(
+            value.dtype == part.param.dtype and not value.is_meta
+            for name, value in found.items()
+            if name != STEP
+        )
+        return found if fits else {}
+
+    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+        import torch
+
+        group = part.group
+        on_device = group.get("capturable") or group.get("fused")
+        device = part.param.device if on_device else torch.device("cpu")
+        found: dict[str, Any] = {STEP: torch.zeros((), dtype=step_dtype(group), device=device)}
+        third = ("max_exp_avg_sq",) * bool(group.get("amsgrad"))
+        for name in (*self.moments, *third):
+            found[name] = self.plain(part, part.param.dtype)
+        return found
+
+
+class TorchSgd(Family):
+    """torch.optim.SGD: one buffer, where it has momentum."""
+
+    def needs(self, part: Part) -> tuple[str, ...]:
+        return ("momentum_buffer",) * bool(part.group.get("momentum"))
+
+    def claims(self, optimizer: Any) -> bool:
+        return is_a(optimizer, "torch.optim", "SGD")
+
+    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+        if not part.group.get("momentum"):
+            return {}
+        return {"momentum_buffer": self.plain(part, part.param.dtype)}
+
+
+class TorchAdafactor(Family):
+    """torch.optim.Adafactor: a factored second moment, a column and a row a matrix."""
+
+    def needs(self, part: Part) -> tuple[str, ...]:
+        return ("variance",) if part.param.dim() < 2 else ("row_var", "col_var")
+
+    def like_param(self, part: Part, name: str) -> bool:
+        return name == "variance"
+
+    def claims(self, optimizer: Any) -> bool:
+        return is_a(optimizer, "torch.optim", "Adafactor")
+
+    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+        import torch
+
+        param = part.param
+        found: dict[str, Any] = {STEP: torch.zeros((), dtype=step_dtype(part.group))}
+        if param.dim() < 2:
+            return {**found, "variance": self.plain(part, param.dtype)}
+        row, column = list(param.shape), list(param.shape)
+        row[-1], column[-2] = 1, 1
+        with torch.no_grad():
+            return {**found, "row_var": param.new_zeros(row), "col_var": param.new_zeros(column)}

@@ -1,0 +1,67 @@
+"""torchao's Adam and AdamW, with moments in 8 bits, 4 bits or fp8, or plain.
+
+state[p] = {step, exp_avg: OptimState8bit, exp_avg_sq: OptimState8bit}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptmap.live.model.target import like
+from ckptmap.live.optimizer.base import KINDS, STEP, Family, Part, is_a, local_of, step_dtype
+from ckptmap.storage.lazy_tensor import LazyTensor
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TorchaoAdam(Family):
+    """torchao's Adam and AdamW: 8 bit, 4 bit, fp8, or plain with stochastic rounding."""
+
+    name = "torchao"
+    mixed = True
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def claims(self, optimizer: Any) -> bool:
+        return is_a(optimizer, "torchao", "_AdamBase")
+
+    def flags(self, optimizer: Any) -> dict[str, Any]:
+        block = optimizer.block_size
+        return {
+            "block_size": "none" if block == float("inf") else int(block),
+            "bf16_stochastic_round": bool(optimizer.bf16_stochastic_round),
+            "is_adamw": bool(optimizer.is_adamw),
+        }
+
+    def rounds(self, optimizer: Any) -> bool:
+        return bool(optimizer.bf16_stochastic_round)
+
+    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+        import torch
+
+        with torch.no_grad():
+            found: dict[str, Any] = {STEP: torch.zeros((), dtype=_stored_step(part, source))}
+            found["exp_avg"] = part.optimizer._new_buffer(part.param, True)
+            found["exp_avg_sq"] = part.optimizer._new_buffer(part.param, False)
+            if part.group.get("amsgrad"):
+                found["max_exp_avg_sq"] = part.optimizer._new_buffer(part.param, False)
+        return found
+
+    def coded(self, part: Part, scheme: str, signed: bool) -> Any:
+        local, block = local_of(part.param), part.optimizer.block_size
+        if block == float("inf") or not local.numel() or local.numel() % block:
+            return None
+        made = part.optimizer._subclass_zeros(local, signed, block)
+        if KINDS.get(type(made).__name__) != scheme:
+            return None
+        return like(part.param, made).to(part.param.device)
+
+
+def _stored_step(part: Part, source: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of the step that was saved: torchao counted in torch's default dtype of then,
+    and a bfloat16 step ends at 256."""
+    lazy = source.get(STEP)
+    if isinstance(lazy, LazyTensor) and lazy.torch_dtype.is_floating_point:
+        return lazy.torch_dtype
+    return step_dtype(part.group)
