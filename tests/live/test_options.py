@@ -1,0 +1,31 @@
+"""The keywords of `ckptmap.load`: stated once, known to type checkers, shown by `help()`."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+
+import ckptmap
+from ckptmap.live.options import LoadKeywords, LoadOptions
+
+
+def test_keywords_and_options_agree() -> None:
+    assert get_type_hints(LoadKeywords) == get_type_hints(LoadOptions)
+
+
+def test_the_signature_has_every_option() -> None:
+    parameters = inspect.signature(ckptmap.load).parameters
+    assert list(parameters)[:4] == ["path", "model", "optimizer", "scheduler"]
+    keywords = {p.name: p.default for p in parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert keywords == {field.name: field.default for field in fields(LoadOptions)}
+
+
+def test_an_unknown_keyword_is_a_type_error(tmp_path: Path) -> None:
+    keywords: dict[str, Any] = {"strictly": True}
+    with pytest.raises(TypeError, match=r"load\(\) got an unexpected keyword argument 'strictly'"):
+        ckptmap.load(tmp_path, torch.nn.Linear(2, 2), **keywords)
