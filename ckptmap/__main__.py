@@ -25,7 +25,7 @@ def _from_clone() -> None:
 def main() -> None:
     if util.find_spec(PACKAGE) is None:
         _from_clone()
-    import_module(f"{PACKAGE}.start").run()
+    import_module(f"{PACKAGE}.entry_point").run()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import options as ask
-from .output import Output
+from .printer import Printer
 
 if TYPE_CHECKING:
     from ckptmap.execution.ranks import Ranks
@@ -146,7 +146,7 @@ def command(
         encode=encode, no_encode=no_encode, max_shard_size=max_shard_size, config_from=config_from,
     )  # fmt: skip
     _check_usage(asked, plan_file)
-    out, report = Output(json, quiet), None
+    out, report = Printer(json, quiet), None
     if quiet and is_hub(src):
         silence()
     try:
@@ -159,7 +159,7 @@ def command(
                 )  # fmt: skip
                 report = executed(plan, dst, how, out, ranks)
     except ShownElsewhere as stopped:
-        Output.printed = True  # by that rank
+        Printer.printed = True  # by that rank
         raise typer.Exit(stopped.exit_code) from stopped
     if ranks.rank == 0:
         show(plan, report, out)
@@ -217,7 +217,7 @@ def _saved(src: str, plan_file: str) -> Plan:
     return plan
 
 
-def executed(plan: Plan, dst: str, how: RunOptions, out: Output, ranks: Ranks) -> Report:
+def executed(plan: Plan, dst: str, how: RunOptions, out: Printer, ranks: Ranks) -> Report:
     """With its progress on stderr; of several ranks, rank 0's."""
     from dataclasses import replace
 
@@ -234,7 +234,7 @@ def executed(plan: Plan, dst: str, how: RunOptions, out: Output, ranks: Ranks) -
         progress.close()
 
 
-def show(plan: Plan, report: Report | None, out: Output) -> None:
+def show(plan: Plan, report: Report | None, out: Printer) -> None:
     if report is None:
         out.show(plan)
     elif out.quiet and not out.json:

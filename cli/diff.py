@@ -8,7 +8,7 @@ import typer
 
 from . import options as ask
 from .asked import source
-from .output import Output
+from .printer import Printer
 
 EXAMPLES = (
     "ckptmap diff runs/step-2000 out/",
@@ -50,6 +50,6 @@ def command(
 
     one, two = source(a, source_root, like, param_order), source(b, like=like)
     report = ckptmap.diff(one, two, values=values)
-    Output(json).show(report)
+    Printer(json).show(report)
     if not report.equal:
         raise typer.Exit(1)

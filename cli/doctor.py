@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options as ask
-from .output import Output
+from .printer import Printer
 
 if TYPE_CHECKING:
     from ckptmap.planning.live_encodings import LiveSupport
@@ -47,7 +47,7 @@ def command(
 
     Exit code 1 where something does not work, or where what is asked for cannot be held.
     """
-    out = Output(json)
+    out = Printer(json)
     if source is not None or to is not None:
         asked = holding(source, to)
         if out.json:

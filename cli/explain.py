@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from . import options as ask
-from .output import Output
+from .printer import Printer
 
 EXAMPLES = (
     "ckptmap explain CKM202",
@@ -24,7 +24,7 @@ def command(
     """Say what an error code means and what to do about it."""
     from ckptmap.error_codes import CODES
 
-    out = Output(json)
+    out = Printer(json)
     if code is None:
         titles = {name: entry.title for name, entry in CODES.items()}
         text = "\n".join(f"{name}  {title}" for name, title in titles.items())

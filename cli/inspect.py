@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from . import options as ask
-from .glance import show
+from .inspect_without_typer import show
 
 EXAMPLES = (
     "ckptmap inspect runs/step-2000",

@@ -23,8 +23,8 @@ from ckptmap.errors import CkptmapError, Interrupted
 from ckptmap.storage.files import as_named, let_go
 from ckptmap.storage.limits import shortage
 
-from .glance import at_once
-from .output import Output, Unprintable
+from .inspect_without_typer import at_once
+from .printer import Printer, Unprintable
 
 GC_THRESHOLD = (50_000, 20, 20)
 """Opening a checkpoint makes objects by the 100,000 and no garbage: collecting is lost time."""
@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     _open_streams()
     gc.set_threshold(*GC_THRESHOLD)
-    Output.printed, Output.typed = False, _typed(args)
-    out = Output(json="--json" in args)
+    Printer.printed, Printer.typed = False, _typed(args)
+    out = Printer(json="--json" in args)
     before = _on_terminate(_interrupt)
     try:
         if not at_once(args):
-            from .app import build
+            from .typer_app import build
 
             code = build(args)(args, prog_name="ckptmap", standalone_mode=False)
             return code if isinstance(code, int) else 0
@@ -125,7 +125,7 @@ def _typed(args: Sequence[str]) -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
-def _usage(error: Any, args: Sequence[str], out: Output) -> int:
+def _usage(error: Any, args: Sequence[str], out: Printer) -> int:
     """What the parser refuses, told as every other error is: click's own exceptions, which are
     typer's in one release and click's in another."""
     if len(args) == 0:
@@ -141,7 +141,7 @@ def _usage(error: Any, args: Sequence[str], out: Output) -> int:
     return USAGE
 
 
-def _expected(error: CkptmapError, args: Sequence[str], out: Output) -> int:
+def _expected(error: CkptmapError, args: Sequence[str], out: Printer) -> int:
     hint = as_named(error.hint)
     if isinstance(error, Interrupted) and args[:1] in (["convert"], ["merge"], ["pull"], ["push"]):
         hint = f"the same command continues it: ckptmap {shlex.join(args)}"
@@ -150,7 +150,7 @@ def _expected(error: CkptmapError, args: Sequence[str], out: Output) -> int:
     return error.exit_code
 
 
-def _unexpected(error: Exception, args: Sequence[str], out: Output) -> int:
+def _unexpected(error: Exception, args: Sequence[str], out: Printer) -> int:
     text = str(error).strip().splitlines() or [""]
     hint = f"please report it with the output of: CKPTMAP_DEBUG=1 ckptmap {shlex.join(args)}"
     out.error("", f"{type(error).__name__}: {text[0]}", hint)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import options as ask
-from .output import Output
+from .printer import Printer
 
 if TYPE_CHECKING:
     from ckptmap.mapping.catalog import CatalogEntry
@@ -58,7 +58,7 @@ def command(
     The form of a mapping file is described in ckptmap/mapping/README.md. Files are looked for in
     the directories of CKPTMAP_MAPPINGS, then among those that are shipped.
     """
-    out = Output(json)
+    out = Printer(json)
     if action == "list":
         _list(out, what)
     elif action == "new":
@@ -69,7 +69,7 @@ def command(
         _ON_FILES[action](out, what, config)
 
 
-def _list(out: Output, what: str | None) -> None:
+def _list(out: Printer, what: str | None) -> None:
     from ckptmap.mapping.catalog import listed
 
     entries = listed(what)
@@ -103,7 +103,7 @@ def _path(what: str) -> str:
     return found[0].path
 
 
-def _show(out: Output, what: str, config: str | None) -> None:
+def _show(out: Printer, what: str, config: str | None) -> None:
     from ckptmap.mapping.mapping_file import load_scheme
 
     scheme = load_scheme(_path(what))
@@ -125,7 +125,7 @@ def _sides(rule: Any) -> Mapping[str, Any]:
     return {"hf": side(rule.hub), "other": side(rule.other), "rename": rule.is_rename}
 
 
-def _check(out: Output, what: str, config: str | None) -> None:
+def _check(out: Printer, what: str, config: str | None) -> None:
     from ckptmap.mapping.mapping_file import load_scheme
 
     scheme = load_scheme(_path(what))
@@ -139,7 +139,7 @@ def _check(out: Output, what: str, config: str | None) -> None:
     )
 
 
-def _test(out: Output, what: str, config: str | None) -> None:
+def _test(out: Printer, what: str, config: str | None) -> None:
     from ckptmap.mapping.model_config import read_config
     from ckptmap.testing.mappings import MappingKit
 
@@ -164,7 +164,7 @@ def _test(out: Output, what: str, config: str | None) -> None:
         raise typer.Exit(1)
 
 
-def _new(out: Output, source: str | None, to: str | None, values: bool) -> None:
+def _new(out: Printer, source: str | None, to: str | None, values: bool) -> None:
     from ckptmap.operations.draft_mapping import draft
 
     if source is None or to is None:
@@ -177,6 +177,6 @@ def _new(out: Output, source: str | None, to: str | None, values: bool) -> None:
     out.note(f"{found.summary}; prove it with: ckptmap mappings check FILE")
 
 
-_ON_FILES: Mapping[str, Callable[[Output, str, str | None], None]] = {
+_ON_FILES: Mapping[str, Callable[[Printer, str, str | None], None]] = {
     "show": _show, "check": _check, "test": _test,
 }  # fmt: skip

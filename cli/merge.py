@@ -19,7 +19,7 @@ from .convert import (
     executed,
     show,
 )
-from .output import Output
+from .printer import Printer
 
 EXAMPLES = (
     "ckptmap merge base-model/ adapter/ out/",
@@ -111,7 +111,7 @@ def command(
     nbytes = ask.parse_memory(max_memory)
     given |= {"force": force, "adapter_config": adapter_config, "leave": tuple(leave or ())}
     plan = plan_merge(base, adapter, to, **given)
-    out, report = Output(json, quiet), None
+    out, report = Printer(json, quiet), None
     if not dry_run:
         how = RunOptions(
             device=device, threads=threads, max_memory=nbytes, overwrite=overwrite, digest=digest,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from . import options as ask
-from .output import Output
+from .printer import Printer
 
 EXAMPLES = (
     "ckptmap plan runs/step-2000 --to fsdp2-nf4 --world-size 8",
@@ -70,7 +70,7 @@ def command(
         encode=encode, no_encode=no_encode, max_shard_size=max_shard_size, config_from=config_from,
     )  # fmt: skip
     plan = ckptmap.plan(src, to, options=asked)
-    out = Output(json)
+    out = Printer(json)
     if save is not None:
         plan.save(save)
         again = shlex.join(("ckptmap", "convert", "--plan", save, src, "DST"))

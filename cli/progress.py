@@ -9,7 +9,7 @@ import time
 
 from ckptmap.core.text import human
 
-from .output import printable
+from .printer import printable
 
 EVERY_LIVE_S = 0.1
 EVERY_LOG_S = 10.0

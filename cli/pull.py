@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from . import options as ask
-from .output import Output
+from .printer import Printer
 
 EXAMPLES = (
     "ckptmap pull hf://org/name model/",
@@ -50,7 +50,7 @@ def command(
     """
     from ckptmap.storage.hub.resolve import silence
 
-    out = Output(json, quiet)
+    out = Printer(json, quiet)
     if quiet:
         silence()
     if to is not None:

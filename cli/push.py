@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options as ask
-from .output import Output
+from .printer import Printer
 
 EXAMPLES = (
     "ckptmap push out/ org/name",
@@ -96,7 +96,7 @@ def command(
     finally:
         for line in shown:
             line.close()
-    out = Output(json, quiet)
+    out = Printer(json, quiet)
     if quiet and not json:
         out.text(report.url if not report.merged else report.commit)
     else:

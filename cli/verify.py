@@ -8,7 +8,7 @@ import typer
 
 from . import options as ask
 from .asked import source
-from .output import Output
+from .printer import Printer
 
 EXAMPLES = (
     "ckptmap verify out/",
@@ -52,6 +52,6 @@ def command(
         raise typer.BadParameter("--source-root, --like and --param-order are of --against SRC")
     src = None if against is None else source(against, source_root, like, param_order)
     report = ckptmap.verify(dst, against=src, adapter=adapter, base=base)
-    Output(json).show(report)
+    Printer(json).show(report)
     if not report.ok:
         raise typer.Exit(1)

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from ckptmap_cli.app import COMMANDS
 from ckptmap_cli.main import main
+from ckptmap_cli.typer_app import COMMANDS
 from safetensors.torch import load_file, save_file
 
 from ckptmap.error_codes import CODES

@@ -32,7 +32,7 @@ class Met:
         if name == "ckptmap_cli.main":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Met())
-from ckptmap_cli.start import run
+from ckptmap_cli.entry_point import run
 run()
 """
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .output import Output
+from .printer import Printer
 
 
 def show(path: str, keys: str, root: str | None, json: bool, like: str | None = None) -> None:
     """Print a checkpoint's portrait."""
     import ckptmap
 
-    from .portrait import Portrait
+    from .inspect_report import InspectReport
 
     with ckptmap.open(path, root=root, like=like) as ckpt:
-        Output(json).show(Portrait(ckpt, keys))
+        Printer(json).show(InspectReport(ckpt, keys))
 
 
 def at_once(args: Sequence[str]) -> bool:

@@ -28,7 +28,7 @@ class Shown(Protocol):
     def to_json(self) -> Mapping[str, Any]: ...
 
 
-class Output:
+class Printer:
     """One command's output: text, or with `json` exactly one document on stdout."""
 
     printed: ClassVar[bool] = False
@@ -50,7 +50,7 @@ class Output:
         _write(sys.stdout, printable(self._as_typed(text)))
 
     def document(self, document: Mapping[str, Any]) -> None:
-        Output.printed = True
+        Printer.printed = True
         _write(sys.stdout, dumps({"schema": SCHEMA, **document}))
 
     def note(self, text: str) -> None:
@@ -63,7 +63,7 @@ class Output:
         label = f"error[{code}]" if code.startswith("CKM") else "error"
         text = f"{label}: {message}" + (f"\n  hint: {hint}" if hint else "")
         _write(sys.stderr, printable(text))
-        if self.json and not Output.printed:
+        if self.json and not Printer.printed:
             self.document({"error": {"code": code or "internal", "message": message, "hint": hint}})
 
     def _as_typed(self, text: str) -> str:

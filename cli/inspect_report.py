@@ -34,7 +34,7 @@ class _Look(NamedTuple):
     kind: tuple[str]
 
 
-class Portrait:
+class InspectReport:
     """`keys` is a glob over plain names that limits the table, not the facts above it."""
 
     def __init__(self, ckpt: Checkpoint, keys: str = "*") -> None:

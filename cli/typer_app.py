@@ -12,7 +12,7 @@ import typer
 from ckptmap.errors import Interrupted
 from ckptmap.version import __version__
 
-from .output import Output
+from .printer import Printer
 
 COMMANDS = (
     "inspect", "plan", "convert", "verify", "diff", "merge", "mappings", "pull", "push", "doctor",
@@ -52,7 +52,7 @@ def build(args: Sequence[str]) -> typer.Typer:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        Output().text(f"ckptmap {__version__}")
+        Printer().text(f"ckptmap {__version__}")
         raise typer.Exit
 
 
