@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import options as ask
+from .option_table import TABLE
 from .printer import Printer
+from .shared_parameters import DryRun, Dst, Json, Quiet, Src, To
+from .typed_options import TypedOptions, takes_options
 
 if TYPE_CHECKING:
     from ckptmap.execution.ranks import Ranks
@@ -25,102 +27,33 @@ EXAMPLES = (
     "ckptmap convert hf://org/name out/ --to fsdp2-nf4 --low-disk",
 )
 
-Dst = Annotated[str, typer.Argument(metavar="DST", help="Where to; made complete or not at all.")]
-To = Annotated[
-    str | None,
-    typer.Option(
-        "--to",
-        metavar="SETUP",
-        show_default=False,
-        help="What to convert to: hf, full-bf16, fsdp2-nf4.",
-    ),
-]
-PlanFile = Annotated[
-    str | None,
-    typer.Option("--plan", metavar="FILE", show_default=False, help="Run exactly this saved plan."),
-]
-MaxMemory = Annotated[
-    str,
-    typer.Option(
-        "--max-memory", metavar="SIZE", help="Bound of all buffers of a rank, 2MiB or more."
-    ),
-]
-Digest = Annotated[
-    str,
-    typer.Option(
-        "--digest",
-        metavar="xxh3|sha256|none",
-        callback=ask.one_of("xxh3", "sha256", "none"),
-        help="Of what is written: xxh3 of every tensor, or sha256 of every file as well. Without"
-        " any, `verify` can check structure only, and a killed run begins anew.",
-    ),
-]
-Device = Annotated[str, typer.Option("--device", help="Where arithmetic runs: cpu, cuda, cuda:1.")]
-Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, show_default=False, help="Default: by the cores.")
-]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace DST once the new one is whole.")
-]
-RankTimeout = Annotated[
-    float,
-    typer.Option(
-        "--rank-timeout",
-        metavar="SECONDS",
-        min=1.0,
-        help="Under torchrun: give up when a rank shows no sign of life for so long.",
-    ),
-]
-LowDisk = Annotated[
-    bool,
-    typer.Option(
-        "--low-disk", help="From hf://: keep one file of SRC at a time, beside DST, not the cache."
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]
+LAST = ("low_disk", "no_sync")
 
 
+@takes_options(*(name for name in TABLE if name not in LAST), "plan_file", "rank_timeout", *LAST)
 def command(
-    src: ask.Src,
+    src: Src,
     dst: Dst,
     to: To = None,
-    world_size: ask.WorldSize = None,
-    max_memory: MaxMemory = "64MiB",
-    digest: Digest = "xxh3",
-    device: Device = "cpu",
-    threads: Threads = None,
-    overwrite: Overwrite = False,
-    include: ask.Include = None,
-    exclude: ask.Exclude = None,
-    drop: ask.Drop = None,
-    optimizer: ask.Optimizer = "keep",
-    optimizer_keys: ask.OptimizerKeys = "fqn",
-    param_order: ask.ParamOrder = None,
-    like: ask.Like = None,
-    mesh: ask.Mesh = None,
-    tp_plan: ask.TpPlan = None,
-    fsdp_units: ask.FsdpUnits = None,
-    use_orig_params: ask.UseOrigParams = False,
-    root: ask.Root = None,
-    source_root: ask.SourceRoot = None,
-    wrap: ask.Wrap = None,
-    names_like: ask.NamesLike = None,
-    names: ask.Names = None,
-    names_from: ask.NamesFrom = None,
-    encode: ask.Encode = None,
-    no_encode: ask.NoEncode = None,
-    strict: ask.Strict = False,
-    exact_scales: ask.ExactScales = False,
-    base: ask.Base = None,
-    max_shard_size: ask.MaxShardSize = None,
-    config_from: ask.ConfigFrom = None,
-    plan_file: PlanFile = None,
-    rank_timeout: RankTimeout = 120.0,
-    low_disk: LowDisk = False,
-    no_sync: ask.NoSync = False,
+    *,
+    typed: TypedOptions,
+    plan_file: Annotated[
+        str | None,
+        typer.Option(
+            "--plan", metavar="FILE", show_default=False, help="Run exactly this saved plan."
+        ),
+    ] = None,
+    rank_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=1.0,
+            help="Under torchrun: give up when a rank shows no sign of life for so long.",
+        ),
+    ] = 120.0,
     dry_run: DryRun = False,
-    quiet: ask.Quiet = False,
-    json: ask.Json = False,
+    quiet: Quiet = False,
+    json: Json = False,
 ) -> None:
     """Convert a checkpoint into another setup.
 
@@ -129,34 +62,18 @@ def command(
     torchrun --nproc-per-node 8 -m ckptmap convert SRC DST --to hf
     """
     from ckptmap.execution.ranks import ShownElsewhere, join
-    from ckptmap.planning.options import RunOptions
     from ckptmap.storage.hub.resolve import silence
     from ckptmap.storage.hub.uri import is_hub
 
-    from .asked import options
-
-    limit = ask.parse_memory(max_memory)
-    asked = options(
-        to or "", world_size=world_size, include=include, exclude=exclude, drop=drop,
-        optimizer=optimizer, optimizer_keys=optimizer_keys, param_order=param_order, like=like,
-        mesh=mesh, tp_plan=tp_plan, fsdp_units=fsdp_units, use_orig_params=use_orig_params,
-        root=root, source_root=source_root, wrap=wrap, names_like=names_like,
-        names=names, names_from=names_from,
-        exact_scales=exact_scales, base=base, strict=strict,
-        encode=encode, no_encode=no_encode, max_shard_size=max_shard_size, config_from=config_from,
-    )  # fmt: skip
-    _check_usage(asked, plan_file)
+    how, options = typed.run_options(), typed.options(to or "")
+    _check_usage(options, plan_file)
     out, report = Printer(json, quiet), None
     if quiet and is_hub(src):
         silence()
     try:
         with join(rank_timeout) as ranks:
-            plan = _plan(src, asked, plan_file)
+            plan = _plan(src, options, plan_file)
             if not dry_run:
-                how = RunOptions(
-                    device=device, threads=threads, max_memory=limit, overwrite=overwrite,
-                    digest=digest, low_disk=low_disk, sync=not no_sync,
-                )  # fmt: skip
                 report = executed(plan, dst, how, out, ranks)
     except ShownElsewhere as stopped:
         Printer.printed = True  # by that rank
@@ -179,20 +96,20 @@ def _leave() -> None:
     os._exit(0)
 
 
-def _check_usage(asked: Options, plan_file: str | None) -> None:
+def _check_usage(options: Options, plan_file: str | None) -> None:
     from ckptmap.planning.options import Options
 
-    if plan_file is None and not asked.to:
+    if plan_file is None and not options.to:
         raise typer.BadParameter("give --to SETUP, or --plan FILE")
-    if plan_file is not None and asked != Options(to=""):
+    if plan_file is not None and options != Options(to=""):
         raise typer.BadParameter("--plan holds the options of the conversion; give none beside it")
 
 
-def _plan(src: str, asked: Options, plan_file: str | None) -> Plan:
+def _plan(src: str, options: Options, plan_file: str | None) -> Plan:
     import ckptmap
 
     if plan_file is None:
-        return ckptmap.plan(src, asked.to, options=asked)
+        return ckptmap.plan(src, options.to, options=options)
     return _saved(src, plan_file)
 
 

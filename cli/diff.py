@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from . import options as ask
-from .asked import source
 from .printer import Printer
+from .shared_parameters import Json
+from .typed_options import TypedOptions, open_source, takes_options
 
 EXAMPLES = (
     "ckptmap diff runs/step-2000 out/",
@@ -17,38 +17,29 @@ EXAMPLES = (
 )
 
 
+@takes_options(
+    "source_root",
+    "like",
+    "param_order",
+    source_root="The dict of A that holds the weights.",
+    param_order="Which parameters the indices of A's optimizer state mean.",
+)
 def command(
     a: Annotated[str, typer.Argument(metavar="A")],
     b: Annotated[str, typer.Argument(metavar="B")],
     values: Annotated[
         bool, typer.Option("--values", help="Compare decoded values too, bit for bit.")
     ] = False,
-    source_root: Annotated[
-        str | None,
-        typer.Option(
-            "--source-root",
-            metavar="KEY",
-            show_default=False,
-            help="The dict of A that holds the weights.",
-        ),
-    ] = None,
-    like: ask.Like = None,
-    param_order: Annotated[
-        str | None,
-        typer.Option(
-            "--param-order",
-            metavar="FILE",
-            show_default=False,
-            help="Which parameters the indices of A's optimizer state mean.",
-        ),
-    ] = None,
-    json: ask.Json = False,
+    *,
+    typed: TypedOptions,
+    json: Json = False,
 ) -> None:
     """Compare names, shapes, dtypes, encodings, and what both hold beside tensors (step, scheduler,
     settings of the optimizer); exit code 1 where they differ."""
     import ckptmap
 
-    one, two = source(a, source_root, like, param_order), source(b, like=like)
+    like = {"like": typed.values["like"]}
+    one, two = open_source(a, typed), open_source(b, TypedOptions(like))
     report = ckptmap.diff(one, two, values=values)
     Printer(json).show(report)
     if not report.equal:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import options as ask
 from .printer import Printer
+from .shared_parameters import Json
 
 if TYPE_CHECKING:
     from ckptmap.planning.live_encodings import LiveSupport
@@ -39,7 +39,7 @@ def command(
         str | None,
         typer.Option("--to", metavar="SETUP", help="What they are for: fsdp2, ddp-int8, ..."),
     ] = None,
-    json: ask.Json = False,
+    json: Json = False,
 ) -> None:
     """Show versions, devices, and whether what live models need of torch and torchao works here.
 

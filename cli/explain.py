@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from . import options as ask
 from .printer import Printer
+from .shared_parameters import Json
 
 EXAMPLES = (
     "ckptmap explain CKM202",
@@ -19,7 +19,7 @@ def command(
     code: Annotated[
         str | None, typer.Argument(metavar="CODE", help="As CKM202; all codes without it.")
     ] = None,
-    json: ask.Json = False,
+    json: Json = False,
 ) -> None:
     """Say what an error code means and what to do about it."""
     from ckptmap.error_codes import CODES

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from . import options as ask
 from .inspect_without_typer import show
+from .shared_parameters import Json
+from .typed_options import TypedOptions, takes_options
 
 EXAMPLES = (
     "ckptmap inspect runs/step-2000",
@@ -17,6 +18,7 @@ EXAMPLES = (
 )
 
 
+@takes_options("source_root", "like", source_root="The dict that holds the weights.")
 def command(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: file or directory.")],
     keys: Annotated[
@@ -25,20 +27,12 @@ def command(
             "--keys", metavar="GLOB", show_default=False, help="List only tensors named so."
         ),
     ] = "*",
-    root: Annotated[
-        str | None,
-        typer.Option(
-            "--source-root",
-            metavar="KEY",
-            show_default=False,
-            help="The dict that holds the weights.",
-        ),
-    ] = None,
-    like: ask.Like = None,
-    json: ask.Json = False,
+    *,
+    typed: TypedOptions,
+    json: Json = False,
 ) -> None:
     """Show what a checkpoint is and holds: container, setup, wrappers, encodings, every tensor.
 
     Reads headers only; nothing is unpickled, torch is not imported.
     """
-    show(path, keys, root, json, like)
+    show(path, keys, typed.values["source_root"], json, typed.values["like"])

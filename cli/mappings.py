@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import options as ask
 from .printer import Printer
+from .shared_parameters import Json, one_of
 
 if TYPE_CHECKING:
     from ckptmap.mapping.catalog import CatalogEntry
@@ -26,7 +26,7 @@ ACTIONS = ("list", "show", "check", "test", "new")
 
 def command(
     action: Annotated[
-        str, typer.Argument(metavar="list|show|check|test|new", callback=ask.one_of(*ACTIONS))
+        str, typer.Argument(metavar="list|show|check|test|new", callback=one_of(*ACTIONS))
     ],
     what: Annotated[
         str | None,
@@ -51,7 +51,7 @@ def command(
         bool,
         typer.Option("--values", help="new: compare contents too, to tell equal shapes apart."),
     ] = False,
-    json: ask.Json = False,
+    json: Json = False,
 ) -> None:
     """List naming schemes, show or prove one, test a mapping file, or draft a new one.
 

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from . import options as ask
-from .convert import (
-    Device,
-    Digest,
-    DryRun,
-    Dst,
-    LowDisk,
-    MaxMemory,
-    Overwrite,
-    Threads,
-    executed,
-    show,
-)
+from .convert import executed, show
 from .printer import Printer
+from .shared_parameters import DryRun, Dst, Json, Quiet
+from .typed_options import TypedOptions, takes_options
 
 EXAMPLES = (
     "ckptmap merge base-model/ adapter/ out/",
@@ -63,6 +53,10 @@ Leave = Annotated[
 ]
 
 
+@takes_options(
+    "world_size", "max_memory", "digest", "device", "threads", "overwrite", "mesh", "tp_plan",
+    "wrap", "exact_scales", "max_shard_size", "config_from", "low_disk", "no_sync",
+)  # fmt: skip
 def command(
     base: Annotated[str, typer.Argument(metavar="BASE", help="What the adapter was trained on.")],
     adapter: Annotated[
@@ -73,23 +67,11 @@ def command(
     force: Force = False,
     adapter_config: AdapterConfig = None,
     leave: Leave = None,
-    world_size: ask.WorldSize = None,
-    max_memory: MaxMemory = "64MiB",
-    digest: Digest = "xxh3",
-    device: Device = "cpu",
-    threads: Threads = None,
-    overwrite: Overwrite = False,
-    mesh: ask.Mesh = None,
-    tp_plan: ask.TpPlan = None,
-    wrap: ask.Wrap = None,
-    exact_scales: ask.ExactScales = False,
-    max_shard_size: ask.MaxShardSize = None,
-    config_from: ask.ConfigFrom = None,
-    low_disk: LowDisk = False,
-    no_sync: ask.NoSync = False,
+    *,
+    typed: TypedOptions,
     dry_run: DryRun = False,
-    quiet: ask.Quiet = False,
-    json: ask.Json = False,
+    quiet: Quiet = False,
+    json: Json = False,
 ) -> None:
     """Merge a LoRA adapter (rsLoRA, DoRA, modules_to_save) into its base, tensor by tensor.
 
@@ -97,26 +79,14 @@ def command(
     """
     from ckptmap.execution.ranks import ALONE
     from ckptmap.operations.merge import plan_merge, with_survival
-    from ckptmap.planning.options import RunOptions
 
-    given: dict[str, Any] = {
-        "world_size": world_size, "mesh": mesh, "tp_plan": tp_plan, "config_from": config_from,
-    }  # fmt: skip
-    if wrap is not None:
-        given["wrap"] = tuple(name for name in wrap.split(",") if name)
-    if exact_scales:
-        given["exact_scales"] = ("*",)
-    if max_shard_size is not None:
-        given["max_shard_nbytes"] = ask.parse_nbytes(max_shard_size)
-    nbytes = ask.parse_memory(max_memory)
-    given |= {"force": force, "adapter_config": adapter_config, "leave": tuple(leave or ())}
-    plan = plan_merge(base, adapter, to, **given)
+    how, options = typed.run_options(), typed.options_given()
+    plan = plan_merge(
+        base, adapter, to,
+        force=force, adapter_config=adapter_config, leave=tuple(leave or ()), **options,
+    )  # fmt: skip
     out, report = Printer(json, quiet), None
     if not dry_run:
-        how = RunOptions(
-            device=device, threads=threads, max_memory=nbytes, overwrite=overwrite, digest=digest,
-            low_disk=low_disk, sync=not no_sync,
-        )  # fmt: skip
         report = with_survival(plan, executed(plan, dst, how, out, ALONE))
     show(plan, report, out)
     if report is None and plan.unresolved:

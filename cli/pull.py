@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from . import options as ask
 from .printer import Printer
+from .shared_parameters import Dst, Json, Quiet
+from .typed_options import TypedOptions, takes_options
 
 EXAMPLES = (
     "ckptmap pull hf://org/name model/",
@@ -16,31 +17,25 @@ EXAMPLES = (
 )
 
 
+@takes_options(
+    "world_size", "config_from", "max_shard_size", "low_disk", "overwrite", "no_sync",
+    low_disk="With --to: keep one file of SRC at a time.",
+)  # fmt: skip
 def command(
     src: Annotated[
         str, typer.Argument(metavar="SRC", help="hf://org/name[@revision][/folder].")
     ],
-    dst: Annotated[
-        str, typer.Argument(metavar="DST", help="Where to; made complete or not at all.")
-    ],
+    dst: Dst,
     to: Annotated[
         str | None,
         typer.Option(
             "--to", metavar="SETUP", show_default=False, help="Convert it on the way: fsdp2-nf4."
         ),
     ] = None,
-    world_size: ask.WorldSize = None,
-    config_from: ask.ConfigFrom = None,
-    max_shard_size: ask.MaxShardSize = None,
-    low_disk: Annotated[
-        bool, typer.Option("--low-disk", help="With --to: keep one file of SRC at a time.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace DST once the new one is whole.")
-    ] = False,
-    no_sync: ask.NoSync = False,
-    quiet: ask.Quiet = False,
-    json: ask.Json = False,
+    *,
+    typed: TypedOptions,
+    quiet: Quiet = False,
+    json: Json = False,
 ) -> None:  # fmt: skip
     """Fetch a checkpoint from the Hub, every file's size and hash verified.
 
@@ -56,17 +51,14 @@ def command(
     if to is not None:
         from .convert import command as convert
 
-        convert(
-            src, dst, to=to, world_size=world_size, config_from=config_from,
-            max_shard_size=max_shard_size, low_disk=low_disk, overwrite=overwrite, no_sync=no_sync,
-            quiet=quiet, json=json,
-        )  # fmt: skip
+        convert(src=src, dst=dst, to=to, **typed.values, quiet=quiet, json=json)
         return
-    if (world_size, config_from, max_shard_size, low_disk) != (None, None, None, False):
+    how = typed.run_options()
+    if typed.options_given() or how.low_disk:
         raise typer.BadParameter("options of a conversion need --to SETUP")
     import ckptmap
 
-    report = ckptmap.pull(src, dst, overwrite=overwrite, sync=not no_sync)
+    report = ckptmap.pull(src, dst, overwrite=how.overwrite, sync=how.sync)
     if quiet and not json:
         out.text(report.dst)
     else:

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from . import options as ask
-from .asked import source
 from .printer import Printer
+from .shared_parameters import Json
+from .typed_options import TypedOptions, open_source, takes_options
 
 EXAMPLES = (
     "ckptmap verify out/",
@@ -19,6 +19,7 @@ EXAMPLES = (
 )
 
 
+@takes_options("base", "source_root", "like", "param_order")
 def command(
     dst: Annotated[str, typer.Argument(metavar="DST", help="What `ckptmap convert` wrote.")],
     against: Annotated[
@@ -39,19 +40,18 @@ def command(
             help="The adapter that `ckptmap merge` merged with SRC.",
         ),
     ] = None,
-    base: ask.Base = None,
-    source_root: ask.SourceRoot = None,
-    like: ask.Like = None,
-    param_order: ask.ParamOrder = None,
-    json: ask.Json = False,
+    *,
+    typed: TypedOptions,
+    json: Json = False,
 ) -> None:
     """Check coverage, sizes and digests by the manifest; exit code 1 where one is wrong."""
     import ckptmap
 
-    if against is None and (source_root, like, param_order) != (None, None, None):
+    of_source = [typed.values[name] for name in ("source_root", "like", "param_order")]
+    if against is None and any(value is not None for value in of_source):
         raise typer.BadParameter("--source-root, --like and --param-order are of --against SRC")
-    src = None if against is None else source(against, source_root, like, param_order)
-    report = ckptmap.verify(dst, against=src, adapter=adapter, base=base)
+    src = None if against is None else open_source(against, typed)
+    report = ckptmap.verify(dst, against=src, adapter=adapter, base=typed.values["base"])
     Printer(json).show(report)
     if not report.ok:
         raise typer.Exit(1)

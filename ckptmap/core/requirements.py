@@ -6,8 +6,8 @@ space that it reserved.
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
-from importlib.util import find_spec
 from traceback import walk_tb
 
 from ckptmap.errors import PlanError, RunError
@@ -38,7 +38,7 @@ def require_device(device: object, label: str) -> None:
 def require_libraries(*names: str) -> None:
     """Raise PlanError CKM211 where a library is not installed."""
     for name in names:
-        if find_spec(name) is None:
+        if importlib.util.find_spec(name) is None:
             raise not_installed(name)
 
 

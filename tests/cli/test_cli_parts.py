@@ -10,9 +10,9 @@ import time
 
 import pytest
 import typer
-from ckptmap_cli.options import parse_nbytes
 from ckptmap_cli.printer import dumps, printable
 from ckptmap_cli.progress import Progress
+from ckptmap_cli.sizes import parse_nbytes
 from ckptmap_cli.typer_app import COMMANDS, build
 
 from ckptmap.core.name_table import Look, fold
