@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.checkpoint.open import open_as
-from ckptmap.integrations.accelerate_several import Numbered, Prepared, prepared
+from ckptmap.integrations.accelerate_several import NumberedStates, Prepared, prepared
 from ckptmap.live.load.load import load
 from ckptmap.live.options import MAX_MEMORY
 from ckptmap.live.state_dict.handle import Handle
@@ -96,7 +96,7 @@ class _Installed:
     def _load_one(self, one: Prepared, folder: Path) -> None:
         count = len(self._prepared)
         with (
-            open_checkpoint(folder) if count == 1 else open_as(folder, Numbered(one, count))
+            open_checkpoint(folder) if count == 1 else open_as(folder, NumberedStates(one, count))
         ) as checkpoint:
             has_state = bool(checkpoint.optimizer_reader.present)
             optimizer = one.optimizer if has_state else None

@@ -68,7 +68,7 @@ def prepared(accelerator: Any) -> list[Prepared]:
     ]
 
 
-class Numbered:
+class NumberedStates:
     """accelerate's directory as that of one model of `count`, and of its optimizer."""
 
     name = "accelerate"

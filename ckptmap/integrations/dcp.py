@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model import live_form
-from ckptmap.live.model.peers import Peers
-from ckptmap.live.model.reader import Reader
-from ckptmap.live.optimizer.base import codes_of
+from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.model.tensor_reader import TensorReader
+from ckptmap.live.optimizer.family import codes_of
 from ckptmap.live.options import MAX_MEMORY
-from ckptmap.live.state_dict.as_checkpoint import Leaf, assigned
-from ckptmap.live.state_dict.in_place import fill
+from ckptmap.live.state_dict.live_checkpoint import StateDictTensor, assigned
+from ckptmap.live.state_dict.overwrite_tensor import fill
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path
 
@@ -55,7 +55,7 @@ def _is_quantized(value: Any) -> bool:
 
     if not isinstance(value, torch.Tensor):
         return False
-    leaf = Leaf(("",), (), False, None, value.detach())
+    leaf = StateDictTensor(("",), (), False, None, value.detach())
     return live_form.is_quantized(leaf) or codes_of(value) is not None
 
 
@@ -70,7 +70,7 @@ def _save_class() -> Any:
             self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
         ) -> None:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
-            peers = Peers.join(PURPOSE)
+            peers = RankGroup.join(PURPOSE)
             taken = {key: v for key, v in self.state_dict.items() if _is_quantized(v)}
             everybody = {key for keys in peers.all(list(taken)) for key in keys}
             # A moment may be in codes on one rank and plain on another: both are taken.
@@ -173,13 +173,13 @@ def _filled(values: Mapping[str, Any], path: str, max_memory: int) -> None:
     from ckptmap.checkpoint.open import open as open_checkpoint
 
     with open_checkpoint(path) as checkpoint, torch.no_grad():
-        reader, known = Reader(checkpoint.files, max_memory), by_key(checkpoint)
+        reader, known = TensorReader(checkpoint.files, max_memory), by_key(checkpoint)
         for key, value in values.items():
             if key not in known:
                 raise LoadError(
                     "CKM501", f"{path}: has no tensor {key}", "see `ckptmap inspect` for the keys"
                 )
-            fill(reader, known[key], Leaf((key,), (), False, None, value))
+            fill(reader, known[key], StateDictTensor((key,), (), False, None, value))
 
 
 def by_key(checkpoint: Checkpoint) -> dict[str, LazyTensor]:

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load import load
+from ckptmap.live.model import name_scheme as naming
 from ckptmap.live.model import peft as peft_live
-from ckptmap.live.model import renamed as naming
 from ckptmap.live.model import rng_state as streams
 from ckptmap.live.model.find_targets import find_targets
-from ckptmap.live.model.peers import Peers
-from ckptmap.live.model.report import LoadReport
+from ckptmap.live.model.load_report import LoadReport
+from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.options import MAX_MEMORY
 from ckptmap.live.save.save import save
@@ -282,7 +282,7 @@ def export(
     Each rank writes its shards into a directory beside the destination, rank 0 converts that.
     Raises what `ckptmap.save` and `ckptmap.convert` do, on all ranks.
     """
-    peers = Peers.join(PURPOSE)
+    peers = RankGroup.join(PURPOSE)
     live = dst.parent / f".{dst.name}.live"
     with peers.together():
         dst.parent.mkdir(parents=True, exist_ok=True)

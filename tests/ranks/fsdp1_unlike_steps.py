@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import ckptmap
-from ckptmap.live.model.report import LoadReport
+from ckptmap.live.model.load_report import LoadReport
 from tests.corpus.writers_fsdp1 import gathered
 
 

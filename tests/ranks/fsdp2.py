@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load import load
-from ckptmap.live.model.report import LoadReport
+from ckptmap.live.model.load_report import LoadReport
 from tests.support.live_model import (
     QUANTIZED,
     meta_net,

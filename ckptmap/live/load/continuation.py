@@ -13,11 +13,11 @@ from ckptmap.core.state_paths import nest
 from ckptmap.core.text import counted
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.model import extra_state as module_state
+from ckptmap.live.model import module_extra_state as module_state
 from ckptmap.live.model import rng_state as streams
-from ckptmap.live.model.peers import rank_and_world
-from ckptmap.live.model.report import LoadReport, listed
-from ckptmap.live.model.target import Target
+from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.load_report import LoadReport, listed
+from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.optimizer import flat_lowbit as flat_codes
 from ckptmap.live.optimizer import run_settings as settings
 from ckptmap.live.optimizer.param_groups import load_scheduler
@@ -42,7 +42,7 @@ class Continuation:
         model: torch.nn.Module,
         optimizer: Any,
         scheduler: Any,
-        targets: Sequence[Target],
+        targets: Sequence[LiveTensor],
     ) -> None:
         self._checkpoint = checkpoint
         self._scheduler = scheduler

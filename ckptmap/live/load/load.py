@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core import argument_checks
 from ckptmap.live.load.continuation import Continuation
-from ckptmap.live.load.fingerprint import content_facts
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.load.matcher import Matcher
-from ckptmap.live.model import extra_state as module_state
+from ckptmap.live.load.same_checkpoint import content_facts
+from ckptmap.live.load.tensor_matcher import TensorMatcher
+from ckptmap.live.model import module_extra_state as module_state
+from ckptmap.live.model import name_scheme as naming
 from ckptmap.live.model import peft as peft_live
-from ckptmap.live.model import renamed as naming
 from ckptmap.live.model.caller_state import ordinary
 from ckptmap.live.model.collective_errors import agreed, peer_groups
 from ckptmap.live.model.find_targets import find_targets
-from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.report import LoadReport
-from ckptmap.live.model.target import Target
+from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.load_report import LoadReport
+from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer.state_matcher import StateMatcher, StatePlan
 from ckptmap.live.options import LoadOptions, spelled_out
 from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
@@ -104,7 +104,7 @@ class PlannedLoad:
     """
 
     checkpoint: Checkpoint
-    reader: Reader
+    reader: TensorReader
     weights: LoadPlan
     state: StatePlan | None
     continuation: Continuation
@@ -167,8 +167,8 @@ def _plan(
     facts |= content_facts(checkpoint)
     named = naming.by_the_models(checkpoint, model, targets)
     checkpoint = named.checkpoint
-    reader = Reader(checkpoint.files, options.max_memory)
-    weights = Matcher(checkpoint, reader, targets, options).plan()
+    reader = TensorReader(checkpoint.files, options.max_memory)
+    weights = TensorMatcher(checkpoint, reader, targets, options).plan()
     _leave_to_modules(weights, model, named.unmapped)
     weights.refuse(checkpoint.path, options.strict, options.strict_encoding, homeless)
     state = _plan_state(checkpoint, targets, optimizer, options)
@@ -188,7 +188,7 @@ def _leave_to_modules(weights: LoadPlan, model: torch.nn.Module, unmapped: Seque
 
 def _plan_state(
     checkpoint: Checkpoint,
-    targets: Sequence[Target],
+    targets: Sequence[LiveTensor],
     optimizer: torch.optim.Optimizer | None,
     options: LoadOptions,
 ) -> StatePlan | None:

@@ -10,11 +10,18 @@ from ckptmap.errors import LoadError
 from ckptmap.live.model import peft as peft_live
 from ckptmap.live.model.collective_errors import explain
 from ckptmap.live.model.live_form import LoadStep
-from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.report import Cast, Decoded, Encoded, LoadReport, Mismatch, listed
-from ckptmap.live.model.target import Target
+from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.load_report import (
+    CastTensor,
+    Decoded,
+    Encoded,
+    LoadReport,
+    Mismatch,
+    listed,
+)
+from ckptmap.live.model.tensor_reader import TensorReader
 
-Step = Callable[[Reader], None]
+Step = Callable[[TensorReader], None]
 
 
 @dataclass
@@ -28,21 +35,21 @@ class LoadPlan:
     """
 
     steps: list[Step] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)
-    missing: list[Target] = field(default_factory=list)
-    left: list[Target] = field(default_factory=list)
+    targets: list[LiveTensor] = field(default_factory=list)
+    missing: list[LiveTensor] = field(default_factory=list)
+    left: list[LiveTensor] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[Mismatch] = field(default_factory=list)
-    unfit: list[Target] = field(default_factory=list)
+    unfit: list[LiveTensor] = field(default_factory=list)
     becomes: dict[str, tuple[str, str]] = field(default_factory=dict)
     trainable: dict[str, list[str]] = field(default_factory=dict)
-    cast: list[Cast] = field(default_factory=list)
+    cast: list[CastTensor] = field(default_factory=list)
     encoded: list[Encoded] = field(default_factory=list)
     decoded: list[Decoded] = field(default_factory=list)
     quantized: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
-    def add(self, target: Target, step: LoadStep) -> None:
+    def add(self, target: LiveTensor, step: LoadStep) -> None:
         """Add what loads one tensor."""
         self.targets.append(target)
         self.steps.append(step.run)
@@ -109,7 +116,7 @@ class LoadPlan:
                 "build the model of this checkpoint, or load with strict=False",
             )
 
-    def run(self, reader: Reader) -> None:
+    def run(self, reader: TensorReader) -> None:
         """Load them all. An error says which tensors have the checkpoint's values by then."""
         done = 0
         try:
@@ -123,7 +130,7 @@ class LoadPlan:
             explain(error, f"{text}; {now} may be in part", now)
             raise
 
-    def report(self, reader: Reader, homeless: Sequence[str]) -> LoadReport:
+    def report(self, reader: TensorReader, homeless: Sequence[str]) -> LoadReport:
         without = [*self.missing, *self.unfit, *self.left]
         empty = [target.fqn for target in without if target.local.is_meta]
         ties = [(name, t.fqn) for t in self.targets for name in t.names[1:]]

@@ -9,8 +9,8 @@ from typing import Any
 
 from ckptmap.errors import CkptmapError, LoadError
 from ckptmap.live.model.find_targets import reshard
+from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.model.process_groups import wrapped_groups
-from ckptmap.live.model.target import is_dtensor
 
 Seen = dict[str, dict[str, int]]
 """What -> fact -> a rank that has it."""

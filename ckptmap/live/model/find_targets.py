@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model import fsdp1
-from ckptmap.live.model import fsdp2 as fsdp2_params
+from ckptmap.live.model import flat_params
+from ckptmap.live.model import fsdp2_params as fsdp2_params
 from ckptmap.live.model import peft as peft_live
 from ckptmap.live.model.live_form import is_loadable, live_forms, quantized_classes
-from ckptmap.live.model.target import Target
+from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 
@@ -20,13 +20,13 @@ Found = dict[str, "tuple[torch.nn.Module, str, bool]"]
 """Name with wrapper segments -> (module, attribute, is it a buffer)."""
 
 
-def find_targets(model: torch.nn.Module) -> tuple[list[Target], list[str]]:
+def find_targets(model: torch.nn.Module) -> tuple[list[LiveTensor], list[str]]:
     """Every parameter and persistent buffer once, and the non-persistent buffers on meta, by name.
 
     Raises LoadError CKM505 for tensor subclasses of unknown kinds.
     """
     reshard(model)
-    flats = fsdp1.flats(model)
+    flats = flat_params.flats(model)
     taken = {(id(module), name) for flat in flats for module, name in flat.places}
     found: Found = {}
     homeless: list[str] = []
@@ -48,7 +48,7 @@ def find_targets(model: torch.nn.Module) -> tuple[list[Target], list[str]]:
     plain = strip_wrappers([*found, *(key for some in keys for key in some)], "model")
     targets = _tied_together(found, plain, fsdp2_params.fsdp_params(model))
     targets += [
-        fsdp1.FlatTarget(
+        flat_params.FlatParamTensor(
             tuple(plain[key] for key in some), flat.places, False, None, flat.handle, flat.shape,
             flat.first, flat.count, flat.at, flat.param,
         )
@@ -61,7 +61,7 @@ def _is_flat(value: Any) -> bool:
     return type(value).__name__ == "FlatParameter" or getattr(value, "_is_flat_param", False)
 
 
-def _keys(flat: fsdp1.Flat, paths: dict[int, list[str]]) -> list[str]:
+def _keys(flat: flat_params.FlatParamSlice, paths: dict[int, list[str]]) -> list[str]:
     """All names of a flat parameter's tensor, with wrapper segments."""
     return [
         f"{path}.{name}" if path else name
@@ -70,7 +70,7 @@ def _keys(flat: fsdp1.Flat, paths: dict[int, list[str]]) -> list[str]:
     ]
 
 
-def _tied_together(found: Found, plain: dict[str, str], sharded: Any) -> list[Target]:
+def _tied_together(found: Found, plain: dict[str, str], sharded: Any) -> list[LiveTensor]:
     """One target for all names that hold the same object."""
     ties: dict[int, list[str]] = {}
     for key, (module, name, _) in found.items():
@@ -80,7 +80,7 @@ def _tied_together(found: Found, plain: dict[str, str], sharded: Any) -> list[Ta
         _refuse_lazy(found[keys[0]], plain[keys[0]])
         places = {(id(found[k][0]), found[k][1]): (found[k][0], found[k][1]) for k in keys}
         managed = next((sharded[place] for place in places if place in sharded), None)
-        target = Target(
+        target = LiveTensor(
             tuple(plain[key] for key in keys),
             tuple(places.values()),
             found[keys[0]][2],
@@ -102,7 +102,7 @@ def reshard(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    fsdp1.reshard(model)
+    flat_params.reshard(model)
 
 
 def _refuse_lazy(found: tuple[torch.nn.Module, str, bool], fqn: str) -> None:
@@ -117,7 +117,7 @@ def _refuse_lazy(found: tuple[torch.nn.Module, str, bool], fqn: str) -> None:
         )
 
 
-def _refuse_subclass(target: Target) -> None:
+def _refuse_subclass(target: LiveTensor) -> None:
     kind = type(target.tensor).__name__
     without_values = {
         name for form in live_forms() if not form.has_values_on_meta for name in form.classes

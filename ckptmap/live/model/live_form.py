@@ -21,9 +21,9 @@ from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 if TYPE_CHECKING:
     import torch
 
-    from ckptmap.live.model.reader import Reader
-    from ckptmap.live.model.report import Cast, Decoded, Encoded
-    from ckptmap.live.model.target import Target
+    from ckptmap.live.model.live_tensor import LiveTensor
+    from ckptmap.live.model.load_report import CastTensor, Decoded, Encoded
+    from ckptmap.live.model.tensor_reader import TensorReader
     from ckptmap.storage.lazy_tensor import LazyTensor
     from ckptmap.tensors import Box, TensorInfo
 
@@ -52,8 +52,8 @@ class LoadStep:
     becomes    (class, dtype) of the local tensor that replaces the present one; None: it stays
     """
 
-    run: Callable[[Reader], None]
-    cast: Cast | None = None
+    run: Callable[[TensorReader], None]
+    cast: CastTensor | None = None
     encoded: Encoded | None = None
     decoded: Decoded | None = None
     quantizes: bool = False
@@ -115,19 +115,19 @@ class LiveForm:
     has_values_on_meta: bool = True
     """Can the weight be made from one on meta?"""
 
-    def is_live(self, target: Target) -> bool:
+    def is_live(self, target: LiveTensor) -> bool:
         """Return whether this rank's part of the weight is a tensor of this form."""
         return type(target.local).__name__ in self.classes
 
     # ------------------------------------------------------------------ into the model
 
     def step(
-        self, target: Target, source: LazyTensor, context: LoadContext
+        self, target: LiveTensor, source: LazyTensor, context: LoadContext
     ) -> LoadStep | Decode | NeedsFrozen | None:
         """Return how `source` gets into `target`; None: neither is of this form."""
         raise NotImplementedError
 
-    def overwrite(self, reader: Reader, source: LazyTensor, target: Target) -> None:
+    def overwrite(self, reader: TensorReader, source: LazyTensor, target: LiveTensor) -> None:
         """Write `source` into the live tensor, which stays the object that it is.
 
         Only for forms whose `takes_values` is False. Raises LoadError CKM504 where the blocks of
@@ -135,7 +135,9 @@ class LiveForm:
         """
         raise NotImplementedError
 
-    def quantized(self, reader: Reader, source: LazyTensor, target: Target) -> torch.Tensor | None:
+    def quantized(
+        self, reader: TensorReader, source: LazyTensor, target: LiveTensor
+    ) -> torch.Tensor | None:
         """Return the values of `source` by `scheme`, in the form's class; None: the shape does not
         allow it."""
         raise NotImplementedError
@@ -156,21 +158,21 @@ class LiveForm:
 
     # ------------------------------------------------------------------ out of the model
 
-    def stored(self, target: Target, fqn: str) -> StoredForm | None:
+    def stored(self, target: LiveTensor, fqn: str) -> StoredForm | None:
         """Return the stored tensors of a live weight that is named `fqn`, not copied; None: it is
         stored as a dense tensor. Raises LoadError CKM505 where it cannot be stored."""
         return None
 
-    def logical(self, target: Target) -> TensorInfo | None:
+    def logical(self, target: LiveTensor) -> TensorInfo | None:
         """Return shape and dtype of the weight that the live codes stand for; None: those of the
         live tensor."""
         return None
 
-    def has_rounded_scales(self, target: Target) -> bool:
+    def has_rounded_scales(self, target: LiveTensor) -> bool:
         """Return whether the library has rounded the scales since they were loaded."""
         return False
 
-    def require_in_state_dict(self, target: Target) -> None:
+    def require_in_state_dict(self, target: LiveTensor) -> None:
         """Raise LoadError CKM505 where no state dict can hold such a weight."""
 
 
@@ -179,24 +181,24 @@ def live_forms() -> tuple[LiveForm, ...]:
     return registry.live_forms()
 
 
-def form_of(target: Target) -> LiveForm | None:
+def form_of(target: LiveTensor) -> LiveForm | None:
     """Return the form of a live tensor; None: it is dense."""
     return next((form for form in live_forms() if form.is_live(target)), None)
 
 
-def is_quantized(target: Target) -> bool:
+def is_quantized(target: LiveTensor) -> bool:
     """Return whether the live tensor holds codes that no dense values can be copied into."""
     form = form_of(target)
     return form is not None and not form.takes_values
 
 
-def logical_info(target: Target) -> TensorInfo | None:
+def logical_info(target: LiveTensor) -> TensorInfo | None:
     """Return shape and dtype of the weight that live codes stand for, where the live tensor's own
     are others."""
     return next((info for form in live_forms() if (info := form.logical(target))), None)
 
 
-def stored_form(target: Target, fqn: str) -> StoredForm | None:
+def stored_form(target: LiveTensor, fqn: str) -> StoredForm | None:
     """Return the stored tensors of a quantized weight; None: it is stored as a dense tensor."""
     return next((kept for form in live_forms() if (kept := form.stored(target, fqn))), None)
 

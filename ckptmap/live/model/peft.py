@@ -29,8 +29,8 @@ from ckptmap.checkpoint.lora.adapter_files import CONFIG, HEAD, WEIGHTS
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.formats.probe import look
-from ckptmap.live.model.report import listed
-from ckptmap.live.model.target import Adapted, Target
+from ckptmap.live.model.live_tensor import LiveTensor, PeftNames
+from ckptmap.live.model.load_report import listed
 from ckptmap.storage.files import whole
 from ckptmap.storage.hub.resolve import locate
 
@@ -52,7 +52,7 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Wrapped:
+class PeftWrapping:
     """What peft has put into a model.
 
     layers  names of the dicts that hold an adapter's tensors: `lora_A`, ...
@@ -65,7 +65,7 @@ class Wrapped:
     config: Mapping[str, Any]
 
 
-def wrapped(model: torch.nn.Module) -> Wrapped | None:
+def wrapped(model: torch.nn.Module) -> PeftWrapping | None:
     """None: peft has no part in it."""
     layers, active, config = set[str](), set[str](), dict[str, Any]()
     for module in model.modules():
@@ -80,7 +80,9 @@ def wrapped(model: torch.nn.Module) -> Wrapped | None:
         found = getattr(module, "peft_config", None)
         if isinstance(found, Mapping):
             config |= found
-    return Wrapped(frozenset(layers - {SAVED}), active.pop() if len(active) == 1 else "", config)
+    return PeftWrapping(
+        frozenset(layers - {SAVED}), active.pop() if len(active) == 1 else "", config
+    )
 
 
 def _holders(module: Any) -> list[str]:
@@ -99,7 +101,7 @@ def _holders(module: Any) -> list[str]:
     ]
 
 
-def named(model: torch.nn.Module, targets: Sequence[Target]) -> list[Target]:
+def named(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> list[LiveTensor]:
     """The targets with their other names, where peft has wrapped the model."""
     found = wrapped(model)
     if found is None:
@@ -107,16 +109,16 @@ def named(model: torch.nn.Module, targets: Sequence[Target]) -> list[Target]:
     return [replace(target, adapted=_adapted(target, found)) for target in targets]
 
 
-def _adapted(target: Target, found: Wrapped) -> Adapted:
+def _adapted(target: LiveTensor, found: PeftWrapping) -> PeftNames:
     forms = [_forms(name, found) for name in target.names]
     base = [base for base, _, _ in forms if base and base not in target.names]
     file = [file for _, file, _ in forms if file]
     adapter = forms[0][2]
     begun = _begun(found.config.get(adapter)) if adapter and not base else ""
-    return Adapted(tuple(dict.fromkeys(base)), tuple(dict.fromkeys(file)), adapter, begun)
+    return PeftNames(tuple(dict.fromkeys(base)), tuple(dict.fromkeys(file)), adapter, begun)
 
 
-def _forms(name: str, found: Wrapped) -> tuple[str, str, str]:
+def _forms(name: str, found: PeftWrapping) -> tuple[str, str, str]:
     """(name in a base, name in an adapter's file, adapter), empty where there is none."""
     inside = name.removeprefix(HEAD)
     beside = inside == name and name.startswith("base_model.")  # as what all layers share
@@ -147,7 +149,7 @@ def _begun(config: Any) -> str:
 # ------------------------------------------------------------------------------- what is left
 
 
-def left_as_they_are(targets: Sequence[Target], found: Mapping[str, str]) -> list[Target]:
+def left_as_they_are(targets: Sequence[LiveTensor], found: Mapping[str, str]) -> list[LiveTensor]:
     """Of the targets that a source lacks those that it need not have: an adapter, where it is a base;
     the base, where it is an adapter. `found`: FQN -> the name that the source has of it."""
     base, in_file, adapters = False, False, set[str]()
@@ -161,7 +163,7 @@ def left_as_they_are(targets: Sequence[Target], found: Mapping[str, str]) -> lis
     if not base and not adapters:
         return []
 
-    def need_not_be_there(adapted: Adapted) -> bool:
+    def need_not_be_there(adapted: PeftNames) -> bool:
         if adapted.adapter:
             return adapted.adapter not in adapters
         return in_file or not base
@@ -175,7 +177,7 @@ def left_as_they_are(targets: Sequence[Target], found: Mapping[str, str]) -> lis
     ]
 
 
-def refuse_begun(left: Sequence[Target], path: str) -> None:
+def refuse_begun(left: Sequence[LiveTensor], path: str) -> None:
     """Raise LoadError CKM514 where an adapter stays that began with values of another base."""
     for target in left:
         if target.adapted is not None and target.adapted.begun:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.live.model.fsdp1 import is_fsdp1
+from ckptmap.live.model.flat_params import is_fsdp1
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model.fsdp1 import FlatTarget
-from ckptmap.live.model.target import Target, is_dtensor
+from ckptmap.live.model.flat_params import FlatParamTensor
+from ckptmap.live.model.live_tensor import LiveTensor, is_dtensor
 
 if TYPE_CHECKING:
     from ckptmap.storage.lazy_tensor import LazyTensor
@@ -91,7 +91,7 @@ def fresh(base: bytes, shard: Sequence[int]) -> int:
     return seed
 
 
-def shard_of(targets: Sequence[Target]) -> tuple[int, ...]:
+def shard_of(targets: Sequence[LiveTensor]) -> tuple[int, ...]:
     """This rank's place along the mesh dims that cut every trained tensor; () where every rank
     holds all of one: its replicas must be rounded alike."""
     trained = [target for target in targets if target.tensor.requires_grad] or targets
@@ -100,10 +100,10 @@ def shard_of(targets: Sequence[Target]) -> tuple[int, ...]:
     return tuple(at for dim, at in first.items() if all(dim in place for place in places))
 
 
-def _place(target: Target) -> dict[str, int]:
+def _place(target: LiveTensor) -> dict[str, int]:
     """Mesh dim that cuts it -> this rank's place there; dims of several meshes are one by name."""
     tensor: Any = target.tensor
-    if isinstance(target, FlatTarget):
+    if isinstance(target, FlatParamTensor):
         return {"flat": int(target.handle.rank)} if target.handle.uses_sharded_strategy else {}
     if not is_dtensor(tensor):
         return {}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptmap.live.model import fsdp2 as fsdp2_params
-from ckptmap.live.model.target import Target
+from ckptmap.live.model import fsdp2_params as fsdp2_params
+from ckptmap.live.model.live_tensor import LiveTensor
 
 
-def row_shard(target: Target, kind: str) -> tuple[int, int] | str:
+def row_shard(target: LiveTensor, kind: str) -> tuple[int, int] | str:
     """(rank, world size) of a DTensor that FSDP2 cuts by rows; a text: why `kind` cannot be so."""
     tensor: Any = target.tensor
     if target.fsdp_param is None:

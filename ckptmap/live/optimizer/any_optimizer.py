@@ -8,32 +8,32 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.live.optimizer.base import STEP, Family, Part
+from ckptmap.live.optimizer.family import STEP, OptimizerFamily, OptimizerParam
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
     import torch
 
 
-class AnyOptimizer(Family):
+class AnyOptimizer(OptimizerFamily):
     """Any other optimizer of torch's kind: what it keeps is seen from one step of a copy."""
 
     name = "other"
 
-    def needs(self, part: Part) -> tuple[str, ...]:
+    def needs(self, part: OptimizerParam) -> tuple[str, ...]:
         import torch
 
         kept = self._kept(part).items()
         return tuple(k for k, value in kept if k != STEP and isinstance(value, torch.Tensor))
 
-    def like_param(self, part: Part, name: str) -> bool:
+    def like_param(self, part: OptimizerParam, name: str) -> bool:
         return bool(self._kept(part)[name].shape == _probed(part))
 
-    def dtype_of(self, part: Part, name: str) -> torch.dtype:
+    def dtype_of(self, part: OptimizerParam, name: str) -> torch.dtype:
         found: torch.dtype = self._kept(part)[name].dtype
         return found
 
-    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
         import torch
 
         found: dict[str, Any] = {}
@@ -49,7 +49,7 @@ class AnyOptimizer(Family):
                 found[name] = torch.zeros_like(seen)
         return found
 
-    def _kept(self, part: Part) -> Mapping[str, Any]:
+    def _kept(self, part: OptimizerParam) -> Mapping[str, Any]:
         """State of a small parameter of the same dtype and group after one step without gradient:
         what has its shape then has the parameter's here, cut as it is.
 
@@ -77,6 +77,6 @@ class AnyOptimizer(Family):
         return dict(twin.state[probe])
 
 
-def _probed(part: Part) -> tuple[int, ...]:
+def _probed(part: OptimizerParam) -> tuple[int, ...]:
     """A small shape of as many dims, which tell some optimizers what to keep; no two sizes alike."""
     return tuple(range(3, 3 + part.param.dim()))

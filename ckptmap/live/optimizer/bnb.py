@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.live.optimizer.base import STEP, Codes, Family, Part, is_a
+from ckptmap.live.optimizer.family import STEP, Codes, OptimizerFamily, OptimizerParam, is_a
 from ckptmap.optim.lowbit import LowBit
 from ckptmap.optim.lowbit_bnb import UNNAMED
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 256
 
 
-class Bnb(Family):
+class Bnb(OptimizerFamily):
     """Optimizers of some of bitsandbytes' algorithms; `first` and `second` are the moments that it
     keeps in `state1`, row by row where they are several, and in `state2`."""
 
@@ -79,13 +79,13 @@ class Bnb(Family):
             return source
         return {self.moments[0] if k == UNNAMED else k: value for k, value in source.items()}
 
-    def plain(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    def plain(self, part: OptimizerParam, dtype: torch.dtype) -> torch.Tensor:
         """In float32 whatever is asked: with any other dtype its step does nothing, silently."""
         import torch
 
         return super().plain(part, torch.float32)
 
-    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
         optimizer, group = part.optimizer, part.group
         number = next(i for i, known in enumerate(optimizer.param_groups) if known is group)
         place = next(i for i, known in enumerate(group["params"]) if known is part.param)
@@ -95,7 +95,7 @@ class Bnb(Family):
         optimizer.init_state(group, part.param, number, place)
         return self.entries(optimizer.state[part.param])
 
-    def install(self, part: Part, values: Mapping[str, Any]) -> None:
+    def install(self, part: OptimizerParam, values: Mapping[str, Any]) -> None:
         """Codes were filled in place; a count, or moments that became plain, are put there. One
         plain moment makes all plain: the dtype of `state1` decides for both."""
         state = part.optimizer.state[part.param]

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.core.state_paths import nest
-from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.target import Target
+from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer import run_settings as settings
-from ckptmap.live.optimizer.base import Codes, Part, codes_of, local_of
-from ckptmap.live.optimizer.owned_shards import Owner, is_decoded
+from ckptmap.live.optimizer.family import Codes, OptimizerParam, codes_of, local_of
+from ckptmap.live.optimizer.local_state import ParamOwner, is_decoded
 from ckptmap.optim.lowbit import PLAIN, QMAP
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
@@ -37,14 +37,14 @@ FORM = "form"
 
 
 @dataclass(frozen=True)
-class Kept:
+class FlatCodes:
     """One entry: its form, [scheme, block size, signed, numel] or [dtype, numel], and its parts."""
 
     form: Sequence[Any]
     parts: Mapping[str, LazyTensor]
 
 
-def held(owners: Sequence[Owner]) -> dict[str, dict[str, dict[str, Any]]]:
+def held(owners: Sequence[ParamOwner]) -> dict[str, dict[str, dict[str, Any]]]:
     """Of this rank: {FQN: {entry: {part: tensor}}} of all that is saved decoded."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for owner in owners:
@@ -77,8 +77,8 @@ def _plain_form(value: torch.Tensor) -> list[Any]:
 
 
 def recorded(
-    checkpoint: Checkpoint, targets: Sequence[Target], rank: int, world: int
-) -> dict[str, dict[str, Kept]] | None:
+    checkpoint: Checkpoint, targets: Sequence[LiveTensor], rank: int, world: int
+) -> dict[str, dict[str, FlatCodes]] | None:
     """What the checkpoint has of this rank, {FQN: {entry: Kept}}; None where it has none of any
     rank, or this one holds other elements than it did."""
     if not any(path[0] == KEY for path in checkpoint.plain):
@@ -95,13 +95,15 @@ def recorded(
     for path, lazy in checkpoint.other.items():
         if path[:2] == head and len(path) == 5:
             parts.setdefault(path[2:4], {})[str(path[4])] = lazy
-    found: dict[str, dict[str, Kept]] = {}
+    found: dict[str, dict[str, FlatCodes]] = {}
     for (fqn, name), form in forms.items():
-        found.setdefault(fqn, {})[name] = Kept(list(form), parts.get((fqn, name), {}))
+        found.setdefault(fqn, {})[name] = FlatCodes(list(form), parts.get((fqn, name), {}))
     return found
 
 
-def _same_layout(checkpoint: Checkpoint, targets: Sequence[Target], rank: int, world: int) -> bool:
+def _same_layout(
+    checkpoint: Checkpoint, targets: Sequence[LiveTensor], rank: int, world: int
+) -> bool:
     saved = nest(checkpoint.plain).get(settings.KEY)
     if not isinstance(saved, Mapping) or saved.get("world_size") != world:
         return False
@@ -111,13 +113,13 @@ def _same_layout(checkpoint: Checkpoint, targets: Sequence[Target], rank: int, w
     return bool(layouts[rank] == settings.layout_digest(targets))
 
 
-def fits(kept: Mapping[str, Kept], part: Part) -> bool:
+def fits(kept: Mapping[str, FlatCodes], part: OptimizerParam) -> bool:
     """Is it of a tensor of this size?"""
     numel = local_of(part.param).numel()
     return bool(kept) and all(one.form[-1] == numel for one in kept.values())
 
 
-def filled(kept: Kept, live: Any, part: Part, reader: Reader) -> Any:
+def filled(kept: FlatCodes, live: Any, part: OptimizerParam, reader: TensorReader) -> Any:
     """The live entry with what was kept, in the form that it had; None: it cannot have that here."""
     import torch
 
@@ -149,5 +151,5 @@ def _read(lazy: LazyTensor, like: torch.Tensor) -> torch.Tensor:
     return lazy.read().to(like.device)
 
 
-def _copy(lazy: LazyTensor, out: torch.Tensor, reader: Reader) -> None:
+def _copy(lazy: LazyTensor, out: torch.Tensor, reader: TensorReader) -> None:
     reader.dense(lazy, Box.whole(lazy.shape), out.view(-1).view(lazy.shape))

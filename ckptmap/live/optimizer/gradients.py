@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.live.model.fsdp1 import FlatTarget, is_fsdp1
-from ckptmap.live.model.target import Target
+from ckptmap.live.model.flat_params import FlatParamTensor, is_fsdp1
+from ckptmap.live.model.live_tensor import LiveTensor
 
 if TYPE_CHECKING:
     import torch
 
 
-def described(model: torch.nn.Module, targets: Sequence[Target]) -> dict[str, Any]:
+def described(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str, Any]:
     """As plain values."""
     import torch
 
@@ -63,13 +63,15 @@ def _policies(module: torch.nn.Module) -> list[str]:
     return [" ".join(texts)] * bool(texts)
 
 
-def _trained(targets: Sequence[Target]) -> str:
+def _trained(targets: Sequence[LiveTensor]) -> str:
     """How many, and which, in one word."""
     names = sorted(target.fqn for target in targets if _is_trained(target))
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4).hexdigest()
     return f"{len(names)} ({digest})"
 
 
-def _is_trained(target: Target) -> bool:
-    live = target.param if isinstance(target, FlatTarget) and target.param is not None else None
+def _is_trained(target: LiveTensor) -> bool:
+    live = (
+        target.param if isinstance(target, FlatParamTensor) and target.param is not None else None
+    )
     return bool((target.tensor if live is None else live).requires_grad)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model.report import listed
+from ckptmap.live.model.load_report import listed
 from ckptmap.live.optimizer.algorithms import algorithm, spoken, unspoken
-from ckptmap.live.optimizer.base import Part
-from ckptmap.live.optimizer.owned_shards import Owner
+from ckptmap.live.optimizer.family import OptimizerParam
+from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 CHOICES = (
@@ -24,12 +24,12 @@ CHOICES = (
 NAMES = ("params", "param_names")
 
 
-class Groups:
+class ParamGroups:
     """The live groups matched with the checkpoint's, by the parameters that are in them."""
 
     def __init__(
         self,
-        owners: Sequence[Owner],
+        owners: Sequence[ParamOwner],
         stored: Sequence[Mapping[str, Any]],
         state: Mapping[str, Mapping[str, Any]],
     ) -> None:
@@ -40,20 +40,20 @@ class Groups:
         self.inexact: list[str] = []
         self._set: list[Callable[[], None]] = []
         self._of = {fqn: group for group in stored for fqn in group["params"]}
-        live: dict[int, list[Owner]] = {}
+        live: dict[int, list[ParamOwner]] = {}
         for owner in owners:
             live.setdefault(id(owner.part.group), []).append(owner)
         self._groups = [members[0].part.group for members in live.values()]
         for number, members in enumerate(live.values()):
             self._match(number, members)
 
-    def betas(self, owner: Owner) -> Sequence[float]:
+    def betas(self, owner: ParamOwner) -> Sequence[float]:
         """Those of the checkpoint's group that the parameter was in."""
         group = self._group(owner)
         found = None if group is None else plain(group.get("betas"))
         return found if isinstance(found, list | tuple) else ()
 
-    def meant_else(self, owner: Owner) -> str:
+    def meant_else(self, owner: ParamOwner) -> str:
         """Why state of the name that this optimizer has, too, cannot be its own; empty: it can.
         SGD's momentum_buffer is a sum, Muon's an average, RMSprop's one of scaled steps."""
         name, stored = "momentum_buffer", self._group(owner)
@@ -67,11 +67,11 @@ class Groups:
         for setter in self._set:
             setter()
 
-    def _group(self, owner: Owner) -> Mapping[str, Any] | None:
+    def _group(self, owner: ParamOwner) -> Mapping[str, Any] | None:
         names = [name for target, _ in owner.members for name in target.known]
         return next((self._of[name] for name in names if name in self._of), None)
 
-    def _match(self, number: int, members: Sequence[Owner]) -> None:
+    def _match(self, number: int, members: Sequence[ParamOwner]) -> None:
         found = {id(g): g for owner in members if (g := self._group(owner)) is not None}
         self._note_unlisted(number, members)
         if not found:
@@ -99,7 +99,7 @@ class Groups:
                 )
                 self.inexact.append(self.settings[-1])
 
-    def _note_unlisted(self, number: int, members: Sequence[Owner]) -> None:
+    def _note_unlisted(self, number: int, members: Sequence[ParamOwner]) -> None:
         """State whose group was not saved: DCP keeps the list of one rank, a stage's parameters."""
         names = [target.fqn for owner in members for target, _ in owner.members
                  if any(self._state.get(name) for name in target.known)
@@ -118,7 +118,7 @@ class Groups:
         states = (self._state.get(fqn, ()) for fqn in group["params"])
         return next(filter(None, states), ())
 
-    def _live_kind(self, part: Part, stored: Iterable[Mapping[str, Any]]) -> str:
+    def _live_kind(self, part: OptimizerParam, stored: Iterable[Mapping[str, Any]]) -> str:
         """What an optimizer that is not known keeps is tried only where there is state to compare."""
         stateful = any(self._state.get(fqn) for group in stored for fqn in group["params"])
         known = part.family.name != "other"

@@ -9,9 +9,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.live.model.fsdp1 import FlatTarget
+from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import live_forms, logical_info
-from ckptmap.live.model.target import Target, device_for, fallback_device, is_dtensor
+from ckptmap.live.model.live_tensor import LiveTensor, device_for, fallback_device, is_dtensor
 from ckptmap.live.optimizer import gradients
 from ckptmap.live.optimizer.unwrap import family_of, inner_optimizers, is_offloaded, unwrapped
 
@@ -24,7 +24,7 @@ KEY = "ckptmap"
 
 
 def describe(
-    model: torch.nn.Module, optimizer: Any, targets: Sequence[Target], world: int
+    model: torch.nn.Module, optimizer: Any, targets: Sequence[LiveTensor], world: int
 ) -> dict[str, Any]:
     """Of this rank, as plain values."""
     import torch
@@ -79,7 +79,7 @@ def _version(library: str) -> str:
         return "?"
 
 
-def meshes(targets: Sequence[Target]) -> list[list[Any]]:
+def meshes(targets: Sequence[LiveTensor]) -> list[list[Any]]:
     """[shape, dim names, placements] of every kind of placing that occurs."""
     seen: dict[str, list[Any]] = {}
     for target in targets:
@@ -93,7 +93,7 @@ def meshes(targets: Sequence[Target]) -> list[list[Any]]:
 
 
 def layout_digest(
-    targets: Sequence[Target], becomes: Mapping[str, tuple[str, str]] | None = None
+    targets: Sequence[LiveTensor], becomes: Mapping[str, tuple[str, str]] | None = None
 ) -> str:
     """What of which tensor this rank holds, and in which dtype, in one number. `becomes`: (class,
     dtype) of what is not yet what it will be, by FQN."""
@@ -101,7 +101,7 @@ def layout_digest(
     digest = hashlib.blake2b(digest_size=8)
     for target in sorted(targets, key=lambda target: target.fqn):
         boxes: Any
-        if isinstance(target, FlatTarget):
+        if isinstance(target, FlatParamTensor):
             boxes = (target.first, target.count, target.at)
         elif whole := logical_info(target):
             boxes = whole.shape  # a forward on the CPU gives its codes another

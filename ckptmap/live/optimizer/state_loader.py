@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.live.model.reader import Reader, window
-from ckptmap.live.model.report import Cast, Recoded
-from ckptmap.live.model.target import cut, held, is_dtensor
-from ckptmap.live.optimizer.base import STEP, Codes, codes_of, local_of
-from ckptmap.live.optimizer.flat_lowbit import Kept, filled
-from ckptmap.live.optimizer.owned_shards import Owner, decoded
+from ckptmap.live.model.live_tensor import cut, held, is_dtensor
+from ckptmap.live.model.load_report import CastTensor, Recoded
+from ckptmap.live.model.tensor_reader import TensorReader, window
+from ckptmap.live.optimizer.family import STEP, Codes, codes_of, local_of
+from ckptmap.live.optimizer.flat_lowbit import FlatCodes, filled
+from ckptmap.live.optimizer.local_state import ParamOwner, decoded
 from ckptmap.optim import lowbit_codes
 from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit, flat_span
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -37,7 +37,7 @@ class StateNotes:
 
     loaded: list[str] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)
-    cast: list[Cast] = field(default_factory=list)
+    cast: list[CastTensor] = field(default_factory=list)
     recoded: list[Recoded] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
     initialised: list[str] = field(default_factory=list)
@@ -57,8 +57,8 @@ class StateLoader:
     """Fills the state of one parameter; `sources` are those of its members, in their order."""
 
     def __init__(
-        self, owner: Owner, sources: Sequence[Source], policy: Policy, notes: StateNotes,
-        betas: Sequence[float] = (), kept: Mapping[str, Kept] | None = None,
+        self, owner: ParamOwner, sources: Sequence[Source], policy: Policy, notes: StateNotes,
+        betas: Sequence[float] = (), kept: Mapping[str, FlatCodes] | None = None,
     ) -> None:  # fmt: skip
         self.owner = owner
         self.sources = sources
@@ -68,7 +68,7 @@ class StateLoader:
         self.kept = kept or {}
         self.lead = leading(sources)
 
-    def __call__(self, reader: Reader) -> None:
+    def __call__(self, reader: TensorReader) -> None:
         part = self.owner.part
         blank = part.family.present(part) or part.family.blank(part, self.lead)
         if not blank:
@@ -79,7 +79,7 @@ class StateLoader:
             used = {derivation(name, source, self.betas)[0] for name in blank}
             self.notes.left += [f"{target.fqn}.{name}" for name in source if name not in used]
 
-    def _entry(self, name: str, live: Any, reader: Reader) -> Any:
+    def _entry(self, name: str, live: Any, reader: TensorReader) -> Any:
         import torch
 
         if name == STEP:
@@ -107,7 +107,7 @@ class StateLoader:
         whole = self.owner.part.model
         return tuple(live.shape) == tuple(whole.shape)
 
-    def _as_it_was(self, name: str, live: Any, reader: Reader) -> Any:
+    def _as_it_was(self, name: str, live: Any, reader: TensorReader) -> Any:
         """A flat shard's own codes; None: they are of another form than this optimizer's."""
         import torch
 
@@ -176,7 +176,7 @@ class StateLoader:
 
     # ------------------------------------------------------------------ filling
 
-    def _plain(self, name: str, live: Any, reader: Reader) -> None:
+    def _plain(self, name: str, live: Any, reader: TensorReader) -> None:
         local = local_of(live)
         for (target, boxes), source in zip(self.owner.windows(local), self.sources, strict=True):
             lazy, title = self._lazy(name, source), f"{target.fqn}.{name}"
@@ -207,9 +207,9 @@ class StateLoader:
             notes.recoded.append(Recoded(title, lazy.encoding, dtype, error or 0.0))
             return
         if stored != dtype:
-            notes.cast.append(Cast(title, stored, dtype))
+            notes.cast.append(CastTensor(title, stored, dtype))
 
-    def _copy(self, name: str, codes: Codes, reader: Reader) -> bool:
+    def _copy(self, name: str, codes: Codes, reader: TensorReader) -> bool:
         """Codes as bytes, where scheme, table and block boundaries agree."""
         import torch
 
@@ -236,7 +236,7 @@ class StateLoader:
             return None
         return code_places(lazy, codes, held(target))
 
-    def _recode(self, name: str, live: Any, codes: Codes, reader: Reader) -> None:
+    def _recode(self, name: str, live: Any, codes: Codes, reader: TensorReader) -> None:
         """Through float32 values of this rank's part, by the optimizer's own library."""
         import torch
 
@@ -265,7 +265,7 @@ class StateLoader:
                 form = lazy.dtype if lazy.encoding == "dense" else lazy.encoding
                 self.notes.recoded.append(Recoded(title, form, codes.scheme, error))
 
-    def _apart(self, name: str, live: Any, reader: Reader) -> Any:
+    def _apart(self, name: str, live: Any, reader: TensorReader) -> Any:
         """A tensor of a shape of its own, cut as it is here."""
         lazy = self._lazy(name, self.lead)
         title = f"{self.owner.fqn}.{name}"

@@ -9,14 +9,14 @@ from typing import Any
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.live.model.collective_errors import explain
-from ckptmap.live.model.peers import rank_and_world
-from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.report import StateReport, listed
-from ckptmap.live.model.target import Target, held
+from ckptmap.live.model.live_tensor import LiveTensor, held
+from ckptmap.live.model.load_report import StateReport, listed
+from ckptmap.live.model.rank_group import rank_and_world
+from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer import flat_lowbit as flat_codes
-from ckptmap.live.optimizer.index_check import refuse_other_order
-from ckptmap.live.optimizer.owned_shards import Owner, owners
-from ckptmap.live.optimizer.param_groups import Groups
+from ckptmap.live.optimizer.local_state import ParamOwner, owners
+from ckptmap.live.optimizer.param_groups import ParamGroups
+from ckptmap.live.optimizer.param_order_check import refuse_other_order
 from ckptmap.live.optimizer.state_loader import (
     Policy,
     Source,
@@ -39,7 +39,7 @@ class StatePlan:
     kept   is all that was saved decoded there as it was, and used?
     """
 
-    steps: list[Callable[[Reader], None]] = field(default_factory=list)
+    steps: list[Callable[[TensorReader], None]] = field(default_factory=list)
     notes: StateNotes = field(default_factory=StateNotes)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class StatePlan:
                 "load with strict=False to take what matches, or the model alone",
             )
 
-    def run(self, reader: Reader) -> None:
+    def run(self, reader: TensorReader) -> None:
         """Load it all, after the weights."""
         try:
             for step in self.steps:
@@ -93,7 +93,7 @@ class StateMatcher:
     """Decides what is done with the state of every parameter; reads no state."""
 
     def __init__(
-        self, checkpoint: Checkpoint, targets: Sequence[Target], optimizer: Any, precision: str
+        self, checkpoint: Checkpoint, targets: Sequence[LiveTensor], optimizer: Any, precision: str
     ) -> None:
         self._checkpoint = checkpoint
         self._optimizer = unwrapped(optimizer)
@@ -115,7 +115,7 @@ class StateMatcher:
         self._refuse_unnamed()
         refuse_other_order(self._checkpoint, self._owners, self._targets)
         stored = self._checkpoint.optimizer_groups
-        groups = Groups(self._owners, stored, self._tensors)
+        groups = ParamGroups(self._owners, stored, self._tensors)
         listed_there = {fqn for group in stored for fqn in group["params"]}
         used: set[str] = set()
         plan.steps.append(
@@ -153,7 +153,7 @@ class StateMatcher:
             " param_order=...)",
         )
 
-    def _source(self, target: Target, used: set[str]) -> Source:
+    def _source(self, target: LiveTensor, used: set[str]) -> Source:
         """Everything the checkpoint has of one parameter, under the first of its names."""
         found: dict[str, Any] = {}
         for name in target.known:
@@ -164,7 +164,7 @@ class StateMatcher:
         return found
 
     def _decide(
-        self, owner: Owner, sources: Sequence[Source], groups: Groups, known: set[str]
+        self, owner: ParamOwner, sources: Sequence[Source], groups: ParamGroups, known: set[str]
     ) -> None:
         plan = self._plan
         plan.missing += _unlisted(owner, sources, known)
@@ -185,14 +185,14 @@ class StateMatcher:
         kept = self._kept_of(owner)
         plan.steps.append(StateLoader(owner, sources, self._policy, plan.notes, betas, kept))
 
-    def _kept_of(self, owner: Owner) -> Mapping[str, flat_codes.Kept]:
+    def _kept_of(self, owner: ParamOwner) -> Mapping[str, flat_codes.FlatCodes]:
         kept = (self._kept or {}).get(owner.fqn, {}) if owner.is_flat else {}
         if not flat_codes.fits(kept, owner.part):
             return {}
         self._used_kept.add(owner.fqn)
         return kept
 
-    def _unfit(self, owner: Owner, sources: Sequence[Source], betas: Sequence[float]) -> str:
+    def _unfit(self, owner: ParamOwner, sources: Sequence[Source], betas: Sequence[float]) -> str:
         """Why the state cannot be this optimizer's; empty: it can. Shapes are checked, too."""
         family = owner.part.family
         for (target, _), source in zip(owner.members, sources, strict=True):
@@ -209,7 +209,7 @@ class StateMatcher:
                     )
         return ""
 
-    def _foresee(self, owner: Owner, sources: Sequence[Source]) -> None:
+    def _foresee(self, owner: ParamOwner, sources: Sequence[Source]) -> None:
         """Entries that will not be the same bits, as far as headers tell."""
         family = owner.part.family
         self._foresee_shared(owner, sources)
@@ -225,7 +225,7 @@ class StateMatcher:
                 elif not family.mixed and (lazy.encoding != "dense" or lazy.dtype != dtype):
                     self._plan.lossy.append(f"{target.fqn}.{name}: {lazy.dtype} becomes {dtype}")
 
-    def _foresee_shared(self, owner: Owner, sources: Sequence[Source]) -> None:
+    def _foresee_shared(self, owner: ParamOwner, sources: Sequence[Source]) -> None:
         """A flat parameter counts one step, its members had one each."""
         found = sorted({number for number in map(step_of, sources) if number is not None})
         if len(found) > 1:
@@ -234,7 +234,7 @@ class StateMatcher:
             self._plan.settings.append(f"{why}; is {found[-1]:g}")
             self._plan.lossy.append(why)
 
-    def _refresh_copies(self, reader: Reader) -> None:
+    def _refresh_copies(self, reader: TensorReader) -> None:
         """CPUOffloadOptimizer steps on copies that it made of the weights before they were loaded."""
         import torch
 
@@ -243,7 +243,7 @@ class StateMatcher:
                 host.copy_(device)
 
 
-def _unlisted(owner: Owner, sources: Sequence[Source], known: set[str]) -> list[str]:
+def _unlisted(owner: ParamOwner, sources: Sequence[Source], known: set[str]) -> list[str]:
     """Its members without state that no group of the checkpoint knows: the others had not made any."""
     if not owner.part.model.requires_grad:
         return []
@@ -253,7 +253,7 @@ def _unlisted(owner: Owner, sources: Sequence[Source], known: set[str]) -> list[
     ]
 
 
-def _require_replicas(owner: Owner, sources: Sequence[Source]) -> None:
+def _require_replicas(owner: ParamOwner, sources: Sequence[Source]) -> None:
     """Raise RunError CKM310 where ranks have saved other values of the same state."""
     for (target, _), source in zip(owner.members, sources, strict=True):
         like = tuple(target.tensor.shape)
@@ -263,6 +263,6 @@ def _require_replicas(owner: Owner, sources: Sequence[Source]) -> None:
                 lazy.require_replicas(boxes)
 
 
-def _forget(owner: Owner) -> None:
+def _forget(owner: ParamOwner) -> None:
     """Without state; the optimizer makes it at its next step."""
     owner.part.optimizer.state.pop(owner.part.param, None)

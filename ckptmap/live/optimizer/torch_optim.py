@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptmap.live.optimizer.base import STEP, Family, Part, is_a, step_dtype
+from ckptmap.live.optimizer.family import STEP, OptimizerFamily, OptimizerParam, is_a, step_dtype
 
 
-class TorchAdam(Family):
+class TorchAdam(OptimizerFamily):
     """torch.optim.Adam and AdamW: foreach, fused, capturable."""
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -20,7 +20,7 @@ class TorchAdam(Family):
     def claims(self, optimizer: Any) -> bool:
         return is_a(optimizer, "torch.optim", "Adam", "AdamW")
 
-    def present(self, part: Part) -> dict[str, Any]:
+    def present(self, part: OptimizerParam) -> dict[str, Any]:
         names = {STEP, *self.needs(part)}
         found = self.entries(part.state)
         fits = found.keys() == names and all(
@@ -30,7 +30,7 @@ class TorchAdam(Family):
         )
         return found if fits else {}
 
-    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
         import torch
 
         group = part.group
@@ -43,34 +43,34 @@ class TorchAdam(Family):
         return found
 
 
-class TorchSgd(Family):
+class TorchSgd(OptimizerFamily):
     """torch.optim.SGD: one buffer, where it has momentum."""
 
-    def needs(self, part: Part) -> tuple[str, ...]:
+    def needs(self, part: OptimizerParam) -> tuple[str, ...]:
         return ("momentum_buffer",) * bool(part.group.get("momentum"))
 
     def claims(self, optimizer: Any) -> bool:
         return is_a(optimizer, "torch.optim", "SGD")
 
-    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
         if not part.group.get("momentum"):
             return {}
         return {"momentum_buffer": self.plain(part, part.param.dtype)}
 
 
-class TorchAdafactor(Family):
+class TorchAdafactor(OptimizerFamily):
     """torch.optim.Adafactor: a factored second moment, a column and a row a matrix."""
 
-    def needs(self, part: Part) -> tuple[str, ...]:
+    def needs(self, part: OptimizerParam) -> tuple[str, ...]:
         return ("variance",) if part.param.dim() < 2 else ("row_var", "col_var")
 
-    def like_param(self, part: Part, name: str) -> bool:
+    def like_param(self, part: OptimizerParam, name: str) -> bool:
         return name == "variance"
 
     def claims(self, optimizer: Any) -> bool:
         return is_a(optimizer, "torch.optim", "Adafactor")
 
-    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
         import torch
 
         param = part.param

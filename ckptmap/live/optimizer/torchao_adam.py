@@ -8,15 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.live.model.target import like
-from ckptmap.live.optimizer.base import KINDS, STEP, Family, Part, is_a, local_of, step_dtype
+from ckptmap.live.model.live_tensor import like
+from ckptmap.live.optimizer.family import (
+    KINDS,
+    STEP,
+    OptimizerFamily,
+    OptimizerParam,
+    is_a,
+    local_of,
+    step_dtype,
+)
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
     import torch
 
 
-class TorchaoAdam(Family):
+class TorchaoAdam(OptimizerFamily):
     """torchao's Adam and AdamW: 8 bit, 4 bit, fp8, or plain with stochastic rounding."""
 
     name = "torchao"
@@ -37,7 +45,7 @@ class TorchaoAdam(Family):
     def rounds(self, optimizer: Any) -> bool:
         return bool(optimizer.bf16_stochastic_round)
 
-    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
         import torch
 
         with torch.no_grad():
@@ -48,7 +56,7 @@ class TorchaoAdam(Family):
                 found["max_exp_avg_sq"] = part.optimizer._new_buffer(part.param, False)
         return found
 
-    def coded(self, part: Part, scheme: str, signed: bool) -> Any:
+    def coded(self, part: OptimizerParam, scheme: str, signed: bool) -> Any:
         local, block = local_of(part.param), part.optimizer.block_size
         if block == float("inf") or not local.numel() or local.numel() % block:
             return None
@@ -58,7 +66,7 @@ class TorchaoAdam(Family):
         return like(part.param, made).to(part.param.device)
 
 
-def _stored_step(part: Part, source: Mapping[str, Any]) -> torch.dtype:
+def _stored_step(part: OptimizerParam, source: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype of the step that was saved: torchao counted in torch's default dtype of then,
     and a bfloat16 step ends at 256."""
     lazy = source.get(STEP)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptmap import registry
 from ckptmap.errors import LoadError
-from ckptmap.live.optimizer.base import Family, Part, is_a
+from ckptmap.live.optimizer.family import OptimizerFamily, OptimizerParam, is_a
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -20,9 +20,9 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def family_of(optimizer: Any) -> Family:
+def family_of(optimizer: Any) -> OptimizerFamily:
     """Return the family that an optimizer belongs to; the last one takes any."""
-    families: tuple[Family, ...] = registry.optimizer_families()
+    families: tuple[OptimizerFamily, ...] = registry.optimizer_families()
     return next(family for family in families if family.claims(optimizer))
 
 
@@ -39,7 +39,7 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     return [*optimizer.optim_dict.values(), *on_device]
 
 
-def parts_of(optimizer: Any) -> Iterator[Part]:
+def parts_of(optimizer: Any) -> Iterator[OptimizerParam]:
     """Every parameter of it, in the order of its groups."""
     if not hasattr(optimizer, "param_groups"):
         raise LoadError(
@@ -54,4 +54,4 @@ def parts_of(optimizer: Any) -> Iterator[Part]:
         family = family_of(inner)
         for group in inner.param_groups:
             for param in group["params"]:
-                yield Part(inner, family, group, param, copies.get(id(param), param))
+                yield OptimizerParam(inner, family, group, param, copies.get(id(param), param))

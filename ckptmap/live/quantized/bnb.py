@@ -22,9 +22,9 @@ from ckptmap.live.model.live_form import (
     StoredForm,
     StoredPart,
 )
-from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.report import Encoded
-from ckptmap.live.model.target import Target, device_for, is_dtensor
+from ckptmap.live.model.live_tensor import LiveTensor, device_for, is_dtensor
+from ckptmap.live.model.load_report import Encoded
+from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.planning.kept_codes import code_grid
 from ckptmap.quantization.nf4 import kernels as nf4_codes
 from ckptmap.quantization.nf4.encoding import DATA, FACTOR, MEAN, SCALERS, TABLE
@@ -44,11 +44,11 @@ class BnbForm(LiveForm):
     classes = frozenset({LIVE_CLASS})
     takes_values = True  # a weight that is not quantized yet is dense
 
-    def is_live(self, target: Target) -> bool:
+    def is_live(self, target: LiveTensor) -> bool:
         return is_live(target)
 
     def step(
-        self, target: Target, source: LazyTensor, context: LoadContext
+        self, target: LiveTensor, source: LazyTensor, context: LoadContext
     ) -> LoadStep | NeedsFrozen | None:
         wanted = context.options.nf4 == "bnb" or is_live(target)
         state = live_state(target)
@@ -61,7 +61,7 @@ class BnbForm(LiveForm):
             raise refuse(target, reason)
         device = device_for(target, context.fallback)
 
-        def run(reader: Reader) -> None:
+        def run(reader: TensorReader) -> None:
             with reader.meter.hold(source.nbytes, device):
                 put(reader, source, target, device)
 
@@ -73,7 +73,7 @@ class BnbForm(LiveForm):
     def reads_whole(self, source: LazyTensor) -> bool:
         return True
 
-    def stored(self, target: Target, fqn: str) -> StoredForm | None:
+    def stored(self, target: LiveTensor, fqn: str) -> StoredForm | None:
         # A tensor of a state dict has no module, and its scales are entries of their own there.
         if not target.places or not holds_codes(target):
             return None
@@ -83,13 +83,13 @@ class BnbForm(LiveForm):
             parts.append(StoredPart(f"{fqn}{name}", info, Box.whole(info.shape), values, True))
         return StoredForm(parts)
 
-    def logical(self, target: Target) -> TensorInfo | None:
+    def logical(self, target: LiveTensor) -> TensorInfo | None:
         return logical(target)
 
-    def has_rounded_scales(self, target: Target) -> bool:
+    def has_rounded_scales(self, target: LiveTensor) -> bool:
         return is_rounded(target)
 
-    def require_in_state_dict(self, target: Target) -> None:
+    def require_in_state_dict(self, target: LiveTensor) -> None:
         raise LoadError(
             "CKM505",
             f"model: {target.fqn} is a {LIVE_CLASS}, which no state dict can hold",
@@ -97,12 +97,12 @@ class BnbForm(LiveForm):
         )
 
 
-def is_live(target: Target) -> bool:
+def is_live(target: LiveTensor) -> bool:
     """Is it, or is it to be, a bitsandbytes 4-bit weight?"""
     return type(target.tensor).__name__ == LIVE_CLASS
 
 
-def can_hold(target: Target) -> str:
+def can_hold(target: LiveTensor) -> str:
     """Why bitsandbytes cannot hold the weight here; empty: it can."""
     if is_dtensor(target.tensor) or target.is_flat:
         return "it is cut over ranks, and Params4bit is loaded whole"
@@ -112,7 +112,7 @@ def can_hold(target: Target) -> str:
     return ""
 
 
-def refuse(target: Target, reason: str) -> LoadError:
+def refuse(target: LiveTensor, reason: str) -> LoadError:
     return LoadError(
         "CKM512",
         f"model: {target.fqn} cannot be a bitsandbytes NF4 weight: {reason}",
@@ -120,19 +120,19 @@ def refuse(target: Target, reason: str) -> LoadError:
     )
 
 
-def live_state(target: Target) -> Any:
+def live_state(target: LiveTensor) -> Any:
     """The quant state of a weight that is quantized already; None: it is not yet."""
     return getattr(target.tensor, "quant_state", None) if is_live(target) else None
 
 
-def holds_codes(target: Target) -> bool:
+def holds_codes(target: LiveTensor) -> bool:
     """Is it, or this rank's part of it, quantized already?"""
     if is_dtensor(target.tensor):
         return type(target.local).__name__ == LIVE_CLASS
     return live_state(target) is not None
 
 
-def is_rounded(target: Target) -> bool:
+def is_rounded(target: LiveTensor) -> bool:
     """Has bitsandbytes put the codes in another order, for a forward on the CPU, and rounded the
     scales? It computes with those, and saves others."""
     state = live_state(target)
@@ -144,7 +144,7 @@ def is_rounded(target: Target) -> bool:
     return packed or any(str(scale.dtype) != "torch.float32" for scale in scales)
 
 
-def logical(target: Target) -> TensorInfo | None:
+def logical(target: LiveTensor) -> TensorInfo | None:
     """Shape and dtype of the weight that the live codes stand for; None: it has none."""
     state = live_state(target)
     if state is None:
@@ -152,7 +152,7 @@ def logical(target: Target) -> TensorInfo | None:
     return TensorInfo(tuple(state.shape), str(state.dtype).removeprefix("torch."))
 
 
-def stored_parts(target: Target) -> dict[str, torch.Tensor]:
+def stored_parts(target: LiveTensor) -> dict[str, torch.Tensor]:
     """What bitsandbytes itself saves of the weight, by what stands behind its name: codes "", scales
     ".absmax", ... Its layer undoes the order of codes that a forward on the CPU has given them.
 
@@ -174,7 +174,7 @@ def stored_parts(target: Target) -> dict[str, torch.Tensor]:
     }
 
 
-def keeps_codes(source: LazyTensor, target: Target) -> bool:
+def keeps_codes(source: LazyTensor, target: LiveTensor) -> bool:
     """Are the source's codes those that the live weight has?"""
     grid, state = code_grid(source), live_state(target)
     return source.encoding == NF4 or (
@@ -182,7 +182,7 @@ def keeps_codes(source: LazyTensor, target: Target) -> bool:
     )
 
 
-def put(reader: Reader, source: LazyTensor, target: Target, device: torch.device) -> None:
+def put(reader: TensorReader, source: LazyTensor, target: LiveTensor, device: torch.device) -> None:
     """Set the weight of every module that shares it: codes as they are, or, where the source has
     none of this kind, quantized as the live weight is. Read whole."""
     import bitsandbytes
@@ -203,7 +203,9 @@ def put(reader: Reader, source: LazyTensor, target: Target, device: torch.device
         module.quant_state = state
 
 
-def _from_nf4(reader: Reader, source: LazyTensor, device: torch.device) -> tuple[torch.Tensor, Any]:
+def _from_nf4(
+    reader: TensorReader, source: LazyTensor, device: torch.device
+) -> tuple[torch.Tensor, Any]:
     from bitsandbytes.functional import QuantState
 
     encoding: Any = source.encoding_
@@ -239,7 +241,7 @@ def _from_codes(source: LazyTensor, live: Any, device: torch.device) -> tuple[to
 
 
 def _quantized(
-    reader: Reader, source: LazyTensor, live: Any, device: torch.device
+    reader: TensorReader, source: LazyTensor, live: Any, device: torch.device
 ) -> tuple[torch.Tensor, Any]:
     """By bitsandbytes, with the live weight's own settings."""
     import torch

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model.peers import Peers
+from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.quantized.nf4 import LIVE_CLASS
 from ckptmap.live.quantized.nf4_torchao import from_torchao
 
@@ -34,7 +34,7 @@ def prepare_ddp(model: torch.nn.Module, source: int = 0) -> tuple[str, ...]:
     known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
     ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     ignore(model, [*known, *names])
-    peers = Peers.join("replicas")
+    peers = RankGroup.join("replicas")
     if len(set(map(tuple, peers.all(names)))) > 1:
         raise LoadError(
             "CKM509",
@@ -50,15 +50,15 @@ def prepare_ddp(model: torch.nn.Module, source: int = 0) -> tuple[str, ...]:
     return tuple(names)
 
 
-def compare_nf4(model: torch.nn.Module, peers: Peers | None = None) -> str:
+def compare_nf4(model: torch.nn.Module, peers: RankGroup | None = None) -> str:
     """The digest of all NF4 weights, which all ranks must share; empty where there are none.
 
     Raises LoadError CKM509 where they do not."""
     import xxhash
 
-    from ckptmap.live.model.reader import as_bytes
+    from ckptmap.live.model.tensor_reader import as_bytes
 
-    peers = Peers.join("replicas") if peers is None else peers
+    peers = RankGroup.join("replicas") if peers is None else peers
     digest, found = xxhash.xxh3_64(), False
     for name, param in model.named_parameters():
         if _is_nf4(param):

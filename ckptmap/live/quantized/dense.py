@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ckptmap.live.model.live_form import LoadContext, LoadStep, is_quantized
-from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.report import Cast, Decoded
-from ckptmap.live.model.target import Target, device_for, expanded
+from ckptmap.live.model.live_tensor import LiveTensor, device_for, expanded
+from ckptmap.live.model.load_report import CastTensor, Decoded
+from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import ITEMSIZE, Box
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DENSE = "dense"
 
 
-def fill_step(target: Target, source: LazyTensor, context: LoadContext) -> LoadStep:
+def fill_step(target: LiveTensor, source: LazyTensor, context: LoadContext) -> LoadStep:
     """Return the step that fills `target` with the values of `source`."""
     if source.encoding != DENSE:
         return decode_step(target, source, context, f"{source.encoding} has no live form here")
@@ -32,7 +32,7 @@ def fill_step(target: Target, source: LazyTensor, context: LoadContext) -> LoadS
     rounds = by_chance and (source.dtype, target.dtype) == ("float32", "bfloat16")
     device = device_for(target, context.fallback)
 
-    def read(reader: Reader, box: Box, out: torch.Tensor) -> None:
+    def read(reader: TensorReader, box: Box, out: torch.Tensor) -> None:
         if rounds:
             reader.rounded(source, box, out, _seed(context.options.seed, target, box))
         else:
@@ -41,7 +41,9 @@ def fill_step(target: Target, source: LazyTensor, context: LoadContext) -> LoadS
     return LoadStep(lambda reader: _fill(reader, target, device, read), _cast(target, source))
 
 
-def decode_step(target: Target, source: LazyTensor, context: LoadContext, reason: str) -> LoadStep:
+def decode_step(
+    target: LiveTensor, source: LazyTensor, context: LoadContext, reason: str
+) -> LoadStep:
     """Return the step that decodes `source` into `target`, which `reason` keeps from its codes."""
     numel = target.local.numel()
     share = numel / max(1, source.info.numel)
@@ -56,20 +58,20 @@ def decode_step(target: Target, source: LazyTensor, context: LoadContext, reason
     )
 
 
-def overwrite(reader: Reader, source: LazyTensor, target: Target) -> None:
+def overwrite(reader: TensorReader, source: LazyTensor, target: LiveTensor) -> None:
     """Write this rank's boxes of `source`, of any encoding, into the live tensor."""
     read = reader.dense if source.encoding == DENSE else reader.decoded
     for box, view in target.windows(target.local):
         read(source, box, view)
 
 
-def _cast(target: Target, source: LazyTensor) -> Cast | None:
+def _cast(target: LiveTensor, source: LazyTensor) -> CastTensor | None:
     if source.dtype == target.dtype:
         return None
-    return Cast(target.fqn, source.dtype, target.dtype)
+    return CastTensor(target.fqn, source.dtype, target.dtype)
 
 
-def _seed(seed: int, target: Target, box: Box) -> int:
+def _seed(seed: int, target: LiveTensor, box: Box) -> int:
     """Return the seed of one box of one tensor: replicas draw the same bits, all other boxes
     independent ones."""
     text = f"ckptmap round|{seed}|{target.fqn}|{box.offsets}|{box.sizes}"
@@ -77,10 +79,10 @@ def _seed(seed: int, target: Target, box: Box) -> int:
 
 
 def _fill(
-    reader: Reader,
-    target: Target,
+    reader: TensorReader,
+    target: LiveTensor,
     device: torch.device,
-    read: Callable[[Reader, Box, torch.Tensor], None],
+    read: Callable[[TensorReader, Box, torch.Tensor], None],
 ) -> None:
     """Fill this rank's part in place; a new dense tensor takes its place where it is on meta,
     quantized or expanded."""

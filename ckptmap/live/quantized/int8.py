@@ -25,10 +25,10 @@ from ckptmap.live.model.live_form import (
     LoadStep,
     StoredForm,
 )
-from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.report import Encoded
+from ckptmap.live.model.live_tensor import LiveTensor, device_for, is_dtensor
+from ckptmap.live.model.load_report import Encoded
 from ckptmap.live.model.row_sharding import row_shard
-from ckptmap.live.model.target import Target, device_for, is_dtensor
+from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.quantized.int8_sharded import sharded_class, torchao_class
 from ckptmap.live.quantized.int8_stored import stored_int8
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -50,7 +50,7 @@ class Int8Form(LiveForm):
     classes = frozenset(LIVE_CLASSES)
 
     def step(
-        self, target: Target, source: LazyTensor, context: LoadContext
+        self, target: LiveTensor, source: LazyTensor, context: LoadContext
     ) -> LoadStep | Decode | None:
         device = device_for(target, context.fallback)
         if is_int8(source):
@@ -59,13 +59,13 @@ class Int8Form(LiveForm):
         if not self.is_live(target):
             return None
 
-        def run(reader: Reader) -> None:
+        def run(reader: TensorReader) -> None:
             made = quantize_rows(reader, source, target, device)
             target.put(_computing_as(target.local, made))
 
         return LoadStep(run, quantizes=True)
 
-    def overwrite(self, reader: Reader, source: LazyTensor, target: Target) -> None:
+    def overwrite(self, reader: TensorReader, source: LazyTensor, target: LiveTensor) -> None:
         local: Any = target.local
         rows = rows_of(target, source) if is_int8(source) else ""
         if isinstance(rows, str):
@@ -75,7 +75,9 @@ class Int8Form(LiveForm):
         local.qdata.copy_(made.qdata)
         local.scale.copy_(made.scale.view(local.scale.shape))
 
-    def quantized(self, reader: Reader, source: LazyTensor, target: Target) -> torch.Tensor | None:
+    def quantized(
+        self, reader: TensorReader, source: LazyTensor, target: LiveTensor
+    ) -> torch.Tensor | None:
         return quantize_rows(reader, source, target, target.local.device)
 
     def decides_by(self, source: LazyTensor) -> Iterable[str]:
@@ -85,14 +87,14 @@ class Int8Form(LiveForm):
             return coded.scale_parts(source.info)
         return ()
 
-    def stored(self, target: Target, fqn: str) -> StoredForm | None:
+    def stored(self, target: LiveTensor, fqn: str) -> StoredForm | None:
         return stored_int8(target, fqn, *_plain_parts(target)) if self.is_live(target) else None
 
 
-def _kept(target: Target, source: LazyTensor, rows: Rows, device: torch.device) -> LoadStep:
+def _kept(target: LiveTensor, source: LazyTensor, rows: Int8Rows, device: torch.device) -> LoadStep:
     """Return the step that puts the checkpoint's codes into the model."""
 
-    def run(reader: Reader) -> None:
+    def run(reader: TensorReader) -> None:
         with reader.meter.hold(rows.nbytes, device):
             made = read_rows(reader, source, rows, device)
             target.put(_computing_as(target.local, made))
@@ -105,7 +107,7 @@ def _kept(target: Target, source: LazyTensor, rows: Rows, device: torch.device) 
 
 
 @dataclass(frozen=True)
-class Rows:
+class Int8Rows:
     """The rows of one rank: their box in the whole tensor, and how scales lie over them.
 
     dtype     of the live weight, which torchao's tensor appears to have
@@ -137,7 +139,7 @@ def _grid(source: LazyTensor) -> Grid | None:
     return grid if grid is not None and grid.name == "int8" else None
 
 
-def rows_of(target: Target, source: LazyTensor) -> Rows | str:
+def rows_of(target: LiveTensor, source: LazyTensor) -> Int8Rows | str:
     """This rank's rows as they will be held; a text: why they are decoded instead."""
     grid = _grid(source)
     assert grid is not None, f"{source.fqn}: {source.encoding} is not int8"
@@ -158,10 +160,10 @@ def rows_of(target: Target, source: LazyTensor) -> Rows | str:
     except RunError as error:  # zero points that are not zero
         return error.message
     box = Box((rank * rows, 0), (rows, source.shape[1]))
-    return Rows(grid, box, target.tensor.dtype, is_dtensor(target.tensor))
+    return Int8Rows(grid, box, target.tensor.dtype, is_dtensor(target.tensor))
 
 
-def _unfit(target: Target, grid: Grid) -> str:
+def _unfit(target: LiveTensor, grid: Grid) -> str:
     if target.tensor.requires_grad:
         return "the live weight is trainable, and int8 codes cannot be"
     if target.is_buffer or target.is_flat:
@@ -179,7 +181,9 @@ def _unfit(target: Target, grid: Grid) -> str:
 # ------------------------------------------------------------------------------- read
 
 
-def read_rows(reader: Reader, source: LazyTensor, rows: Rows, device: torch.device) -> torch.Tensor:
+def read_rows(
+    reader: TensorReader, source: LazyTensor, rows: Int8Rows, device: torch.device
+) -> torch.Tensor:
     """The rows as torchao's tensor: their codes, and of the scales, which are read whole, theirs."""
     import torch
 
@@ -235,7 +239,7 @@ def _computing_as(old: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------- to be saved
 
 
-def _plain_parts(target: Target) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+def _plain_parts(target: LiveTensor) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """Return codes, scales in the shape of their grid, and blocks of a live weight.
 
     Raises LoadError CKM505 where its zero points are not zero.
@@ -254,7 +258,7 @@ def _plain_parts(target: Target) -> tuple[torch.Tensor, torch.Tensor, tuple[int,
 
 
 def quantize_rows(
-    reader: Reader, source: LazyTensor, target: Target, device: torch.device
+    reader: TensorReader, source: LazyTensor, target: LiveTensor, device: torch.device
 ) -> torch.Tensor:
     """Values of the checkpoint as int8 by rows, for a live weight that is int8."""
     import torch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap import registry
 from ckptmap.core.code_grids import Grid, KeepsCodes
 from ckptmap.live.model.live_form import StoredForm, StoredPart
-from ckptmap.live.model.target import Target, held, is_dtensor
+from ckptmap.live.model.live_tensor import LiveTensor, held, is_dtensor
 from ckptmap.protocols import Encoding, Refusal, part_key
 from ckptmap.tensors import TensorInfo
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def stored_int8(
-    target: Target, fqn: str, codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...]
+    target: LiveTensor, fqn: str, codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, ...]
 ) -> StoredForm:
     """Return the stored tensors of a weight, and the box of each that this rank holds.
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.core.code_grids import Coded
 from ckptmap.errors import LoadError, RunError
 from ckptmap.live.model.live_form import LiveForm, LoadContext, LoadStep, StoredForm
-from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.report import Encoded
-from ckptmap.live.model.target import Target, held
+from ckptmap.live.model.live_tensor import LiveTensor, held
+from ckptmap.live.model.load_report import Encoded
+from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.quantized.int8_stored import stored_int8
 from ckptmap.quantization.torchao.subclass_reader import TRAINED
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -35,19 +35,19 @@ class TrainedInt8Form(LiveForm):
     kept_by_state_dict = False
     has_values_on_meta = False
 
-    def step(self, target: Target, source: LazyTensor, context: LoadContext) -> LoadStep | None:
+    def step(self, target: LiveTensor, source: LazyTensor, context: LoadContext) -> LoadStep | None:
         if not self.is_live(target):
             return None
         scales = kept_scales(target, source)
 
-        def run(reader: Reader) -> None:
+        def run(reader: TensorReader) -> None:
             fill(reader, source, target, scales)
 
         if scales is None:
             return LoadStep(run, quantizes=True)
         return LoadStep(run, encoded=Encoded(target.fqn, "int8", 0, 0, target.local.numel()))
 
-    def stored(self, target: Target, fqn: str) -> StoredForm | None:
+    def stored(self, target: LiveTensor, fqn: str) -> StoredForm | None:
         # A tensor of a state dict has no module, and passes as a dense one.
         if not target.places or not self.is_live(target):
             return None
@@ -56,7 +56,7 @@ class TrainedInt8Form(LiveForm):
         return stored_int8(target, fqn, local.int_data, local.scale.unsqueeze(1), block)
 
 
-def kept_scales(target: Target, source: LazyTensor) -> torch.Tensor | None:
+def kept_scales(target: LiveTensor, source: LazyTensor) -> torch.Tensor | None:
     """The scales of the checkpoint's codes, one a row, in T; None: the codes cannot be kept."""
     import torch
 
@@ -72,7 +72,9 @@ def kept_scales(target: Target, source: LazyTensor) -> torch.Tensor | None:
     return narrow if torch.equal(narrow.to(scales.dtype), scales) else None
 
 
-def fill(reader: Reader, source: LazyTensor, target: Target, scales: torch.Tensor | None) -> None:
+def fill(
+    reader: TensorReader, source: LazyTensor, target: LiveTensor, scales: torch.Tensor | None
+) -> None:
     """This rank's rows, from the checkpoint's codes where their `scales` are given."""
     live: Any = target.local
     for box, place in held(target):
@@ -88,7 +90,7 @@ def fill(reader: Reader, source: LazyTensor, target: Target, scales: torch.Tenso
 
 
 def _quantized(
-    reader: Reader, source: LazyTensor, box: Box, live: Any
+    reader: TensorReader, source: LazyTensor, box: Box, live: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """By the rule of the torchao that is installed, which is where the weight's class is from."""
     import torch

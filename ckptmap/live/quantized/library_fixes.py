@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model import fsdp2 as fsdp2_params
+from ckptmap.live.model import fsdp2_params as fsdp2_params
 from ckptmap.live.quantized import int8_sharded
 from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
 from ckptmap.quantization.nf4.scheme import NF4

@@ -25,10 +25,10 @@ from ckptmap.live.model.live_form import (
     StoredForm,
     StoredPart,
 )
-from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.report import Encoded
+from ckptmap.live.model.live_tensor import LiveTensor, device_for, held, is_dtensor
+from ckptmap.live.model.load_report import Encoded
 from ckptmap.live.model.row_sharding import row_shard
-from ckptmap.live.model.target import Target, device_for, held, is_dtensor
+from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.quantized.nf4_torchao import from_torchao, live_scaler_block, regroup, to_torchao
 from ckptmap.planning.kept_codes import code_grid, writes_keeping_codes
 from ckptmap.protocols import Refusal
@@ -61,7 +61,7 @@ class NF4Form(LiveForm):
     classes = frozenset({LIVE_CLASS})
 
     def step(
-        self, target: Target, source: LazyTensor, context: LoadContext
+        self, target: LiveTensor, source: LazyTensor, context: LoadContext
     ) -> LoadStep | Decode | NeedsFrozen | None:
         stored, live = source.encoding == ENCODING, self.is_live(target)
         if not stored and not live:
@@ -85,7 +85,7 @@ class NF4Form(LiveForm):
         step = _replacing(target, source, rows, context, quantize_rows)
         return replace(step, quantizes=not keeps_codes(source, rows))
 
-    def overwrite(self, reader: Reader, source: LazyTensor, target: Target) -> None:
+    def overwrite(self, reader: TensorReader, source: LazyTensor, target: LiveTensor) -> None:
         local: Any = target.local
         _, live, _ = from_torchao(local)
         whole = TensorInfo(source.shape, target.dtype)
@@ -103,13 +103,15 @@ class NF4Form(LiveForm):
             )
         ((box, _),) = held(target)
         regrouped = replace(found, scaler_block_size=live.scaler_block_size)
-        rows = Rows(TensorInfo(box.sizes, whole.dtype), whole, found, regrouped, box)
+        rows = NF4Rows(TensorInfo(box.sizes, whole.dtype), whole, found, regrouped, box)
         make = read_rows if same else quantize_rows
         made: Any = make(reader, source, rows, local.device)
         for name in PARTS:
             getattr(local, name).copy_(getattr(made, name))
 
-    def quantized(self, reader: Reader, source: LazyTensor, target: Target) -> torch.Tensor | None:
+    def quantized(
+        self, reader: TensorReader, source: LazyTensor, target: LiveTensor
+    ) -> torch.Tensor | None:
         rows = _quantizable(target, source.info, source)
         if isinstance(rows, str):
             return None
@@ -121,22 +123,22 @@ class NF4Form(LiveForm):
     def reads_whole(self, source: LazyTensor) -> bool:
         return source.encoding != ENCODING
 
-    def stored(self, target: Target, fqn: str) -> StoredForm | None:
+    def stored(self, target: LiveTensor, fqn: str) -> StoredForm | None:
         return stored_form(target, fqn) if self.is_live(target) else None
 
 
 def _replacing(
-    target: Target,
+    target: LiveTensor,
     source: LazyTensor,
-    rows: Rows,
+    rows: NF4Rows,
     context: LoadContext,
-    make: Callable[[Reader, LazyTensor, Rows, torch.device], torch.Tensor],
+    make: Callable[[TensorReader, LazyTensor, NF4Rows, torch.device], torch.Tensor],
 ) -> LoadStep:
     """Return the step that puts what `make` builds of the rows into the model."""
     stored, live = rows.stored.scaler_block_size, rows.live.scaler_block_size
     device = device_for(target, context.fallback)
 
-    def run(reader: Reader) -> None:
+    def run(reader: TensorReader) -> None:
         with reader.meter.hold(rows.nbytes, device):
             target.put(make(reader, source, rows, device))
 
@@ -147,14 +149,14 @@ def _replacing(
     )
 
 
-def _quantizable(target: Target, info: TensorInfo, source: LazyTensor) -> Rows | str:
+def _quantizable(target: LiveTensor, info: TensorInfo, source: LazyTensor) -> NF4Rows | str:
     """Return this rank's rows of a tensor that is quantized here; a text: why it cannot be."""
     encoding = encoding_for(info, source)
     return encoding if isinstance(encoding, str) else rows_of(target, info, encoding)
 
 
 @dataclass(frozen=True)
-class Rows:
+class NF4Rows:
     """The rows of one rank under an encoding whose scaler blocks they hold whole.
 
     info      of the rows
@@ -178,7 +180,7 @@ class Rows:
         return sum(part.nbytes for part in parts.values())
 
 
-def can_hold(target: Target) -> str:
+def can_hold(target: LiveTensor) -> str:
     """Why the place where the tensor sits cannot have an NF4Tensor; empty: it can."""
     if target.is_buffer:
         return "a buffer cannot be an NF4Tensor"
@@ -192,7 +194,7 @@ def can_hold(target: Target) -> str:
     return ""
 
 
-def rows_of(target: Target, info: TensorInfo, encoding: NF4) -> Rows | str:
+def rows_of(target: LiveTensor, info: TensorInfo, encoding: NF4) -> NF4Rows | str:
     """This rank's rows as they will be held; a text: why they cannot be."""
     rank, world = 0, 1
     tensor: Any = target.tensor
@@ -208,13 +210,15 @@ def rows_of(target: Target, info: TensorInfo, encoding: NF4) -> Rows | str:
     shape = (rows, *info.shape[1:])
     box = Box((rank * rows,) + (0,) * (len(shape) - 1), shape)
     live = replace(encoding, scaler_block_size=scaler_block)
-    return Rows(TensorInfo(shape, info.dtype), info, encoding, live, box)
+    return NF4Rows(TensorInfo(shape, info.dtype), info, encoding, live, box)
 
 
 # ------------------------------------------------------------------------------- from NF4
 
 
-def read_rows(reader: Reader, source: LazyTensor, rows: Rows, device: torch.device) -> torch.Tensor:
+def read_rows(
+    reader: TensorReader, source: LazyTensor, rows: NF4Rows, device: torch.device
+) -> torch.Tensor:
     """The rows of an NF4 checkpoint tensor, only their bytes read."""
     parts = {}
     for name in source.parts:
@@ -224,7 +228,7 @@ def read_rows(reader: Reader, source: LazyTensor, rows: Rows, device: torch.devi
     return _build(parts, rows)
 
 
-def _build(parts: dict[str, torch.Tensor], rows: Rows) -> torch.Tensor:
+def _build(parts: dict[str, torch.Tensor], rows: NF4Rows) -> torch.Tensor:
     """Parts cut at the rows' blocks, the factors those that cover them -> the local NF4Tensor."""
     first, count = _blocks(rows)
     parts = regroup(parts, rows.info, rows.stored, rows.live.scaler_block_size)
@@ -235,7 +239,7 @@ def _build(parts: dict[str, torch.Tensor], rows: Rows) -> torch.Tensor:
     return to_torchao(parts, rows.info, rows.live, rows.whole.numel // rows.live.block_size)
 
 
-def _blocks(rows: Rows) -> tuple[int, int]:
+def _blocks(rows: NF4Rows) -> tuple[int, int]:
     """The first block of the rows in the whole tensor, and how many there are."""
     width = math.prod(rows.whole.shape[1:])
     block = rows.stored.block_size
@@ -245,7 +249,7 @@ def _blocks(rows: Rows) -> tuple[int, int]:
 # ------------------------------------------------------------------------------- to be saved
 
 
-def stored_form(target: Target, fqn: str) -> StoredForm:
+def stored_form(target: LiveTensor, fqn: str) -> StoredForm:
     """Return the five parts of a live NF4 weight, and what this rank holds of each: a run of every
     1-D part."""
     local, encoding, parts = from_torchao(target.local)
@@ -273,7 +277,7 @@ def kept_grid(source: LazyTensor) -> Grid | None:
     return grid if grid is not None and grid.name == "nf4" else None
 
 
-def keeps_codes(source: LazyTensor, rows: Rows) -> bool:
+def keeps_codes(source: LazyTensor, rows: NF4Rows) -> bool:
     """Can the source's codes be kept, so that nothing is quantized here?"""
     grid = kept_grid(source)
     return grid is not None and rows.stored.recoder(rows.whole, grid, "cpu") is not None
@@ -292,7 +296,7 @@ def encoding_for(info: TensorInfo, source: LazyTensor) -> NF4 | str:
 
 
 def quantize_rows(
-    reader: Reader, source: LazyTensor, rows: Rows, device: torch.device
+    reader: TensorReader, source: LazyTensor, rows: NF4Rows, device: torch.device
 ) -> torch.Tensor:
     """`to_nf4` of the whole dense tensor, of which only these rows are kept; or its codes, where
     it has them.
@@ -322,7 +326,7 @@ def quantize_rows(
     return _build(parts, rows)
 
 
-def _empty_parts(rows: Rows, device: torch.device) -> dict[str, torch.Tensor]:
+def _empty_parts(rows: NF4Rows, device: torch.device) -> dict[str, torch.Tensor]:
     """Part name -> an uninitialised tensor of the size that `_build` takes."""
     import torch
 
@@ -336,7 +340,7 @@ def _empty_parts(rows: Rows, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _keep(
-    parts: dict[str, torch.Tensor], rows: Rows, name: str, box: Box, values: torch.Tensor
+    parts: dict[str, torch.Tensor], rows: NF4Rows, name: str, box: Box, values: torch.Tensor
 ) -> None:
     """Copy what of a written range of a part falls to these rows."""
     wanted = rows.stored.part_box(rows.whole, name, rows.box)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import RunError
-from ckptmap.live.optimizer.owned_shards import CodedPiece, Held, Holding, Piece
+from ckptmap.live.optimizer.local_state import LocalCodes, LocalShard, LocalState, LocalTensor
 from ckptmap.optim.lowbit import CODES, QMAP, SCALE, Cell, LowBit, flat_span, joined
 from ckptmap.protocols import OutState, OutTensor, Refusal
 from ckptmap.tensors import Box, Path, TensorInfo
@@ -45,10 +45,10 @@ class Offer:
         return self.primary is None
 
 
-def offer(holding: Holding) -> Offer:
+def offer(holding: LocalTensor) -> Offer:
     first = holding.pieces[0] if holding.pieces else None
     coded = None
-    if isinstance(first, CodedPiece):
+    if isinstance(first, LocalCodes):
         codes = first.codes
         coded = (codes.scheme, codes.block_size, codes.signed)
     boxes = tuple(piece.box for piece in holding.pieces)
@@ -59,7 +59,7 @@ def offer(holding: Holding) -> Offer:
     )  # fmt: skip
 
 
-def _digest(holding: Holding) -> str:
+def _digest(holding: LocalTensor) -> str:
     """Of the bytes, to compare replicas; empty where that would cost a copy from the device."""
     for values in itertools.chain.from_iterable(map(tensors_of, holding.pieces)):
         if values.device.type != "cpu" and values.nbytes > SMALL_NBYTES:
@@ -67,15 +67,15 @@ def _digest(holding: Holding) -> str:
     return digest_of(holding.pieces)
 
 
-def tensors_of(piece: Piece | CodedPiece) -> list[torch.Tensor]:
-    return list(piece.codes.parts.values()) if isinstance(piece, CodedPiece) else [piece.values]
+def tensors_of(piece: LocalShard | LocalCodes) -> list[torch.Tensor]:
+    return list(piece.codes.parts.values()) if isinstance(piece, LocalCodes) else [piece.values]
 
 
-def digest_of(pieces: Iterable[Piece | CodedPiece]) -> str:
+def digest_of(pieces: Iterable[LocalShard | LocalCodes]) -> str:
     """Of their bytes, wherever they are."""
     import xxhash
 
-    from ckptmap.live.model.reader import as_bytes
+    from ckptmap.live.model.tensor_reader import as_bytes
 
     digest = xxhash.xxh3_64()
     for values in itertools.chain.from_iterable(map(tensors_of, pieces)):
@@ -115,7 +115,7 @@ class Assignment:
 class Assigner:
     """Gives every box to one rank, the least loaded where several hold it."""
 
-    def __init__(self, rank: int, world: int, held: Held) -> None:
+    def __init__(self, rank: int, world: int, held: LocalState) -> None:
         self._rank = rank
         self._load = [0] * world
         self._held = {holding.path: holding for holding in held.holdings}
@@ -183,7 +183,7 @@ class Assigner:
         self._add(path, info, sorted(chunks, key=lambda c: (c[1].offsets, c[0])))
         if self._rank in by_box.values():
             for piece in self._held[path].pieces:
-                assert not isinstance(piece, CodedPiece)
+                assert not isinstance(piece, LocalCodes)
                 if by_box[piece.box] == self._rank:
                     self._found.mine[path, piece.box] = piece.values
 
@@ -234,7 +234,7 @@ class Assigner:
             return
         where = (*path[:-1], f"{path[-1]}.{part}")
         for piece in self._held[path].pieces:
-            if isinstance(piece, CodedPiece):
+            if isinstance(piece, LocalCodes):
                 self._found.mine[where, box] = piece.codes.parts[part].view(-1)
             elif cell is not None and piece.box == cell.box:
                 self._found.mine[where, box] = piece.values.reshape(-1)

@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptmap.errors import RunError
-from ckptmap.live.model.peers import Peers
-from ckptmap.live.optimizer.owned_shards import Held
+from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.optimizer.local_state import LocalState
 from ckptmap.live.save.assign_writers import Offer, digest_of
 from ckptmap.tensors import Box, Path
 
 Claim = tuple[Path, Box]
 
 
-def require_alike(held: Held, offers: Sequence[Sequence[Offer]], peers: Peers) -> None:
+def require_alike(held: LocalState, offers: Sequence[Sequence[Offer]], peers: RankGroup) -> None:
     """Every rank calls it with the offers of all. Raises RunError CKM509, on all ranks, where the
     values differ."""
     claims = _claimed(offers)

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.core import argument_checks
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.errors import ArgumentError
-from ckptmap.live.model import extra_state as module_state
+from ckptmap.live.model import module_extra_state as module_state
 from ckptmap.live.model import rng_state as streams
 from ckptmap.live.model.find_targets import find_targets
-from ckptmap.live.model.peers import Peers
-from ckptmap.live.model.report import listed
-from ckptmap.live.model.target import is_dtensor
+from ckptmap.live.model.live_tensor import is_dtensor
+from ckptmap.live.model.load_report import listed
+from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer import flat_lowbit as flat_codes
 from ckptmap.live.optimizer import run_settings as settings
-from ckptmap.live.optimizer.owned_shards import (
-    Held,
-    Holding,
-    Piece,
+from ckptmap.live.optimizer.local_state import (
+    LocalShard,
+    LocalState,
+    LocalTensor,
     hold_model,
     hold_optimizer,
     holds_tensor,
@@ -39,7 +39,7 @@ from ckptmap.live.optimizer.owned_shards import (
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.live.save.assign_writers import Assigner, Offer, drifted_buffers, offer
 from ckptmap.live.save.overlapping_meshes import require_alike
-from ckptmap.live.save.write_dcp import Layout, snapshot, write
+from ckptmap.live.save.write_dcp import FileLayout, snapshot, write
 from ckptmap.tensors import Box, Path
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def save(
     """
     _settle_last()
     random_state = streams.captured()
-    peers = Peers.join("save")
+    peers = RankGroup.join("save")
     with peers.together():
         _check(path, model, scheduler, replicas)
         extra_values = _extra_values(step, extra)
@@ -137,7 +137,7 @@ def save(
         if replicas == "first":
             offers = [[replace(one, checked=False) for one in some] for some in offers]
         assignment = Assigner(peers.rank, peers.world, held).assign(offers)
-        layout = Layout.of(assignment.state(_ordered(held.values), peers.world), target.name)
+        layout = FileLayout.of(assignment.state(_ordered(held.values), peers.world), target.name)
         copies = snapshot(assignment.mine, copied=background)
 
     def publish() -> tuple[str, ...]:
@@ -174,10 +174,10 @@ def _extra_values(step: int | None, extra: Mapping[str, Any] | None) -> dict[str
 
 
 def _share(
-    held: Held,
+    held: LocalState,
     offers: Sequence[Sequence[Offer]],
     model: torch.nn.Module,
-    peers: Peers,
+    peers: RankGroup,
     replicas: str,
 ) -> list[str]:
     """Exchange plain values, records and settings, so that every rank has those of all, and return
@@ -223,11 +223,11 @@ def _held(
     model: torch.nn.Module,
     optimizer: Any,
     scheduler: Any,
-    peers: Peers,
+    peers: RankGroup,
     random_state: Mapping[str, Any],
     extra: Mapping[str, Any],
-) -> Held:
-    held = Held()
+) -> LocalState:
+    held = LocalState()
     targets, _ = find_targets(model)
     optimizer = None if optimizer is None else unwrapped(optimizer)
     mine = [] if optimizer is None else owners(optimizer, targets)
@@ -273,16 +273,16 @@ def _groups(mine: Any) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _values(held: Held, path: Path, value: Any, private: bool = False) -> None:
+def _values(held: LocalState, path: Path, value: Any, private: bool = False) -> None:
     """A value of any nesting: its tensors beside the plain rest."""
     import torch
 
     if isinstance(value, torch.Tensor):
         _require_plain(path, value)
         whole = value.detach()
-        piece = Piece(Box.whole(tuple(whole.shape)), whole)
+        piece = LocalShard(Box.whole(tuple(whole.shape)), whole)
         info = info_of(whole.shape, whole)
-        held.holdings.append(Holding(path, info, [piece], True if private else None))
+        held.holdings.append(LocalTensor(path, info, [piece], True if private else None))
     elif not holds_tensor(value):
         held.values[path] = plain(value)
     elif isinstance(value, Mapping):

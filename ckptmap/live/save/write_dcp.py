@@ -18,8 +18,8 @@ from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.core.text import counted
 from ckptmap.errors import RunError
 from ckptmap.execution import manifest
-from ckptmap.live.model.peers import Peers
-from ckptmap.live.model.reader import as_bytes, is_as_it_lies
+from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.model.tensor_reader import as_bytes, is_as_it_lies
 from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.protocols import OutFile, OutState
@@ -54,7 +54,7 @@ def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> dic
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """Files of all ranks, which every rank lays out alike."""
 
     state: OutState
@@ -62,7 +62,7 @@ class Layout:
     digest: str
 
     @classmethod
-    def of(cls, state: OutState, name: str) -> Layout:
+    def of(cls, state: OutState, name: str) -> FileLayout:
         files = registry.writer(WRITER).files(state, name)
         said = [(f.name, f.nbytes, [(s.path, s.box, s.offset) for s in f.slots]) for f in files]
         digest = hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
@@ -74,7 +74,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFile:
     """Digests of one file's slots, in order."""
 
     name: str
@@ -82,8 +82,8 @@ class Written:
 
 
 def write(
-    layout: Layout, values: Mapping[tuple[Path, Box], Any], dst: FilePath, overwrite: bool,
-    peers: Peers,
+    layout: FileLayout, values: Mapping[tuple[Path, Box], Any], dst: FilePath, overwrite: bool,
+    peers: RankGroup,
 ) -> tuple[str, ...]:  # fmt: skip
     """Write and publish; every rank calls it, and gets what rank 0 notes. The destination is
     complete or as it was. Raises DestinationError, RunError on all ranks."""
@@ -93,7 +93,7 @@ def write(
             if peers.rank == 0:
                 work = _open(layout, dst, overwrite)
         out_dir = FilePath(peers.all(str(work.out_dir) if work else "")[0])
-        written: list[Written] = []
+        written: list[WrittenFile] = []
         with peers.together():
             for file in _mine(layout.files, peers.rank):
                 written.append(_write_file(out_dir / file.name, file, values))
@@ -108,7 +108,7 @@ def write(
             work.__exit__(None, None, None)
 
 
-def _open(layout: Layout, dst: FilePath, overwrite: bool) -> Workspace:
+def _open(layout: FileLayout, dst: FilePath, overwrite: bool) -> Workspace:
     if overwrite:
         refuse_stranger(dst)
     return Workspace.open(
@@ -126,7 +126,7 @@ def _mine(files: Sequence[OutFile], rank: int) -> list[OutFile]:
     ]
 
 
-def _write_file(path: FilePath, file: OutFile, values: Mapping[Any, Any]) -> Written:
+def _write_file(path: FilePath, file: OutFile, values: Mapping[Any, Any]) -> WrittenFile:
     import xxhash
 
     digests, crcs = [], []
@@ -147,7 +147,7 @@ def _write_file(path: FilePath, file: OutFile, values: Mapping[Any, Any]) -> Wri
         raise RunError(
             "CKM306", f"{path}: write failed: {error.strerror}", "free some space and save again"
         ) from error
-    return Written(file.name, tuple(digests))
+    return WrittenFile(file.name, tuple(digests))
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:
@@ -156,7 +156,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[done:], offset + done
 
 
-def _finish(layout: Layout, out_dir: FilePath, written: Sequence[Written]) -> None:
+def _finish(layout: FileLayout, out_dir: FilePath, written: Sequence[WrittenFile]) -> None:
     """The manifest, and the proof: our own reader finds every tensor where it was put."""
     document = _document(layout, {one.name: one.digests for one in written})
     (out_dir / manifest.NAME).write_bytes(manifest.emit(document))
@@ -170,7 +170,7 @@ def _finish(layout: Layout, out_dir: FilePath, written: Sequence[Written]) -> No
         )
 
 
-def _document(layout: Layout, digests: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def _document(layout: FileLayout, digests: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """A manifest as a conversion's: a live run is its source."""
     tensors: dict[str, Any] = {}
     for file in layout.files:

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.live.model.find_targets import find_targets
-from ckptmap.live.model.peers import Peers
-from ckptmap.live.model.report import LoadReport
-from ckptmap.live.model.target import Target
-from ckptmap.live.optimizer.owned_shards import Owner
-from ckptmap.live.state_dict.as_checkpoint import opened
+from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.load_report import LoadReport
+from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.live.state_dict.handle import Handle
+from ckptmap.live.state_dict.live_checkpoint import opened
 from ckptmap.live.state_dict.load_state_dict import load_live
 from ckptmap.live.state_dict.translate import EXTRA_STATE, joined, renamed
 from ckptmap.mapping.wrappers import strip_wrappers
@@ -101,7 +101,7 @@ def set_extra_state(
 
 
 def is_own_state(
-    optimizer: Any, state_dict: Mapping[str, Any], owners: Sequence[Owner], peers: Peers
+    optimizer: Any, state_dict: Mapping[str, Any], owners: Sequence[ParamOwner], peers: RankGroup
 ) -> bool:
     """Is it what this very optimizer's `state_dict()` gives on each rank: state of local shards,
     by index? torch loads that, and only it."""
@@ -124,7 +124,7 @@ def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
     return tuple(getattr(value, "shape", (-1,))) == shape
 
 
-def in_module_order(model: torch.nn.Module, targets: Sequence[Target]) -> list[Target]:
+def in_module_order(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> list[LiveTensor]:
     """As the model had them before FSDP1 made units of them: what an index in optimizer state means
     to everybody but itself."""
     position = {id(module): number for number, module in enumerate(model.modules())}

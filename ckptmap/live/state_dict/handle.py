@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptmap.live.model.report import LoadReport
+from ckptmap.live.model.load_report import LoadReport
 
 
 class Handle:

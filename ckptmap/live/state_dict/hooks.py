@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.core import argument_checks
 from ckptmap.live.model.collective_errors import peer_groups
 from ckptmap.live.model.find_targets import find_targets
-from ckptmap.live.model.fsdp1 import is_fsdp1
-from ckptmap.live.model.peers import Peers
-from ckptmap.live.model.target import Target, is_dtensor
-from ckptmap.live.optimizer.owned_shards import owners
+from ckptmap.live.model.flat_params import is_fsdp1
+from ckptmap.live.model.live_tensor import LiveTensor, is_dtensor
+from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.optimizer.local_state import owners
 from ckptmap.live.optimizer.unwrap import is_offloaded, unwrapped
 from ckptmap.live.options import PRECISIONS
-from ckptmap.live.state_dict.as_checkpoint import is_spread, opened
 from ckptmap.live.state_dict.fsdp1_hooks import Fsdp1Hooks, in_module_order, is_own_state
 from ckptmap.live.state_dict.handle import Handle
+from ckptmap.live.state_dict.live_checkpoint import is_spread, opened
 from ckptmap.live.state_dict.load_state_dict import load_live
 from ckptmap.live.state_dict.translate import EXTRA_STATE, MAX_MEMORY, PURPOSE, joined, renamed
 from ckptmap.tensors import TensorInfo
@@ -182,7 +182,7 @@ class _OptimizerHooks:
         targets, _ = find_targets(self._model)
         tensors = list(_tensors(state_dict))
         spread = bool(peer_groups(self._model)) or is_spread(tensors)
-        peers = Peers.join(PURPOSE) if spread else Peers()
+        peers = RankGroup.join(PURPOSE) if spread else RankGroup()
         if not any(peers.all(bool(tensors))):
             return False
         if is_own_state(self._optimizer, state_dict, owners(self._optimizer, targets), peers):
@@ -229,14 +229,14 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def live_order(
-    optimizer: Any, targets: Sequence[Target], model: torch.nn.Module
+    optimizer: Any, targets: Sequence[LiveTensor], model: torch.nn.Module
 ) -> list[list[str]]:
     """What an index means here: the live optimizer's own parameters, as torch takes it; those of
     a flat parameter one by one, where the model had them. A group may be empty, as Trainer's for
     no decay is of an adapter."""
     inner = unwrapped(optimizer)
     listed = [] if is_offloaded(inner) else inner.param_groups
-    by_group: dict[int, list[Target]] = {id(group): [] for group in listed}
+    by_group: dict[int, list[LiveTensor]] = {id(group): [] for group in listed}
     whole = False
     for owner in owners(optimizer, targets):
         found = by_group.setdefault(id(owner.part.group), [])

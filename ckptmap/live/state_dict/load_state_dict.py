@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.code_grids import Coded
 from ckptmap.live.load.load_plan import Step
-from ckptmap.live.load.matcher import Matcher
+from ckptmap.live.load.tensor_matcher import TensorMatcher
 from ckptmap.live.model.live_form import LiveForm, form_of, live_forms
-from ckptmap.live.model.report import LoadReport
-from ckptmap.live.model.target import Target, device_for, fallback_device, like
-from ckptmap.live.optimizer.index_check import says_others
-from ckptmap.live.optimizer.owned_shards import owners
+from ckptmap.live.model.live_tensor import LiveTensor, device_for, fallback_device, like
+from ckptmap.live.model.load_report import LoadReport
+from ckptmap.live.optimizer.local_state import owners
+from ckptmap.live.optimizer.param_order_check import says_others
 from ckptmap.live.optimizer.state_loader import StateLoader
 from ckptmap.live.optimizer.state_matcher import StateMatcher, StatePlan
 from ckptmap.live.optimizer.unwrap import unwrapped
-from ckptmap.live.state_dict.as_checkpoint import Live
-from ckptmap.live.state_dict.memory_files import LiveReader, LiveStored
-from ckptmap.live.state_dict.reshard import Exchange, Need, Unit
+from ckptmap.live.state_dict.live_checkpoint import LiveStateDict
+from ckptmap.live.state_dict.memory_blocks import LiveReader, LiveStored
+from ckptmap.live.state_dict.reshard import Exchange, Need, ReshardTask
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, Path
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Shadow(Target):
+class ShadowTensor(LiveTensor):
     """A tensor beside the model's, of the same kind and cut alike; the model stays as it is."""
 
     made: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, target: Target) -> Shadow:
+    def of(cls, target: LiveTensor) -> ShadowTensor:
         """Raises LoadError CKM505 where the model keeps the tensor in a way of its own."""
         form = form_of(target)
         if form is not None:
@@ -69,8 +69,8 @@ class Shadow(Target):
 
 
 def load_live(
-    live: Live,
-    targets: Sequence[Target],
+    live: LiveStateDict,
+    targets: Sequence[LiveTensor],
     homeless: Sequence[str] = (),
     *,
     optimizer: Any = None,
@@ -97,8 +97,8 @@ def load_live(
     with live.memory.readable(), torch.no_grad():
         exchange = Exchange(live, max_memory, device)
         scales = [Need(path, box, None, device) for path, box in _decisive_parts(live)]
-        units: list[Unit] = []
-        with exchange.kept([Unit(scales)]), live.peers.together():
+        units: list[ReshardTask] = []
+        with exchange.kept([ReshardTask(scales)]), live.peers.together():
             plan = _Matcher(checkpoint, reader, targets if weights else ()).plan()
             plan.refuse(checkpoint.path, strict, False, homeless if weights else ())
             for target, step in zip(plan.targets, plan.steps, strict=True):
@@ -114,49 +114,49 @@ def load_live(
 # ------------------------------------------------------------------------------- weights
 
 
-class _Matcher(Matcher):
+class _Matcher(TensorMatcher):
     """The form of the model's weights stays: what is dense in it is decoded, where `load` would
     put a quantized tensor in its place."""
 
-    def _decide(self, target: Target, source: LazyTensor) -> None:
+    def _decide(self, target: LiveTensor, source: LazyTensor) -> None:
         if _kept_form(target) is not None or source.encoding == "dense":
             super()._decide(target, source)
             return
         self._decode(target, source, "the model's weight is dense")
 
-    def _compare_parts(self, targets: Sequence[Target], found: Mapping[str, str]) -> None:
+    def _compare_parts(self, targets: Sequence[LiveTensor], found: Mapping[str, str]) -> None:
         """No rank has all values to compare."""
 
 
-def _kept_form(target: Target) -> LiveForm | None:
+def _kept_form(target: LiveTensor) -> LiveForm | None:
     """Return the form whose codes a state dict keeps; None: the weight is filled as a dense one."""
     form = form_of(target)
     return form if form is not None and form.kept_by_state_dict else None
 
 
-def _unit(target: Target, source: LazyTensor, step: Step, device: torch.device) -> Unit:
+def _unit(target: LiveTensor, source: LazyTensor, step: Step, device: torch.device) -> ReshardTask:
     """Dense into dense goes straight to its place, cast on arrival; all else waits for its step."""
     form, where = _kept_form(target), device_for(target, device)
     stored = source.parts.get("")
     if source.encoding == "dense" and form is None and isinstance(stored, LiveStored):
-        return Unit(list(_places(target, stored, where)))
-    if isinstance(target, Shadow) and form is None:
+        return ReshardTask(list(_places(target, stored, where)))
+    if isinstance(target, ShadowTensor) and form is None:
         target.put(_empty(target, where))  # a step that fills in place must not fill the model
     if form is not None and form.reads_whole(source):
         boxes = [Box.whole(source.shape)]
     else:
         boxes = [box for box, _ in target.windows(target.local)]
-    return Unit(list(needs(source, boxes, where)), step)
+    return ReshardTask(list(needs(source, boxes, where)), step)
 
 
-def _empty(target: Target, device: torch.device) -> torch.Tensor:
+def _empty(target: LiveTensor, device: torch.device) -> torch.Tensor:
     import torch
 
     return torch.empty(target.local.shape, dtype=target.tensor.dtype, device=device)
 
 
-def _places(target: Target, stored: LiveStored, device: torch.device) -> Iterator[Need]:
-    if isinstance(target, Shadow) or target.local.is_meta:
+def _places(target: LiveTensor, stored: LiveStored, device: torch.device) -> Iterator[Need]:
+    if isinstance(target, ShadowTensor) or target.local.is_meta:
         target.put(_empty(target, device))
     for box, view in target.windows(target.local):
         yield Need(stored.path, box, view, device)
@@ -178,7 +178,7 @@ def needs(source: LazyTensor, boxes: Sequence[Box], device: torch.device) -> Ite
             yield Need(part.path, cut, None, device)
 
 
-def _decisive_parts(live: Live) -> Iterator[tuple[Path, Box]]:
+def _decisive_parts(live: LiveStateDict) -> Iterator[tuple[Path, Box]]:
     """Yield the stored tensors whose values decide the step of a weight, scales of int8 for one."""
     checkpoint = live.checkpoint
     for fqn in checkpoint:
@@ -195,7 +195,12 @@ def _decisive_parts(live: Live) -> Iterator[tuple[Path, Box]]:
 
 
 def _state(
-    live: Live, targets: Sequence[Target], optimizer: Any, order: Any, strict: bool, precision: str
+    live: LiveStateDict,
+    targets: Sequence[LiveTensor],
+    optimizer: Any,
+    order: Any,
+    strict: bool,
+    precision: str,
 ) -> StatePlan | None:
     if optimizer is None:
         return None
@@ -207,17 +212,17 @@ def _state(
     return plan
 
 
-def _is_by_position(checkpoint: Checkpoint, targets: Sequence[Target], optimizer: Any) -> bool:
+def _is_by_position(checkpoint: Checkpoint, targets: Sequence[LiveTensor], optimizer: Any) -> bool:
     """Does an index mean the live optimizer's own parameter, as torch takes it?"""
     if checkpoint.optimizer_by_index:
         return True
     return says_others(checkpoint, owners(unwrapped(optimizer), targets))
 
 
-def _state_units(plan: StatePlan, device: torch.device) -> Iterator[Unit]:
+def _state_units(plan: StatePlan, device: torch.device) -> Iterator[ReshardTask]:
     for step in plan.steps:
         found = list(_state_needs(step, device)) if isinstance(step, StateLoader) else []
-        yield Unit(found, step)
+        yield ReshardTask(found, step)
 
 
 def _state_needs(step: StateLoader, device: torch.device) -> Iterator[Need]:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptmap.errors import RunError
-from ckptmap.live.model.peers import Peers
-from ckptmap.live.model.reader import Reader, window
-from ckptmap.live.state_dict.as_checkpoint import Live, Sources
+from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.model.tensor_reader import TensorReader, window
+from ckptmap.live.state_dict.live_checkpoint import LiveStateDict, Sources
 from ckptmap.storage.gather import row_major_boxes
 from ckptmap.tensors import ITEMSIZE, Box, Path
 
@@ -41,14 +41,14 @@ class Need:
 
 
 @dataclass(eq=False)
-class Unit:
+class ReshardTask:
     """What belongs to one tensor of the model: boxes, and what is done once they are here."""
 
     needs: list[Need] = field(default_factory=list)
-    step: Callable[[Reader], None] | None = None
+    step: Callable[[TensorReader], None] | None = None
 
 
-class Part(NamedTuple):
+class Transfer(NamedTuple):
     """One box on its way: for need number `need` of unit number `unit` of rank `target`."""
 
     path: Path
@@ -65,7 +65,7 @@ class Part(NamedTuple):
         return -(-self.nbytes // ALIGN) * ALIGN
 
 
-Round = Sequence[Part]
+Round = Sequence[Transfer]
 Wants = Sequence[Sequence[tuple[Path, Box, bool]]]
 """Unit by unit, of one rank: path, box, and is it kept for the step?"""
 
@@ -110,13 +110,13 @@ def _nbytes(sources: Sources, path: Path, box: Box) -> int:
 
 def _parts(
     units: Wants, first: int, rank: int, sources: Sources, load: list[int]
-) -> Iterator[Part]:
+) -> Iterator[Transfer]:
     for unit, needs in enumerate(units, first):
         for number, (path, box, _) in enumerate(needs):
             for piece, source in routes(sources, path, box, rank, load):
                 nbytes = _nbytes(sources, path, piece)
                 load[source] += nbytes * (source != rank)
-                yield Part(path, piece, source, rank, unit, number, nbytes)
+                yield Transfer(path, piece, source, rank, unit, number, nbytes)
 
 
 def routes(
@@ -161,16 +161,16 @@ def around(box: Box, hole: Box) -> list[Box]:
     return found
 
 
-def _interleaved(routed: Sequence[Sequence[Part]]) -> Iterator[Part]:
+def _interleaved(routed: Sequence[Sequence[Transfer]]) -> Iterator[Transfer]:
     """The first of each rank, the second of each, ...: all ranks are busy in every round."""
     for some in itertools.zip_longest(*routed):
         yield from (part for part in some if part is not None)
 
 
-def rounds(parts: Iterator[Part], budget: int) -> Iterator[Round]:
+def rounds(parts: Iterator[Transfer], budget: int) -> Iterator[Round]:
     """Parts in their order, cut so that no rank has more than `budget` bytes in messages at once."""
     limit = max(ALIGN, budget // 2 // ALIGN * ALIGN)
-    current: list[Part] = []
+    current: list[Transfer] = []
     used: dict[int, int] = {}
     for part in itertools.chain.from_iterable(_cut(part, limit) for part in parts):
         ends = () if part.source == part.target else (part.source, part.target)
@@ -184,7 +184,7 @@ def rounds(parts: Iterator[Part], budget: int) -> Iterator[Round]:
         yield current
 
 
-def _cut(part: Part, limit: int) -> Iterator[Part]:
+def _cut(part: Transfer, limit: int) -> Iterator[Transfer]:
     if part.source == part.target or part.nbytes <= limit:
         yield part
         return
@@ -204,7 +204,7 @@ class Transport:
     device: torch.device
 
     @classmethod
-    def agreed(cls, peers: Peers, device: torch.device) -> Transport:
+    def agreed(cls, peers: RankGroup, device: torch.device) -> Transport:
         """The device itself where every rank has such a one and a backend that sends from it, else
         the host."""
         import torch
@@ -224,12 +224,12 @@ class Exchange:
     """Brings what units need, batch by batch, and runs their steps. Every rank makes and runs one,
     with units of the same tensors in the same order."""
 
-    def __init__(self, live: Live, budget: int, device: torch.device) -> None:
+    def __init__(self, live: LiveStateDict, budget: int, device: torch.device) -> None:
         self._memory, self._sources, self._peers = live.memory, live.sources, live.peers
         self._budget = max(4 * ALIGN, budget)
         self._transport = Transport.agreed(live.peers, device)
 
-    def run(self, units: Sequence[Unit], reader: Reader) -> None:
+    def run(self, units: Sequence[ReshardTask], reader: TensorReader) -> None:
         """Raises RunError on all ranks: CKM513 where the plan is not theirs or has a hole, and what
         a step raises on one of them."""
         for first, end, moves in self._planned(units):
@@ -241,7 +241,7 @@ class Exchange:
                 self._memory.clear()
 
     @contextmanager
-    def kept(self, units: Sequence[Unit]) -> Iterator[None]:
+    def kept(self, units: Sequence[ReshardTask]) -> Iterator[None]:
         """Inside, what these units need is here."""
         for first, end, moves in self._planned(units):
             with self._peers.together():
@@ -251,7 +251,7 @@ class Exchange:
         finally:
             self._memory.clear()
 
-    def _planned(self, units: Sequence[Unit]) -> list[tuple[int, int, list[Round]]]:
+    def _planned(self, units: Sequence[ReshardTask]) -> list[tuple[int, int, list[Round]]]:
         """The same batches on every rank."""
         for unit in units:
             unit.needs = [need for need in unit.needs if not self._is_here(need)]
@@ -262,7 +262,9 @@ class Exchange:
         self._agree(plan)
         return plan
 
-    def _bring(self, units: Sequence[Unit], first: int, end: int, moves: Sequence[Round]) -> None:
+    def _bring(
+        self, units: Sequence[ReshardTask], first: int, end: int, moves: Sequence[Round]
+    ) -> None:
         outs = self._outs(units, first, end)
         for one in moves:
             self._move(one, outs)
@@ -284,7 +286,7 @@ class Exchange:
                     "run the same release of ckptmap on every rank",
                 )
 
-    def _outs(self, units: Sequence[Unit], first: int, end: int) -> Outs:
+    def _outs(self, units: Sequence[ReshardTask], first: int, end: int) -> Outs:
         """Where each need goes; what is kept for a step gets a tensor of its own."""
         import torch
 
@@ -301,8 +303,8 @@ class Exchange:
     def _move(self, parts: Round, outs: Outs) -> None:
         """One round: one message a pair of ranks; what is here already is copied meanwhile."""
         rank = self._peers.rank
-        sent: dict[int, list[Part]] = {}
-        received: dict[int, list[Part]] = {}
+        sent: dict[int, list[Transfer]] = {}
+        received: dict[int, list[Transfer]] = {}
         for part in parts:
             if part.source == rank != part.target:
                 sent.setdefault(part.target, []).append(part)
@@ -338,15 +340,15 @@ class Exchange:
         works: Sequence[Any] = dist.batch_isend_irecv(operations) if operations else ()
         return works
 
-    def _message(self, parts: Sequence[Part]) -> torch.Tensor:
+    def _message(self, parts: Sequence[Transfer]) -> torch.Tensor:
         import torch
 
         nbytes = sum(part.room for part in parts)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._transport.device)
 
     def _values(
-        self, parts: Sequence[Part], message: torch.Tensor
-    ) -> Iterator[tuple[Part, torch.Tensor]]:
+        self, parts: Sequence[Transfer], message: torch.Tensor
+    ) -> Iterator[tuple[Transfer, torch.Tensor]]:
         """Each part with its place in the message, in its own dtype and shape."""
         import torch
 
@@ -357,6 +359,6 @@ class Exchange:
             at += part.room
 
 
-def _view(part: Part, outs: Outs) -> torch.Tensor:
+def _view(part: Transfer, outs: Outs) -> torch.Tensor:
     need, out = outs[part.unit, part.need]
     return window(out, part.box.relative_to(need.box.offsets))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptmap.live.optimizer.owned_shards import Holding, Piece
+from ckptmap.live.optimizer.local_state import LocalShard, LocalTensor
 from ckptmap.tensors import Box, Path, TensorInfo
 
 
@@ -12,14 +12,14 @@ def is_sharded(tensor: Any) -> bool:
     return any(cls.__name__ == "ShardedTensor" for cls in type(tensor).__mro__)
 
 
-def holding(path: Path, tensor: Any) -> Holding:
+def holding(path: Path, tensor: Any) -> LocalTensor:
     """What this rank has of it. Ranks of HYBRID_SHARD that have the same are told by their boxes."""
     pieces = [
-        Piece(
+        LocalShard(
             Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)),
             shard.tensor.detach(),
         )
         for shard in tensor.local_shards()
     ]
     info = TensorInfo(tuple(tensor.size()), str(tensor.dtype).removeprefix("torch."))
-    return Holding(path, info, pieces, True)
+    return LocalTensor(path, info, pieces, True)

@@ -13,15 +13,12 @@ from ckptmap.core import argument_checks
 from ckptmap.errors import ArgumentError, CkptmapError, LoadError
 from ckptmap.live.model.collective_errors import peer_groups
 from ckptmap.live.model.find_targets import find_targets
-from ckptmap.live.model.fsdp1 import is_fsdp1
-from ckptmap.live.model.peers import Peers
-from ckptmap.live.model.renamed import lacking_in, schemes_for, strange_to
-from ckptmap.live.model.report import LoadReport
-from ckptmap.live.model.target import Target
-from ckptmap.live.state_dict.as_checkpoint import WHERE, is_spread, opened
-from ckptmap.live.state_dict.fsdp1 import own_keys, shadows
-from ckptmap.live.state_dict.load_state_dict import load_live
-from ckptmap.live.state_dict.recode import (
+from ckptmap.live.model.flat_params import is_fsdp1
+from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.load_report import LoadReport
+from ckptmap.live.model.name_scheme import lacking_in, schemes_for, strange_to
+from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.state_dict.encode_state_dict import (
     DENSE,
     DTYPES,
     cast,
@@ -29,6 +26,9 @@ from ckptmap.live.state_dict.recode import (
     quantized,
     quantizing_schemes,
 )
+from ckptmap.live.state_dict.fsdp1_state_dict import own_keys, shadows
+from ckptmap.live.state_dict.live_checkpoint import WHERE, is_spread, opened
+from ckptmap.live.state_dict.load_state_dict import load_live
 from ckptmap.mapping.model_config import as_config
 from ckptmap.mapping.translate_state_dict import translate_names
 from ckptmap.mapping.wrappers import strip_wrappers, wrap_prefix
@@ -122,7 +122,7 @@ def _named(
     extra = {name: value for name, value in plain.items() if name.endswith(EXTRA_STATE)}
     made = {name: tensor for name, tensor in plain.items() if name not in extra}
     if encoding == DENSE or encoding in DTYPES:
-        peers = Peers.join(PURPOSE) if is_spread(list(made.values())) else Peers()
+        peers = RankGroup.join(PURPOSE) if is_spread(list(made.values())) else RankGroup()
         made = decoded(made, peers, max_memory)
     if to is not None:
         made = translate_names(made, to, config, source=source)
@@ -175,14 +175,14 @@ def _like(
     return found
 
 
-def joined(state_dict: State, model: torch.nn.Module) -> Peers:
+def joined(state_dict: State, model: torch.nn.Module) -> RankGroup:
     """All ranks, where the model or the state dict is spread over them; else this one alone."""
     if peer_groups(model) or is_spread(list(state_dict.values())):
-        return Peers.join(PURPOSE)
-    return Peers()
+        return RankGroup.join(PURPOSE)
+    return RankGroup()
 
 
-def live_keys(model: torch.nn.Module, targets: Sequence[Target]) -> dict[str, str]:
+def live_keys(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str, str]:
     """Plain name -> the name that the model's own state dict has."""
     if any(map(is_fsdp1, model.modules())):
         return own_keys(model, targets)
@@ -191,7 +191,7 @@ def live_keys(model: torch.nn.Module, targets: Sequence[Target]) -> dict[str, st
 
 
 def renamed(
-    state_dict: State, targets: Sequence[Target], config: object, source: str | None
+    state_dict: State, targets: Sequence[LiveTensor], config: object, source: str | None
 ) -> dict[str, torch.Tensor]:
     """By the model's names, where the state dict has those of another scheme that is known; else
     without wrapper segments. What does not match after all is for the matcher to say."""

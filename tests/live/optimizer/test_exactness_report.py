@@ -13,7 +13,7 @@ from torch import nn
 
 import ckptmap
 from ckptmap.errors import LoadError
-from ckptmap.live.optimizer.base import Part
+from ckptmap.live.optimizer.family import OptimizerParam
 from ckptmap.live.optimizer.state_loader import counted
 from ckptmap.live.optimizer.torch_optim import TorchAdam
 from tests.conftest import Device
@@ -432,7 +432,7 @@ def test_the_step_count_lies_where_the_optimizer_wants_it(setting: str, device: 
     with device.mode():
         param = nn.Parameter(torch.zeros(8, 8, device=device.name))
         group: dict[str, Any] = {setting: True} if setting else {}
-        part = Part(torch.optim.AdamW([param]), TorchAdam(), group, param, param)
+        part = OptimizerParam(torch.optim.AdamW([param]), TorchAdam(), group, param, param)
         made = TorchAdam().blank(part, {})
         assert made["step"].device.type == (device.name if setting else "cpu")
         assert made["step"].shape == () and made["step"].dtype == torch.float32

@@ -12,13 +12,13 @@ from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
-from ckptmap.live.model.target import Target
-from ckptmap.live.optimizer.owned_shards import Owner
+from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.optim.order import MODEL_ORDER, fits
 
 
 def refuse_other_order(
-    checkpoint: Checkpoint, owners: Sequence[Owner], targets: Sequence[Target]
+    checkpoint: Checkpoint, owners: Sequence[ParamOwner], targets: Sequence[LiveTensor]
 ) -> None:
     """Raises LoadError CKM506 where the state was given names in the order of the model's dict, and
     a live optimizer in an order of its own says others."""
@@ -34,13 +34,13 @@ def refuse_other_order(
     )
 
 
-def says_others(checkpoint: Checkpoint, owners: Sequence[Owner]) -> bool:
+def says_others(checkpoint: Checkpoint, owners: Sequence[ParamOwner]) -> bool:
     """Would the state, taken one by one as torch takes it, be that of other parameters than in the
     order of the model's dict?"""
     return _other(checkpoint, owners) is not None
 
 
-def _other(checkpoint: Checkpoint, owners: Sequence[Owner]) -> tuple[int, str, str] | None:
+def _other(checkpoint: Checkpoint, owners: Sequence[ParamOwner]) -> tuple[int, str, str] | None:
     """(number, name by the model's dict, live name) of the first that differs, where all fit."""
     if checkpoint.optimizer_order != MODEL_ORDER or any(owner.is_flat for owner in owners):
         return None
@@ -58,19 +58,19 @@ def _other(checkpoint: Checkpoint, owners: Sequence[Owner]) -> tuple[int, str, s
     return next(differ, None)
 
 
-def _grouped(owners: Sequence[Owner]) -> list[list[Owner]]:
-    found: dict[int, list[Owner]] = {}
+def _grouped(owners: Sequence[ParamOwner]) -> list[list[ParamOwner]]:
+    found: dict[int, list[ParamOwner]] = {}
     for owner in owners:
         found.setdefault(id(owner.part.group), []).append(owner)
     return list(found.values())
 
 
-def _fits(state: Mapping[str, Any], target: Target) -> bool:
+def _fits(state: Mapping[str, Any], target: LiveTensor) -> bool:
     shapes = ((name, lazy.shape) for name, lazy in state.items() if lazy.shape)
     return all(fits(name, shape, tuple(target.tensor.shape)) for name, shape in shapes)
 
 
-def _of_its_own(owners: Sequence[Owner], targets: Sequence[Target]) -> bool:
+def _of_its_own(owners: Sequence[ParamOwner], targets: Sequence[LiveTensor]) -> bool:
     """Is a live group not in the order of the model?"""
     place = {id(target): at for at, target in enumerate(targets)}
     groups = [[place[id(owner.members[0][0])] for owner in group] for group in _grouped(owners)]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckptmap.live.model.target import cut
+from ckptmap.live.model.live_tensor import cut
 
 
 @st.composite

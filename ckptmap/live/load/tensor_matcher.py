@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.model import aliases as shared_memory
 from ckptmap.live.model import peft as peft_live
+from ckptmap.live.model import shared_memory as shared_memory
 from ckptmap.live.model.live_form import (
     Decode,
     LoadContext,
@@ -21,9 +21,9 @@ from ckptmap.live.model.live_form import (
     live_forms,
     logical_info,
 )
-from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.report import Mismatch
-from ckptmap.live.model.target import Target, expanded, fallback_device, held
+from ckptmap.live.model.live_tensor import LiveTensor, expanded, fallback_device, held
+from ckptmap.live.model.load_report import Mismatch
+from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.options import LoadOptions
 from ckptmap.live.quantized.dense import decode_step, fill_step
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     import torch
 
 
-class Matcher:
+class TensorMatcher:
     """Matches targets with the checkpoint and decides the step of each; reads no weight, save to
     compare two that are one tensor in the model."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        reader: Reader,
-        targets: Sequence[Target],
+        reader: TensorReader,
+        targets: Sequence[LiveTensor],
         options: LoadOptions | None = None,
     ) -> None:
         self._checkpoint = checkpoint
@@ -78,7 +78,7 @@ class Matcher:
         plan.missing = [target for target in plan.missing if target not in plan.left]
         return plan
 
-    def _decide(self, target: Target, source: LazyTensor) -> None:
+    def _decide(self, target: LiveTensor, source: LazyTensor) -> None:
         """Ask every live form for the step that loads this tensor; a dense tensor has none."""
         answers = (form.step(target, source, self._context) for form in live_forms())
         answer = next((answer for answer in answers if answer is not None), None)
@@ -92,7 +92,7 @@ class Matcher:
             case None:
                 self._plan.add(target, fill_step(target, source, self._context))
 
-    def _decode(self, target: Target, source: LazyTensor, reason: str) -> None:
+    def _decode(self, target: LiveTensor, source: LazyTensor, reason: str) -> None:
         self._plan.add(target, decode_step(target, source, self._context, reason))
 
     # ------------------------------------------------------------------ checks
@@ -100,7 +100,7 @@ class Matcher:
     def _compare_views(self, found: Mapping[str, str]) -> None:
         """The same for parameters apart on one memory, as `b.weight.data = a.weight.data` makes
         them, or `.t()` or a slice of it: what is loaded last would be the value of both."""
-        seen: dict[object, Target] = {}
+        seen: dict[object, LiveTensor] = {}
         for target in self._plan.targets:
             place = _memory(target)
             first = target if place is None else seen.setdefault(place, target)
@@ -109,7 +109,7 @@ class Matcher:
                 self._compare(target, one, other)
         self._compare_parts([t for t in seen.values() if t.fqn not in self._plan.becomes], found)
 
-    def _compare_parts(self, targets: Sequence[Target], found: Mapping[str, str]) -> None:
+    def _compare_parts(self, targets: Sequence[LiveTensor], found: Mapping[str, str]) -> None:
         """Raise LoadError CKM208 where two that share some bytes differ in them."""
         filled = [target for target in targets if _is_filled(target.local)]
         for cluster in shared_memory.clusters(filled):
@@ -123,7 +123,7 @@ class Matcher:
                     "untie them in the model, or drop one from the checkpoint",
                 )
 
-    def _compare(self, target: Target, first: LazyTensor, other: LazyTensor) -> None:
+    def _compare(self, target: LiveTensor, first: LazyTensor, other: LazyTensor) -> None:
         """Raise LoadError CKM208 where two tensors that are one in the model differ."""
         if first.info == other.info and _one_storage(first, other):
             return
@@ -144,7 +144,7 @@ def _one_storage(first: LazyTensor, other: LazyTensor) -> bool:
     return shares[0] == shares[1] and None not in shares[0]
 
 
-def _mismatch(target: Target, source: LazyTensor) -> Mismatch | None:
+def _mismatch(target: LiveTensor, source: LazyTensor) -> Mismatch | None:
     """A difference that no cast bridges: shape, or floating against integer and the like."""
     import torch
 
@@ -155,7 +155,7 @@ def _mismatch(target: Target, source: LazyTensor) -> Mismatch | None:
     return Mismatch(target.fqn, str(live), str(source.info))
 
 
-def _memory(target: Target) -> object:
+def _memory(target: LiveTensor) -> object:
     """Where a dense tensor of this rank lies; None: nowhere that another could."""
     import torch
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model.target import Target
+from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.sharding.flat_slices import rectangles
 from ckptmap.tensors import Box
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class FlatTarget(Target):
+class FlatParamTensor(LiveTensor):
     """One tensor of a flat parameter.
 
     handle  torch's FlatParamHandle
@@ -139,8 +139,8 @@ def _refuse_summoned(found: Sequence[tuple[Any, Any]]) -> None:
 
 
 @dataclass(frozen=True)
-class Flat:
-    """Where one tensor lies, before it is named: fields as in `FlatTarget`."""
+class FlatParamSlice:
+    """Where one tensor lies, before it is named: fields as in `FlatParamTensor`."""
 
     handle: Any
     places: tuple[tuple[torch.nn.Module, str], ...]
@@ -151,7 +151,7 @@ class Flat:
     param: Any
 
 
-def flats(model: torch.nn.Module) -> list[Flat]:
+def flats(model: torch.nn.Module) -> list[FlatParamSlice]:
     """Every tensor of every flat parameter, each with all the places that share it."""
     found = []
     for module, handle in handles(model):
@@ -172,5 +172,5 @@ def flats(model: torch.nn.Module) -> list[Flat]:
             if held.in_shard:
                 first, count = held.intra_param_start_idx, held.numel_in_shard
                 at = held.offset_in_shard
-            found.append(Flat(handle, places, shape, first, count, at, named[number]))
+            found.append(FlatParamSlice(handle, places, shape, first, count, at, named[number]))
     return found

@@ -19,7 +19,7 @@ _GROUPS: dict[str, tuple[Any, Any]] = {}
 
 
 @dataclass(frozen=True)
-class Peers:
+class RankGroup:
     """This rank among all; alone where torch.distributed is not in use."""
 
     rank: int = 0
@@ -27,7 +27,7 @@ class Peers:
     group: Any = None
 
     @classmethod
-    def join(cls, purpose: str) -> Peers:
+    def join(cls, purpose: str) -> RankGroup:
         """Every rank calls it, the first time together."""
         import torch.distributed as dist
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model.fsdp1 import FlatTarget
+from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import stored_form
-from ckptmap.live.model.reader import window
-from ckptmap.live.model.target import Target, cut, is_dtensor
-from ckptmap.live.model.target import held as boxes_of
-from ckptmap.live.optimizer.base import Codes, Part, codes_of, local_of
+from ckptmap.live.model.live_tensor import LiveTensor, cut, is_dtensor
+from ckptmap.live.model.live_tensor import held as boxes_of
+from ckptmap.live.model.tensor_reader import window
+from ckptmap.live.optimizer.family import Codes, OptimizerParam, codes_of, local_of
 from ckptmap.live.optimizer.unwrap import parts_of
 from ckptmap.optim.lowbit import LOGICAL, LowBit
 from ckptmap.tensors import Box, Path, TensorInfo
@@ -31,7 +31,7 @@ STATE: Path = ("optimizer", "state")
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class LocalShard:
     """A box of a stored tensor, and the live values that fill it."""
 
     box: Box
@@ -39,7 +39,7 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class CodedPiece:
+class LocalCodes:
     """A box of a moment that is held in codes."""
 
     box: Box
@@ -47,7 +47,7 @@ class CodedPiece:
 
 
 @dataclass(frozen=True, eq=False)
-class Holding:
+class LocalTensor:
     """A stored tensor, and what this rank holds of it.
 
     primary  of ranks that hold the same part, the one that saves it; None: all hold all of it, and
@@ -58,17 +58,17 @@ class Holding:
 
     path: Path
     info: TensorInfo
-    pieces: Sequence[Piece | CodedPiece]
+    pieces: Sequence[LocalShard | LocalCodes]
     primary: bool | None
     checked: bool = False
     is_buffer: bool = False
 
 
 @dataclass
-class Held:
+class LocalState:
     """All of it."""
 
-    holdings: list[Holding] = field(default_factory=list)
+    holdings: list[LocalTensor] = field(default_factory=list)
     records: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
     """Plain values: those of the lowest rank that has them are stored."""
@@ -85,7 +85,7 @@ def info_of(shape: Sequence[int], values: torch.Tensor) -> TensorInfo:
 # ------------------------------------------------------------------------------- the model
 
 
-def hold_model(held: Held, targets: Sequence[Target]) -> None:
+def hold_model(held: LocalState, targets: Sequence[LiveTensor]) -> None:
     for target in targets:
         if target.local.is_meta and not target.is_flat:
             raise LoadError(
@@ -95,7 +95,7 @@ def hold_model(held: Held, targets: Sequence[Target]) -> None:
             hold_tensor(held, target, ("model", fqn))
 
 
-def hold_tensor(held: Held, target: Target, path: Path) -> None:
+def hold_tensor(held: LocalState, target: LiveTensor, path: Path) -> None:
     """Add what this rank holds of one tensor: the parts of a quantized weight, or its boxes."""
     stored = stored_form(target, str(path[-1]))
     if stored is None:
@@ -103,23 +103,23 @@ def hold_tensor(held: Held, target: Target, path: Path) -> None:
         return
     for part in stored.parts:
         primary = None if part.everywhere else _primary(target)
-        piece = Piece(part.box, part.values)
-        held.holdings.append(Holding((*path[:-1], part.key), part.info, [piece], primary, True))
+        piece = LocalShard(part.box, part.values)
+        held.holdings.append(LocalTensor((*path[:-1], part.key), part.info, [piece], primary, True))
     if stored.record is not None:
         held.records[".".join(map(str, path))] = stored.record
 
 
-def _dense(target: Target, path: Path, local: torch.Tensor) -> Holding:
+def _dense(target: LiveTensor, path: Path, local: torch.Tensor) -> LocalTensor:
     """The model's tensor, or one that is cut as it is."""
     info = info_of(target.tensor.shape, local)
-    pieces = [Piece(box, view) for box, view in target.windows(local)]
+    pieces = [LocalShard(box, view) for box, view in target.windows(local)]
     if not target.is_cut and not pieces:
-        pieces = [Piece(Box.whole(info.shape), local)]  # an empty tensor is a tensor
+        pieces = [LocalShard(Box.whole(info.shape), local)]  # an empty tensor is a tensor
     buffer = target.is_buffer
-    return Holding(path, info, pieces, _primary(target), not buffer, buffer)
+    return LocalTensor(path, info, pieces, _primary(target), not buffer, buffer)
 
 
-def _primary(target: Target) -> bool | None:
+def _primary(target: LiveTensor) -> bool | None:
     return target.is_primary if target.is_cut else None
 
 
@@ -127,19 +127,19 @@ def _primary(target: Target) -> bool | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Owner:
+class ParamOwner:
     """Whose state an optimizer's tensor is: targets, and where each begins in a flat one."""
 
-    part: Part
-    members: Sequence[tuple[Target, int | None]]
+    part: OptimizerParam
+    members: Sequence[tuple[LiveTensor, int | None]]
 
     def windows(
         self, local: torch.Tensor
-    ) -> Iterator[tuple[Target, list[tuple[Box, torch.Tensor]]]]:
+    ) -> Iterator[tuple[LiveTensor, list[tuple[Box, torch.Tensor]]]]:
         """`local` is this rank's part of the parameter, or of a moment of it."""
         for target, at in self.members:
             mine = local
-            if at is not None and isinstance(target, FlatTarget):
+            if at is not None and isinstance(target, FlatParamTensor):
                 mine = local.reshape(-1).narrow(0, at, target.count)
             yield target, target.windows(mine)
 
@@ -152,14 +152,14 @@ class Owner:
         return self.members[0][0].fqn
 
 
-def owners(optimizer: Any, targets: Sequence[Target]) -> list[Owner]:
+def owners(optimizer: Any, targets: Sequence[LiveTensor]) -> list[ParamOwner]:
     """Every parameter of the optimizer with the model's names for it, in its order.
 
     Raises LoadError CKM508 for a parameter that is not the model's.
     """
-    by_id: dict[int, list[tuple[Target, int | None]]] = {}
+    by_id: dict[int, list[tuple[LiveTensor, int | None]]] = {}
     for target in targets:
-        if isinstance(target, FlatTarget):
+        if isinstance(target, FlatParamTensor):
             if target.param is not None:
                 for module, name in target.places:
                     live = getattr(module, name, None)
@@ -178,11 +178,11 @@ def owners(optimizer: Any, targets: Sequence[Target]) -> list[Owner]:
                 f"optimizer: parameter {number} {tuple(part.model.shape)} is not the model's",
                 "build the optimizer after wrapping the model, from model.parameters()",
             )
-        found.append(Owner(part, members))
+        found.append(ParamOwner(part, members))
     return found
 
 
-def hold_optimizer(held: Held, mine: Sequence[Owner]) -> None:
+def hold_optimizer(held: LocalState, mine: Sequence[ParamOwner]) -> None:
     for owner in mine:
         if owner.is_flat and not owner.part.param.numel():
             continue  # all of it is on other ranks: here no step is counted
@@ -190,7 +190,7 @@ def hold_optimizer(held: Held, mine: Sequence[Owner]) -> None:
             _hold_entry(held, owner, name, value)
 
 
-def _hold_entry(held: Held, owner: Owner, name: str, value: Any) -> None:
+def _hold_entry(held: LocalState, owner: ParamOwner, name: str, value: Any) -> None:
     """One entry of a parameter's state, under every member's name."""
     import torch
 
@@ -206,16 +206,16 @@ def _hold_entry(held: Held, owner: Owner, name: str, value: Any) -> None:
         held.values |= {path: value for path in _paths(owner, name)}
     elif _is_like_param(owner, value):
         for target, views in owner.windows(local_of(value)):
-            pieces = [Piece(box, view) for box, view in views]
+            pieces = [LocalShard(box, view) for box, view in views]
             info = info_of(target.tensor.shape, value)
             for fqn in target.names:
                 path = (*STATE, fqn, name)
-                held.holdings.append(Holding(path, info, pieces, _primary(target), True))
+                held.holdings.append(LocalTensor(path, info, pieces, _primary(target), True))
     else:
         held.holdings += [_apart(value, path) for path in _paths(owner, name)]
 
 
-def _refuse_nested(owner: Owner, name: str, value: Any) -> None:
+def _refuse_nested(owner: ParamOwner, name: str, value: Any) -> None:
     """LBFGS keeps lists of directions over all parameters, under the name of the first."""
     if holds_tensor(value):
         kind = type(owner.part.optimizer).__name__
@@ -237,7 +237,7 @@ def holds_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def is_decoded(owner: Owner, value: Any) -> bool:
+def is_decoded(owner: ParamOwner, value: Any) -> bool:
     """Is an entry stored in float32 by name, since its codes straddle parameters, or, of one that
     is narrow, since it may be in codes on another rank?"""
     import torch
@@ -248,11 +248,11 @@ def is_decoded(owner: Owner, value: Any) -> bool:
     return codes_of(value) is not None or (owner.part.family.mixed and narrow)
 
 
-def _paths(owner: Owner, name: str) -> list[Path]:
+def _paths(owner: ParamOwner, name: str) -> list[Path]:
     return [(*STATE, fqn, name) for target, _ in owner.members for fqn in target.names]
 
 
-def _is_like_param(owner: Owner, value: Any) -> bool:
+def _is_like_param(owner: ParamOwner, value: Any) -> bool:
     """Has it an element for each of the parameter's?"""
     if owner.is_flat:
         counts = {int(local_of(one).numel()) for one in (value, owner.part.param)}
@@ -260,20 +260,22 @@ def _is_like_param(owner: Owner, value: Any) -> bool:
     return bool(value.shape == owner.part.model.shape)
 
 
-def _apart(value: Any, path: Path) -> Holding:
+def _apart(value: Any, path: Path) -> LocalTensor:
     """A tensor with a shape, and where sharded a mesh, of its own: a step, a row of a matrix."""
     local = local_of(value)
     info = info_of(value.shape, local)
     if not is_dtensor(value):
-        return Holding(path, info, [Piece(Box.whole(info.shape), local)], None, True)
+        return LocalTensor(path, info, [LocalShard(Box.whole(info.shape), local)], None, True)
     mesh = value.device_mesh
     place = mesh.get_coordinate()
     boxes = cut(value.shape, mesh.shape, place, value.placements, str(path[-1]))
     primary = not any(at for at, p in zip(place, value.placements, strict=True) if p.is_replicate())
-    return Holding(path, info, [Piece(box, window(local, at)) for box, at in boxes], primary, True)
+    return LocalTensor(
+        path, info, [LocalShard(box, window(local, at)) for box, at in boxes], primary, True
+    )
 
 
-def _hold_codes(held: Held, owner: Owner, name: str, codes: Codes) -> None:
+def _hold_codes(held: LocalState, owner: ParamOwner, name: str, codes: Codes) -> None:
     ((target, _),) = owner.members
     info = TensorInfo(tuple(target.tensor.shape), LOGICAL)
     boxes = boxes_of(target)
@@ -283,9 +285,9 @@ def _hold_codes(held: Held, owner: Owner, name: str, codes: Codes) -> None:
             f"optimizer: {target.fqn}.{name} is in codes over {len(boxes)} boxes of one rank",
             "save it with a plain optimizer, or on a mesh of plain shards",
         )
-    piece = CodedPiece(boxes[0][0], codes)
+    piece = LocalCodes(boxes[0][0], codes)
     for path in _paths(owner, name):
-        held.holdings.append(Holding(path, info, [piece], _primary(target), True))
+        held.holdings.append(LocalTensor(path, info, [piece], _primary(target), True))
 
 
 def decoded(codes: Codes) -> torch.Tensor:

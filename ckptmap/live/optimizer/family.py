@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.live.model.target import is_dtensor
+from ckptmap.live.model.live_tensor import is_dtensor
 
 if TYPE_CHECKING:
     import torch
@@ -65,12 +65,12 @@ def codes_of(value: Any) -> Codes | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class OptimizerParam:
     """One parameter as an optimizer has it. `model` is the model's own tensor, which differs from
     `param` where the optimizer works on a copy of it."""
 
     optimizer: Any
-    family: Family
+    family: OptimizerFamily
     group: dict[str, Any]
     param: Any
     model: Any
@@ -81,7 +81,7 @@ class Part:
         return found
 
 
-class Family:
+class OptimizerFamily:
     """What is the same for most: state by its own names, all of the parameter's dtype."""
 
     name = "torch"
@@ -111,37 +111,37 @@ class Family:
         """The checkpoint's state of one parameter, where this family knows a name that it lacks."""
         return source
 
-    def blank(self, part: Part, source: Mapping[str, Any]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
         """Fresh state by canonical name; `source` is what the checkpoint has: LazyTensors and
         plain values."""
         raise NotImplementedError
 
-    def present(self, part: Part) -> dict[str, Any]:
+    def present(self, part: OptimizerParam) -> dict[str, Any]:
         """The state that is there, where it can be filled as it is; empty: where not."""
         return {}
 
-    def install(self, part: Part, values: Mapping[str, Any]) -> None:
+    def install(self, part: OptimizerParam, values: Mapping[str, Any]) -> None:
         part.optimizer.state[part.param] = dict(values)
 
-    def needs(self, part: Part) -> tuple[str, ...]:
+    def needs(self, part: OptimizerParam) -> tuple[str, ...]:
         """Canonical names of the moments that it cannot do without."""
         third = ("max_exp_avg_sq",) * bool(part.group.get("amsgrad"))
         return (*self.moments, *third) if self.moments else ()
 
-    def dtype_of(self, part: Part, name: str) -> torch.dtype:
+    def dtype_of(self, part: OptimizerParam, name: str) -> torch.dtype:
         """Of a moment that is not quantized, where the optimizer leaves no choice (`mixed`)."""
         found: torch.dtype = part.param.dtype
         return found
 
-    def like_param(self, part: Part, name: str) -> bool:
+    def like_param(self, part: OptimizerParam, name: str) -> bool:
         """Has this moment the parameter's shape?"""
         return True
 
-    def coded(self, part: Part, scheme: str, signed: bool) -> Any:
+    def coded(self, part: OptimizerParam, scheme: str, signed: bool) -> Any:
         """A moment in codes where the optimizer itself would have none; None: it cannot be."""
         return None
 
-    def plain(self, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    def plain(self, part: OptimizerParam, dtype: torch.dtype) -> torch.Tensor:
         """A moment that is not quantized, in this dtype."""
         import torch
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.target import Target
+from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ MANY = 255
 """Of so many tensors on each other the first are told apart."""
 
 
-def clusters(targets: Sequence[Target]) -> Iterator[list[Target]]:
+def clusters(targets: Sequence[LiveTensor]) -> Iterator[list[LiveTensor]]:
     """Of dense ones in memory those, two or more, that have bytes in common."""
     spans = sorted(((str(t.local.device), *_span(t.local), n) for n, t in enumerate(targets)))
     for _, some in groupby(spans, lambda span: span[0]):
-        cluster: list[Target] = []
+        cluster: list[LiveTensor] = []
         reach = 0
         for _, start, stop, number in some:
             if start >= reach:
@@ -35,7 +35,7 @@ def clusters(targets: Sequence[Target]) -> Iterator[list[Target]]:
         yield from _sharing(cluster)
 
 
-def _sharing(cluster: list[Target]) -> Iterator[list[Target]]:
+def _sharing(cluster: list[LiveTensor]) -> Iterator[list[LiveTensor]]:
     """Columns of one matrix run through each other, and have nothing in common."""
     if len(cluster) < 2:
         return
@@ -49,7 +49,7 @@ def _sharing(cluster: list[Target]) -> Iterator[list[Target]]:
 
 
 def conflict(
-    reader: Reader, cluster: Sequence[tuple[Target, LazyTensor]]
+    reader: TensorReader, cluster: Sequence[tuple[LiveTensor, LazyTensor]]
 ) -> tuple[LazyTensor, LazyTensor] | None:
     """Two sources that give some byte of memory different values; None: all agree."""
     import torch
@@ -72,7 +72,7 @@ def conflict(
 class _Bytes:
     """The memory that these tensors span, as bytes: whose each is, and its value."""
 
-    def __init__(self, targets: Sequence[Target]) -> None:
+    def __init__(self, targets: Sequence[LiveTensor]) -> None:
         import torch
 
         spans = [_span(target.local) for target in targets]
@@ -81,11 +81,11 @@ class _Bytes:
         self._owners = torch.zeros(size, dtype=torch.uint8)
         self._values: torch.Tensor | None = None
 
-    def owners_of(self, target: Target) -> torch.Tensor:
+    def owners_of(self, target: LiveTensor) -> torch.Tensor:
         """A view, [*shape, itemsize]: 0, or 1 and up."""
         return self._view(self._owners, target.local)
 
-    def values_of(self, target: Target) -> torch.Tensor:
+    def values_of(self, target: LiveTensor) -> torch.Tensor:
         import torch
 
         if self._values is None:

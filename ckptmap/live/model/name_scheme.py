@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.renamed import translated
 from ckptmap.errors import CkptmapError
-from ckptmap.live.model.target import Target
+from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.mapping.detect import MEMORY, recognise
 from ckptmap.mapping.model_config import as_config
 from ckptmap.mapping.rules import HUB
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedCheckpoint:
     """`names` is from which scheme to which, `unmapped` the keys that no rule knows."""
 
     checkpoint: Checkpoint
@@ -35,13 +35,13 @@ class Named:
 
 
 def by_the_models(
-    checkpoint: Checkpoint, model: torch.nn.Module, targets: Sequence[Target]
-) -> Named:
+    checkpoint: Checkpoint, model: torch.nn.Module, targets: Sequence[LiveTensor]
+) -> NamedCheckpoint:
     """The checkpoint as the model can take it; itself where that is as it is, or no scheme brings
     it nearer."""
     lacking = lacking_in(targets, checkpoint)
     if not lacking or not strange_to(targets, checkpoint):
-        return Named(checkpoint)
+        return NamedCheckpoint(checkpoint)
     config = config_of(model)
     for scheme in schemes_for(targets, config):
         try:
@@ -51,22 +51,24 @@ def by_the_models(
         how = found.translation
         if how is not None and lacking_in(targets, found) < lacking:
             reader = found.optimizer_reader.of_weights(found.infos())
-            return Named(replace(found, optimizer_reader=reader), how.choice.text, how.unmapped)
-    return Named(checkpoint)
+            return NamedCheckpoint(
+                replace(found, optimizer_reader=reader), how.choice.text, how.unmapped
+            )
+    return NamedCheckpoint(checkpoint)
 
 
-def lacking_in(targets: Sequence[Target], source: Collection[str]) -> int:
+def lacking_in(targets: Sequence[LiveTensor], source: Collection[str]) -> int:
     """How many tensors of the model it has under none of their names."""
     return sum(not target.named_in(source) for target in targets)
 
 
-def strange_to(targets: Sequence[Target], source: Collection[str]) -> bool:
+def strange_to(targets: Sequence[LiveTensor], source: Collection[str]) -> bool:
     """Has it names that no tensor of the model has?"""
     known = {name for target in targets for name in target.known}
     return any(name not in known for name in source)
 
 
-def schemes_for(targets: Sequence[Target], config: Mapping[str, Any] | None) -> Iterator[str]:
+def schemes_for(targets: Sequence[LiveTensor], config: Mapping[str, Any] | None) -> Iterator[str]:
     """Schemes that the model's own names may be in: the hub's, transformers' in memory, and those
     that the names are recognised by."""
     yield HUB

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model.fsdp1 import FlatTarget, handles
-from ckptmap.live.model.target import Target, chunk_bounds
-from ckptmap.live.state_dict.load_state_dict import Shadow
+from ckptmap.live.model.flat_params import FlatParamTensor, handles
+from ckptmap.live.model.live_tensor import LiveTensor, chunk_bounds
+from ckptmap.live.state_dict.load_state_dict import ShadowTensor
 from ckptmap.mapping.wrappers import SEGMENTS, strip_wrappers
 from ckptmap.tensors import Box
 
@@ -31,7 +31,7 @@ WHOLE_SCALAR = Box((), ())
 
 
 @dataclass(frozen=True, eq=False)
-class FlatShadow(Shadow):
+class FlatShadow(ShadowTensor):
     """A tensor of a flat parameter as a state dict of the model's type has it.
 
     flat   the tensor in the model
@@ -77,19 +77,19 @@ class FlatShadow(Shadow):
         )
 
 
-def shadows(model: torch.nn.Module, targets: Sequence[Target]) -> list[Shadow]:
+def shadows(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> list[ShadowTensor]:
     """A shadow of every target. Raises LoadError CKM505 where no state dict can hold one, and for
     LOCAL_STATE_DICT."""
     owners = {id(handle): module for module, handle in handles(model)}
     return [
         _flat_shadow(target, owners[id(target.handle)])
-        if isinstance(target, FlatTarget)
-        else Shadow.of(target)
+        if isinstance(target, FlatParamTensor)
+        else ShadowTensor.of(target)
         for target in targets
     ]
 
 
-def _flat_shadow(flat: FlatTarget, owner: Any) -> FlatShadow:
+def _flat_shadow(flat: FlatParamTensor, owner: Any) -> FlatShadow:
     if _type(owner) == "LOCAL_STATE_DICT":
         raise LoadError(
             "CKM505",
@@ -144,7 +144,7 @@ def _sharded(local: torch.Tensor, shape: Sequence[int], rows: Box, owner: Any) -
     return made
 
 
-def own_keys(model: torch.nn.Module, targets: Sequence[Target]) -> dict[str, str]:
+def own_keys(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str, str]:
     """Plain name -> the name in FSDP1's state dict, which is not asked: it would gather."""
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -9,16 +9,16 @@ from typing import Any
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_form import form_of
-from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.target import Target, held
-from ckptmap.live.optimizer.base import codes_of
+from ckptmap.live.model.live_tensor import LiveTensor, held
+from ckptmap.live.model.tensor_reader import TensorReader
+from ckptmap.live.optimizer.family import codes_of
 from ckptmap.live.optimizer.state_loader import code_places, encode
 from ckptmap.live.quantized import dense
 from ckptmap.optim.lowbit import CODES, SCALE
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 
-def fill(reader: Reader, source: LazyTensor, target: Target) -> None:
+def fill(reader: TensorReader, source: LazyTensor, target: LiveTensor) -> None:
     """This rank's part of `source`, of any encoding, into the live tensor of `target`.
 
     Same encoding, same boundaries of blocks: codes as they are; scale blocks of NF4 are regrouped;
@@ -41,7 +41,7 @@ def fill(reader: Reader, source: LazyTensor, target: Target) -> None:
         dense.overwrite(reader, source, target)
 
 
-def _codes(reader: Reader, source: LazyTensor, target: Target) -> None:
+def _codes(reader: TensorReader, source: LazyTensor, target: LiveTensor) -> None:
     import torch
 
     codes = codes_of(target.tensor)

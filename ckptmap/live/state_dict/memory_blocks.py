@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import RunError, SourceError
-from ckptmap.live.model.reader import Reader, window
+from ckptmap.live.model.tensor_reader import TensorReader, window
 from ckptmap.storage.files import Files, Fingerprint, back, unback
 from ckptmap.storage.gather import fill
 from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
@@ -169,7 +169,7 @@ class LiveStored(StoredTensor):
         ]
 
 
-class LiveReader(Reader):
+class LiveReader(TensorReader):
     """Reads blocks where they are: nothing passes through the host that is not there already."""
 
     def __init__(self, files: Files, max_memory: int, memory: Memory) -> None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model import fsdp2 as fsdp2_params
-from ckptmap.live.model.reader import window
+from ckptmap.live.model import fsdp2_params as fsdp2_params
+from ckptmap.live.model.tensor_reader import window
 from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 from ckptmap.tensors import Box
 
@@ -22,7 +22,7 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @dataclass(frozen=True)
-class Adapted:
+class PeftNames:
     """What a tensor of a model that peft has wrapped is called elsewhere (see `peft_live`).
 
     base     names in a checkpoint of the base
@@ -38,7 +38,7 @@ class Adapted:
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class LiveTensor:
     """One tensor of the model: a parameter or buffer, under all the names that share it.
 
     names    plain FQNs, the first one leads
@@ -50,7 +50,7 @@ class Target:
     places: tuple[tuple[torch.nn.Module, str], ...]
     is_buffer: bool
     fsdp_param: Any = None
-    adapted: Adapted | None = field(default=None, kw_only=True)
+    adapted: PeftNames | None = field(default=None, kw_only=True)
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -222,7 +222,7 @@ def like(old: Any, local: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------- this rank's part
 
 
-def held(target: Target) -> list[tuple[Box, Box]]:
+def held(target: LiveTensor) -> list[tuple[Box, Box]]:
     """What this rank holds: (box of the whole tensor, where it lies in the local one).
 
     Any mesh of Shard, strided Shard (FSDP2 over TP) and Replicate. Raises LoadError CKM505.
@@ -305,7 +305,7 @@ def _boxes(runs: list[list[range]]) -> Iterator[tuple[Box, Box]]:
 # ------------------------------------------------------------------------------- where data goes
 
 
-def device_for(target: Target, fallback: torch.device) -> torch.device:
+def device_for(target: LiveTensor, fallback: torch.device) -> torch.device:
     """Where its data is, or, on meta, where it belongs: FSDP2's device, or `fallback`."""
     import torch
 
@@ -328,7 +328,7 @@ def mesh_device(mesh: Any) -> torch.device:
     return torch.device(mesh.device_type, index)
 
 
-def fallback_device(targets: Sequence[Target]) -> torch.device:
+def fallback_device(targets: Sequence[LiveTensor]) -> torch.device:
     """For what is on meta outside of any mesh: where the rest of the model is, else the CPU."""
     import torch
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from ckptmap import registry
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_form import live_forms
-from ckptmap.live.model.peers import Peers
-from ckptmap.live.model.reader import Reader
-from ckptmap.live.model.target import like
-from ckptmap.live.state_dict.as_checkpoint import WHERE, Leaf, is_spread, opened
+from ckptmap.live.model.live_tensor import like
+from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.model.tensor_reader import TensorReader
+from ckptmap.live.state_dict.live_checkpoint import WHERE, StateDictTensor, is_spread, opened
 from ckptmap.live.state_dict.load_state_dict import needs
-from ckptmap.live.state_dict.memory_files import LiveReader
-from ckptmap.live.state_dict.reshard import Exchange, Unit
+from ckptmap.live.state_dict.memory_blocks import LiveReader
+from ckptmap.live.state_dict.reshard import Exchange, ReshardTask
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
 
@@ -32,13 +32,13 @@ def quantizing_schemes() -> tuple[str, ...]:
     return tuple(form.scheme for form in live_forms() if form.scheme)
 
 
-def decoded(state: State, peers: Peers, max_memory: int) -> dict[str, torch.Tensor]:
+def decoded(state: State, peers: RankGroup, max_memory: int) -> dict[str, torch.Tensor]:
     """Quantized tensors, bitsandbytes' with the tensors beside them, as plain ones of their own
     dtype, cut as they were; others as they are. Every one of `peers` calls it."""
     import torch
 
     live = opened(state, peers, "model")
-    checkpoint, units, made = live.checkpoint, list[Unit](), dict[str, torch.Tensor]()
+    checkpoint, units, made = live.checkpoint, list[ReshardTask](), dict[str, torch.Tensor]()
     reader = LiveReader(checkpoint.files, max_memory, live.memory)
     with live.memory.readable(), torch.no_grad():
         for fqn in checkpoint:
@@ -52,22 +52,22 @@ def decoded(state: State, peers: Peers, max_memory: int) -> dict[str, torch.Tens
     return made
 
 
-def _decoding(source: LazyTensor, given: torch.Tensor | None) -> tuple[Unit, torch.Tensor]:
+def _decoding(source: LazyTensor, given: torch.Tensor | None) -> tuple[ReshardTask, torch.Tensor]:
     """What decodes one tensor into a new one, and that."""
     import torch
 
     whole = given is None or tuple(given.shape) != source.shape
-    leaf = Leaf((source.fqn,), (), False, None, None if whole else given)
+    leaf = StateDictTensor((source.fqn,), (), False, None, None if whole else given)
     device = torch.device("cpu") if given is None else given.device
     shape = source.shape if whole else tuple(leaf.local.shape)
     new = torch.empty(shape, dtype=source.torch_dtype, device=device)
     places = [(Box.whole(source.shape), new)] if whole else leaf.windows(new)
 
-    def step(reader: Reader) -> None:
+    def step(reader: TensorReader) -> None:
         for box, view in places:
             reader.decoded(source, box, view)
 
-    unit = Unit(list(needs(source, [box for box, _ in places], device)), step)
+    unit = ReshardTask(list(needs(source, [box for box, _ in places], device)), step)
     return unit, new if whole else like(given, new)
 
 
@@ -94,7 +94,7 @@ def quantized(state: State, encoding: str, max_memory: int) -> dict[str, torch.T
             "pass the model that is to take them: translate(state_dict, like=model)",
         )
     scheme = next(found for found in registry.schemes() if found.suffix == encoding)
-    live = opened(state, Peers(), "model")
+    live = opened(state, RankGroup(), "model")
     made: dict[str, Any] = dict(state)
     with live.memory.readable(), torch.no_grad():
         reader = LiveReader(live.checkpoint.files, max_memory, live.memory)
@@ -106,9 +106,9 @@ def quantized(state: State, encoding: str, max_memory: int) -> dict[str, torch.T
 
 
 def _quantized(
-    reader: Reader, source: LazyTensor, given: torch.Tensor, encoding: str
+    reader: TensorReader, source: LazyTensor, given: torch.Tensor, encoding: str
 ) -> torch.Tensor:
-    leaf = Leaf((source.fqn,), (), False, None, given)
+    leaf = StateDictTensor((source.fqn,), (), False, None, given)
     form = next(form for form in live_forms() if form.scheme == encoding)
     made = form.quantized(reader, source, leaf)
     return given if made is None else made  # a conversion leaves such a shape dense, too

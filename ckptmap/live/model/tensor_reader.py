@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptmap.live.model.report import Meter
+from ckptmap.live.model.load_report import Meter
 from ckptmap.storage.files import Files
 from ckptmap.storage.gather import fill, row_major_boxes
 from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
@@ -17,7 +17,7 @@ DECODE_COPIES = 4
 """Buffers of a box's logical size that decoding holds at once: parts, scales, values, result."""
 
 
-class Reader:
+class TensorReader:
     """Fills tensors on any device; host buffers of at most `max_memory` bytes at a time."""
 
     def __init__(self, files: Files, max_memory: int) -> None:

@@ -27,7 +27,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True)
-class Cast:
+class CastTensor:
     """Loaded by `torch.Tensor.to`, because the model's dtype is not the checkpoint's."""
 
     fqn: str
@@ -99,7 +99,7 @@ class StateReport:
 
     loaded: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
-    cast: tuple[Cast, ...] = ()
+    cast: tuple[CastTensor, ...] = ()
     recoded: tuple[Recoded, ...] = ()
     derived: tuple[str, ...] = ()
     initialised: tuple[str, ...] = ()
@@ -151,7 +151,7 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[Mismatch, ...] = ()
-    cast: tuple[Cast, ...] = ()
+    cast: tuple[CastTensor, ...] = ()
     encoded: tuple[Encoded, ...] = ()
     decoded: tuple[Decoded, ...] = ()
     quantized: tuple[str, ...] = ()

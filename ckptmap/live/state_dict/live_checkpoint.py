@@ -16,20 +16,20 @@ from ckptmap.checkpoint.roles import Roles
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_form import is_loadable, quantized_classes
-from ckptmap.live.model.peers import Peers
-from ckptmap.live.model.target import Target, held, is_dtensor
-from ckptmap.live.optimizer.base import codes_of
-from ckptmap.live.optimizer.owned_shards import (
-    CodedPiece,
-    Held,
-    Holding,
-    Piece,
+from ckptmap.live.model.live_tensor import LiveTensor, held, is_dtensor
+from ckptmap.live.model.rank_group import RankGroup
+from ckptmap.live.optimizer.family import codes_of
+from ckptmap.live.optimizer.local_state import (
+    LocalCodes,
+    LocalShard,
+    LocalState,
+    LocalTensor,
     hold_tensor,
     holds_tensor,
 )
 from ckptmap.live.save.assign_writers import Assigner, Assignment, Offer, offer
 from ckptmap.live.state_dict import sharded_tensor as sharded
-from ckptmap.live.state_dict.memory_files import LiveStored, Memory
+from ckptmap.live.state_dict.memory_blocks import LiveStored, Memory
 from ckptmap.protocols import Index, in_saved_order
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, Path, TensorInfo
@@ -45,7 +45,7 @@ Sources = Mapping[Path, tuple[TensorInfo, Sequence[tuple[int, Box]]]]
 
 
 @dataclass(frozen=True, eq=False)
-class Leaf(Target):
+class StateDictTensor(LiveTensor):
     """A tensor of a state dict; it sits in no module."""
 
     value: Any = None
@@ -57,21 +57,21 @@ class Leaf(Target):
 
 
 @dataclass(frozen=True, eq=False)
-class Live:
+class LiveStateDict:
     """A state dict of all ranks; `memory` has this rank's part of it."""
 
     checkpoint: Checkpoint
     memory: Memory
     sources: Sources
-    peers: Peers
+    peers: RankGroup
 
 
 def opened(
     state: Mapping[str, Any],
-    peers: Peers,
+    peers: RankGroup,
     role: str,
     weights: Mapping[str, TensorInfo] | None = None,
-) -> Live:
+) -> LiveStateDict:
     """Every one of `peers` calls it with what it has: shards, or all, or nothing.
 
     role     "model" or "optimizer": what the state dict is
@@ -80,7 +80,7 @@ def opened(
     Raises, on all ranks: LoadError CKM505 for tensors that cannot be read, RunError CKM510 where
     the ranks' parts do not make whole tensors.
     """
-    mine = Held()
+    mine = LocalState()
     with peers.together():
         for path, value in _leaves(state, (role,)):
             _hold(mine, path, value)
@@ -97,13 +97,13 @@ def opened(
         index = _index(assignment, mine, memory, ties, peers.world)
         with memory.readable():
             checkpoint = assemble(WHERE, index, _roles(index, role), Files(), weights)
-    return Live(checkpoint, memory, _sources(offers, assignment), peers)
+    return LiveStateDict(checkpoint, memory, _sources(offers, assignment), peers)
 
 
-def assigned(state: Mapping[Path, Any], peers: Peers) -> Assignment:
+def assigned(state: Mapping[Path, Any], peers: RankGroup) -> Assignment:
     """Tensors by path as stored tensors, each box with the one rank that writes it, of replicas the
     lowest. Raises as `opened` does."""
-    mine = Held()
+    mine = LocalState()
     with peers.together():
         for path, value in state.items():
             _hold(mine, path, value)
@@ -128,7 +128,7 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 # ------------------------------------------------------------------------------- what is held
 
 
-def _hold(mine: Held, path: Path, value: Any) -> None:
+def _hold(mine: LocalState, path: Path, value: Any) -> None:
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -137,22 +137,22 @@ def _hold(mine: Held, path: Path, value: Any) -> None:
     if sharded.is_sharded(value):
         mine.holdings.append(sharded.holding(path, value))
         return
-    leaf = Leaf((str(path[-1]),), (), False, None, value.detach())
+    leaf = StateDictTensor((str(path[-1]),), (), False, None, value.detach())
     codes = codes_of(leaf.tensor)
     _refuse(path, leaf, codes is not None)
     if codes is not None:
         info = TensorInfo(tuple(value.shape), "float32")
         ((box, _),) = held(leaf)
-        mine.holdings.append(Holding(path, info, [CodedPiece(box, codes)], _primary(leaf)))
+        mine.holdings.append(LocalTensor(path, info, [LocalCodes(box, codes)], _primary(leaf)))
     else:
         hold_tensor(mine, leaf, path)
 
 
-def _primary(leaf: Leaf) -> bool | None:
+def _primary(leaf: StateDictTensor) -> bool | None:
     return leaf.is_primary if leaf.is_cut else None
 
 
-def _refuse(path: Path, leaf: Leaf, coded: bool) -> None:
+def _refuse(path: Path, leaf: StateDictTensor, coded: bool) -> None:
     name, kind = ".".join(map(str, path)), type(leaf.local).__name__
     if str(leaf.local.layout) != "torch.strided":
         kind = f"tensor of layout {leaf.local.layout}"
@@ -172,12 +172,12 @@ def _refuse(path: Path, leaf: Leaf, coded: bool) -> None:
         )
 
 
-def _ties(holdings: Sequence[Holding]) -> dict[Path, object]:
+def _ties(holdings: Sequence[LocalTensor]) -> dict[Path, object]:
     """Path -> the first path whose values are the same bytes of memory."""
     first: dict[object, Path] = {}
     found: dict[Path, object] = {}
     for holding in holdings:
-        pieces = [piece for piece in holding.pieces if isinstance(piece, Piece)]
+        pieces = [piece for piece in holding.pieces if isinstance(piece, LocalShard)]
         keys = [
             (v.data_ptr(), tuple(v.shape), v.stride(), v.dtype, str(v.device))
             for v in (piece.values for piece in pieces)
@@ -191,11 +191,11 @@ def _ties(holdings: Sequence[Holding]) -> dict[Path, object]:
 # ------------------------------------------------------------------------------- what all hold
 
 
-def _memory(mine: Held, assignment: Assignment) -> Memory:
+def _memory(mine: LocalState, assignment: Assignment) -> Memory:
     memory = Memory()
     for holding in mine.holdings:
         for piece in holding.pieces:
-            if isinstance(piece, Piece):
+            if isinstance(piece, LocalShard):
                 memory.hold(holding.path, piece.box, piece.values)
     known = {holding.path for holding in mine.holdings}
     for (path, box), values in assignment.mine.items():
@@ -205,7 +205,11 @@ def _memory(mine: Held, assignment: Assignment) -> Memory:
 
 
 def _index(
-    assignment: Assignment, mine: Held, memory: Memory, ties: Mapping[Path, object], world: int
+    assignment: Assignment,
+    mine: LocalState,
+    memory: Memory,
+    ties: Mapping[Path, object],
+    world: int,
 ) -> Index:
     leaves: dict[Path, Any] = {
         one.path: LiveStored(one.info, one.path, memory, ties.get(one.path))
