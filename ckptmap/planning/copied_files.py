@@ -23,22 +23,28 @@ FIRST = 0
 """The rank whose file tells what all ranks have in common."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class CopiedFiles:
-    """What goes along: files by their name in the output, and the keys of what they hold."""
+    """The files that are copied.
 
-    files: dict[str, CarriedFile] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-    """Key -> the source's file."""
-    notes: list[str] = field(default_factory=list)
+    files    name in the output -> the file
+    sources  key of a plain value -> path of the source's file that holds it
+    notes    what the user is told of values that go from one number of ranks to another
+    """
+
+    files: Mapping[str, CarriedFile] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
     def holds(self, path: LeafPath) -> bool:
-        """Is this extra value in one of them?"""
+        """Is the value at this path of the source in one of the files?"""
         return str(path[0]) in self.sources
 
-    def said(self, ckpt: Checkpoint, carried: Collection[str]) -> list[str]:
-        """The notes of the source, what goes along taken out of what is left behind; `carried` are
-        the names of files that go along beside the weights."""
+    def source_notes(self, ckpt: Checkpoint, carried: Collection[str]) -> list[str]:
+        """Return the notes of the source; a file that is copied is not told of as left behind.
+
+        `carried` are the names of files beside the weights that the output has, too.
+        """
         names = {*(Path(file).name for file in self.sources.values()), *carried}
         left = [name for name in ckpt.index.unread_files if name.rpartition(" of ")[2] not in names]
         old = left_behind(ckpt.index.unread_files)
@@ -46,33 +52,40 @@ class CopiedFiles:
         return [*notes, *left_behind(left), *self.notes]
 
 
-def kept_whole(
+def copied_files(
     ckpt: Checkpoint, setup: Setup, world_size: int, dropped: Callable[[str], str | None]
 ) -> CopiedFiles:
-    """`dropped` says of a key why the user wants it left; a file with such a key in it does not go
-    along whole. Raises SourceError CKM116 where one is a link that leads out of the directory."""
-    kept, filing = CopiedFiles(), setup.filing
+    """Return the files of the source that the setup has a place for.
+
+    A file is not copied if it holds a key for which `dropped` gives a reason, or belongs to a rank
+    that the output does not have. Raises SourceError CKM116 for a link that leads out of the
+    directory.
+    """
+    filing = setup.filing
     if filing is None:
-        return kept
-    inner = _keys(ckpt)
-    ranks: dict[int, str] = {}
+        return CopiedFiles()
+    held = _keys(ckpt)
+    files: dict[str, CarriedFile] = {}
+    sources: dict[str, str] = {}
+    of_rank: dict[int, str] = {}
     for key, file in ckpt.index.file_of.items():
         name, rank = filing.file_of(key), filing.rank_of(key)
-        if name is None or any(dropped(inside_it) for inside_it in inner.get(key, (key,))):
+        if name is None or any(dropped(inner) for inner in held.get(key, (key,))):
             continue
         if rank is not None:
             if setup.sharded and rank >= world_size:
                 continue
-            ranks[rank] = file
+            of_rank[rank] = file
         directory = str(Path(file).parent)
         inside(directory, Path(file).name, directory, blobs_of(directory))
-        kept.files[name], kept.sources[key] = Sidecar.at(file), file
-    if setup.sharded and ckpt.world_size != world_size:
-        for rank in range(world_size) if FIRST in ranks else ():
-            made = None if rank in ranks else filing.new_rank(rank, ranks[FIRST])
-            kept.files.update({} if made is None else dict([made]))
-        kept.notes = filing.notes(kept.sources, ckpt.world_size, world_size)
-    return kept
+        files[name], sources[key] = Sidecar.at(file), file
+    if not setup.sharded or ckpt.world_size == world_size:
+        return CopiedFiles(files, sources)
+    for rank in range(world_size) if FIRST in of_rank else ():
+        made = None if rank in of_rank else filing.new_rank(rank, of_rank[FIRST])
+        if made is not None:
+            files[made[0]] = made[1]
+    return CopiedFiles(files, sources, filing.notes(sources, ckpt.world_size, world_size))
 
 
 def _keys(ckpt: Checkpoint) -> Mapping[str, Sequence[str]]:

@@ -1,84 +1,120 @@
-"""The optimizer's part of a plan: is it carried, in which key form, which tensors and settings."""
+"""Optimizer state in a plan: whether it is written, under which keys, and what of it is left out."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ckptmap.errors import PlanError
 from ckptmap.optim.carrying import carried
 from ckptmap.optim.reading import OptimizerReader
-from ckptmap.optim.state import KeyForm, key_forms
+from ckptmap.optim.state import KeyForm, Optimizer, Same, key_forms
 from ckptmap.planning.encoding_choice import encoding_for
 from ckptmap.planning.optimizer_groups import arranged
-from ckptmap.planning.plan import Unresolved
+from ckptmap.planning.output_sharding import OutputSharding
+from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
-from ckptmap.planning.tensor_layout import LayoutBuilder
+from ckptmap.protocols import Encoding
 from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import Path, PlainValue
 
 
-def is_carried(draft: LayoutBuilder, asked: Request) -> bool:
-    """Does optimizer state go along? Why it does not, or cannot, is put down in the draft."""
-    reader = asked.ckpt.optimizer_reader
-    if not reader.present:
-        return False
-    why = asked.dropped("optimizer")
-    if asked.options.optimizer == "drop":
-        why = "--optimizer drop"
-    elif not asked.setup.holds_extra:
-        why = f"{asked.setup.name} has no place for optimizer state"
-    if why is not None:  # before anybody builds a model to name what is left behind
-        draft.dropped["optimizer"] = why
-        return False
-    found = reader.named()
-    if reader.by_index or reader.form is None:
-        draft.unresolved.append(_unnamed(reader))
-    else:
-        if reader.order:
-            draft.notes.append(f"optimizer order: {reader.order}")
-        elif asked.options.param_order is not None:
-            draft.notes.append("optimizer order: by name in the file, --param-order is not used")
-        return bool(found.leaves or found.groups or found.rest)
-    return False
+class StateTensor(NamedTuple):
+    """A tensor of optimizer state, at its path in the output."""
+
+    path: Path
+    tensor: LazyTensor
+    encoding: Encoding | None
+    """The encoding it is stored in anew, because it is stored malformed; None: as it is."""
 
 
-def put(draft: LayoutBuilder, asked: Request) -> None:
-    """State of the weights that are carried, in the key form that was asked for.
+@dataclass(frozen=True)
+class OptimizerState:
+    """The optimizer state that is written.
 
-    Raises PlanError CKM201 or CKM207 for a key form that is none, or none of this setup's.
+    values   path in the output -> hyper-parameters and step counts that are no tensors
+    same     pairs of tensors that must hold the same bytes, of which the first is written
     """
-    form, ckpt, options = _key_form(asked), asked.ckpt, asked.options
-    found = carried(ckpt.optimizer_reader.named(), ckpt, draft.dropped, asked.dropped)
-    draft.dropped.update(found.dropped)
-    for fqn in found.strangers:
-        draft.unresolved.append(
-            Unresolved(
-                f"optimizer.{fqn}",
-                "its optimizer state belongs to no weight of the checkpoint",
-                f"leave it behind with --drop 'optimizer.{fqn}', or all with --optimizer drop",
-            )
+
+    tensors: Sequence[StateTensor] = ()
+    values: Mapping[Path, PlainValue] = field(default_factory=dict)
+    same: Sequence[Same] = ()
+    remarks: Remarks = field(default_factory=Remarks)
+
+
+def is_optimizer_written(request: Request) -> tuple[bool, Remarks]:
+    """Return whether optimizer state is written, and why it is not."""
+    reader = request.ckpt.optimizer_reader
+    if not reader.present:
+        return False, Remarks()
+    why = request.dropped("optimizer")
+    if request.options.optimizer == "drop":
+        why = "--optimizer drop"
+    elif not request.setup.holds_extra:
+        why = f"{request.setup.name} has no place for optimizer state"
+    # Naming state that is keyed by index may build a model, so what is dropped is never named.
+    if why is not None:
+        return False, Remarks({"optimizer": why})
+    state = reader.named()
+    if reader.by_index or reader.form is None:
+        return False, Remarks(unresolved=[_unnamed(reader)])
+    notes = []
+    if reader.order:
+        notes.append(f"optimizer order: {reader.order}")
+    elif request.options.param_order is not None:
+        notes.append("optimizer order: by name in the file, --param-order is not used")
+    return bool(state.leaves or state.groups or state.rest), Remarks(notes=notes)
+
+
+def optimizer_state(
+    request: Request, sharding: OutputSharding, dropped: Mapping[str, str]
+) -> OptimizerState:
+    """Return the state of all weights but the `dropped` ones, in the key form that was asked for.
+
+    Raises PlanError CKM201 for an unknown key form, CKM207 for one that the setup cannot hold.
+    """
+    form, ckpt, options = _key_form(request), request.ckpt, request.options
+    kept = carried(ckpt.optimizer_reader.named(), ckpt, dropped, request.dropped)
+    strangers = [
+        Unresolved(
+            f"optimizer.{fqn}",
+            "its optimizer state belongs to no weight of the checkpoint",
+            f"leave it behind with --drop 'optimizer.{fqn}', or all with --optimizer drop",
         )
-    optimizer, notes = arranged(found.optimizer, ckpt, asked.setup, draft.cutter, options)
-    draft.notes += notes
-    for path, value in [*form.write(optimizer), *optimizer.rest.items()]:
-        if isinstance(value, LazyTensor):
-            encoding = encoding_for(value, None, options)
-            draft.tensor(value, "optimizer", ("optimizer", *path), encoding)
+        for fqn in kept.strangers
+    ]
+    optimizer, notes = arranged(kept.optimizer, ckpt, request.setup, sharding, options)
+    remarks = Remarks(kept.dropped, strangers, notes)
+    return _by_path(form, optimizer, request, remarks)
+
+
+def _by_path(
+    form: KeyForm, optimizer: Optimizer, request: Request, remarks: Remarks
+) -> OptimizerState:
+    tensors: list[StateTensor] = []
+    values: dict[Path, PlainValue] = {}
+    for path, leaf in [*form.write(optimizer), *optimizer.rest.items()]:
+        if isinstance(leaf, LazyTensor):
+            encoding = encoding_for(leaf, None, request.options)
+            tensors.append(StateTensor(("optimizer", *path), leaf, encoding))
         else:
-            draft.extra["optimizer", *path] = value
-    for kept, other, hint in optimizer.same:
-        draft.must_equal(kept, other, f"{kept.fqn} of {other.fqn}", hint)
+            values["optimizer", *path] = leaf
+    return OptimizerState(tensors, values, optimizer.same, remarks)
 
 
-def _key_form(asked: Request) -> KeyForm:
-    name = asked.setup.optimizer_keys or asked.options.optimizer_keys
+def _key_form(request: Request) -> KeyForm:
+    name = request.setup.optimizer_keys or request.options.optimizer_keys
     form = next((form for form in key_forms() if form.name == name), None)
     if form is None:
-        known = ", ".join(found.name for found in key_forms())
+        known = ", ".join(form.name for form in key_forms())
         raise PlanError(
             "CKM201", f"--optimizer-keys {name!r} is no key form", f"choose one of {known}"
         )
-    if form.whole and asked.setup.sharded:
+    if form.whole and request.setup.sharded:
         raise PlanError(
             "CKM207",
-            f"--optimizer-keys {name}: {asked.setup.name} is of several ranks, and"
+            f"--optimizer-keys {name}: {request.setup.name} is of several ranks, and"
             " state that is keyed by index holds in one file of whole tensors only",
             "use --optimizer-keys fqn, which set_optimizer_state_dict takes",
         )

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import repeat
-from operator import add, le
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ckptmap import registry
-from ckptmap.core.slot_columns import OutTensors, Slots
-from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import PlanError
-from ckptmap.planning.file_plan import FilePlan
 from ckptmap.planning.module_buffers import BufferEvidence
 from ckptmap.protocols import (
     FlatUnit,
@@ -21,7 +15,7 @@ from ckptmap.protocols import (
     Placement,
     Setup,
 )
-from ckptmap.tensors import Box, Path, TensorInfo
+from ckptmap.tensors import Box, TensorInfo
 
 MAX_WORLD_SIZE = 1 << 17
 """More ranks than anybody trains on: a slip of the finger, that would plan for hours."""
@@ -138,50 +132,3 @@ class OutputSharding:
         mesh = next(one for one in (layout, *registry.layouts()) if isinstance(one, MeshLayout))
         ranks = options.world_size if options.mesh is not None else self._ranks
         return mesh.over(options.mesh, options.tp_plan, ranks, list(self._ckpt))
-
-
-def prove_output(tensors: OutTensors, files: Sequence[FilePlan]) -> None:
-    """Our own invariant: no two slots share a byte, and the slots of a tensor tile it. Ranks of a
-    mesh may hold the same box, each in its own file."""
-    for file in files:
-        _prove_apart(file.out.name, file.slots, file.out.nbytes)
-    boxes: dict[Path, Box] = {}
-    for file in files:
-        boxes.update(zip(file.slots.paths, file.slots.boxes, strict=True))
-    several = _several(tensors, files) if len(boxes) < sum(len(f.slots) for f in files) else {}
-    # By form and box: of tensors of one slot there are 100,000, of kinds of them few.
-    paths, forms, held = tensors.paths, tensors.forms, list(map(boxes.get, tensors.paths))
-    apart = map(several.get, paths) if several else repeat(None)
-    marks = zip(map(id, forms), map(id, held), map(id, apart), strict=False)
-    columns = zip(paths, forms, held, strict=True)
-    for path, form, box in dict(zip(marks, columns, strict=True)).values():
-        found = several.get(path) or ([] if box is None else [box])
-        if found or (form.alias_of is None and form.info.numel):
-            wrong = prove_tiling(form.info.shape, list(found))
-            assert wrong is None, f"{path}: {wrong}"
-
-
-def _prove_apart(name: str, slots: Slots, nbytes: int) -> None:
-    offsets, sizes = slots.offsets, slots.sizes
-    ends = list(map(add, offsets, sizes))
-    if not all(map(le, [0, *ends], [*offsets, nbytes])):  # then they are in another order
-        end = 0
-        for offset, size in sorted(zip(offsets, sizes, strict=True)):
-            assert offset >= end, f"{name}: slots overlap at {offset}"
-            end = offset + size
-        assert end <= nbytes, f"{name}: a slot leaves the file"
-
-
-def _several(tensors: OutTensors, files: Sequence[FilePlan]) -> dict[Path, dict[Box, set[int]]]:
-    """The boxes, and the files that they are in, of tensors of more than one slot."""
-    count = Counter(path for file in files for path in file.slots.paths)
-    placed = {tensor.path for tensor in tensors if tensor.placement is not None}
-    found: dict[Path, dict[Box, set[int]]] = {path: {} for path, n in count.items() if n > 1}
-    for number, file in enumerate(files):
-        for path, box in zip(file.slots.paths, file.slots.boxes, strict=True):
-            if path in found:
-                ranks = found[path].setdefault(box, set())
-                again = number in ranks or (ranks and path not in placed)
-                assert not again, f"{path}: {box} is written twice"
-                ranks.add(number)
-    return found

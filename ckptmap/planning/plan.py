@@ -19,6 +19,7 @@ from ckptmap.errors import DestinationError, PlanError
 from ckptmap.planning.conversion import Conversion, Steps
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan
 from ckptmap.planning.options import MAX_MEMORY, Options, RunOptionKeywords, run_options_from
+from ckptmap.planning.remarks import Unresolved
 from ckptmap.planning.report import Report
 from ckptmap.protocols import CarriedFile
 from ckptmap.setups import Aim
@@ -33,17 +34,6 @@ BATCH = 1000
 """Lines that are hashed at once."""
 SAID = 12
 """Options that a hint gives at most."""
-
-
-@dataclass(frozen=True)
-class Unresolved:
-    """A source key that the plan cannot account for."""
-
-    key: str
-    reason: str
-    hint: str
-    option: str = ""
-    """What leaves it behind, where that is the way."""
 
 
 @dataclass(frozen=True)

@@ -1,72 +1,57 @@
-"""Which keys of a source go into the output, under which names, and why the others are left out.
+"""One conversion as the user asks for it: the opened source, the setup to write, the options.
 
-`Request` holds no tensors: it applies the options --include, --exclude, --drop, --root, --wrap
-and --names-like to names.
+`Request` also answers which keys the options --include, --exclude and --drop leave out. Every stage
+of `planner` takes the same request; none changes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.open import open
-from ckptmap.checkpoint.roles import is_spoken_for
-from ckptmap.errors import PlanError
-from ckptmap.mapping.wrappers import wrap_prefix
 from ckptmap.planning.options import Options
 from ckptmap.protocols import Setup
-from ckptmap.tensors import Path
+from ckptmap.setups import Aim
+from ckptmap.storage.files import Fingerprint
 
 
 @dataclass(frozen=True)
 class Request:
-    """The options of one conversion, applied to the keys of its source."""
+    """A source, what to write, and how."""
 
     ckpt: Checkpoint
-    setup: Setup
+    aim: Aim
     options: Options
 
-    def names(self) -> dict[str, str]:
-        """Return the name in the output of every weight, by plain FQN."""
-        if self.options.names_like is not None:
-            with open(self.options.names_like) as like:
-                return {fqn: like.names.get(fqn, fqn) for fqn in self.ckpt}
-        prefix = self.prefix
-        return {fqn: prefix + fqn if prefix else fqn for fqn in self.ckpt}
+    @property
+    def setup(self) -> Setup:
+        return self.aim.setup
+
+    @cached_property
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Size and time of change of each file of the source, as they were when it was opened."""
+        seen = self.ckpt.fingerprints
+        return {file: seen.get(file) or Fingerprint.of(file) for file in self.ckpt.index.files}
+
+    @cached_property
+    def siblings(self) -> Sequence[str]:
+        """Paths of the files beside the weights; empty where the setup has no place for such files."""
+        if self.setup.carrier is None:
+            return []
+        path = Path(self.ckpt.index.sidecar_dir or self.ckpt.path)
+        directory = path if path.is_dir() else path.parent
+        return [str(file) for file in directory.iterdir() if str(file) not in self.fingerprints]
+
+    # ------------------------------------------------------------------ keys that are left out
 
     @property
-    def prefix(self) -> str:
-        """The segments that wrappers put before every name: `module._orig_mod.`."""
-        if self.options.wrap is not None:
-            return wrap_prefix(self.options.wrap)
-        return "".join(segment + "." for segment in self.setup.wrap)
-
-    def root(self, rooted: bool) -> Path:
-        """Return the path of the dict that holds the weights; `rooted`: the output holds more.
-
-        Raises PlanError CKM205 where the setup cannot hold weights there.
-        """
-        given, setup = self.options.root, self.setup
-        if given is None:
-            return ("model",) if rooted or setup.rooted else ()
-        if setup.rooted:
-            raise PlanError("CKM205", f"--root {given}: {setup.name} has its own", "leave it out")
-        if given and not setup.holds_extra:
-            raise PlanError(
-                "CKM205",
-                f"--root {given}: {setup.name} holds bare names only, and no dicts",
-                "leave it out, or choose a setup that nests, for example --to full",
-            )
-        root = tuple(given.split("/")) if given else ()
-        if reserved := next((name for name in root if is_spoken_for(name)), None):
-            raise PlanError(
-                "CKM205",
-                f"--root {given}: what lies below {reserved!r} is not read as weights",
-                "choose another name, for example --root model",
-            )
-        return root
+    def takes_all(self) -> bool:
+        """Do the options leave out no weight?"""
+        return not (self.options.include or self.options.exclude or self.options.drop)
 
     def dropped(self, key: str) -> str | None:
         """Return the option that drops the key; None where the key is kept."""
@@ -84,27 +69,12 @@ class Request:
 
     def excluded(self, fqn: str) -> str | None:
         """Return the option that leaves a weight out; None where the weight is kept."""
-        include, exclude = self.options.include, self.options.exclude
-        if not (include or exclude or self.options.drop):
+        if self.takes_all:
             return None
+        include, exclude = self.options.include, self.options.exclude
         if include and not any(fnmatchcase(fqn, pattern) for pattern in include):
             return "not in --include"
         for pattern in exclude:
             if fnmatchcase(fqn, pattern):
                 return f"--exclude {pattern}"
         return self.dropped(fqn)
-
-
-def unknown_to_transformers(names: Mapping[str, str]) -> list[str]:
-    """Return a note where weights do not have their plain names; `names`: plain FQN -> as written.
-
-    transformers loads by plain names, and initializes at random what it does not find.
-    """
-    renamed = [name for fqn, name in names.items() if name != fqn]
-    if not renamed:
-        return []
-    more = f" and {len(renamed) - 1} more" if len(renamed) > 1 else ""
-    return [
-        f"transformers would not find {renamed[0]}{more}, and begin at random: it goes by plain"
-        " names, those without --wrap and --names-like"
-    ]

@@ -1,0 +1,79 @@
+"""Files beside the weights that the output has, too: config.json, tokenizer, and files copied whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckptmap import registry
+from ckptmap.core.columns import distinct
+from ckptmap.planning.key_selection import Selection
+from ckptmap.planning.output_names import OutputNames, unknown_to_transformers
+from ckptmap.planning.quantization_config import WrittenWeights
+from ckptmap.planning.remarks import Remarks
+from ckptmap.planning.request import Request
+from ckptmap.planning.tensor_layout import TensorLayout
+from ckptmap.planning.weight_encodings import WeightEncodings
+from ckptmap.protocols import CarriedFile
+from ckptmap.tensors import FLOATING
+
+
+@dataclass(frozen=True)
+class CarriedFiles:
+    """Files beside the weights, by name in the output; `stem` begins the names of weight files
+    where the library that loads them asks for one (None: as the writer has them)."""
+
+    files: Mapping[str, CarriedFile]
+    stem: str | None = None
+    remarks: Remarks = field(default_factory=Remarks)
+
+
+def carried_files(
+    request: Request,
+    selection: Selection,
+    names: OutputNames,
+    encodings: WeightEncodings,
+    layout: TensorLayout,
+    so_far: Remarks,
+) -> CarriedFiles:
+    """Return the files that are carried; `so_far` has the keys that are dropped or unresolved.
+
+    Raises PlanError CKM203 where config.json could not declare the encodings of the weights.
+    """
+    copied, carrier = selection.copied.files, request.setup.carrier
+    if carrier is None:
+        return CarriedFiles(copied, remarks=Remarks(notes=_unused_config(request)))
+    infos = [form.info for form in distinct(layout.tensors.forms).values()]
+    dtypes = {info.dtype for info in infos if info.dtype in FLOATING and len(info.shape) > 1}
+    weights = _written_weights(request, names, encodings, layout, so_far)
+    config_from, untied = request.options.config_from, request.ckpt.untied
+    files, notes = carrier.files(request.siblings, config_from, sorted(dtypes), weights, untied)
+    files = {**files, **copied}
+    notes = [*notes, *weights.unread(), *unknown_to_transformers(names.weights)]
+    return CarriedFiles(files, carrier.stem(files), Remarks(notes=notes))
+
+
+def _unused_config(request: Request) -> list[str]:
+    """Return a note where --config-from has told no names, and is not written either."""
+    given, setup = request.options.config_from, request.setup.name
+    if given is None or request.ckpt.translation is not None:
+        return []
+    return [f"--config-from {given}: is not carried over, {setup} holds no config.json"]
+
+
+def _written_weights(
+    request: Request,
+    names: OutputNames,
+    encodings: WeightEncodings,
+    layout: TensorLayout,
+    so_far: Remarks,
+) -> WrittenWeights:
+    foreign = {} if so_far.unresolved else encodings.foreign
+    return WrittenWeights(
+        encodings={names.weights[fqn]: encoded for fqn, encoded in encodings.written.items()},
+        fresh=any(tensor.encoding.name != "dense" for tensor in layout.encoded),
+        keep=request.aim.scheme is None or bool(encodings.foreign),
+        schemes={scheme.name: scheme for scheme in registry.schemes()},
+        foreign={fqn: name for fqn, name in foreign.items() if fqn not in so_far.dropped},
+        dense_source=set(request.ckpt.encodings) <= {"dense"},
+    )

@@ -1,0 +1,158 @@
+"""The files of the output: every chunk in its slot, and for each slot where its bytes come from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice, repeat
+from operator import add, le
+
+from ckptmap import registry
+from ckptmap.checkpoint.roles import EXTRA_KEY
+from ckptmap.core.slot_columns import OutTensors, Slots
+from ckptmap.core.state_paths import counts, nest
+from ckptmap.core.tensor_columns import nbytes_of
+from ckptmap.core.tiling import prove_tiling
+from ckptmap.planning.file_plan import Encode, FilePlan, SlotRef, Sources
+from ckptmap.planning.request import Request
+from ckptmap.planning.tensor_layout import EncodedTensor, TensorLayout
+from ckptmap.protocols import OutState, OutTensor
+from ckptmap.tensors import Box, Path, PlainValue
+
+
+def file_layout(
+    request: Request,
+    layout: TensorLayout,
+    values: Mapping[Path, PlainValue],
+    records: Mapping[str, Mapping[str, object]],
+    world_size: int,
+    stem: str | None,
+) -> tuple[list[FilePlan], list[Encode]]:
+    """Return every file with the source of each slot, and what is encoded into which slots.
+
+    `values` are plain values by path in the output, `records` the metadata of quantized tensors;
+    `stem` begins the names of weight files, None: as the writer has them.
+    """
+    state = OutState(
+        layout.tensors, _whole_dicts(values, layout.tensors), records, world_size,
+        request.options.max_shard_nbytes, stem,
+    )  # fmt: skip
+    writer = registry.writer(request.setup.writer)
+    slot_refs: dict[Path, list[SlotRef]] = {}
+    files = []
+    for number, out in enumerate(writer.files(state, "archive")):
+        slots = Slots.of(out.slots)
+        sources = _sources(layout, slots)
+        files.append(FilePlan(out, sources))
+        for index in range(len(slots)) if layout.encoded else ():
+            if not sources.is_copied(index):
+                slot_refs.setdefault(slots.paths[index], []).append(SlotRef(number, index))
+    prove_output(layout.tensors, files)
+    return files, [_encode(tensor, slot_refs, files) for tensor in layout.encoded]
+
+
+def _encode(
+    tensor: EncodedTensor, slot_refs: Mapping[Path, list[SlotRef]], files: Sequence[FilePlan]
+) -> Encode:
+    """Return the step that fills the tensor's slots, those of each part in row-major order."""
+    targets = {
+        part: sorted(
+            slot_refs.get(path, ()), key=lambda ref: files[ref.file].slots.boxes[ref.slot].offsets
+        )
+        for part, path in tensor.paths.items()
+    }
+    return Encode(tensor.tensor, tensor.encoding, targets, tensor.fidelity, tensor.keeps)
+
+
+def _sources(layout: TensorLayout, slots: Slots) -> Sources:
+    """Return where the bytes of each slot come from."""
+    numbers = list(map(layout.numbers.__getitem__, slots.paths))
+    sources = layout.sources.take(numbers)
+    infos = [layout.tensors.forms[number].info for number in numbers]
+    if nbytes_of(infos) == list(slots.sizes):
+        return sources
+    # A slot that is a part of its tensor is no extent: its box is found in the whole tensor.
+    others, files = list(sources.others), list(sources.files)
+    for index, (info, nbytes) in enumerate(zip(infos, slots.sizes, strict=True)):
+        if nbytes != info.nbytes and files[index]:
+            others[index], files[index] = sources[index], ""
+    return replace(sources, others=others, files=files)
+
+
+def _whole_dicts(
+    values: Mapping[Path, PlainValue], tensors: Iterable[OutTensor]
+) -> dict[Path, PlainValue]:
+    """Return the values, a dict with integer keys as one value: a DCP path cannot say that a key is
+    an integer.
+
+    A dict that holds tensors as well stays taken apart, and so does what is in `extra` itself: there
+    a DCP directory knows the integer by its text.
+    """
+    roots = set[Path]()
+    for path in values:
+        counting = (at for at, s in enumerate(path) if counts(s) and path[:at] != (EXTRA_KEY,))
+        roots.update(path[:at] for at in islice(counting, 1))
+    if not roots:
+        return dict(values)
+    for tensor in tensors:
+        roots -= {tensor.path[:depth] for depth in range(len(tensor.path))}
+    whole: dict[Path, PlainValue] = {}
+    dicts: dict[Path, dict[Path, PlainValue]] = {}
+    for path, value in values.items():
+        at = next((path[:depth] for depth in range(len(path)) if path[:depth] in roots), None)
+        if at is None:
+            whole[path] = value
+        else:
+            whole.setdefault(at)
+            dicts.setdefault(at, {})[("dict", *path[len(at) :])] = value
+    return whole | {path: nest(leaves)["dict"] for path, leaves in dicts.items()}
+
+
+def prove_output(tensors: OutTensors, files: Sequence[FilePlan]) -> None:
+    """Assert that no two slots share a byte, and that the slots of each tensor tile it.
+
+    Ranks of a mesh may hold the same box, each in its own file.
+    """
+    for file in files:
+        _prove_apart(file.out.name, file.slots, file.out.nbytes)
+    boxes: dict[Path, Box] = {}
+    for file in files:
+        boxes.update(zip(file.slots.paths, file.slots.boxes, strict=True))
+    several = _several(tensors, files) if len(boxes) < sum(len(f.slots) for f in files) else {}
+    # By form and box: of tensors of one slot there are 100,000, of kinds of them few.
+    paths, forms, held = tensors.paths, tensors.forms, list(map(boxes.get, tensors.paths))
+    apart = map(several.get, paths) if several else repeat(None)
+    marks = zip(map(id, forms), map(id, held), map(id, apart), strict=False)
+    columns = zip(paths, forms, held, strict=True)
+    for path, form, box in dict(zip(marks, columns, strict=True)).values():
+        found = several.get(path) or ([] if box is None else [box])
+        if found or (form.alias_of is None and form.info.numel):
+            wrong = prove_tiling(form.info.shape, list(found))
+            assert wrong is None, f"{path}: {wrong}"
+
+
+def _prove_apart(name: str, slots: Slots, nbytes: int) -> None:
+    offsets, sizes = slots.offsets, slots.sizes
+    ends = list(map(add, offsets, sizes))
+    if not all(map(le, [0, *ends], [*offsets, nbytes])):  # then they are in another order
+        end = 0
+        for offset, size in sorted(zip(offsets, sizes, strict=True)):
+            assert offset >= end, f"{name}: slots overlap at {offset}"
+            end = offset + size
+        assert end <= nbytes, f"{name}: a slot leaves the file"
+
+
+def _several(tensors: OutTensors, files: Sequence[FilePlan]) -> dict[Path, dict[Box, set[int]]]:
+    """Return the boxes of each tensor of more than one slot, with the numbers of their files."""
+    count = Counter(path for file in files for path in file.slots.paths)
+    placed = {tensor.path for tensor in tensors if tensor.placement is not None}
+    found: dict[Path, dict[Box, set[int]]] = {path: {} for path, n in count.items() if n > 1}
+    for number, file in enumerate(files):
+        for path, box in zip(file.slots.paths, file.slots.boxes, strict=True):
+            if path in found:
+                ranks = found[path].setdefault(box, set())
+                again = number in ranks or (ranks and path not in placed)
+                assert not again, f"{path}: {box} is written twice"
+                ranks.add(number)
+    return found

@@ -1,0 +1,194 @@
+"""Which leaves of the source go into the output: weights, other tensors, plain values, optimizer state.
+
+A leaf that does not go along is tied to a weight that does, dropped with a reason, or unresolved.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from ckptmap.core.state_paths import join
+from ckptmap.errors import PlanError
+from ckptmap.planning.copied_files import CopiedFiles, copied_files
+from ckptmap.planning.flat_param_order import model_order
+from ckptmap.planning.optimizer_state import is_optimizer_written
+from ckptmap.planning.output_sharding import OutputSharding
+from ckptmap.planning.remarks import Remarks, Unresolved
+from ckptmap.planning.request import Request
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import Path, PlainValue
+
+T = TypeVar("T")
+UNITS_SHOWN = 4
+"""Patterns of FSDP units that a note lists."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What goes into the output.
+
+    weights    FQNs in the order in which they are written, tied ones among them
+    ties       FQN of a weight that is not written -> FQN of the weight that it must equal
+    others     tensors that are neither weights nor optimizer state, by path in the source
+    values     what is no tensor, by path in the source
+    optimizer  is optimizer state written?
+    copied     files of the source that are copied whole
+    """
+
+    weights: Sequence[str]
+    ties: Mapping[str, str]
+    others: Mapping[Path, LazyTensor]
+    values: Mapping[Path, PlainValue]
+    optimizer: bool
+    copied: CopiedFiles
+    remarks: Remarks
+
+    @cached_property
+    def written(self) -> Sequence[str]:
+        """FQNs of the weights without the tied ones, which are not written."""
+        if not self.ties:
+            return self.weights
+        return [fqn for fqn in self.weights if fqn not in self.ties]
+
+
+def select(request: Request, sharding: OutputSharding) -> Selection:
+    """Account for every leaf of the source.
+
+    Raises PlanError CKM206 where no weight is left, CKM504 where the order of the weights decides
+    the output and is not known, SourceError CKM116 for a file that is a link out of the source.
+    """
+    ckpt = request.ckpt
+    copied = copied_files(ckpt, request.setup, sharding.world_size, request.dropped_whole)
+    remarks = _refused(request) + _untranslated(request)
+    optimizer, more = is_optimizer_written(request)
+    values, dropped_values = _extra(request, copied, ckpt.plain, tensors=False)
+    others, dropped_others = _extra(request, copied, ckpt.other, tensors=True)
+    remarks = remarks + more + Remarks({**dropped_values, **dropped_others})
+    order, notes = _order(request, sharding)
+    weights, dropped = _weights(request, order)
+    ties = _ties(request, weights)
+    remarks = remarks + Remarks(dropped, notes=notes)
+    selection = Selection(weights, ties, others, values, optimizer, copied, remarks)
+    if not selection.written:
+        raise PlanError(
+            "CKM206",
+            f"{ckpt.path}: no tensor is left to convert of {len(ckpt)}",
+            "check --include and --exclude"
+            + ("; --include goes by the names in DST" if request.options.names else ""),
+        )
+    return selection
+
+
+def _refused(request: Request) -> Remarks:
+    """Return the leaves of classes that are never called: dropped if the user says so."""
+    dropped: dict[str, str] = {}
+    unresolved: list[Unresolved] = []
+    for item in request.ckpt.refused:
+        why = request.dropped_whole(item.key) if item.droppable else None
+        if why is not None:
+            dropped[item.key] = why
+            continue
+        option = f"--drop {shlex.quote(item.key)}" if item.droppable else ""
+        hint = f"leave it behind with {option}" if option else (
+            "save it with plain tensors, as weight.dequantize() gives of a quantized one; what "
+            "ckptmap does not know is never called"
+        )  # fmt: skip
+        unresolved.append(Unresolved(item.key, item.reason, hint, option))
+    return Remarks(dropped, unresolved)
+
+
+def _untranslated(request: Request) -> Remarks:
+    """Return the keys that have no name in the scheme of --names."""
+    translation = request.ckpt.translation
+    if translation is None:
+        return Remarks()
+    dropped = dict(translation.dropped)
+    unresolved: list[Unresolved] = []
+    for key in translation.unmapped:
+        why = request.excluded(key)
+        if why is not None:
+            dropped[key] = why
+        else:
+            unresolved.append(Unresolved(key, *translation.unknown(key)))
+    return Remarks(dropped, unresolved)
+
+
+def _extra(
+    request: Request, copied: CopiedFiles, leaves: Mapping[Path, T], *, tensors: bool
+) -> tuple[dict[Path, T], dict[str, str]]:
+    """Return the leaves beside weights and optimizer state that are written, and why others are not."""
+    kept: dict[Path, T] = {}
+    dropped: dict[str, str] = {}
+    for path, leaf in leaves.items():
+        if copied.holds(path):
+            continue
+        why = request.dropped_whole(join(path))
+        if why is None and not request.setup.has_place_for(path, tensor=tensors):
+            why = f"{request.setup.name} has no place for what is not a weight"
+        if why is None:
+            kept[path] = leaf
+        else:
+            dropped[join(path)] = why
+    return kept, dropped
+
+
+def _order(request: Request, sharding: OutputSharding) -> tuple[Sequence[str], list[str]]:
+    """Return the weights in the order of the source, or of the model where a flat parameter joins
+    them, and a note on where the model's order is from."""
+    ckpt, options = request.ckpt, request.options
+    if not sharding.by_order:
+        return list(ckpt), []
+    left_out = {
+        fqn
+        for fqn in ckpt
+        if sharding.unit(fqn, ckpt[fqn].info) and request.excluded(fqn) is not None
+    }
+    order, known_from = model_order(ckpt, options.like or options.config_from, left_out)
+    units = list(options.fsdp_units[:UNITS_SHOWN])
+    if len(options.fsdp_units) > UNITS_SHOWN:
+        units.append(f"... ({len(options.fsdp_units)})")
+    return order, [
+        f"FSDP units: {', '.join([*units, 'the root'])}; use_orig_params={options.use_orig_params};"
+        f" order of parameters: {known_from}"
+    ]
+
+
+def _weights(request: Request, order: Sequence[str]) -> tuple[Sequence[str], dict[str, str]]:
+    """Return the weights that the options keep, and why the others are left out."""
+    if request.takes_all:
+        return order, {}
+    kept: list[str] = []
+    dropped: dict[str, str] = {}
+    for fqn in order:
+        why = request.excluded(fqn)
+        if why is None:
+            kept.append(fqn)
+        else:
+            dropped[fqn] = why
+    return kept, dropped
+
+
+def _ties(request: Request, weights: Sequence[str]) -> dict[str, str]:
+    """Return the tied weights, each with the weight that is written in its place."""
+    selected = set(weights)
+    ties = {**_ties_of_config(request, selected), **request.ckpt.ties}
+    return {fqn: kept for fqn, kept in ties.items() if fqn in selected}
+
+
+def _ties_of_config(request: Request, selected: set[str]) -> dict[str, str]:
+    """Return the ties that the config.json beside the weights declares."""
+    carrier, ckpt = request.setup.carrier, request.ckpt
+    if carrier is None or (ckpt.translation is not None and not ckpt.translation.in_hub_names):
+        return {}  # a config.json has the hub's names; another scheme has ties of its own
+    infos = {fqn: info for fqn, info in ckpt.infos().items() if fqn in selected}
+    ties = carrier.ties(infos, request.siblings, request.options.config_from)
+    return {
+        fqn: kept
+        for fqn, kept in ties.items()
+        if fqn not in ckpt.untied
+        if ckpt.group(fqn).encoding == ckpt.group(kept).encoding
+    }

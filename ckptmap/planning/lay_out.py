@@ -1,0 +1,98 @@
+"""Every selected tensor put into one `TensorLayout`: weights, then optimizer state, then others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptmap.core.tensor_columns import Extents
+from ckptmap.planning.key_selection import Selection
+from ckptmap.planning.optimizer_state import OptimizerState
+from ckptmap.planning.output_names import OutputNames, require_distinct_keys
+from ckptmap.planning.output_sharding import OutputSharding
+from ckptmap.planning.request import Request
+from ckptmap.planning.tensor_layout import LayoutBuilder, TensorLayout
+from ckptmap.planning.weight_encodings import WeightEncodings
+from ckptmap.tensors import Extent, Path, TensorInfo
+
+
+def lay_out(
+    request: Request,
+    sharding: OutputSharding,
+    names: OutputNames,
+    selection: Selection,
+    encodings: WeightEncodings,
+    optimizer: OptimizerState,
+) -> TensorLayout:
+    """Return the stored tensors of the output. Raises SourceError and PlanError as `LayoutBuilder`."""
+    builder = LayoutBuilder(request, sharding)
+    weights = _Weights(request, sharding, names, selection, encodings, builder)
+    if not weights.add_in_columns():
+        weights.add_one_by_one()
+    for path, tensor, encoding in optimizer.tensors:
+        builder.tensor(tensor, "optimizer", path, encoding)
+    for kept, other, hint in optimizer.same:
+        builder.must_equal(kept, other, f"{kept.fqn} of {other.fqn}", hint)
+    if request.setup.holds_extra:
+        for path, lazy in selection.others.items():
+            builder.tensor(lazy, "other", names.of_extra(path), None)
+    layout = builder.layout()
+    require_distinct_keys(layout.tensors.paths)
+    return layout
+
+
+class _Weights:
+    """The weights of one request, put into a builder."""
+
+    def __init__(
+        self, request: Request, sharding: OutputSharding, names: OutputNames,
+        selection: Selection, encodings: WeightEncodings, builder: LayoutBuilder,
+    ) -> None:  # fmt: skip
+        self._request, self._names, self._selection = request, names, selection
+        self._encodings, self._builder, self._by_order = encodings, builder, sharding.by_order
+
+    def add_in_columns(self) -> bool:
+        """Add all weights at once where all go along as they are; return whether they do."""
+        request, columns = self._request, self._request.ckpt.run()
+        if columns is None or self._selection.ties or self._by_order:
+            return False
+        if request.aim.scheme is not None or not request.takes_all:
+            return False
+        extents = columns.extents()
+        if extents is None:
+            return False
+        self._add_plain(columns.names, columns.infos, extents)
+        return True
+
+    def add_one_by_one(self) -> None:
+        """Add each weight in its order; plain ones that follow each other are added together."""
+        ckpt, ties = self._request.ckpt, self._selection.ties
+        dense = {} if self._request.aim.scheme else ckpt.dense()
+        plain: list[tuple[str, TensorInfo, Extent]] = []
+        for fqn in self._selection.weights:
+            path, extent = self._names.of_weight(fqn), None
+            if fqn in dense and fqn not in ties:
+                extent = self._builder.extent(path, dense[fqn])
+            if extent is not None:
+                plain.append((fqn, dense[fqn].info, extent))
+                continue
+            self._add_run(plain)
+            plain = []
+            if fqn in ties:
+                self._builder.tie(fqn, ckpt[fqn], ties[fqn], ckpt[ties[fqn]])
+            else:
+                self._builder.tensor(ckpt[fqn], "model", path, self._encodings.anew.get(fqn))
+        self._add_run(plain)
+
+    def _add_run(self, plain: Sequence[tuple[str, TensorInfo, Extent]]) -> None:
+        if plain:
+            fqns, infos, extents = zip(*plain, strict=True)
+            self._add_plain(fqns, infos, Extents.of(extents))
+
+    def _add_plain(
+        self, fqns: Sequence[str], infos: Sequence[TensorInfo], extents: Extents
+    ) -> None:
+        root = self._names.root
+        paths: list[Path] = [(self._names.weights[fqn],) for fqn in fqns]
+        if root:
+            paths = [root + path for path in paths]
+        self._builder.plain("model", fqns, paths, infos, extents)

@@ -1,0 +1,153 @@
+"""Under which names and paths the output holds what was selected.
+
+A path is the way through the nested state dict: ("model", "layers.0.weight"). The options --wrap and
+--names-like decide the name of a weight, --root the dict that holds the weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptmap.checkpoint.extra_state import NONE, States, states_of
+from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.roles import is_spoken_for
+from ckptmap.core.state_paths import join
+from ckptmap.errors import PlanError
+from ckptmap.mapping.wrappers import HEAD, wrap_prefix
+from ckptmap.planning.key_selection import Selection
+from ckptmap.planning.request import Request
+from ckptmap.tensors import Path
+
+
+@dataclass(frozen=True)
+class OutputNames:
+    """Where in the output each leaf goes.
+
+    weights       plain FQN -> name in the output
+    root          path of the dict that holds the weights; empty: they are at the top
+    module_state  extra state of modules, which goes beside the weights
+    """
+
+    weights: Mapping[str, str]
+    root: Path
+    module_state: States
+
+    def of_weight(self, fqn: str) -> Path:
+        """Return the path of a weight."""
+        return (*self.root, self.weights[fqn])
+
+    def of_extra(self, path: Path) -> Path:
+        """Return the path of a leaf that is neither weight nor optimizer state."""
+        return self.module_state.place(path, self.root)
+
+
+def output_names(request: Request, selection: Selection) -> OutputNames:
+    """Name what was selected.
+
+    Raises PlanError CKM205 where the setup cannot hold weights at --root, and CKM114 where the
+    weights would be read back under other names.
+    """
+    _require_names_unlike_ddp(selection)
+    weights = _weight_names(request)
+    module_state = _module_state(request, weights)
+    beside = (*selection.values, *selection.others)
+    nested = selection.optimizer or any(path not in module_state for path in beside)
+    return OutputNames(weights, _root(request, nested), module_state)
+
+
+def _weight_names(request: Request) -> dict[str, str]:
+    """Return the name in the output of every weight, by plain FQN."""
+    if request.options.names_like is not None:
+        with open(request.options.names_like) as like:
+            return {fqn: like.names.get(fqn, fqn) for fqn in request.ckpt}
+    prefix = _wrapper_prefix(request)
+    return {fqn: prefix + fqn if prefix else fqn for fqn in request.ckpt}
+
+
+def _wrapper_prefix(request: Request) -> str:
+    """Return the segments that wrappers put before every name: `module._orig_mod.`."""
+    if request.options.wrap is not None:
+        return wrap_prefix(request.options.wrap)
+    return "".join(segment + "." for segment in request.setup.wrap)
+
+
+def _module_state(request: Request, weights: Mapping[str, str]) -> States:
+    setup, ckpt = request.setup, request.ckpt
+    if ckpt.translation is not None or setup.places or setup.filing:
+        return NONE
+    paths = {**ckpt.plain, **ckpt.other}
+    return states_of(paths, ckpt.roles.model_root, weights, _wrapper_prefix(request))
+
+
+def _root(request: Request, nested: bool) -> Path:
+    """Return the path of the dict that holds the weights; `nested`: the output holds more."""
+    given, setup = request.options.root, request.setup
+    if given is None:
+        return ("model",) if nested or setup.rooted else ()
+    if setup.rooted:
+        raise PlanError("CKM205", f"--root {given}: {setup.name} has its own", "leave it out")
+    if given and not setup.holds_extra:
+        raise PlanError(
+            "CKM205",
+            f"--root {given}: {setup.name} holds bare names only, and no dicts",
+            "leave it out, or choose a setup that nests, for example --to full",
+        )
+    root = tuple(given.split("/")) if given else ()
+    if reserved := next((name for name in root if is_spoken_for(name)), None):
+        raise PlanError(
+            "CKM205",
+            f"--root {given}: what lies below {reserved!r} is not read as weights",
+            "choose another name, for example --root model",
+        )
+    return root
+
+
+def _require_names_unlike_ddp(selection: Selection) -> None:
+    """Raise PlanError CKM114 where every weight that is written is below a module called `module`.
+
+    A reader takes that for the wrapper of DDP and strips it; one weight without it tells them apart.
+    """
+    if all(fqn.startswith(f"{HEAD}.") for fqn in selection.written):
+        raise PlanError(
+            "CKM114",
+            f"{selection.written[0]}: all names that are left begin with '{HEAD}.', which would be"
+            " read as DDP's",
+            "let a weight without it go along, or give other names with --names FILE",
+        )
+
+
+def require_distinct_keys(paths: Sequence[Path]) -> None:
+    """Raise PlanError CKM114 where two paths give one dotted key, by which a manifest names tensors:
+    ("extra", "a.b") and ("extra", "a", "b") are both `extra.a.b`.
+
+    No two of `paths` may be equal; where all are of one dict, as most are, that is enough.
+    """
+    if len({path[:-1] for path in paths}) < 2:
+        return
+    keys = list(map(join, paths))
+    if len({*keys}) == len(keys):
+        return
+    repeated = Counter(keys).most_common(1)[0][0]
+    twice = [path for path, key in zip(paths, keys, strict=True) if key == repeated]
+    raise PlanError(
+        "CKM114",
+        f"{repeated!r} would be written twice: as {twice[0]} and as {twice[1]}",
+        "drop or rename one of them",
+    )
+
+
+def unknown_to_transformers(names: Mapping[str, str]) -> list[str]:
+    """Return a note where weights do not have their plain names; `names`: plain FQN -> as written.
+
+    transformers loads by plain names, and initializes at random what it does not find.
+    """
+    renamed = [name for fqn, name in names.items() if name != fqn]
+    if not renamed:
+        return []
+    more = f" and {len(renamed) - 1} more" if len(renamed) > 1 else ""
+    return [
+        f"transformers would not find {renamed[0]}{more}, and begin at random: it goes by plain"
+        " names, those without --wrap and --names-like"
+    ]

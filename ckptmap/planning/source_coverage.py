@@ -1,0 +1,90 @@
+"""Proof, from headers alone, that the source holds every byte of the tensors that are converted.
+
+The chunks of a tensor tile it exactly once, and each lies inside its file. What several ranks hold
+alike is returned as comparisons, which the run makes while it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import add
+
+from ckptmap.core.row_chunks import Rows
+from ckptmap.core.tensor_columns import Extents, nbytes_of
+from ckptmap.core.tiling import prove_rows, prove_tiling
+from ckptmap.core.woven import Pieced
+from ckptmap.errors import SourceError
+from ckptmap.planning.file_plan import Compare
+from ckptmap.storage.files import Fingerprint
+from ckptmap.tensors import Extent, StoredTensor, TensorInfo
+
+
+@dataclass(frozen=True)
+class SourceCoverage:
+    """Checks stored tensors against the sizes of the source's files."""
+
+    path: str
+    fingerprints: Mapping[str, Fingerprint]
+    _pieces: dict[int, StoredTensor] = field(default_factory=dict)
+    """Tensors that others are pieced together of, by id: each is checked once."""
+
+    def prove_extents(
+        self, fqns: Sequence[str], infos: Sequence[TensorInfo], extents: Extents
+    ) -> None:
+        """Raise SourceError CKM104 where one of these tensors ends behind its file."""
+        ends = list(map(add, extents.offsets, nbytes_of(infos)))
+        limits = {file: self.fingerprints[file].nbytes for file in set(extents.files)}
+        if len(limits) == 1 and max(ends) <= limits[extents.files[0]]:
+            return
+        for fqn, file, end in zip(fqns, extents.files, ends, strict=True):
+            self._require_inside(fqn, file, end)
+
+    def prove(self, fqn: str, stored: StoredTensor) -> list[Compare]:
+        """Return the comparisons of the tensor's replicas with it.
+
+        Raises SourceError CKM112 where its chunks do not tile it, CKM104 where one ends behind its
+        file.
+        """
+        if isinstance(stored, Pieced):  # that its pieces tile it was proven when it was mapped
+            return [compare for one in stored.sources for compare in self._prove_piece(fqn, one)]
+        place = stored.place
+        if type(place) is Extent and not stored.replicas:
+            self._require_inside(fqn, place.file, place.offset + stored.info.nbytes)
+            return []
+        self._prove_tiling(fqn, stored)
+        chunks = stored.replicas if type(place) is Rows else (*stored.chunks, *stored.replicas)
+        for chunk in chunks:
+            region = chunk.region
+            self._require_inside(fqn, region.file, region.offset + region.span_nbytes)
+        if type(place) is Rows:
+            for file, end in place.ends():
+                self._require_inside(fqn, file, end)
+        return [Compare(fqn, stored, replica) for replica in stored.replicas]
+
+    def _prove_piece(self, fqn: str, stored: StoredTensor) -> list[Compare]:
+        if id(stored) in self._pieces:
+            return []
+        self._pieces[id(stored)] = stored
+        return self.prove(fqn, stored)
+
+    def _prove_tiling(self, fqn: str, stored: StoredTensor) -> None:
+        shape, place = stored.info.shape, stored.place
+        if type(place) is Rows:
+            wrong = prove_rows(shape, tuple(place.bounds))
+        else:
+            wrong = prove_tiling(shape, [chunk.box for chunk in stored.chunks])
+        if wrong is not None:
+            raise SourceError(
+                "CKM112", f"{self.path}: {fqn}: {wrong}, expected to fill {stored.info}",
+                "a rank's file may be missing or from another run; save it again",
+            )  # fmt: skip
+
+    def _require_inside(self, fqn: str, file: str, end: int) -> None:
+        limit = self.fingerprints[file].nbytes
+        if end > limit:
+            raise SourceError(
+                "CKM104",
+                f"{file}: {fqn} ends at byte {end}, the file at {limit}",
+                "it is truncated; copy it again",
+            )

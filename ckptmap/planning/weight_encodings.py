@@ -1,0 +1,101 @@
+"""The encoding that each weight has in the output: the one it is stored in, or a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.groups import DENSE
+from ckptmap.core.columns import each
+from ckptmap.planning.encoding_choice import beside_ties, encoding_for
+from ckptmap.planning.key_selection import Selection
+from ckptmap.planning.remarks import Remarks, Unresolved
+from ckptmap.planning.request import Request
+from ckptmap.protocols import Encoding
+from ckptmap.quantization.unsupported_schemes import NAKED, NAKED_INT8, RESTORE, foreign_tensors
+from ckptmap.tensors import TensorInfo
+
+Encoded: TypeAlias = tuple[Encoding, TensorInfo]
+"""An encoding, and the logical shape and dtype of the weight in it."""
+
+
+@dataclass(frozen=True)
+class WeightEncodings:
+    """How each weight is encoded in the output.
+
+    anew         FQN -> the encoding it is encoded in; a weight that is not listed is stored as it is
+    written      FQN of every weight that is written -> its encoding and logical info
+    foreign      FQN of a part of a quantized tensor that cannot be decoded here -> its scheme
+    beside_ties  FQN -> why a weight stays as it is although the scheme takes such weights
+    """
+
+    anew: Mapping[str, Encoding]
+    written: Mapping[str, Encoded]
+    foreign: Mapping[str, str]
+    beside_ties: Mapping[str, str]
+    remarks: Remarks
+
+
+def weight_encodings(request: Request, selection: Selection) -> WeightEncodings:
+    """Choose the encoding of each weight that is written.
+
+    Raises PlanError CKM203 where --encode names a weight that the scheme cannot hold.
+    """
+    ckpt, scheme = request.ckpt, request.aim.scheme
+    stored_dense = _stored_dense(ckpt) if scheme is None else {}
+    foreign = foreign_tensors(ckpt.infos()) if scheme is not None else {}
+    beside = beside_ties(ckpt, scheme, request.options)
+    anew: dict[str, Encoding] = {}
+    dense = _dense(stored_dense, selection)
+    if len(dense) == len(selection.written):
+        return WeightEncodings({}, dense, foreign, beside, Remarks())
+    written: dict[str, Encoded] = {}
+    unresolved: list[Unresolved] = []
+    for fqn in selection.written:
+        if fqn in dense:
+            written[fqn] = dense[fqn]
+            continue
+        lazy, encoding = ckpt[fqn], None
+        if fqn in foreign:
+            unresolved += _foreign_part(request, fqn, foreign[fqn])
+        else:
+            encoding = encoding_for(
+                lazy,
+                None if fqn in beside else scheme,
+                request.options,
+                declared=request.setup.carrier is not None,
+            )
+        if encoding is not None:
+            anew[fqn] = encoding
+        written[fqn] = (encoding or lazy.encoding_, lazy.info)
+    return WeightEncodings(anew, written, foreign, beside, Remarks(unresolved=unresolved))
+
+
+def _stored_dense(ckpt: Checkpoint) -> Mapping[str, TensorInfo]:
+    """Return the weights that are one plain tensor each."""
+    if ckpt.run() is not None:
+        return ckpt.infos()
+    return {fqn: stored.info for fqn, stored in ckpt.dense().items()}
+
+
+def _dense(infos: Mapping[str, TensorInfo], selection: Selection) -> dict[str, Encoded]:
+    fqns = [fqn for fqn in selection.written if fqn in infos] if infos else []
+    kinds = each([infos[fqn] for fqn in fqns], lambda info: (DENSE, info))
+    return dict(zip(fqns, kinds, strict=True))
+
+
+def _foreign_part(request: Request, fqn: str, scheme: str) -> list[Unresolved]:
+    """Return the part of a quantized tensor as unresolved, unless the user asks to keep its bytes."""
+    if any(fnmatchcase(fqn, pattern) for pattern in request.options.no_encode):
+        return []
+    restore = RESTORE if scheme in (NAKED, NAKED_INT8) else ""
+    return [
+        Unresolved(
+            fqn,
+            f"is part of a {scheme} tensor, which cannot be decoded for {request.aim.text}",
+            f"{restore}move it as bytes: --to {request.setup.name}, or --no-encode '{fqn}'",
+        )
+    ]
