@@ -10,16 +10,19 @@ export OMP_NUM_THREADS ?= 1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench format clean
+.PHONY: help demo test test-fast lint bench format clean
 
 help:  ## What there is to make
-	@sed -n 's/^\([a-z]*\):.*## /  make \1  \t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1  \t/p' $(MAKEFILE_LIST)
 
 demo: $(STAMP)  ## A Llama under FSDP1 on 4 ranks becomes NF4 under FSDP2 on 2
 	@$(BIN)/python examples/demo.py
 
 test: lint  ## Lint, types, and every test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-fast: $(STAMP)  ## The tests that start no ranks and are quick: under 2 minutes on 2 cores
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not ranks and not slow"
 
 lint: $(STAMP)  ## Style and types
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +12,10 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.corpus.ranks import run_ranks
+from tests.corpus.shared import Shared
+from tests.support import marks
 
 settings.register_profile("ckptmap", deadline=None)  # a busy machine is no defect
 settings.load_profile("ckptmap")
@@ -24,9 +29,17 @@ LONGEST = ("test_resume_exact.py", "test_lowbit_reshard.py", "test_translate.py"
 while the others wait."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first."""
+    """Mark what starts ranks and what is slow; the longest files go first."""
+    marks.mark(items)
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse ranks to a test without the mark."""
+    marks.allow(item)
 
 
 @dataclass(frozen=True)
@@ -66,11 +79,29 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """Folders that are filled once a session, though several test processes run."""
+    base = tmp_path_factory.getbasetemp()
+    return Shared((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared")
+
+
+@pytest.fixture(scope="session")
+def corpus(shared: Shared) -> Any:
     """`corpus[name] -> tests.corpus.Case`; a world size is built when first asked for."""
     from tests.corpus import Corpus
 
-    yield Corpus(tmp_path_factory.mktemp("corpus"))
+    return Corpus(shared)
+
+
+@pytest.fixture(scope="session")
+def framework_directories(shared: Shared) -> Path:
+    """The folder with every directory of `tests.corpus.writers_directories`; see `sample` there."""
+
+    def fill(folder: Path) -> None:
+        for world_size in (1, 2):
+            run_ranks("tests.corpus.writers_directories", world_size, ["--out", str(folder)], 400)
+
+    return shared("framework-directories", fill)
 
 
 @pytest.fixture

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.paths import ROOT
 
 
+@pytest.mark.ranks
 def test_demo(tmp_path: Path) -> None:
     """In a copy, so that it writes its folder there; the demo itself fails on any difference."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")

@@ -1,8 +1,17 @@
-"""Run `python -m MODULE` under N gloo ranks on this machine, and leave nothing behind."""
+"""Run `python -m MODULE` under N gloo ranks on this machine, and leave nothing behind.
+
+Ranks are forked from servers that have imported torch already (`tests.corpus.rank_server`), two of
+them in turn: as of separate processes, the string hashes of two ranks differ, and so does the order
+of their sets. A rank whose environment says what a library reads when it is imported starts afresh.
+"""
 
 from __future__ import annotations
 
+import atexit
+import itertools
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -10,13 +19,19 @@ import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 3.0
 """How long the others may go on once a rank has failed: their own message is worth the wait."""
 POLL_S = 0.02
+SERVERS = 2
+allowed = True
+"""Whether several ranks may be started; in a test that has no mark `ranks` they may not."""
 NATIVE_CRASH = (-signal.SIGABRT, -signal.SIGSEGV)
 
 
@@ -34,9 +49,18 @@ class RanksError(AssertionError):
     """A rank failed or the time was up; the message holds every failed rank's stderr."""
 
 
+class _Process(Protocol):
+    """What `subprocess.Popen` is to this module."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class _Rank:
-    process: subprocess.Popen[bytes]
+    process: _Process
     folder: Path
 
     def output(self, rank: int) -> RankOutput:
@@ -63,6 +87,7 @@ def run_ranks(
     of torch 2.13 on a busy machine). No code of ours is native: then, and only then, all ranks are
     run once more, with a warning that shows in pytest's summary.
     """
+    assert allowed or world_size == 1, f"{module}: a test that starts ranks needs the mark `ranks`"
     outputs, late = _run(module, world_size, args, timeout, env)
     if not late and any(output.returncode in NATIVE_CRASH for output in outputs):
         warnings.warn(f"{module}: a rank crashed, run again\n{_failures(outputs)}", stacklevel=2)
@@ -87,9 +112,12 @@ def _run(
     with tempfile.TemporaryDirectory(prefix="ckptmap-ranks-") as temporary:
         ranks: list[_Rank] = []
         try:
+            for number in range(min(world_size, SERVERS)):
+                _server(number)  # they import at the same time
             for rank in range(world_size):
                 variables = _environment(rank, world_size, store.port) | dict(env or {})
-                ranks.append(_start(module, args, Path(temporary) / str(rank), variables))
+                folder = Path(temporary) / str(rank)
+                ranks.append(_start(rank, module, args, folder, variables))
             late = not _wait(ranks, time.monotonic() + timeout)
         finally:
             _kill(ranks)
@@ -116,8 +144,11 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _start(module: str, args: Sequence[str], folder: Path, env: Mapping[str, str]) -> _Rank:
+def _start(rank: int, module: str, args: Sequence[str], folder: Path, env: dict[str, str]) -> _Rank:
     folder.mkdir()
+    server = _server(rank % SERVERS)
+    if all(env.get(name) == server.env.get(name) for name in _read_by_imports(env, server.env)):
+        return _Rank(server.fork(module, args, folder, env), folder)
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.corpus.rank_main", module, *args],
@@ -129,6 +160,105 @@ def _start(module: str, args: Sequence[str], folder: Path, env: Mapping[str, str
             start_new_session=True,  # its own group: what a rank started ends with it
         )
     return _Rank(process, folder)
+
+
+def _read_by_imports(*environments: Mapping[str, str]) -> set[str]:
+    """Return the variables that a library may read while it is imported, and never again."""
+    prefixes = ("HF_", "HUGGINGFACE_", "LD_", "OMP_", "TORCH", "TRANSFORMERS_")
+    return {name for env in environments for name in env if name.startswith(prefixes)}
+
+
+class _Server:
+    """A process of `tests.corpus.rank_server`, for as long as this process lives."""
+
+    def __init__(self) -> None:
+        self.env = _environment(0, 1, 0)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.corpus.rank_server"],
+            cwd=ROOT,
+            env=self.env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # libraries say what they miss when they are imported
+            start_new_session=True,
+        )
+        self._pids: dict[int, int] = {}
+        self._codes: dict[int, int] = {}
+        self._unread = b""
+        self._numbers = itertools.count()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the server, and ranks that still run."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def fork(
+        self, module: str, args: Sequence[str], folder: Path, env: Mapping[str, str]
+    ) -> _Forked:
+        """Start a rank; its process."""
+        number = next(self._numbers)
+        request = {
+            "id": number,
+            "module": module,
+            "args": list(args),
+            "env": dict(env),
+            "cwd": str(ROOT),
+            "stdout": str(folder / "stdout"),
+            "stderr": str(folder / "stderr"),
+        }
+        for name in ("stdout", "stderr"):
+            (folder / name).touch()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+        while number not in self._pids:
+            self.read(timeout=None)
+        return _Forked(self, number, self._pids[number])
+
+    def code(self, number: int) -> int | None:
+        """Return the exit code of a rank that has ended."""
+        if number not in self._codes:
+            self.read(timeout=0)
+        return self._codes.get(number)
+
+    def read(self, timeout: float | None) -> None:
+        """Take in the answers that are there, or wait for some."""
+        stdout = self._process.stdout
+        assert stdout is not None
+        if not select.select([stdout], [], [], timeout)[0]:
+            return
+        data = os.read(stdout.fileno(), 1 << 16)
+        if not data:
+            raise RanksError(f"the server of ranks has ended with {self._process.wait()}")
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            word, number, value = json.loads(line)
+            (self._pids if word == "started" else self._codes)[number] = value
+
+
+@dataclass(frozen=True)
+class _Forked:
+    """A rank that a server has forked."""
+
+    server: _Server
+    number: int
+    pid: int
+
+    def poll(self) -> int | None:
+        return self.server.code(self.number)
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            self.server.read(timeout=None)
+        return code
+
+
+@cache
+def _server(number: int) -> _Server:
+    """Start a server when it is first asked for."""
+    return _Server()
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> bool:
@@ -152,7 +282,8 @@ def _kill(ranks: Sequence[_Rank]) -> None:
     """End what still runs, by the group that each rank leads; nothing else is touched."""
     for rank in ranks:
         if rank.process.poll() is None:
-            os.killpg(rank.process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.killpg(rank.process.pid, signal.SIGKILL)
     for rank in ranks:
         rank.process.wait()
 

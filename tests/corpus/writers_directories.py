@@ -1,7 +1,7 @@
 """Directories as frameworks leave them, by their own writers, and DCP in safetensors form.
 
-Not in the table of cases: a directory is no single format. Built by
-`run_ranks("tests.corpus.writers_directories", N, ["--out", DIR])`, opened as `sample(DIR, name)`.
+Not in the table of cases: a directory is no single format. The fixture `framework_directories` has
+them built once a session; `sample(DIR, name)` opens one.
 
 verl is not installed here; what its FSDP checkpoint manager (0.9.1) does is written with the same
 calls: torch.save of `model.state_dict()`, `optimizer.state_dict()` and a dict of scheduler and RNG
@@ -410,14 +410,12 @@ def dcp_hf_consolidated(path: Path) -> Gathered:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
     for spec in SAMPLES.values():
-        wanted = options.only is None or spec.name in options.only
-        if wanted and spec.world_size == dist.get_world_size():
+        if spec.world_size == dist.get_world_size():
             print(spec.name, flush=True)
             build(spec, options.out, dist.get_rank())
     dist.barrier()

@@ -31,16 +31,6 @@ FRAMEWORK = {name: name for name in ("accelerate", "lightning", "trainer", "verl
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("directories")
-    for world in (1, 2):
-        only = [n for n, s in SAMPLES.items() if s.world_size == world and "dcp_hf" not in n]
-        args = ["--out", str(out), "--only", *only]
-        run_ranks("tests.corpus.writers_directories", world, args, timeout=240)
-    return out
-
-
 def inner(case: Case) -> Path:
     """The framework's directory itself, below its run's directory."""
     step = "checkpoint-2" if case.name.startswith("trainer") else ""
@@ -48,12 +38,12 @@ def inner(case: Case) -> Path:
 
 
 @pytest.fixture
-def copied(folder: Path, tmp_path: Path) -> Any:
+def copied(framework_directories: Path, tmp_path: Path) -> Any:
     """A copy to be damaged."""
 
     def copy(name: str) -> Path:
         target = tmp_path / name
-        shutil.copytree(inner(sample(folder, name)), target)
+        shutil.copytree(inner(sample(framework_directories, name)), target)
         return target
 
     return copy
@@ -63,8 +53,8 @@ def copied(folder: Path, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_and_moments(name: str, folder: Path) -> None:
-    case = sample(folder, name)
+def test_weights_and_moments(name: str, framework_directories: Path) -> None:
+    case = sample(framework_directories, name)
     with ckptmap.open(case.path) as ckpt:
         assert set(ckpt) == set(case.truth)
         for fqn, expected in case.truth.items():
@@ -85,8 +75,10 @@ def assert_same_moments(ckpt: ckptmap.Checkpoint, case: Case) -> None:
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in BY_INDEX])
 @pytest.mark.parametrize("to", ["fsdp2", "full"])
-def test_converts_with_its_optimizer(name: str, to: str, folder: Path, tmp_path: Path) -> None:
-    case = sample(folder, name)
+def test_converts_with_its_optimizer(
+    name: str, to: str, framework_directories: Path, tmp_path: Path
+) -> None:
+    case = sample(framework_directories, name)
     out = tmp_path / "out"
     ckptmap.convert(inner(case), out, to=to)
     with ckptmap.open(out) as ckpt:
@@ -97,8 +89,8 @@ def test_converts_with_its_optimizer(name: str, to: str, folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["accelerate_w1", "trainer_fsdp_full_w2", "verl_w2"])
-def test_converts_to_hf(name: str, folder: Path, tmp_path: Path) -> None:
-    case = sample(folder, name)
+def test_converts_to_hf(name: str, framework_directories: Path, tmp_path: Path) -> None:
+    case = sample(framework_directories, name)
     ckptmap.convert(inner(case), tmp_path / "out", to="hf")
     with ckptmap.open(tmp_path / "out") as ckpt:
         assert set(ckpt) == set(case.truth)
@@ -108,11 +100,11 @@ def test_converts_to_hf(name: str, folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["trainer_w1", "verl_w2"])
 def test_config_is_found_where_the_framework_puts_it(
-    name: str, folder: Path, tmp_path: Path
+    name: str, framework_directories: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    case = sample(folder, name)
+    case = sample(framework_directories, name)
     ckptmap.convert(case.path, tmp_path / "out", to="hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     for fqn, value in model.state_dict().items():
@@ -122,9 +114,9 @@ def test_config_is_found_where_the_framework_puts_it(
 # ------------------------------------------------------------------------------- the rest
 
 
-def test_what_accelerate_keeps_beside(folder: Path) -> None:
+def test_what_accelerate_keeps_beside(framework_directories: Path) -> None:
     for name in ("accelerate_w1", "accelerate_bin_w2", "accelerate_fsdp2_w2"):
-        case = sample(folder, name)
+        case = sample(framework_directories, name)
         with ckptmap.open(case.path) as ckpt:
             state = torch.load(case.path / "scheduler.bin", weights_only=True)
             assert ckpt.extra["scheduler"] == state
@@ -138,8 +130,8 @@ def test_what_accelerate_keeps_beside(folder: Path) -> None:
             assert ckpt.refused == []
 
 
-def test_what_trainer_keeps_beside(folder: Path, tmp_path: Path) -> None:
-    path = inner(sample(folder, "trainer_ddp_w2"))
+def test_what_trainer_keeps_beside(framework_directories: Path, tmp_path: Path) -> None:
+    path = inner(sample(framework_directories, "trainer_ddp_w2"))
     with ckptmap.open(path) as ckpt:
         state = json.loads((path / "trainer_state.json").read_text())
         assert state["global_step"] == 2
@@ -153,8 +145,8 @@ def test_what_trainer_keeps_beside(folder: Path, tmp_path: Path) -> None:
     assert {"optimizer", "scheduler", "trainer_state"} <= set(plan.dropped)
 
 
-def test_what_verl_keeps_beside(folder: Path) -> None:
-    path = inner(sample(folder, "verl_w2"))
+def test_what_verl_keeps_beside(framework_directories: Path) -> None:
+    path = inner(sample(framework_directories, "verl_w2"))
     with ckptmap.open(path) as ckpt:
         saved = torch.load(path / "extra_state_world_size_2_rank_0.pt", weights_only=False)
         assert ckpt.extra["extra_state"] == {"lr_scheduler": saved["lr_scheduler"]}
@@ -222,18 +214,18 @@ def test_weights_that_are_there_twice_are_compared(copied: Any, tmp_path: Path) 
     ],
 )
 def test_accelerate_loads_what_is_written(
-    setup: str, kind: str, world_size: int | None, folder: Path, tmp_path: Path
+    setup: str, kind: str, world_size: int | None, framework_directories: Path, tmp_path: Path
 ) -> None:
     """load_state of FSDP1 and FSDP2, at two ranks, of a run of one process: custom objects,
     schedulers and the count of steps as well."""
     name = "accelerate_w1" if world_size else "accelerate_bin_w2"
     order = {} if name not in BY_INDEX else {"param_order": accelerates_order()}
-    plan = ckptmap.plan(folder / name, setup, world_size=world_size, **order)
+    plan = ckptmap.plan(framework_directories / name, setup, world_size=world_size, **order)
     plan.execute(tmp_path / "out")
     assert not plan.dropped and not any("left behind" in note for note in plan.notes)
     said = "random states: of ranks 0 to 0, there were 1"
     assert (said in plan.notes) == bool(world_size)
-    truth = str(folder / f"{name}.truth")
+    truth = str(framework_directories / f"{name}.truth")
     args = ["accelerate", str(tmp_path / "out"), truth, kind]
     done = run_ranks("tests.ranks.directories", 2, args)
     assert "fsdp1: 44 weights, 41 states" in done[0].stdout
@@ -286,9 +278,11 @@ def test_files_go_along_to_the_byte(copied: Any, tmp_path: Path) -> None:
         ckptmap.plan(path, "accelerate")
 
 
-def test_extra_values_of_others_become_accelerates_files(folder: Path, tmp_path: Path) -> None:
+def test_extra_values_of_others_become_accelerates_files(
+    framework_directories: Path, tmp_path: Path
+) -> None:
     """By way of one torch.save file, tensors among them; and a Trainer's scheduler."""
-    path = folder / "accelerate_bin_w2"
+    path = framework_directories / "accelerate_bin_w2"
     ckptmap.convert(path, tmp_path / "one.pt", to="full")
     ckptmap.convert(tmp_path / "one.pt", tmp_path / "out", to="accelerate", world_size=3)
     for name in ("custom_checkpoint_0.pkl", "scheduler.bin", "scheduler_1.bin"):
@@ -296,24 +290,26 @@ def test_extra_values_of_others_become_accelerates_files(folder: Path, tmp_path:
         if name.startswith("custom"):
             assert_same(mine.pop("window"), theirs.pop("window"), name)
         assert mine == theirs, name
-    step = inner(sample(folder, "trainer_ddp_w2"))
+    step = inner(sample(framework_directories, "trainer_ddp_w2"))
     ckptmap.convert(step, tmp_path / "from", to="accelerate")
     assert (tmp_path / "from" / "scheduler.bin").read_bytes() == (
         step / "scheduler.pt"
     ).read_bytes()
 
 
-def test_trainers_files_go_along(folder: Path, tmp_path: Path) -> None:
-    step = inner(sample(folder, "trainer_ddp_w2"))
+def test_trainers_files_go_along(framework_directories: Path, tmp_path: Path) -> None:
+    step = inner(sample(framework_directories, "trainer_ddp_w2"))
     report = ckptmap.convert(step, tmp_path / "out", to="trainer")
     assert not report.dropped and not any("left behind" in note for note in report.notes)
     for name in ("rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "training_args.bin"):
         assert (tmp_path / "out" / name).read_bytes() == (step / name).read_bytes(), name
 
 
-def test_the_full_form_has_accelerates_names_and_keys(folder: Path, tmp_path: Path) -> None:
+def test_the_full_form_has_accelerates_names_and_keys(
+    framework_directories: Path, tmp_path: Path
+) -> None:
     """As its own files: the same names, and in them the same keys in the same dicts."""
-    own = shutil.copytree(folder / "accelerate_full_w2", tmp_path / "fp16")
+    own = shutil.copytree(framework_directories / "accelerate_full_w2", tmp_path / "fp16")
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0).state_dict()
     torch.save(scaler, own / "scaler.pt")  # an fp16 run cannot be resumed without it
     for to in ("accelerate-full", "accelerate"):
@@ -391,10 +387,10 @@ def other_groups(folder: Path, path: Path, **options: Any) -> Path:
     return path
 
 
-def test_one_group_becomes_two(folder: Path, tmp_path: Path) -> None:
+def test_one_group_becomes_two(framework_directories: Path, tmp_path: Path) -> None:
     """Each with the hyper-parameters of the one."""
-    src = other_groups(folder, tmp_path / "src.pt", lr=0.25, weight_decay=0.0)
-    config = str(inner(sample(folder, "trainer_w1")))
+    src = other_groups(framework_directories, tmp_path / "src.pt", lr=0.25, weight_decay=0.0)
+    config = str(inner(sample(framework_directories, "trainer_w1")))
     ckptmap.convert(src, tmp_path / "out", to="trainer", config_from=config)
     groups = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)["param_groups"]
     assert [group["lr"] for group in groups] == [0.25, 0.25]
@@ -404,8 +400,8 @@ def test_one_group_becomes_two(folder: Path, tmp_path: Path) -> None:
     assert any("no config.json is there" in note for note in kept.notes)
 
 
-def test_groups_that_trainer_cannot_have(folder: Path, tmp_path: Path) -> None:
-    src = other_groups(folder, tmp_path / "src.pt")
+def test_groups_that_trainer_cannot_have(framework_directories: Path, tmp_path: Path) -> None:
+    src = other_groups(framework_directories, tmp_path / "src.pt")
     state = torch.load(src)
     (group,) = state["optimizer"]["param_groups"]
     parts = [{**group, "lr": lr, "params": [], "param_names": []} for lr in (0.1, 0.2)]
@@ -414,7 +410,7 @@ def test_groups_that_trainer_cannot_have(folder: Path, tmp_path: Path) -> None:
         parts[index % 2]["param_names"].append(name)
     state["optimizer"]["param_groups"] = parts
     torch.save(state, src)
-    config = str(inner(sample(folder, "trainer_w1")))
+    config = str(inner(sample(framework_directories, "trainer_w1")))
     with pytest.raises(PlanError, match=r"was trained with lr 0\.[12], .* in one group") as caught:
         ckptmap.plan(src, "trainer", config_from=config)
     assert caught.value.code == "CKM207"
@@ -428,8 +424,8 @@ def live(*args: str | Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_weights_alone_become_a_new_run(folder: Path, tmp_path: Path) -> None:
-    case = sample(folder, "trainer_w1")
+def test_weights_alone_become_a_new_run(framework_directories: Path, tmp_path: Path) -> None:
+    case = sample(framework_directories, "trainer_w1")
     ckptmap.convert(inner(case), tmp_path / "hf", to="hf")
     ckptmap.convert(tmp_path / "hf", tmp_path / "trainer", to="trainer")
     with ckptmap.open(tmp_path / "trainer") as ckpt:
@@ -441,8 +437,8 @@ def test_weights_alone_become_a_new_run(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setup", ["accelerate", "trainer"])
-def test_casts_go_into_directories(setup: str, folder: Path, tmp_path: Path) -> None:
-    path = inner(sample(folder, "trainer_w1"))
+def test_casts_go_into_directories(setup: str, framework_directories: Path, tmp_path: Path) -> None:
+    path = inner(sample(framework_directories, "trainer_w1"))
     ckptmap.convert(path, tmp_path / "out", to=f"{setup}-bf16")
     with ckptmap.open(tmp_path / "out") as ckpt:
         assert ckpt.setup == setup
@@ -451,9 +447,9 @@ def test_casts_go_into_directories(setup: str, folder: Path, tmp_path: Path) -> 
     assert ckptmap.verify(tmp_path / "out").ok
 
 
-def test_a_root_of_ones_own_is_refused(folder: Path) -> None:
+def test_a_root_of_ones_own_is_refused(framework_directories: Path) -> None:
     with pytest.raises(PlanError, match="accelerate has its own"):
-        ckptmap.plan(folder / "accelerate_full_w2", "accelerate", root="net")
+        ckptmap.plan(framework_directories / "accelerate_full_w2", "accelerate", root="net")
 
 
 # ------------------------------------------------------------------------------- parents
@@ -482,18 +478,20 @@ def test_moments_beside_shards_of_torch_save(tmp_path: Path) -> None:
             assert torch.equal(found, optimizer.state[parameter]["exp_avg"])
 
 
-def test_the_only_checkpoint_below_is_opened_and_named(folder: Path, tmp_path: Path) -> None:
-    with ckptmap.open(folder / "trainer_w1") as ckpt:
+def test_the_only_checkpoint_below_is_opened_and_named(
+    framework_directories: Path, tmp_path: Path
+) -> None:
+    with ckptmap.open(framework_directories / "trainer_w1") as ckpt:
         assert ckpt.path.endswith("checkpoint-2")
         assert ckpt.notes[0] == "opened checkpoint-2, the only one there"
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "global_step_2").symlink_to(folder / "verl_w2")
+    (tmp_path / "run" / "global_step_2").symlink_to(framework_directories / "verl_w2")
     with ckptmap.open(tmp_path / "run") as ckpt:
         assert ckpt.notes[0] == "opened global_step_2/actor, the only one there"
 
 
-def test_several_checkpoints_below_are_listed(folder: Path, tmp_path: Path) -> None:
-    source = folder / "trainer_w1" / "checkpoint-2"
+def test_several_checkpoints_below_are_listed(framework_directories: Path, tmp_path: Path) -> None:
+    source = framework_directories / "trainer_w1" / "checkpoint-2"
     for step in (2, 10):
         (tmp_path / f"checkpoint-{step}").symlink_to(source)
     with pytest.raises(SourceError, match=r"none itself: checkpoint-2, checkpoint-10") as caught:
@@ -501,8 +499,8 @@ def test_several_checkpoints_below_are_listed(folder: Path, tmp_path: Path) -> N
     assert caught.value.code == "CKM111"
 
 
-def test_several_models_are_refused_with_a_way_on(folder: Path) -> None:
-    path = folder / "accelerate_two_models_w1"
+def test_several_models_are_refused_with_a_way_on(framework_directories: Path) -> None:
+    path = framework_directories / "accelerate_two_models_w1"
     with pytest.raises(SourceError, match=r"several models .* also model_1\.safetensors") as caught:
         ckptmap.open(path)
     assert caught.value.code == "CKM205"
@@ -626,11 +624,11 @@ def test_a_plain_hf_directory_is_nobody_elses(tmp_path: Path) -> None:
         assert ckpt.index.container == "hf"
 
 
-def test_a_changed_copy_is_found_by_diff(folder: Path, copied: Any) -> None:
+def test_a_changed_copy_is_found_by_diff(framework_directories: Path, copied: Any) -> None:
     """The directory as a whole is what `diff` compares: optimizer state too."""
     path = copied("accelerate_full_w2")
     state = torch.load(path / "optimizer.bin", weights_only=True)
     state["state"]["norm.weight"]["exp_avg"][0] += 1
     torch.save(state, path / "optimizer.bin")
-    found = ckptmap.diff(folder / "accelerate_full_w2", path, values=True)
+    found = ckptmap.diff(framework_directories / "accelerate_full_w2", path, values=True)
     assert "norm.weight" in str(found)

@@ -14,7 +14,6 @@ import ckptmap
 from ckptmap import registry
 from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus import CASES, Corpus
-from tests.corpus.ranks import run_ranks
 from tests.corpus.writers_directories import sample
 from tests.operations.test_convert_matrix import SETUPS, there
 from tests.support.mapping_state import hub_state, state_of
@@ -83,18 +82,12 @@ def test_from_formats_that_are_not_written(reader: str, tmp_path: Path) -> None:
     assert_widened(tmp_path / "out", truth, set())
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("readers")
-    args = ["--out", str(out), "--only", *(name for name, _ in SAMPLES.values())]
-    run_ranks("tests.corpus.writers_directories", 2, args, timeout=240)
-    return out
-
-
 @pytest.mark.parametrize("reader", SAMPLES)
-def test_from_what_frameworks_write(reader: str, folder: Path, tmp_path: Path) -> None:
+def test_from_what_frameworks_write(
+    reader: str, framework_directories: Path, tmp_path: Path
+) -> None:
     name, inner = SAMPLES[reader]
-    case = sample(folder, name)
+    case = sample(framework_directories, name)
     with ckptmap.open(case.path / inner) as ckpt:
         assert ckpt.index.container == reader
     assert_widened(proven(case.path / inner, tmp_path / "out"), case.truth, set())

@@ -32,7 +32,6 @@ from ckptmap.testing.images import image
 from ckptmap.testing.key_forms import plain
 from ckptmap.testing.parts import stored
 from ckptmap.testing.samples import bits
-from tests.corpus.ranks import run_ranks
 from tests.support.mapping_state import state_of
 from tests.support.parallel_writers import (
     LLAMA_PARAMS,
@@ -214,22 +213,14 @@ def test_every_reader_is_checked() -> None:
     assert set(DIRECTORIES) == {registry._load(spec).name for spec in registry.DIRECTORIES}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("directories")
-    args = ["--out", str(out), "--only", *(sample for sample, _ in DIRECTORIES.values())]
-    run_ranks("tests.corpus.writers_directories", 2, args, timeout=120)
-    return out
-
-
 @pytest.mark.parametrize("name", DIRECTORIES)
-def test_directory(name: str, folder: Path) -> None:
+def test_directory(name: str, framework_directories: Path) -> None:
     sample, inner = DIRECTORIES[name]
-    check_directory(READERS[name], folder / sample / inner)
+    check_directory(READERS[name], framework_directories / sample / inner)
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
-def test_no_directory_claims_another(name: str, folder: Path) -> None:
+def test_no_directory_claims_another(name: str, framework_directories: Path) -> None:
     for other, (sample, inner) in DIRECTORIES.items():
-        claimed = READERS[name].claims(look(folder / sample / inner))
+        claimed = READERS[name].claims(look(framework_directories / sample / inner))
         assert claimed == (other == name), other

@@ -17,30 +17,21 @@ from ckptmap.formats.dcp.safetensors_ranks import Part, rows_of
 from ckptmap.formats.safetensors.header import METADATA
 from ckptmap.tensors import Box, Chunk, Region, TensorInfo
 from tests.checkpoint.test_checkpoint import assert_same
-from tests.corpus.ranks import run_ranks
 from tests.corpus.writers_directories import SAMPLES, sample
 
 NAMES = [name for name in SAMPLES if name.startswith("dcp_hf")]
 SHARDED = [name for name in NAMES if "consolidated" not in name]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("dcp_hf")
-    args = ["--out", str(out), "--only", *NAMES]
-    run_ranks("tests.corpus.writers_directories", 2, args, timeout=240)
-    return out
-
-
 @pytest.fixture
-def shards(folder: Path, tmp_path: Path) -> Path:
+def shards(framework_directories: Path, tmp_path: Path) -> Path:
     """A copy of the simplest one, to be damaged."""
-    return Path(shutil.copytree(folder / "dcp_hf_w2", tmp_path / "shards"))
+    return Path(shutil.copytree(framework_directories / "dcp_hf_w2", tmp_path / "shards"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_values(name: str, folder: Path) -> None:
-    case = sample(folder, name)
+def test_values(name: str, framework_directories: Path) -> None:
+    case = sample(framework_directories, name)
     with ckptmap.open(case.path) as ckpt:
         assert set(ckpt) == set(case.truth)
         for fqn, expected in case.truth.items():
@@ -53,8 +44,8 @@ def test_values(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize("to", ["hf", "fsdp2", "full"])
-def test_converts(name: str, to: str, folder: Path, tmp_path: Path) -> None:
-    case = sample(folder, name)
+def test_converts(name: str, to: str, framework_directories: Path, tmp_path: Path) -> None:
+    case = sample(framework_directories, name)
     ckptmap.convert(case.path, tmp_path / "out", to=to)
     with ckptmap.open(tmp_path / "out") as ckpt:
         assert set(ckpt) == set(case.truth)
@@ -62,8 +53,10 @@ def test_converts(name: str, to: str, folder: Path, tmp_path: Path) -> None:
             assert_same(ckpt[fqn].read(), expected, fqn)
 
 
-def test_the_consolidated_directory_is_not_mixed_with_its_parts(folder: Path) -> None:
-    whole = sample(folder, "dcp_hf_consolidated_w2")
+def test_the_consolidated_directory_is_not_mixed_with_its_parts(
+    framework_directories: Path,
+) -> None:
+    whole = sample(framework_directories, "dcp_hf_consolidated_w2")
     assert (whole.path / "sharded").is_dir()
     with ckptmap.open(whole.path / "sharded") as parts:
         assert set(parts) == set(whole.truth)
@@ -76,17 +69,19 @@ def test_uneven_parts_prove_that_all_ranks_are_here(shards: Path) -> None:
         assert ckpt.notes == []
 
 
-def test_even_parts_prove_nothing(folder: Path) -> None:
+def test_even_parts_prove_nothing(framework_directories: Path) -> None:
     """Halves of all could be two thirds of what was: torch writes no count, so a note stays."""
-    with ckptmap.open(sample(folder, "dcp_hf_even_w2").path) as ckpt:
+    with ckptmap.open(sample(framework_directories, "dcp_hf_even_w2").path) as ckpt:
         (note,) = ckpt.notes
         assert note.startswith("the shards do not say how many ranks wrote them: the files of 2")
 
 
-def test_a_last_rank_that_is_missing_shows_in_the_norms(folder: Path, tmp_path: Path) -> None:
+def test_a_last_rank_that_is_missing_shows_in_the_norms(
+    framework_directories: Path, tmp_path: Path
+) -> None:
     """Half as long as the matrices, which are cut by rows, have columns."""
     for name in ("dcp_hf_even_w2", "dcp_hf_w2"):
-        path = Path(shutil.copytree(sample(folder, name).path, tmp_path / name))
+        path = Path(shutil.copytree(sample(framework_directories, name).path, tmp_path / name))
         first(path, 2).unlink()
         refused(
             path, r"norm.weight has \d+ elements, most matrices \d+ columns: .*rank 2", "CKM110"
@@ -94,9 +89,9 @@ def test_a_last_rank_that_is_missing_shows_in_the_norms(folder: Path, tmp_path: 
 
 
 def test_a_last_rank_that_is_missing_shows_beside_the_consolidated(
-    folder: Path, tmp_path: Path
+    framework_directories: Path, tmp_path: Path
 ) -> None:
-    whole = sample(folder, "dcp_hf_consolidated_w2").path
+    whole = sample(framework_directories, "dcp_hf_consolidated_w2").path
     path = Path(shutil.copytree(whole, tmp_path / "whole")) / "sharded"
     with ckptmap.open(path) as ckpt:
         assert ckpt.notes == []
@@ -105,9 +100,11 @@ def test_a_last_rank_that_is_missing_shows_beside_the_consolidated(
     refused(path, r"embed.weight is float32.501, 48., in model.* float32.1001, 48.", "CKM110")
 
 
-def test_a_last_rank_that_is_missing_shows_in_our_manifest(folder: Path, tmp_path: Path) -> None:
+def test_a_last_rank_that_is_missing_shows_in_our_manifest(
+    framework_directories: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    source = sample(folder, "dcp_hf_even_w2").path
+    source = sample(framework_directories, "dcp_hf_even_w2").path
     ckptmap.convert(source, out, to="dcp-hf", world_size=4, include=("*proj.weight",))
     with ckptmap.open(out) as ckpt:
         assert ckpt.notes == []
@@ -148,11 +145,13 @@ def test_what_parts_say_of_the_ranks(sizes: tuple[int, ...], ranks: int, expecte
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_torch_loads_what_is_written(world_size: int, folder: Path, tmp_path: Path) -> None:
+def test_torch_loads_what_is_written(
+    world_size: int, framework_directories: Path, tmp_path: Path
+) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    case = sample(folder, "dcp_hf_w2")
+    case = sample(framework_directories, "dcp_hf_w2")
     out = tmp_path / "out"
     ckptmap.convert(case.path, out, to="dcp-hf", world_size=world_size)
     assert len(list(out.glob("shard-*"))) == world_size
@@ -167,9 +166,9 @@ def test_torch_loads_what_is_written(world_size: int, folder: Path, tmp_path: Pa
     ckptmap.verify(out)
 
 
-def test_the_bytes_are_those_of_torch(folder: Path, tmp_path: Path) -> None:
+def test_the_bytes_are_those_of_torch(framework_directories: Path, tmp_path: Path) -> None:
     """Of what FSDP2 cut, the same parts at the same offsets; buffers it keeps whole."""
-    case = sample(folder, "dcp_hf_w2")
+    case = sample(framework_directories, "dcp_hf_w2")
     ckptmap.convert(case.path, tmp_path / "out", to="dcp-hf", world_size=2)
     ours: dict[str, list[Any]] = {}
     theirs: dict[str, list[Any]] = {}
@@ -189,9 +188,9 @@ def test_the_bytes_are_those_of_torch(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_quantized_tensor_is_found_again_without_its_manifest(
-    folder: Path, tmp_path: Path
+    framework_directories: Path, tmp_path: Path
 ) -> None:
-    case = sample(folder, "dcp_hf_w2")
+    case = sample(framework_directories, "dcp_hf_w2")
     ckptmap.convert(case.path, tmp_path / "out", to="dcp-hf-nf4", encode=("*q_proj.weight",))
     (tmp_path / "out" / "ckptmap.manifest.json").unlink()
     with ckptmap.open(tmp_path / "out") as ckpt:
@@ -235,16 +234,16 @@ def test_a_first_rank_that_is_missing(shards: Path) -> None:
     refused(shards, "the shards of rank 1 are missing", "CKM110")
 
 
-def test_a_file_of_the_mapping_that_is_missing(folder: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(folder / "dcp_hf_files_w2", tmp_path / "files"))
+def test_a_file_of_the_mapping_that_is_missing(framework_directories: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(framework_directories / "dcp_hf_files_w2", tmp_path / "files"))
     for file in path.glob("*-model-00003-of-*"):
         file.unlink()
     refused(path, "the shards of file 3 are missing", "CKM110")
 
 
-def test_shards_of_several_saves(shards: Path, folder: Path) -> None:
+def test_shards_of_several_saves(shards: Path, framework_directories: Path) -> None:
     name = "shard-00001-model-00001-of-00003.safetensors"
-    shutil.copy(folder / "dcp_hf_files_w2" / name, shards / name)
+    shutil.copy(framework_directories / "dcp_hf_files_w2" / name, shards / name)
     refused(shards, "several saves: of 1 and of 3 files", "CKM110")
 
 

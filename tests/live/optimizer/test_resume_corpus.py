@@ -9,7 +9,6 @@ import torch
 
 import ckptmap
 from tests.corpus import CASES, Corpus
-from tests.corpus.ranks import run_ranks
 from tests.corpus.writers_directories import sample
 from tests.live.load.test_load_corpus import LOADABLE, live
 
@@ -60,18 +59,10 @@ SCHEDULED = {"accelerate_fsdp2_w2": 7, "verl_w2": 0}
 """Those with a StepLR of 3 steps: its last epoch."""
 
 
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("directories")
-    args = ["--out", str(out), "--only", *FRAMEWORKS]
-    run_ranks("tests.corpus.writers_directories", 2, args, timeout=400)
-    return out
-
-
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_what_accelerate_and_trainer_saved(name: str, directories: Path) -> None:
+def test_what_accelerate_and_trainer_saved(name: str, framework_directories: Path) -> None:
     """The directory as they leave it, into a live model and its AdamW."""
-    case = sample(directories, name)
+    case = sample(framework_directories, name)
     model = live(case, "cpu")
     named = {
         fqn: param.requires_grad_()

@@ -1,0 +1,126 @@
+"""The marks `ranks` and `slow`, put on tests by what they use, so that no test has to name them.
+
+A test is of `ranks` where it, or a fixture of it, can start several processes of one process group:
+it calls `run_ranks` or opens a store for ranks, itself or through helpers, or it reads a case of
+the corpus that several ranks have written. `tests.corpus.ranks` fails where ranks are started
+without the mark, so a way that this search does not see is noticed in the first run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FunctionType
+from typing import Any
+
+import pytest
+
+from tests.corpus import ranks
+from tests.corpus.case import CASES
+
+STARTS_RANKS = frozenset({"run_ranks", "TCPStore", "torch.distributed.run"})
+"""Names and texts in the code of what starts ranks."""
+SLOW_S = 5.0
+"""A test that takes more processor seconds than this is `slow`."""
+SLOW = frozenset[str]()
+"""Tests that take longer than `SLOW_S`: `PATH` below tests/, or `PATH::FUNCTION`."""
+
+
+def mark(items: list[pytest.Item]) -> None:
+    """Add `ranks` and `slow` to the tests that they are true of."""
+    for item in items:
+        if isinstance(item, pytest.Function):
+            if starts_ranks(item):
+                item.add_marker("ranks")
+            if is_slow(item):
+                item.add_marker("slow")
+
+
+def is_slow(item: pytest.Function) -> bool:
+    """Whether the test, or its file, is in `SLOW`."""
+    path = item.nodeid.removeprefix("tests/").partition("[")[0]
+    return path in SLOW or path.partition("::")[0] in SLOW
+
+
+def starts_ranks(item: pytest.Function) -> bool:
+    """Whether the test or one of its fixtures starts ranks, or waits for a corpus that ranks write."""
+    if any(_reaches_ranks(function) for function in _functions(item)):
+        return True
+    return "corpus" in item.fixturenames and any(
+        CASES[name].world_size > 1 for name in _cases(item) or CASES
+    )
+
+
+def allow(item: pytest.Item) -> None:
+    """Let `run_ranks` start several processes in this test where it has the mark, else not."""
+    ranks.allowed = item.get_closest_marker("ranks") is not None
+
+
+def _functions(item: pytest.Function) -> Iterator[FunctionType]:
+    """Yield the test's own function and those of all fixtures that it asks for, direct or not."""
+    yield item.function
+    for definitions in item._fixtureinfo.name2fixturedefs.values():
+        for definition in definitions:
+            function = getattr(definition.func, "__wrapped__", definition.func)
+            # `corpus` starts ranks for some of its cases alone: see `_cases`.
+            if function.__module__.startswith("tests.") and definition.argname != "corpus":
+                yield function
+
+
+def _cases(item: pytest.Function) -> set[str]:
+    """Return the cases of the corpus that the test names: in its code, or in its parameters."""
+    parameters = [value for value in _parameters(item) if isinstance(value, str)]
+    named = set(parameters)
+    for function in _functions(item):
+        named |= _strings(function.__code__)
+        for value in _globals(function):
+            if isinstance(value, dict):  # a table from a parameter to its case
+                named |= {value[key] for key in parameters if isinstance(value.get(key), str)}
+    return named & CASES.keys()
+
+
+def _parameters(item: pytest.Function) -> list[Any]:
+    callspec = getattr(item, "callspec", None)
+    return list(callspec.params.values()) if callspec else []
+
+
+@cache
+def _reaches_ranks(function: FunctionType, seen: frozenset[FunctionType] = frozenset()) -> bool:
+    """Whether the function names a starter of ranks, or calls a function of the tests that does."""
+    if (_names(function.__code__) | _strings(function.__code__)) & STARTS_RANKS:
+        return True
+    if function in seen:
+        return False
+    called = (value for value in _globals(function) if isinstance(value, FunctionType))
+    return any(
+        _reaches_ranks(other, seen | {function})
+        for other in called
+        if other.__module__.startswith("tests.")
+    )
+
+
+def _globals(function: FunctionType) -> list[Any]:
+    """Return the values of the module's names that the function uses."""
+    known = function.__globals__
+    return [
+        getattr(known[name], "__wrapped__", known[name])
+        for name in sorted(_names(function.__code__) & known.keys())
+    ]
+
+
+def _names(code: CodeType) -> set[str]:
+    names = set(code.co_names)
+    for inner in _inner(code):
+        names |= _names(inner)
+    return names
+
+
+def _strings(code: CodeType) -> set[str]:
+    strings = {value for value in code.co_consts if isinstance(value, str)}
+    for inner in _inner(code):
+        strings |= _strings(inner)
+    return strings
+
+
+def _inner(code: CodeType) -> list[CodeType]:
+    return [value for value in code.co_consts if isinstance(value, CodeType)]
