@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import ckptmap
 from ckptmap.checkpoint.groups import DENSE
-from ckptmap.checkpoint.lora.adapter_files import read_config
+from ckptmap.checkpoint.lora.adapter_config import read_config
 from ckptmap.checkpoint.lora.merged import overlaid
 from ckptmap.checkpoint.lora.merged_tensor import MAGNITUDE, A, B, Merged, Norms, dora
 from ckptmap.errors import ArgumentError, PlanError, RunError, SourceError

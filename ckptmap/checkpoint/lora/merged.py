@@ -32,6 +32,7 @@ from ckptmap.checkpoint.lora.merged_tensor import (
     dora,
     proven,
 )
+from ckptmap.checkpoint.lora.shape_checks import ShapeChecks
 from ckptmap.checkpoint.lora.targets import Wrapped, per_expert
 from ckptmap.checkpoint.lora.untied_head import (
     Tied,
@@ -48,10 +49,8 @@ from ckptmap.protocols import Group, Scheme
 from ckptmap.quantization.unsupported_schemes import foreign_tensors
 from ckptmap.storage.hub.resolve import named_as_asked
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.tensors import StoredTensor, TensorInfo
+from ckptmap.tensors import TensorInfo
 
-WEIGHTS = ("float64", "float32", "bfloat16", "float16")
-"""Dtypes of values that something can be added to."""
 HALF = ("bfloat16", "float16")
 
 
@@ -154,7 +153,7 @@ class _Merger:
         self.tied = tied
         self.untied: dict[str, str] = {}
         self.where = adapter.path
-        self.foreign = foreign_tensors(ckpt.infos())
+        self.checks = ShapeChecks(ckpt, adapter, named, foreign_tensors(ckpt.infos()))
         self.copies: list[LazyTensor] = []
         self.alike: list[str] = []
         self.embeddings: list[str] = []
@@ -222,14 +221,14 @@ class _Merger:
     # ------------------------------------------------------------------ one tensor
 
     def _low(self, low: Low, base: Group) -> Group:
-        self._check_base(low, base)
+        self.checks.check_base(low, base)
         config = self.adapter.config
         rank = config.rank(low.module)
-        flip = low.embedding or self._is_flipped(low)
-        a, b = self._dense(low.a), self._dense(low.b)
+        flip = low.embedding or self.checks.is_flipped(low)
+        a, b = self.checks.dense(low.a), self.checks.dense(low.b)
         rows, columns = reversed(base.info.shape) if flip else base.info.shape
-        self._check_shape(low.a, (rank, columns), base)
-        self._check_shape(low.b, (rows, rank), base)
+        self.checks.check_shape(low.a, (rank, columns), base)
+        self.checks.check_shape(low.b, (rows, rank), base)
         encoding = Merged(base.encoding, base.info.dtype, rank, config.scale(low.module), flip)
         info = TensorInfo(base.info.shape, self._dtype(base))
         group = Group(base.fqn, info, encoding, {**base.parts, A: a, B: b})
@@ -241,34 +240,34 @@ class _Merger:
                     "the adapter was saved in part; save it again",
                 )
             return group
-        self._check_shape(low.magnitude, (rows,), base)
-        return dora(group, self._dense(low.magnitude), self.ckpt.files)
+        self.checks.check_shape(low.magnitude, (rows,), base)
+        return dora(group, self.checks.dense(low.magnitude), self.ckpt.files)
 
     def _stack(self, low: Low, name: str, base: Group, tensors: Wrapped) -> Group:
         """A parameter that was targeted itself: a matrix, or one an expert."""
-        self._check_base(low, base, ndim=3 if len(base.info.shape) == 3 else 2)
+        self.checks.check_base(low, base, ndim=3 if len(base.info.shape) == 3 else 2)
         encoding, a, b = tensors.added(low, name, base)
-        self._check_shape(low.a, a, base)
-        self._check_shape(low.b, b, base)
+        self.checks.check_shape(low.a, a, base)
+        self.checks.check_shape(low.b, b, base)
         info = TensorInfo(base.info.shape, self._dtype(base))
-        parts = {**base.parts, A: self._dense(low.a), B: self._dense(low.b)}
+        parts = {**base.parts, A: self.checks.dense(low.a), B: self.checks.dense(low.b)}
         return Group(base.fqn, info, encoding, parts)
 
     def _bias(self, low: Low, bias: LazyTensor, base: Group) -> Group:
-        self._check_base(low, base, ndim=1)
-        self._check_shape(bias, base.info.shape, base)
+        self.checks.check_base(low, base, ndim=1)
+        self.checks.check_shape(bias, base.info.shape, base)
         encoding = Biased(base.encoding, base.info.dtype, self.adapter.config.scale(low.module))
         info = TensorInfo(base.info.shape, self._dtype(base))
-        return Group(base.fqn, info, encoding, {**base.parts, BIAS: self._dense(bias)})
+        return Group(base.fqn, info, encoding, {**base.parts, BIAS: self.checks.dense(bias)})
 
     def _trained(self, fqn: str, lazy: LazyTensor) -> Group:
         """In the base's dtype; the same bytes where the adapter has that."""
         base = self._base(fqn)
         packed = base.parts.get("")
         if base.encoding != DENSE and packed is not None and lazy.info == packed.info:
-            return proven(base, "", self._dense(lazy))
-        self._check_shape(lazy, base.info.shape, base)
-        stored = self._dense(lazy)
+            return proven(base, "", self.checks.dense(lazy))
+        self.checks.check_shape(lazy, base.info.shape, base)
+        stored = self.checks.dense(lazy)
         if lazy.dtype == base.info.dtype and base.encoding == DENSE:
             return Group(fqn, base.info, DENSE, {"": stored})
         info = TensorInfo(base.info.shape, self._dtype(base))
@@ -279,7 +278,7 @@ class _Merger:
         holds such codes they are a replica; None: the base's own values stay. Its scales may have
         been cut anew for other ranks, so they are not compared."""
         base = self._base(fqn)
-        self._check_shape(lazy, base.info.shape, base)
+        self.checks.check_shape(lazy, base.info.shape, base)
         codes = codes_part(lazy)
         packed = base.parts.get(codes) if base.encoding.name == lazy.encoding else None
         if packed is None or packed.info != lazy.parts[codes].info:
@@ -294,39 +293,7 @@ class _Merger:
         casts = found is not None and found.name == "dense"
         return "float32" if casts and base.info.dtype in HALF else base.info.dtype
 
-    def _is_flipped(self, low: Low) -> bool:
-        """Is the base stored [in, out], as GPT-2's Conv1D has it? By its shape; a square one as
-        modules of its last name, else as the config says. That is one word for all modules, which
-        peft changes with each it meets, so it counts only where shapes do not speak against it."""
-        mine = self._turned(low)
-        if mine is not None:
-            return mine
-        asked, leaf = self.adapter.config.fan_in_fan_out, low.module.rpartition(".")[2]
-        others = {
-            other.module: turned
-            for other in self.adapter.lows.values()
-            if not (other.embedding or other.wrapped)
-            and (turned := self._turned(other)) is not None
-        }
-        alike = {t for module, t in others.items() if module.rpartition(".")[2] == leaf}
-        found = alike or {asked, *others.values()}
-        if len(found) > 1:
-            raise SourceError(
-                "CKM322",
-                f"{self.where}: {low.module} is square, and whether it is stored [in, out] cannot be"
-                f" told: fan_in_fan_out is {asked} in the config, other modules differ",
-                "correct fan_in_fan_out, or merge with peft itself",
-            )
-        return found.pop()
-
-    def _turned(self, low: Low) -> bool | None:
-        """Is the base's matrix the transpose of B @ A? None: it is square, or is none of both."""
-        fqn = self.named(f"{low.module}.weight")
-        shape = self.ckpt.group(fqn).info.shape if fqn in self.ckpt else ()
-        made = (*low.b.shape[:1], *low.a.shape[1:])
-        return None if made == made[::-1] or made not in (shape, shape[::-1]) else made != shape
-
-    # ------------------------------------------------------------------ what must fit
+    # ------------------------------------------------------------------ heads and embeddings
 
     def _untie(self, fqn: str, lazy: LazyTensor) -> Iterator[tuple[str, Group]]:
         """peft unties an embedding that it trains as a whole: the head stays as it was. Where the
@@ -364,40 +331,6 @@ class _Merger:
     def _base(self, fqn: str) -> Group:
         """What is changed; of a head that the base ties to its embedding, that."""
         return self.ckpt.group(self.untied.get(fqn, fqn))._replace(fqn=fqn)
-
-    def _dense(self, lazy: LazyTensor) -> StoredTensor:
-        if lazy.encoding_ != DENSE or lazy.dtype not in WEIGHTS:
-            raise SourceError(
-                "CKM322",
-                f"{self.where}: {lazy.fqn} is {lazy.encoding} {lazy.info}, expected plain values",
-                "save the adapter in bf16 or fp32",
-            )
-        return lazy.parts[""]
-
-    def _check_base(self, low: Low, base: Group, ndim: int = 2) -> None:
-        foreign = self.foreign.get(base.fqn, "")
-        if len(base.info.shape) != ndim or base.info.dtype not in WEIGHTS or foreign:
-            raise SourceError(
-                "CKM322",
-                f"{self.where}: {low.module}: the base's {base.fqn} is {base.info}"
-                f"{f' ({foreign})' if foreign else ''}, expected a"
-                f" {('vector', 'matrix', 'stack')[ndim - 1]} of values that can be decoded",
-                "linear layers, Conv1D, embeddings and stacks of experts can be merged; packed codes without their"
-                " scales are made whole with ckptmap convert --base",
-            )
-
-    def _check_shape(self, lazy: LazyTensor, expected: Iterable[int], base: Group) -> None:
-        shape = tuple(expected)
-        if lazy.shape != shape:
-            config = self.adapter.config
-            raise SourceError(
-                "CKM322",
-                f"{self.where}: {lazy.fqn} is {list(lazy.shape)}, expected {list(shape)} for"
-                f" {base.fqn} {base.info} (r={config.r} in the config)",
-                "saved before it was gathered from its ranks: save it again"
-                if not lazy.info.numel
-                else "give the base that it was trained on, and the adapter_config.json saved with it",
-            )
 
 
 def _is_frozen(lazy: LazyTensor) -> bool:

@@ -1,0 +1,97 @@
+"""What an adapter must agree with its base on: shapes, dtypes, and which way a matrix is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.groups import DENSE
+from ckptmap.checkpoint.lora.adapter_files import Adapter, Low
+from ckptmap.errors import SourceError
+from ckptmap.protocols import Group
+from ckptmap.storage.lazy_tensor import LazyTensor
+from ckptmap.tensors import StoredTensor
+
+WEIGHTS = ("float64", "float32", "bfloat16", "float16")
+"""Dtypes of values that something can be added to."""
+
+
+@dataclass(frozen=True)
+class ShapeChecks:
+    """The tensors of one adapter held against those of its base.
+
+    named    the adapter's names -> the base's
+    foreign  tensors of the base whose codes cannot be decoded, each with the reason
+    """
+
+    ckpt: Checkpoint
+    adapter: Adapter
+    named: Callable[[str], str]
+    foreign: Mapping[str, str]
+
+    def dense(self, lazy: LazyTensor) -> StoredTensor:
+        if lazy.encoding_ != DENSE or lazy.dtype not in WEIGHTS:
+            raise SourceError(
+                "CKM322",
+                f"{self.adapter.path}: {lazy.fqn} is {lazy.encoding} {lazy.info}, expected plain values",
+                "save the adapter in bf16 or fp32",
+            )
+        return lazy.parts[""]
+
+    def check_base(self, low: Low, base: Group, ndim: int = 2) -> None:
+        foreign = self.foreign.get(base.fqn, "")
+        if len(base.info.shape) != ndim or base.info.dtype not in WEIGHTS or foreign:
+            raise SourceError(
+                "CKM322",
+                f"{self.adapter.path}: {low.module}: the base's {base.fqn} is {base.info}"
+                f"{f' ({foreign})' if foreign else ''}, expected a"
+                f" {('vector', 'matrix', 'stack')[ndim - 1]} of values that can be decoded",
+                "linear layers, Conv1D, embeddings and stacks of experts can be merged; packed codes without their"
+                " scales are made whole with ckptmap convert --base",
+            )
+
+    def check_shape(self, lazy: LazyTensor, expected: Iterable[int], base: Group) -> None:
+        shape = tuple(expected)
+        if lazy.shape != shape:
+            config = self.adapter.config
+            raise SourceError(
+                "CKM322",
+                f"{self.adapter.path}: {lazy.fqn} is {list(lazy.shape)}, expected {list(shape)} for"
+                f" {base.fqn} {base.info} (r={config.r} in the config)",
+                "saved before it was gathered from its ranks: save it again"
+                if not lazy.info.numel
+                else "give the base that it was trained on, and the adapter_config.json saved with it",
+            )
+
+    def is_flipped(self, low: Low) -> bool:
+        """Is the base stored [in, out], as GPT-2's Conv1D has it? By its shape; a square one as
+        modules of its last name, else as the config says. That is one word for all modules, which
+        peft changes with each it meets, so it counts only where shapes do not speak against it."""
+        mine = self._turned(low)
+        if mine is not None:
+            return mine
+        asked, leaf = self.adapter.config.fan_in_fan_out, low.module.rpartition(".")[2]
+        others = {
+            other.module: turned
+            for other in self.adapter.lows.values()
+            if not (other.embedding or other.wrapped)
+            and (turned := self._turned(other)) is not None
+        }
+        alike = {t for module, t in others.items() if module.rpartition(".")[2] == leaf}
+        found = alike or {asked, *others.values()}
+        if len(found) > 1:
+            raise SourceError(
+                "CKM322",
+                f"{self.adapter.path}: {low.module} is square, and whether it is stored [in, out] cannot be"
+                f" told: fan_in_fan_out is {asked} in the config, other modules differ",
+                "correct fan_in_fan_out, or merge with peft itself",
+            )
+        return found.pop()
+
+    def _turned(self, low: Low) -> bool | None:
+        """Is the base's matrix the transpose of B @ A? None: it is square, or is none of both."""
+        fqn = self.named(f"{low.module}.weight")
+        shape = self.ckpt.group(fqn).info.shape if fqn in self.ckpt else ()
+        made = (*low.b.shape[:1], *low.a.shape[1:])
+        return None if made == made[::-1] or made not in (shape, shape[::-1]) else made != shape
