@@ -56,13 +56,13 @@ LAYOUTS = (
     "ckptmap.sharding.fsdp1_units:FlatCut",
 )
 KEY_FORMS = (  # of optimizer state, asked in this order
-    "ckptmap.optim.flattened:Flattened",
-    "ckptmap.optim.index:ByIndex",
-    "ckptmap.optim.fqn:ByFqn",
+    "ckptmap.optim.keys_flattened:Flattened",
+    "ckptmap.optim.keys_by_index:ByIndex",
+    "ckptmap.optim.keys_by_fqn:ByFqn",
 )
 UNFLATTENERS = (  # one after the other: the optimizer's goes by what became of the weights
     "ckptmap.sharding.flat_param:FlatParams",
-    "ckptmap.optim.flat:FlatOptimizer",
+    "ckptmap.optim.fsdp1_raw_state:FlatOptimizer",
 )
 SCHEMES = (
     "ckptmap.quantization.nf4.scheme:NF4Scheme",

@@ -24,7 +24,7 @@ def _wrappers(text: str) -> tuple[str, ...]:
 
 
 def read_param_order(file: str) -> Sequence[Sequence[str]]:
-    from ckptmap.optim.order import read_order
+    from ckptmap.optim.index_order import read_order
 
     return read_order(file)
 

@@ -9,14 +9,14 @@ from operator import is_not
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.framework_members import left_behind
-from ckptmap.checkpoint.group import Refused, grouped, remarks, strings_beside
-from ckptmap.checkpoint.groups import Groups
+from ckptmap.checkpoint.group_parts import RefusedLeaf, encoding_notes, group_parts, string_records
 from ckptmap.checkpoint.leaf_reader import LeafReader
-from ckptmap.checkpoint.roles import Roles, is_tensor
+from ckptmap.checkpoint.logical_tensors import LogicalTensors
+from ckptmap.checkpoint.split_roles import Roles, is_tensor
 from ckptmap.mapping.wrappers import describe_wrappers, strip_wrappers
-from ckptmap.optim.moments import gathered
-from ckptmap.optim.order import Weight
-from ckptmap.optim.reading import Model, OptimizerReader
+from ckptmap.optim.gather_moments import gather_moments
+from ckptmap.optim.index_order import Weight
+from ckptmap.optim.optimizer_reader import Model, OptimizerReader
 from ckptmap.optim.state import key_forms
 from ckptmap.protocols import Group, Index
 from ckptmap.quantization.unsupported_schemes import naked_note
@@ -37,23 +37,23 @@ def assemble(
     parameters of a live model. Raises SourceError CKM114 for a key or a plain name that occurs
     twice, and what a scheme raises for malformed parts.
     """
-    refused: list[Refused] = []
-    strings = strings_beside(roles.rest, roles.model_root)
-    groups = grouped(roles.model, index.records, roles.model_root, path, refused, strings)
+    refused: list[RefusedLeaf] = []
+    strings = string_records(roles.rest, roles.model_root)
+    groups = group_parts(roles.model, index.records, roles.model_root, path, refused, strings)
     plain = strip_wrappers(list(groups), path)
     stripped = any(map(is_not, plain, plain.values()))
     if stripped:
         groups = groups.renamed(plain)
     moments = roles.optimizer
     if moments:  # only then: importing all schemes takes longer than inspecting a small file
-        moments = gathered(moments, index.records, roles.optimizer_root, registry.schemes())
+        moments = gather_moments(moments, index.records, roles.optimizer_root, registry.schemes())
     read = LeafReader(path, files, refused, roles.optimizer_root or ())
     model = _model(index, roles, groups, plain, weights)
     reader = OptimizerReader(
         moments, key_forms(), read.optimizer, model, path, index.sidecar_dir
     )  # fmt: skip
     notes = [*index.notes, *left_behind(index.unread_files)]
-    notes += remarks(groups.encoded())
+    notes += encoding_notes(groups.encoded())
     notes += naked_note(groups.infos())
     if reader.form is None and reader.why:
         notes.append(f"optimizer state cannot be read: {reader.why}")
@@ -81,7 +81,7 @@ def assemble(
 def _model(
     index: Index,
     roles: Roles,
-    groups: Groups,
+    groups: LogicalTensors,
     plain: Mapping[str, str],
     weights: Mapping[str, TensorInfo] | None,
 ) -> Model:
@@ -96,7 +96,9 @@ def _model(
     return Model(listed, plain, keeps_order)
 
 
-def _all_in_order(groups: Groups, keeps_order: Callable[[StoredTensor], bool] | None) -> bool:
+def _all_in_order(
+    groups: LogicalTensors, keeps_order: Callable[[StoredTensor], bool] | None
+) -> bool:
     """Do all weights stand where the dict that was saved had them?"""
     parts = (part for group in groups.values() for part in group.parts.values())
     return keeps_order is not None and all(map(keeps_order, parts))

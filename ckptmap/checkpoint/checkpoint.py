@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptmap import registry
-from ckptmap.checkpoint.group import Refused
-from ckptmap.checkpoint.groups import Groups
-from ckptmap.checkpoint.roles import Roles
-from ckptmap.checkpoint.translation import Translation
+from ckptmap.checkpoint.group_parts import RefusedLeaf
+from ckptmap.checkpoint.logical_tensors import LogicalTensors
+from ckptmap.checkpoint.name_translation import NameTranslation
+from ckptmap.checkpoint.split_roles import Roles
 from ckptmap.core.state_paths import nest
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import MissingKeyError
-from ckptmap.optim.order import Order
-from ckptmap.optim.reading import OptimizerReader
+from ckptmap.optim.index_order import Order
+from ckptmap.optim.optimizer_reader import OptimizerReader
 from ckptmap.protocols import Group, Index
 from ckptmap.storage.files import Files, Fingerprint
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -57,16 +57,16 @@ class Checkpoint(Mapping[str, LazyTensor]):
     index: Index
     files: Files
     roles: Roles
-    groups: Groups
+    groups: LogicalTensors
     names: Mapping[str, str]
     wrappers: tuple[str, ...]
     optimizer_reader: OptimizerReader
     other: Mapping[Path, LazyTensor]
     plain: Mapping[Path, Any]
     notes: list[str]
-    refused: list[Refused]
+    refused: list[RefusedLeaf]
     origin: str = ""
-    translation: Translation | None = None
+    translation: NameTranslation | None = None
     merged: Mapping[str, Any] | None = None
     ties: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)

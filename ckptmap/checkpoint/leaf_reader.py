@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptmap.checkpoint.extra_state import buffer
-from ckptmap.checkpoint.group import Refused, grouped
-from ckptmap.checkpoint.roles import is_tensor
+from ckptmap.checkpoint.group_parts import RefusedLeaf, group_parts
+from ckptmap.checkpoint.module_extra_state import buffer
+from ckptmap.checkpoint.split_roles import is_tensor
 from ckptmap.core.state_paths import (
     MAX_DEPTH,
     by_rank,
@@ -38,12 +38,12 @@ class LeafReader:
 
     where: str
     files: Files
-    refused: list[Refused]
+    refused: list[RefusedLeaf]
     optimizer_root: Path
 
     def tensor(self, path: Path, leaf: Leaf) -> LazyTensor | None:
         """A tensor by itself; None: it is refused."""
-        groups = grouped({path: leaf}, {}, (), self.where, self.refused, {}).values()
+        groups = group_parts({path: leaf}, {}, (), self.where, self.refused, {}).values()
         return next((LazyTensor(group.fqn, group, self.files) for group in groups), None)
 
     def plain(self, leaves: Mapping[Path, Leaf], root: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -55,7 +55,7 @@ class LeafReader:
                 continue
             if any(map(is_endless, by_rank(leaf))):
                 why = f"a value that holds itself, nests deeper than {MAX_DEPTH}, or repeats without end"
-                self.refused.append(Refused(join((*root, *path)), why, not hides_tensor(leaf)))
+                self.refused.append(RefusedLeaf(join((*root, *path)), why, not hides_tensor(leaf)))
                 continue
             if isinstance(leaf, StoredTensor):
                 continue
@@ -67,7 +67,7 @@ class LeafReader:
             # An object with tensors in it, such as a module among Lightning's hyper-parameters, is
             # left behind by its key as they would be; in the optimizer's state it is a moment.
             droppable = not root or not hides_tensor(found)
-            self.refused.append(Refused(join((*root, *path)), described(found), droppable))
+            self.refused.append(RefusedLeaf(join((*root, *path)), described(found), droppable))
 
     def optimizer(self, path: Path, leaf: Leaf) -> Any:
         """A leaf of the optimizer's state as LazyTensor or plain value, or REFUSED."""

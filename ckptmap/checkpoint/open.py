@@ -16,18 +16,18 @@ from pathlib import Path as FilePath
 from ckptmap import registry
 from ckptmap.checkpoint.assemble import assemble, share_of
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.compare import same_parts
+from ckptmap.checkpoint.compare_tensors import same_parts
 from ckptmap.checkpoint.framework_members import index_of, merged
-from ckptmap.checkpoint.fsdp1_units import LikeUnits
-from ckptmap.checkpoint.module_order import in_order
-from ckptmap.checkpoint.roles import split_roles
+from ckptmap.checkpoint.fsdp1_wrapping import LikeUnits
+from ckptmap.checkpoint.split_roles import split_roles
+from ckptmap.checkpoint.stored_order import in_order
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.formats.probe import find, look
 from ckptmap.mapping.wrappers import strip_wrappers
-from ckptmap.optim.order import Order
+from ckptmap.optim.index_order import Order
 from ckptmap.protocols import Directory, Index, Place
 from ckptmap.sharding.reference_model import (
     CONFIG,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.compare import sampled_error
+from ckptmap.checkpoint.compare_tensors import sampled_error
 from ckptmap.checkpoint.open import open
 from ckptmap.core import argument_checks, requirements
 from ckptmap.core.code_grids import CoarseScales

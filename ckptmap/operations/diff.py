@@ -10,9 +10,9 @@ from itertools import islice
 from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.compare import difference, same_parts
+from ckptmap.checkpoint.compare_tensors import difference, same_parts
+from ckptmap.checkpoint.compare_values import matched, unequal_values
 from ckptmap.checkpoint.open import open
-from ckptmap.checkpoint.plain_values import matched, unequal_values
 from ckptmap.core.name_table import Look, fold
 from ckptmap.core.state_paths import join
 from ckptmap.core.text import counted

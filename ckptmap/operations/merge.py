@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ckptmap import setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.lora.merged import overlaid
+from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.lora.merged_tensor import Merged, untouched
 from ckptmap.checkpoint.open import open
 from ckptmap.errors import ArgumentError, PlanError
@@ -131,7 +131,7 @@ def plan_merge(
             )
     ckpt = base if isinstance(base, Checkpoint) else open(base)
     to = to or own_setup(ckpt)
-    whole = overlaid(
+    whole = merge_adapter(
         ckpt, adapter, to, adapter_config, leave, config_from=options.get("config_from")
     )
     made = plan(whole, to, optimizer="drop", **options)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.compare import difference, holds, same_bytes, same_parts, worst
-from ckptmap.checkpoint.lora.merged import overlaid
+from ckptmap.checkpoint.compare_tensors import difference, holds, same_bytes, same_parts, worst
+from ckptmap.checkpoint.compare_values import beside_pair, named_beside, optimizer_pairs
+from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.open import open
-from ckptmap.checkpoint.plain_values import beside_pair, named_beside, optimizer_pairs
-from ckptmap.checkpoint.renamed import named_alike, tied_away
+from ckptmap.checkpoint.translate_names import named_alike, tied_away
 from ckptmap.core.state_paths import differing, role_and_fqn
 from ckptmap.core.text import counted
 from ckptmap.errors import AnswerNo, CkptmapError, SourceError
@@ -114,7 +114,7 @@ def verify(
                 source, _, _ = restored(source, base)
             if adapter is not None:
                 merged = document.get("merged", {})
-                source = overlaid(
+                source = merge_adapter(
                     source, adapter, document["setup"], leave=merged.get("leave", ()),
                     untied=merged.get("untied"),
                 )  # fmt: skip

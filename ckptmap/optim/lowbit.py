@@ -49,7 +49,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class LowBitCell:
     """What one rank held: a box, quantized or plain."""
 
     box: Box
@@ -63,7 +63,7 @@ class LowBit:
     name: str
     block_size: int
     signed: bool
-    cells: tuple[Cell, ...] = ()
+    cells: tuple[LowBitCell, ...] = ()
     plain: str = LOGICAL
 
     @property
@@ -89,10 +89,10 @@ class LowBit:
             found[PLAIN] = TensorInfo((plain,), self.plain)
         return found
 
-    def _cells(self, info: TensorInfo) -> tuple[Cell, ...]:
-        return self.cells or (Cell(Box.whole(info.shape), True),)
+    def _cells(self, info: TensorInfo) -> tuple[LowBitCell, ...]:
+        return self.cells or (LowBitCell(Box.whole(info.shape), True),)
 
-    def _blocks(self, cell: Cell) -> int:
+    def _blocks(self, cell: LowBitCell) -> int:
         return -(-cell.box.numel // self.block_size) if cell.quantized else 0
 
     @cached_property
@@ -218,7 +218,7 @@ def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int]:
     return start, start + reach + 1
 
 
-def joined(cells: Sequence[Cell], shape: Sequence[int], block: int) -> tuple[Cell, ...]:
+def joined(cells: Sequence[LowBitCell], shape: Sequence[int], block: int) -> tuple[LowBitCell, ...]:
     """The cells in order of their place; none where they are one run of whole blocks."""
     ordered = tuple(sorted(cells, key=lambda cell: cell.box.offsets))
     at = 0
@@ -292,7 +292,7 @@ def read_record(fqn: str, record: Mapping[str, Any]) -> tuple[LowBit, TensorInfo
     return LowBit(str(record["scheme"]), block, signed, cells, plain), info
 
 
-def _cell(fqn: str, cell: Any, info: TensorInfo) -> Cell:
+def _cell(fqn: str, cell: Any, info: TensorInfo) -> LowBitCell:
     try:
         offsets, sizes, quantized = cell
         box = Box(tuple(map(int, offsets)), tuple(map(int, sizes)))
@@ -301,7 +301,7 @@ def _cell(fqn: str, cell: Any, info: TensorInfo) -> Cell:
             raise ValueError("leaves the tensor")
     except (TypeError, ValueError) as error:
         raise malformed(fqn, f"malformed cell {cell!r} of {list(info.shape)}") from error
-    return Cell(box, bool(quantized))
+    return LowBitCell(box, bool(quantized))
 
 
 def malformed(fqn: str, message: str) -> SourceError:

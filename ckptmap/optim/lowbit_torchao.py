@@ -19,8 +19,8 @@ from ckptmap.optim.lowbit import (
     PLAIN,
     QMAP,
     SCALE,
-    Cell,
     LowBit,
+    LowBitCell,
     LowBitScheme,
     joined,
     malformed,
@@ -64,7 +64,7 @@ class _TorchaoState(LowBitScheme):
         if len(blocks) != 1 or len(signed) != 1:
             raise malformed(fqn, f"its ranks were quantized differently, blocks {sorted(blocks)}")
         block = blocks.pop()
-        cells = joined([Cell(box, not _is_plain(leaf)) for box, leaf in pieces], shape, block)
+        cells = joined([LowBitCell(box, not _is_plain(leaf)) for box, leaf in pieces], shape, block)
         dtype = plain[0].info.dtype if plain else LOGICAL
         encoding = LowBit(self.name, block, signed.pop(), cells, dtype)
         parts = {part: _joined([found[part] for found in held]) for part in (CODES, SCALE)}

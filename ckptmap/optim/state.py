@@ -23,12 +23,12 @@ from ckptmap.tensors import Leaf, Path
 STATE, GROUPS, PARAMS, NAMES = "state", "param_groups", "params", "param_names"
 """The words of torch.optim's state dicts."""
 
-Group: TypeAlias = Mapping[str, Any]
+ParamGroup: TypeAlias = Mapping[str, Any]
 """`{"params": [key, ...], "lr": 0.1, ...}`; a hyper-parameter that is a tensor is a LazyTensor."""
 
 
 @dataclass(frozen=True)
-class Keys:
+class StateKeys:
     """Whose state each leaf is. Keys of parameters are strings here, also where they count.
 
     state   leaf path -> (parameter, path of the state's name); an empty name: it has no state
@@ -52,7 +52,7 @@ class KeyForm(Protocol):
     whole: bool
     """True: it holds only in one file of whole tensors, where integer keys stay integers."""
 
-    def read(self, leaves: Mapping[Path, Leaf]) -> Keys | None:
+    def read(self, leaves: Mapping[Path, Leaf]) -> StateKeys | None:
         """Whose state these leaves, `expanded`, are; None: they are not keyed in this form."""
 
     def write(self, optimizer: Optimizer) -> list[tuple[Path, Any]]:
@@ -102,7 +102,7 @@ class Optimizer:
     """
 
     leaves: Sequence[StateLeaf] = ()
-    groups: Sequence[Group] = ()
+    groups: Sequence[ParamGroup] = ()
     rest: Mapping[Path, Any] = field(default_factory=dict)
     same: Sequence[Same] = ()
 
@@ -194,7 +194,7 @@ def expanded(leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
 
 
 def collect(
-    leaves: Mapping[Path, Leaf], keys: Keys, make: Callable[[Path, Leaf], Any]
+    leaves: Mapping[Path, Leaf], keys: StateKeys, make: Callable[[Path, Leaf], Any]
 ) -> Optimizer:
     """The state in its file's own keys, of `expanded` leaves. `make` gives a LazyTensor or plain
     value for a leaf, and `REFUSED` for one that cannot be carried."""

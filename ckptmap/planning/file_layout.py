@@ -9,7 +9,7 @@ from itertools import islice, repeat
 from operator import add, le
 
 from ckptmap import registry
-from ckptmap.checkpoint.roles import EXTRA_KEY
+from ckptmap.checkpoint.split_roles import EXTRA_KEY
 from ckptmap.core.slot_columns import OutTensors, Slots
 from ckptmap.core.state_paths import counts, nest
 from ckptmap.core.tensor_columns import nbytes_of

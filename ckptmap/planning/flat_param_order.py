@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.fsdp1_units import units_of
-from ckptmap.checkpoint.module_order import in_order
+from ckptmap.checkpoint.fsdp1_wrapping import units_of
 from ckptmap.checkpoint.open import open
+from ckptmap.checkpoint.stored_order import in_order
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.planning.output_sharding import has_units
 from ckptmap.sharding.reference_model import CONFIG, MANIFEST, Like, like_config, like_manifest

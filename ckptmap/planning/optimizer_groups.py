@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.optim.by_unit import by_unit
-from ckptmap.optim.regroup import regrouped
+from ckptmap.optim.change_groups import regrouped
+from ckptmap.optim.flat_param_state import by_unit
 from ckptmap.optim.state import PARAMS, Optimizer
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.protocols import Setup

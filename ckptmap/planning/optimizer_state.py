@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckptmap.errors import PlanError
-from ckptmap.optim.carrying import carried
-from ckptmap.optim.reading import OptimizerReader
+from ckptmap.optim.optimizer_reader import OptimizerReader
+from ckptmap.optim.select_state import select_state
 from ckptmap.optim.state import KeyForm, Optimizer, Same, key_forms
 from ckptmap.planning.encoding_choice import encoding_for
 from ckptmap.planning.optimizer_groups import arranged
@@ -75,7 +75,7 @@ def optimizer_state(
     Raises PlanError CKM201 for an unknown key form, CKM207 for one that the setup cannot hold.
     """
     form, ckpt, options = _key_form(request), request.ckpt, request.options
-    kept = carried(ckpt.optimizer_reader.named(), ckpt, dropped, request.dropped)
+    kept = select_state(ckpt.optimizer_reader.named(), ckpt, dropped, request.dropped)
     strangers = [
         Unresolved(
             f"optimizer.{fqn}",

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptmap.checkpoint.extra_state import NONE, States, states_of
+from ckptmap.checkpoint.module_extra_state import NONE, States, states_of
 from ckptmap.checkpoint.open import open
-from ckptmap.checkpoint.roles import is_spoken_for
+from ckptmap.checkpoint.split_roles import is_spoken_for
 from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError
 from ckptmap.mapping.wrappers import HEAD, wrap_prefix

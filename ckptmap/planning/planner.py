@@ -14,7 +14,7 @@ from typing import Unpack
 
 from ckptmap import setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.extra_state import noted
+from ckptmap.checkpoint.module_extra_state import noted
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.planning.carried_files import carried_files
 from ckptmap.planning.encoding_remarks import encoding_remarks

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptmap.checkpoint.compare import worst
+from ckptmap.checkpoint.compare_tensors import worst
 from ckptmap.core.name_table import listed
 from ckptmap.core.text import counted, human
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
-from ckptmap.checkpoint.renamed import translated
+from ckptmap.checkpoint.translate_names import translated
 from ckptmap.errors import PlanError
 from ckptmap.planning.file_plan import Compare
 from ckptmap.planning.options import Options

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.groups import DENSE
+from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.core.columns import each
 from ckptmap.planning.encoding_choice import beside_ties, encoding_for
 from ckptmap.planning.key_selection import Selection

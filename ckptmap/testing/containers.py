@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.checkpoint.roles import is_tensor
+from ckptmap.checkpoint.split_roles import is_tensor
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.execution import manifest as manifests
 from ckptmap.mapping.wrappers import strip_wrappers

@@ -11,8 +11,8 @@ from ckptmap.optim.state import (
     NAMES,
     PARAMS,
     KeyForm,
-    Keys,
     Optimizer,
+    StateKeys,
     StateLeaf,
     collect,
     expanded,
@@ -103,7 +103,7 @@ def _check_round_trip(form: KeyForm, name: str, optimizer: Optimizer) -> None:
     _compare(name, found, optimizer)
 
 
-def _check_keys(name: str, whole: Mapping[Path, Any], keys: Keys) -> None:
+def _check_keys(name: str, whole: Mapping[Path, Any], keys: StateKeys) -> None:
     """Every leaf is state, a setting, the list of a group's parameters, or left over; none twice."""
     taken = [*keys.state, *keys.hyper, *keys.rest]
     expect(len(taken) == len(set(taken)), f"{name}: a leaf is two things")
@@ -113,7 +113,7 @@ def _check_keys(name: str, whole: Mapping[Path, Any], keys: Keys) -> None:
     expect(not keys.rest, f"{name}: does not know its own {list(keys.rest)[:1]}")
 
 
-def _names(name: str, found: Optimizer, keys: Keys) -> dict[str, str]:
+def _names(name: str, found: Optimizer, keys: StateKeys) -> dict[str, str]:
     if not keys.by_index:
         return {key: key for key in found.keys}
     expect(

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import save as dcp_save
 
 import ckptmap
-from ckptmap.checkpoint.groups import Groups
+from ckptmap.checkpoint.logical_tensors import LogicalTensors
 from ckptmap.errors import SourceError
 from ckptmap.execution.manifest import emit
 from ckptmap.formats.zip.reader import read_records
@@ -144,9 +144,9 @@ def test_a_group_is_made_when_it_is_asked_for(tmp_path: Path) -> None:
 
 def test_groups_hold_both_kinds_in_order() -> None:
     stored = StoredTensor(TensorInfo((2,), "float32"), Extent("f", 0))
-    plain = Groups({"a": stored})["a"]
+    plain = LogicalTensors({"a": stored})["a"]
     other = plain._replace(fqn="b")
-    groups = Groups({"a": stored, "b": other}).renamed({"a": "x.a", "b": "x.b"})
+    groups = LogicalTensors({"a": stored, "b": other}).renamed({"a": "x.a", "b": "x.b"})
     assert list(groups) == ["x.a", "x.b"] and list(groups.encoded()) == ["x.b"]
     assert groups["x.b"] is other and groups["x.a"].parts == {"": stored}
     assert groups.infos() == {"x.a": stored.info, "x.b": stored.info}

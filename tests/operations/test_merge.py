@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import ckptmap
-from ckptmap.checkpoint.groups import DENSE
+from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.checkpoint.lora.adapter_config import read_config
-from ckptmap.checkpoint.lora.merged import overlaid
+from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.lora.merged_tensor import MAGNITUDE, A, B, Merged, Norms, dora
 from ckptmap.errors import ArgumentError, PlanError, RunError, SourceError
 from ckptmap.operations.merge import MergeReport, merge, plan_merge
@@ -623,7 +623,7 @@ def test_verify_wants_the_adapter_too(folder: Path, tmp_path: Path) -> None:
     assert alone.problems == ("an adapter was merged into it: give that, too, with --adapter",)
     change(folder / "adapter", lora_alpha=32)
     other = ckptmap.verify(
-        tmp_path / "out", against=overlaid(folder / "base", folder / "adapter", "hf")
+        tmp_path / "out", against=merge_adapter(folder / "base", folder / "adapter", "hf")
     )
     assert len(other.problems) == 6 and "values are not the source's cast" in other.problems[0]
 

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import ckptmap
-from ckptmap.checkpoint.groups import DENSE
+from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.checkpoint.lora.merged_tensor import A, B, Stacked
 from ckptmap.errors import SourceError
 from ckptmap.operations.merge import merge

@@ -11,7 +11,7 @@ import torch
 
 import ckptmap
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.optim.lowbit import KINDS, Cell, LowBit, joined, read_record
+from ckptmap.optim.lowbit import KINDS, LowBit, LowBitCell, joined, read_record
 from ckptmap.protocols import Refusal
 from ckptmap.tensors import Box, TensorInfo
 from tests.corpus.ranks import run_ranks
@@ -76,12 +76,12 @@ def test_as_torch_saves_it_from_ranks(tmp_path: Path) -> None:
 
 
 def test_cells_that_are_one_run_are_none() -> None:
-    rows = [Cell(Box((row, 0), (2, 128)), True) for row in (2, 0, 4)]
+    rows = [LowBitCell(Box((row, 0), (2, 128)), True) for row in (2, 0, 4)]
     assert joined(rows, (6, 128), 256) == ()
     assert joined(rows, (6, 128), 512) != ()  # blocks begin inside a rank's rows
-    columns = [Cell(Box((0, column), (4, 64)), True) for column in (64, 0)]
+    columns = [LowBitCell(Box((0, column), (4, 64)), True) for column in (64, 0)]
     assert [cell.box.offsets for cell in joined(columns, (4, 128), 256)] == [(0, 0), (0, 64)]
-    plain = [rows[1], Cell(rows[0].box, False), rows[2]]
+    plain = [rows[1], LowBitCell(rows[0].box, False), rows[2]]
     assert [cell.quantized for cell in joined(plain, (6, 128), 256)] == [True, False, True]
 
 
@@ -92,7 +92,7 @@ def test_sizes_of_parts(name: str) -> None:
     assert not isinstance(parts, Refusal)
     assert parts["codes"].numel == 768 // KINDS[name].packed and parts["scale"].numel == 3
     assert ("qmap" in parts) == (name != "adamfp8")
-    cells = (Cell(Box((0, 0), (4, 128)), True), Cell(Box((4, 0), (2, 128)), False))
+    cells = (LowBitCell(Box((0, 0), (4, 128)), True), LowBitCell(Box((4, 0), (2, 128)), False))
     mixed = LowBit(name, 256, True, cells, "bfloat16").parts(info)
     assert not isinstance(mixed, Refusal)
     assert mixed["plain"] == TensorInfo((256,), "bfloat16") and mixed["scale"].numel == 2

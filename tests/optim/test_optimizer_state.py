@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 import ckptmap
 from ckptmap.errors import CkptmapError, PlanError, SourceError
 from ckptmap.live.state_dict.hooks import install
-from ckptmap.optim.alignment import SORTED_TOO, align, align_named
-from ckptmap.optim.order import read_order
+from ckptmap.optim.align_order import SORTED_TOO, align, align_named
+from ckptmap.optim.index_order import read_order
 from ckptmap.planning.saved_plan import replan
 from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus import CASES, Corpus, names

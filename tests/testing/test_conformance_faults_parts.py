@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ckptmap.formats.frameworks.verl import Verl
-from ckptmap.optim.flattened import Flattened
-from ckptmap.optim.fqn import ByFqn
-from ckptmap.optim.index import ByIndex
-from ckptmap.optim.state import KeyForm, Keys, Optimizer
+from ckptmap.optim.keys_by_fqn import ByFqn
+from ckptmap.optim.keys_by_index import ByIndex
+from ckptmap.optim.keys_flattened import Flattened
+from ckptmap.optim.state import KeyForm, Optimizer, StateKeys
 from ckptmap.protocols import Place, Write
 from ckptmap.quantization.dense import CastBf16, DenseAs, flat
 from ckptmap.quantization.nf4.encoding import NF4
@@ -34,8 +34,8 @@ from ckptmap.testing.base import required
 
 
 class Greedy(ByFqn):
-    def read(self, leaves: Mapping[Any, Any]) -> Keys | None:
-        return super().read(leaves) or Keys(False, {}, {}, [], list(leaves))
+    def read(self, leaves: Mapping[Any, Any]) -> StateKeys | None:
+        return super().read(leaves) or StateKeys(False, {}, {}, [], list(leaves))
 
 
 class Flat(Flattened):
@@ -57,7 +57,7 @@ class Nameless(ByIndex):
 class Forgetful(ByFqn):
     """Reads no setting of a group."""
 
-    def read(self, leaves: Mapping[Any, Any]) -> Keys | None:
+    def read(self, leaves: Mapping[Any, Any]) -> StateKeys | None:
         keys = super().read(leaves)
         return None if keys is None else replace(keys, hyper={})
 

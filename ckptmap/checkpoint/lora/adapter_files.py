@@ -45,7 +45,7 @@ _HALVES = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}
 
 
 @dataclass(frozen=True)
-class Low:
+class LowRankUpdate:
     """The low-rank change of one tensor of a module.
 
     embedding  its halves are an embedding's
@@ -77,7 +77,7 @@ class Adapter:
 
     path: str
     config: LoraConfig
-    lows: Mapping[str, Low]
+    lows: Mapping[str, LowRankUpdate]
     trained: Mapping[str, LazyTensor]
     left: Mapping[str, str]
     files: tuple[str, ...]
@@ -158,7 +158,7 @@ def _config_file(place: Path, given: str | os.PathLike[str] | None) -> Path:
 
 def _sorted_out(
     ckpt: Checkpoint, config: LoraConfig
-) -> tuple[dict[str, Low], dict[str, LazyTensor], dict[str, str]]:
+) -> tuple[dict[str, LowRankUpdate], dict[str, LazyTensor], dict[str, str]]:
     found: dict[str, dict[str, LazyTensor]] = {}
     trained: dict[str, LazyTensor] = {}
     left: dict[str, str] = {}
@@ -202,7 +202,7 @@ def _low(
     module: str,
     halves: Mapping[str, LazyTensor],
     embeddings: set[str],
-) -> Low:
+) -> LowRankUpdate:
     known = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_B.bias")
     stranger = next((half for half in halves if half not in known), None)
     if stranger is not None:
@@ -224,7 +224,7 @@ def _low(
             f"{ckpt.path}: {module} is inside a wrapper, and target_parameters name none of {holder}",
             "give the adapter_config.json that was saved with the adapter",
         )
-    return Low(
+    return LowRankUpdate(
         holder, halves["lora_A"], halves["lora_B"], module in embeddings,
         names or (f"{holder}.weight",), bool(names), halves.get("lora_magnitude_vector"),
         halves.get("lora_B.bias"),

@@ -9,7 +9,7 @@ from ckptmap.checkpoint.lora.adapter_files import Adapter
 from ckptmap.checkpoint.lora.untied_head import Tied, is_head
 
 
-def renamed(adapter: Adapter, ckpt: Checkpoint, tied: Tied | None) -> Callable[[str], str]:
+def names_in_base(adapter: Adapter, ckpt: Checkpoint, tied: Tied | None) -> Callable[[str], str]:
     """The adapter's names -> the base's: as they are, or with a first segment less or more (peft
     around a model, its backbone saved alone, or the reverse), or those on disk of a model of several
     towers. A head that the base ties is among none of them."""

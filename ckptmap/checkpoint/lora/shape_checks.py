@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.groups import DENSE
-from ckptmap.checkpoint.lora.adapter_files import Adapter, Low
+from ckptmap.checkpoint.logical_tensors import DENSE
+from ckptmap.checkpoint.lora.adapter_files import Adapter, LowRankUpdate
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -39,7 +39,7 @@ class ShapeChecks:
             )
         return lazy.parts[""]
 
-    def check_base(self, low: Low, base: Group, ndim: int = 2) -> None:
+    def check_base(self, low: LowRankUpdate, base: Group, ndim: int = 2) -> None:
         foreign = self.foreign.get(base.fqn, "")
         if len(base.info.shape) != ndim or base.info.dtype not in WEIGHTS or foreign:
             raise SourceError(
@@ -64,7 +64,7 @@ class ShapeChecks:
                 else "give the base that it was trained on, and the adapter_config.json saved with it",
             )
 
-    def is_flipped(self, low: Low) -> bool:
+    def is_flipped(self, low: LowRankUpdate) -> bool:
         """Is the base stored [in, out], as GPT-2's Conv1D has it? By its shape; a square one as
         modules of its last name, else as the config says. That is one word for all modules, which
         peft changes with each it meets, so it counts only where shapes do not speak against it."""
@@ -89,7 +89,7 @@ class ShapeChecks:
             )
         return found.pop()
 
-    def _turned(self, low: Low) -> bool | None:
+    def _turned(self, low: LowRankUpdate) -> bool | None:
         """Is the base's matrix the transpose of B @ A? None: it is square, or is none of both."""
         fqn = self.named(f"{low.module}.weight")
         shape = self.ckpt.group(fqn).info.shape if fqn in self.ckpt else ()

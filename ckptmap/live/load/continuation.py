@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.extra_state import as_live
+from ckptmap.checkpoint.module_extra_state import as_live
 from ckptmap.core.state_paths import nest
 from ckptmap.core.text import counted
 from ckptmap.errors import LoadError

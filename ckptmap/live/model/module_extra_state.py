@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.extra_state import OWN as KEY
-from ckptmap.checkpoint.extra_state import SEGMENT, found_in, is_extra_state
+from ckptmap.checkpoint.module_extra_state import OWN as KEY
+from ckptmap.checkpoint.module_extra_state import SEGMENT, found_in, is_extra_state
 from ckptmap.core.state_paths import nest, opaques
 from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.tensors import Path

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.renamed import translated
+from ckptmap.checkpoint.translate_names import translated
 from ckptmap.errors import CkptmapError
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.mapping.detect import MEMORY, recognise

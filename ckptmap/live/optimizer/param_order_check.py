@@ -14,7 +14,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.optimizer.local_state import ParamOwner
-from ckptmap.optim.order import MODEL_ORDER, fits
+from ckptmap.optim.index_order import MODEL_ORDER, fits
 
 
 def refuse_other_order(

@@ -27,7 +27,7 @@ from ckptmap.live.optimizer.state_loader import (
 )
 from ckptmap.live.optimizer.unwrap import is_offloaded, unwrapped
 from ckptmap.optim.lowbit import LowBit
-from ckptmap.optim.reading import AS_GIVEN, BY_GROUPS
+from ckptmap.optim.optimizer_reader import AS_GIVEN, BY_GROUPS
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import RunError
 from ckptmap.live.optimizer.local_state import LocalCodes, LocalShard, LocalState, LocalTensor
-from ckptmap.optim.lowbit import CODES, QMAP, SCALE, Cell, LowBit, flat_span, joined
+from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit, LowBitCell, flat_span, joined
 from ckptmap.protocols import OutState, OutTensor, Refusal
 from ckptmap.tensors import Box, Path, TensorInfo
 
@@ -204,10 +204,10 @@ class Assigner:
         info = TensorInfo(found[0][1].info.shape, "float32")
         owned = self._owned(found, info.numel)
         scheme, block, signed = next(one.coded for _, one in found if one.coded)
-        cells: dict[Cell, int] = {}
+        cells: dict[LowBitCell, int] = {}
         for rank, one in owned:
             for box in one.boxes:
-                cells.setdefault(Cell(box, one.coded is not None), rank)
+                cells.setdefault(LowBitCell(box, one.coded is not None), rank)
         plain = next((one.info.dtype for _, one in owned if not one.coded), "float32")
         together = joined(list(cells), info.shape, block)
         encoding = LowBit(scheme, block, signed, together, plain)
@@ -229,7 +229,7 @@ class Assigner:
             self._add((*path[:-1], f"{path[-1]}.{part}"), part_info, where)
         self._found.records[".".join(map(str, path))] = encoding.record(info)
 
-    def _keep(self, path: Path, rank: int, cell: Cell | None, part: str, box: Box) -> None:
+    def _keep(self, path: Path, rank: int, cell: LowBitCell | None, part: str, box: Box) -> None:
         if rank != self._rank:
             return
         where = (*path[:-1], f"{path[-1]}.{part}")
@@ -240,7 +240,7 @@ class Assigner:
                 self._found.mine[where, box] = piece.values.reshape(-1)
 
 
-def _places(encoding: LowBit, info: TensorInfo, cell: Cell) -> Mapping[str, Box]:
+def _places(encoding: LowBit, info: TensorInfo, cell: LowBitCell) -> Mapping[str, Box]:
     """Where a cell's values lie in each part."""
     if encoding.cells:
         return encoding.place(encoding.cells.index(cell))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.assemble import assemble
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.roles import Roles
+from ckptmap.checkpoint.split_roles import Roles
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_form import is_loadable, quantized_classes

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckptmap
-from ckptmap.checkpoint.fsdp1_units import units_of
+from ckptmap.checkpoint.fsdp1_wrapping import units_of
 from ckptmap.errors import CkptmapError, PlanError, RunError
 from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus.models import Tiny, moments, tiny, trained

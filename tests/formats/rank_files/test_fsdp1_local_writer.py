@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptmap
-from ckptmap.checkpoint.module_order import is_traversal
+from ckptmap.checkpoint.stored_order import is_traversal
 from ckptmap.errors import CkptmapError
 from ckptmap.storage.crc32 import crc32_combine
 from tests.checkpoint.test_checkpoint import assert_same

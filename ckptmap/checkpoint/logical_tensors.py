@@ -13,7 +13,7 @@ from ckptmap.tensors import StoredTensor, TensorInfo
 DENSE = Dense()
 
 
-class Groups(Mapping[str, Group]):
+class LogicalTensors(Mapping[str, Group]):
     """FQN -> Group, in stored order.
 
     A dense tensor is held as it is stored, in columns where all of them are, and its group made
@@ -61,15 +61,15 @@ class Groups(Mapping[str, Group]):
             return {fqn: h for fqn, h in held.items() if not isinstance(h, Group)}
         return cast("Mapping[str, StoredTensor]", held)
 
-    def renamed(self, names: dict[str, str]) -> Groups:
+    def renamed(self, names: dict[str, str]) -> LogicalTensors:
         """The same under `names[key]`."""
         if self.run is not None:
-            return Groups(self.run.renamed(names))
-        return Groups({names[key]: held for key, held in self._held.items()})
+            return LogicalTensors(self.run.renamed(names))
+        return LogicalTensors({names[key]: held for key, held in self._held.items()})
 
-    def with_groups(self, groups: Mapping[str, Group]) -> Groups:
+    def with_groups(self, groups: Mapping[str, Group]) -> LogicalTensors:
         """Return all tensors, those of `groups` in place of the ones with their names or at the end."""
-        return Groups({**{fqn: self.held(fqn) for fqn in self}, **groups})
+        return LogicalTensors({**{fqn: self.held(fqn) for fqn in self}, **groups})
 
     def infos(self) -> dict[str, TensorInfo]:
         """What they are, no group made."""

@@ -12,7 +12,7 @@ from ckptmap.mapping.rules import NamingScheme
 
 
 @dataclass(frozen=True)
-class Translation:
+class NameTranslation:
     """One translation: enough to do it again from the manifest, and what became of each key.
 
     choice    from which scheme to which

@@ -21,7 +21,7 @@ class FindsMoments(Protocol):
         there is none. Raises SourceError CKM115."""
 
 
-def gathered(
+def gather_moments(
     leaves: Mapping[Path, Any],
     records: Mapping[str, Mapping[str, Any]],
     root: Path | None,

@@ -26,7 +26,7 @@ KEY = "_flat_param"
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldState:
     """The shapes of an index's largest state, and how many elements each rank holds of it."""
 
     shapes: Sequence[tuple[int, ...]] = ()
@@ -34,7 +34,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Place:
+class IndexMeaning:
     """What an index can mean: a flat parameter with its tensors, or one tensor.
 
     key      as stored
@@ -54,7 +54,7 @@ class Place:
     def numel(self) -> int:
         return sum(info.numel for info, _ in self.members.values())
 
-    def fitted(self, held: Held) -> Place | None:
+    def fitted(self, held: HeldState) -> IndexMeaning | None:
         """This place, tied tensors taken once, if it is what the ranks' state is of."""
         if self._fits(held):
             return self
@@ -67,7 +67,7 @@ class Place:
         ]
         return found[0] if len(found) == 1 else None
 
-    def _fits(self, held: Held) -> bool:
+    def _fits(self, held: HeldState) -> bool:
         if not held.counts:
             return True  # frozen, or never stepped: without state
         if self.is_unit:
@@ -81,7 +81,7 @@ class Place:
             return False
         return copies(held.counts, self) > 0
 
-    def _without(self, key: str) -> Place:
+    def _without(self, key: str) -> IndexMeaning:
         infos = {name: info for name, (info, _) in self.members.items() if name != key}
         return replace(self, members=dict(_behind_each_other(infos)))
 
@@ -103,7 +103,7 @@ def _alike(
             yield later, earlier
 
 
-def copies(counts: Counts, place: Place) -> int:
+def copies(counts: Counts, place: IndexMeaning) -> int:
     """How many times the ranks together hold the place; 0: they do not.
 
     A flat parameter's shards are equally long, the last ones padded; a parameter's slices are what
@@ -125,11 +125,11 @@ def copies(counts: Counts, place: Place) -> int:
 # --------------------------------------------------------------------------------- from weights
 
 
-def single_places(weights: Mapping[str, Leaf]) -> list[Place]:
+def single_places(weights: Mapping[str, Leaf]) -> list[IndexMeaning]:
     """Parameters in the order of the model's dict, tied ones once; those that lay in a flat
     parameter of several as that."""
     units: dict[str, dict[str, tuple[TensorInfo, int]]] = {}
-    found: dict[str, Place | None] = {}
+    found: dict[str, IndexMeaning | None] = {}
     seen: set[object] = set()
     for key, info, share in _parameters(weights):
         if share is not None and share in seen:
@@ -140,15 +140,19 @@ def single_places(weights: Mapping[str, Leaf]) -> list[Place]:
             units.setdefault(share.unit, {})[key] = (info, share.offset)
         else:
             counts = share.counts if isinstance(share, Slices) else None
-            found[key] = Place(key, {key: (info, 0)}, counts)
+            found[key] = IndexMeaning(key, {key: (info, 0)}, counts)
     return [
         place
-        or Place(key, dict(sorted(units[key].items(), key=lambda item: item[1][1])), None, True)
+        or IndexMeaning(
+            key, dict(sorted(units[key].items(), key=lambda item: item[1][1])), None, True
+        )
         for key, place in found.items()
     ]
 
 
-def unit_places(weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plain) -> list[Place]:
+def unit_places(
+    weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plain
+) -> list[IndexMeaning]:
     """Flat parameters by the modules that are wrapped, in module order, and what lies in none.
 
     Within a unit tensors are in the order of the dict, which is that of its modules; what is not
@@ -160,7 +164,7 @@ def unit_places(weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plai
         (".".join(s for s in m.split(".") if s not in ANYWHERE) for m in modules), key=len
     )
     inside: dict[str, dict[str, TensorInfo]] = {}
-    found: dict[str, Place | None] = {}
+    found: dict[str, IndexMeaning | None] = {}
     for key, info, _ in _parameters(weights):
         around = [p for p in prefixes if not p or names[key].startswith(p + ".")]
         for prefix in around:  # its flat parameter comes before all that is in the module
@@ -168,7 +172,7 @@ def unit_places(weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plai
         if around and (whole or is_cut(weights[key])):
             inside.setdefault(_unit_key(around[-1]), {})[key] = info
         else:
-            found[key] = Place(key, {key: (info, 0)}, None)
+            found[key] = IndexMeaning(key, {key: (info, 0)}, None)
     return [
         place or _unit(key, inside[key], weights)
         for key, place in found.items()
@@ -180,9 +184,9 @@ def _unit_key(prefix: str) -> str:
     return f"{prefix}.{KEY}" if prefix else KEY
 
 
-def _unit(key: str, infos: Mapping[str, TensorInfo], weights: Mapping[str, Leaf]) -> Place:
+def _unit(key: str, infos: Mapping[str, TensorInfo], weights: Mapping[str, Leaf]) -> IndexMeaning:
     leaves = {name: weights[name] for name in infos}
-    return Place(key, dict(_behind_each_other(infos)), None, True, leaves)
+    return IndexMeaning(key, dict(_behind_each_other(infos)), None, True, leaves)
 
 
 def _parameters(weights: Mapping[str, Leaf]) -> Iterator[tuple[str, TensorInfo, object]]:

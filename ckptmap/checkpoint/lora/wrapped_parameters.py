@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.lora.adapter_files import Adapter, Low
+from ckptmap.checkpoint.lora.adapter_files import Adapter, LowRankUpdate
 from ckptmap.checkpoint.lora.merged_tensor import Merged, Stacked
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group
 
 
-class Wrapped:
+class WrappedParameters:
     """The parameters of one adapter's wrappers; `named`: its names -> the base's."""
 
     def __init__(self, adapter: Adapter, ckpt: Checkpoint, named: Callable[[str], str]) -> None:
@@ -43,7 +43,7 @@ class Wrapped:
         return next(iter(fits or there or low.names))
 
     def added(
-        self, low: Low, name: str, base: Group
+        self, low: LowRankUpdate, name: str, base: Group
     ) -> tuple[Merged, tuple[int, int], tuple[int, int]]:
         """The base with the change, and the shapes that A and B must have."""
         config, shape, dtype = self.adapter.config, base.info.shape, base.info.dtype
@@ -58,7 +58,7 @@ class Wrapped:
         stacked = Stacked(base.encoding, dtype, rank, scale, flip, experts=experts)
         return stacked, (rank * experts, columns), (rows, rank * experts)
 
-    def _is_flipped(self, low: Low, shape: tuple[int, ...]) -> bool:
+    def _is_flipped(self, low: LowRankUpdate, shape: tuple[int, ...]) -> bool:
         """Is the stack [e, in, out]? One of square matrices is as the others of its module, or, where
         these are none, as those of all modules. Raises SourceError CKM322 where shapes do not tell."""
         mine = _flipped(low, shape)
@@ -79,7 +79,7 @@ class Wrapped:
         fqn = self.named(name)
         return self.ckpt.group(fqn).info.shape if fqn in self.ckpt else ()
 
-    def _untold(self, low: Low, why: str) -> SourceError:
+    def _untold(self, low: LowRankUpdate, why: str) -> SourceError:
         return SourceError(
             "CKM322",
             f"{self.adapter.path}: {low.a.fqn} {list(low.a.shape)}: {why} by shapes",
@@ -87,11 +87,11 @@ class Wrapped:
         )
 
 
-def _fits(low: Low, shape: tuple[int, ...]) -> bool:
+def _fits(low: LowRankUpdate, shape: tuple[int, ...]) -> bool:
     return bool(_flipped(low, shape))
 
 
-def _flipped(low: Low, shape: tuple[int, ...]) -> set[bool]:
+def _flipped(low: LowRankUpdate, shape: tuple[int, ...]) -> set[bool]:
     """Orders of a parameter of this shape that the halves fit: [e, out, in] False, [e, in, out]
     True; a matrix is [out, in]. What the rank is says the config."""
     if len(low.a.shape) != 2 or len(low.b.shape) != 2 or len(shape) not in (2, 3):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptmap.errors import PlanError
-from ckptmap.optim.state import GROUPS, PARAMS, STATE, Keys, Optimizer
+from ckptmap.optim.state import GROUPS, PARAMS, STATE, Optimizer, StateKeys
 from ckptmap.tensors import Leaf, Path, StoredTensor
 
 
@@ -20,7 +20,7 @@ class Flattened:
     name = "flattened"
     whole = False
 
-    def read(self, leaves: Mapping[Path, Leaf]) -> Keys | None:
+    def read(self, leaves: Mapping[Path, Leaf]) -> StateKeys | None:
         """Groups are made again of the parameters whose hyper-parameters are equal, in order."""
         state: dict[Path, tuple[str, Path]] = {}
         hyper: dict[str, dict[str, Path]] = {}
@@ -42,7 +42,7 @@ class Flattened:
             for key in params
             for name, path in hyper[key].items()
         }
-        return Keys(False, state, found, groups, rest)
+        return StateKeys(False, state, found, groups, rest)
 
     def write(self, optimizer: Optimizer) -> list[tuple[Path, Any]]:
         """Raises PlanError CKM207 for what has no place in one key: a parameter listed without

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptmap.core.state_paths import ListIndex
-from ckptmap.optim.state import GROUPS, PARAMS, STATE, Group, Keys, Optimizer
+from ckptmap.optim.state import GROUPS, PARAMS, STATE, Optimizer, ParamGroup, StateKeys
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Leaf, Path
 
 
-def read_nested(leaves: Mapping[Path, Leaf]) -> Keys | None:
+def read_nested(leaves: Mapping[Path, Leaf]) -> StateKeys | None:
     """None where there is neither state nor a group. By index: every key counts, as an integer or
     as the string that DCP makes of it."""
     state: dict[Path, tuple[str, Path]] = {}
@@ -37,7 +37,7 @@ def read_nested(leaves: Mapping[Path, Leaf]) -> Keys | None:
     hyper = {path: (at[number], name) for path, (number, name) in hyper.items()}
     keys = [key for key, _ in state.values()] + [key for found in params.values() for key in found]
     by_index = bool(keys) and all(key.isdecimal() for key in keys)
-    return Keys(by_index, state, hyper, [params[number] for number in sorted(params)], rest)
+    return StateKeys(by_index, state, hyper, [params[number] for number in sorted(params)], rest)
 
 
 def _keys(leaf: Leaf) -> list[str]:
@@ -46,7 +46,7 @@ def _keys(leaf: Leaf) -> list[str]:
 
 
 def write_nested(
-    optimizer: Optimizer, groups: Sequence[Group], key: Callable[[str], str | int]
+    optimizer: Optimizer, groups: Sequence[ParamGroup], key: Callable[[str], str | int]
 ) -> list[tuple[Path, Any]]:
     """State under `key(fqn)`; groups as one list, or leaf by leaf where one holds a tensor."""
     found: list[tuple[Path, Any]] = [

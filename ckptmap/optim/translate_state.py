@@ -14,9 +14,8 @@ from ckptmap.errors import PlanError
 from ckptmap.mapping.derived_tensor import DerivedTensor
 from ckptmap.mapping.mapped_tensor import mapped_tensor
 from ckptmap.mapping.resolve import MappedTensor, Resolution
-from ckptmap.optim.state import NAMES, PARAMS, Group, Optimizer, Same, StateLeaf
-from ckptmap.protocols import Encoding
-from ckptmap.protocols import Group as TensorGroup
+from ckptmap.optim.state import NAMES, PARAMS, Optimizer, ParamGroup, Same, StateLeaf
+from ckptmap.protocols import Encoding, Group
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path, StoredTensor, TensorInfo
 
@@ -28,7 +27,7 @@ _PARTS = (
 )
 
 
-def moved(
+def translate_state(
     found: Optimizer,
     resolution: Resolution,
     infos: Mapping[str, TensorInfo],
@@ -126,12 +125,12 @@ class _Moving:
             return found
         files = next(iter(tensors.values())).files
         if isinstance(found, StoredTensor):
-            found = TensorGroup(label, info, self.dense, {"": found})
+            found = Group(label, info, self.dense, {"": found})
         return LazyTensor(label, found, files)
 
     # ------------------------------------------------------------------ groups
 
-    def _group(self, number: int, group: Group) -> dict[str, Any]:
+    def _group(self, number: int, group: ParamGroup) -> dict[str, Any]:
         params = list(dict.fromkeys(self._renamed(group[PARAMS])))
         mine = set(group[PARAMS])
         for name in params:

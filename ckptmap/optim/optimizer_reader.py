@@ -15,9 +15,9 @@ from typing import Any
 
 from ckptmap.errors import SourceError
 from ckptmap.mapping.wrappers import ANYWHERE, HEAD
-from ckptmap.optim import order as orders
-from ckptmap.optim.order import Order, Weight
-from ckptmap.optim.stages import contradiction, put_together
+from ckptmap.optim import index_order as orders
+from ckptmap.optim.index_order import Order, Weight
+from ckptmap.optim.merge_rank_groups import contradiction, merge_rank_groups
 from ckptmap.optim.state import (
     GROUPS,
     PARAMS,
@@ -62,7 +62,7 @@ class OptimizerReader:
         where: str,
         beside: str | None = None,
     ) -> None:
-        whole = expanded(put_together(leaves))
+        whole = expanded(merge_rank_groups(leaves))
         told = next((leaf for leaf in whole.values() if isinstance(leaf, StateNote)), StateNote())
         whole = {path: leaf for path, leaf in whole.items() if leaf is not told}
         self.form: str | None = None

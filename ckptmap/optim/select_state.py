@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptmap.optim.state import NAMES, PARAMS, Group, Optimizer
+from ckptmap.optim.state import NAMES, PARAMS, Optimizer, ParamGroup
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Carried:
     strangers: tuple[str, ...]
 
 
-def carried(
+def select_state(
     optimizer: Optimizer,
     weights: Container[str],
     left: Mapping[str, str],
@@ -54,6 +54,6 @@ def carried(
     return Carried(kept, dropped, tuple(strangers))
 
 
-def _without(group: Group, gone: set[str]) -> dict[str, Any]:
+def _without(group: ParamGroup, gone: set[str]) -> dict[str, Any]:
     kept = [fqn for fqn in group[PARAMS] if fqn not in gone]
     return {name: list(kept) if name in (PARAMS, NAMES) else value for name, value in group.items()}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptmap.errors import PlanError
-from ckptmap.optim.state import NAMES, PARAMS, Group, Optimizer
+from ckptmap.optim.state import NAMES, PARAMS, Optimizer, ParamGroup
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 
@@ -24,7 +24,7 @@ def regrouped(optimizer: Optimizer, order: Sequence[Sequence[str]]) -> Optimizer
     return replace(optimizer, groups=groups)
 
 
-def _group(names: Sequence[str], sources: Sequence[Group]) -> dict[str, Any]:
+def _group(names: Sequence[str], sources: Sequence[ParamGroup]) -> dict[str, Any]:
     first = sources[0]
     for fqn, other in zip(names, sources, strict=False):
         if other is first:
@@ -40,7 +40,7 @@ def _group(names: Sequence[str], sources: Sequence[Group]) -> dict[str, Any]:
     return {**{key: value for key, value in first.items() if key != NAMES}, PARAMS: list(names)}
 
 
-def _differs(key: str, one: Group, other: Group) -> bool:
+def _differs(key: str, one: ParamGroup, other: ParamGroup) -> bool:
     if key in (PARAMS, NAMES):
         return False
     mine, theirs = one.get(key), other.get(key)

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.compare import same_parts
-from ckptmap.checkpoint.groups import DENSE, Groups
-from ckptmap.checkpoint.translation import Translation
+from ckptmap.checkpoint.compare_tensors import same_parts
+from ckptmap.checkpoint.logical_tensors import DENSE, LogicalTensors
+from ckptmap.checkpoint.name_translation import NameTranslation
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import PlanError
 from ckptmap.mapping.derived_tensor import DerivedTensor
@@ -27,7 +27,7 @@ from ckptmap.mapping.mapping_file import parse_scheme
 from ckptmap.mapping.model_config import config_beside
 from ckptmap.mapping.resolve import MappedTensor, Resolution
 from ckptmap.mapping.scheme_to_scheme import translate
-from ckptmap.optim.renaming import moved
+from ckptmap.optim.translate_state import translate_state
 from ckptmap.protocols import Group
 from ckptmap.quantization.unsupported_schemes import RESTORE, naked_payloads
 from ckptmap.tensors import StoredTensor
@@ -52,18 +52,18 @@ def _translated(
     if reader.present and reader.form is not None and not reader.by_index:
         infos = base.infos()
         dropped |= _state_left(base, resolution)
-        reader = reader.named_as(lambda found: moved(found, resolution, infos, DENSE))
+        reader = reader.named_as(lambda found: translate_state(found, resolution, infos, DENSE))
         values = (leaf.value for leaf in reader.named().leaves)
         moments = {lazy.fqn: lazy for lazy in values if isinstance(lazy, DerivedTensor)}
         notes += [f"optimizer: {note}" for note in _remarks(moments)]
     return replace(
         base,
-        groups=Groups(groups),
+        groups=LogicalTensors(groups),
         names={name: name for name in groups},
         notes=notes,
         optimizer_reader=reader,
         ties=dict(resolution.tied),
-        translation=Translation(
+        translation=NameTranslation(
             choice=choice,
             config=config,
             used=resolution.used,

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.extra_state import plainly, state_at
+from ckptmap.checkpoint.module_extra_state import plainly, state_at
 from ckptmap.core.state_paths import TENSOR, join, unequal
 from ckptmap.optim.state import GROUPS, NAMES, PARAMS
 from ckptmap.storage.lazy_tensor import LazyTensor

@@ -13,8 +13,8 @@ from itertools import count
 from typing import Any
 
 from ckptmap.errors import PlanError
-from ckptmap.optim.nested import read_nested, write_nested
-from ckptmap.optim.state import NAMES, PARAMS, Keys, Optimizer
+from ckptmap.optim.nested_keys import read_nested, write_nested
+from ckptmap.optim.state import NAMES, PARAMS, Optimizer, StateKeys
 from ckptmap.tensors import Leaf, Path
 
 
@@ -24,7 +24,7 @@ class ByIndex:
     name = "index"
     whole = True
 
-    def read(self, leaves: Mapping[Path, Leaf]) -> Keys | None:
+    def read(self, leaves: Mapping[Path, Leaf]) -> StateKeys | None:
         keys = read_nested(leaves)
         return keys if keys is not None and keys.by_index else None
 

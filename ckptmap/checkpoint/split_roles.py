@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptmap.checkpoint.extra_state import state_at
+from ckptmap.checkpoint.module_extra_state import state_at
 from ckptmap.core.state_paths import RESOLVED, UNRESOLVED
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError

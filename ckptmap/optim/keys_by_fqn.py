@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptmap.optim.nested import read_nested, write_nested
-from ckptmap.optim.state import Keys, Optimizer
+from ckptmap.optim.nested_keys import read_nested, write_nested
+from ckptmap.optim.state import Optimizer, StateKeys
 from ckptmap.tensors import Leaf, Path
 
 
@@ -20,7 +20,7 @@ class ByFqn:
     name = "fqn"
     whole = False
 
-    def read(self, leaves: Mapping[Path, Leaf]) -> Keys | None:
+    def read(self, leaves: Mapping[Path, Leaf]) -> StateKeys | None:
         keys = read_nested(leaves)
         return None if keys is None or keys.by_index else keys
 

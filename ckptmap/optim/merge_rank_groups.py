@@ -34,7 +34,7 @@ class _United:
         return {**self.settings, PARAMS: list(self.params), **names}
 
 
-def put_together(leaves: Mapping[Path, Leaf]) -> Mapping[Path, Leaf]:
+def merge_rank_groups(leaves: Mapping[Path, Leaf]) -> Mapping[Path, Leaf]:
     """The leaves with one list of groups where each rank has its own, and names what is in it."""
     leaf = leaves.get((GROUPS,))
     found = _united(leaf) if isinstance(leaf, PerRank) else None

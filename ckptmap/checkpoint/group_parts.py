@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ckptmap import registry
-from ckptmap.checkpoint.groups import Groups
+from ckptmap.checkpoint.logical_tensors import LogicalTensors
 from ckptmap.core.code_grids import Repairs
 from ckptmap.core.columns import distinct
 from ckptmap.core.state_paths import class_of, described, join, opaques
@@ -21,7 +21,7 @@ VALUES = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "c
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedLeaf:
     """A leaf that no plan can carry: shown, and refused unless dropped by key."""
 
     key: str
@@ -29,14 +29,14 @@ class Refused:
     droppable: bool
 
 
-def grouped(
+def group_parts(
     leaves: Mapping[Path, Leaf],
     records: Mapping[str, Mapping[str, Any]],
     root: Path,
     where: str,
-    refused: list[Refused],
+    refused: list[RefusedLeaf],
     said: Mapping[str, str],
-) -> Groups:
+) -> LogicalTensors:
     """Logical tensors by stored key, in stored order; what no scheme knows goes to `refused`.
 
     `records` are by FQN from above `root`; what strings beside the tensors say is a record, too:
@@ -44,11 +44,11 @@ def grouped(
     twice, and what a scheme says of malformed parts.
     """
     if isinstance(leaves, PlainTensors) and not records and _is_plain(leaves.kinds().values()):
-        return Groups(leaves)
+        return LogicalTensors(leaves)
     stored = {join(path): leaf for path, leaf in leaves.items() if isinstance(leaf, StoredTensor)}
     infos = distinct([tensor.info for tensor in stored.values()]).values()
     if len(stored) == len(leaves) and not records and _is_plain(infos):
-        return Groups(cast("dict[str, Group | StoredTensor]", stored))
+        return LogicalTensors(cast("dict[str, Group | StoredTensor]", stored))
     order: dict[str, Group | None] = {}
     for path, leaf in leaves.items():
         key = join(path)
@@ -72,7 +72,7 @@ def grouped(
     return _in_order(order, stored)
 
 
-def strings_beside(rest: Mapping[Path, Any], root: Path) -> dict[str, str]:
+def string_records(rest: Mapping[Path, Any], root: Path) -> dict[str, str]:
     """Strings of a model's dict by key, as bitsandbytes 0.38 to 0.42 names the order of its codes."""
     depth = len(root)
     return {
@@ -82,17 +82,19 @@ def strings_beside(rest: Mapping[Path, Any], root: Path) -> dict[str, str]:
     }
 
 
-def _in_order(order: Mapping[str, Group | None], stored: Mapping[str, StoredTensor]) -> Groups:
+def _in_order(
+    order: Mapping[str, Group | None], stored: Mapping[str, StoredTensor]
+) -> LogicalTensors:
     held: dict[str, Group | StoredTensor] = {}
     for key, group in order.items():
         if group is not None:
             held[group.fqn] = group
         elif key in stored:
             held[key] = stored[key]
-    return Groups(held)
+    return LogicalTensors(held)
 
 
-def _adopted(key: str, leaf: Leaf, refused: list[Refused]) -> Group | None:
+def _adopted(key: str, leaf: Leaf, refused: list[RefusedLeaf]) -> Group | None:
     """A pickled tensor subclass as the group that a scheme makes of it, else refused."""
     if isinstance(leaf, Opaque | Cut):
         for scheme in registry.schemes():
@@ -105,7 +107,7 @@ def _adopted(key: str, leaf: Leaf, refused: list[Refused]) -> Group | None:
     reason = f"a tensor of unknown class or form, {name}"
     if first is not None and first.is_unresolved:
         reason = described(first)
-    refused.append(Refused(key, reason, droppable=False))
+    refused.append(RefusedLeaf(key, reason, droppable=False))
     return None
 
 
@@ -114,7 +116,7 @@ def _is_plain(infos: Iterable[TensorInfo]) -> bool:
     return all(info.dtype in VALUES for info in infos)
 
 
-def remarks(groups: Mapping[str, Group]) -> list[str]:
+def encoding_notes(groups: Mapping[str, Group]) -> list[str]:
     """What encodings say about how tensors were found, one note for those that say the same."""
     found: dict[str, list[str]] = {}
     for fqn, group in groups.items():

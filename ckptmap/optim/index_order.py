@@ -15,7 +15,7 @@ from pathlib import Path as FilePath
 
 from ckptmap.core.text import counted
 from ckptmap.errors import SourceError
-from ckptmap.optim.alignment import align_named
+from ckptmap.optim.align_order import align_named
 from ckptmap.optim.state import NAMES, PARAMS, Optimizer
 from ckptmap.sharding.reference_model import is_alphabetical
 from ckptmap.tensors import BUFFERS, FLOATING, TensorInfo

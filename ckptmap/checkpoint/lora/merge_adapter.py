@@ -18,9 +18,9 @@ from typing import Any
 
 from ckptmap import setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.groups import DENSE
-from ckptmap.checkpoint.lora.adapter_files import Adapter, Low, open_adapter
-from ckptmap.checkpoint.lora.adapter_names import renamed
+from ckptmap.checkpoint.logical_tensors import DENSE
+from ckptmap.checkpoint.lora.adapter_files import Adapter, LowRankUpdate, open_adapter
+from ckptmap.checkpoint.lora.adapter_names import names_in_base
 from ckptmap.checkpoint.lora.merged_tensor import (
     BIAS,
     A,
@@ -33,7 +33,6 @@ from ckptmap.checkpoint.lora.merged_tensor import (
     proven,
 )
 from ckptmap.checkpoint.lora.shape_checks import ShapeChecks
-from ckptmap.checkpoint.lora.targets import Wrapped, per_expert
 from ckptmap.checkpoint.lora.untied_head import (
     Tied,
     changed_alike,
@@ -43,6 +42,7 @@ from ckptmap.checkpoint.lora.untied_head import (
     stem,
     tied_in,
 )
+from ckptmap.checkpoint.lora.wrapped_parameters import WrappedParameters, per_expert
 from ckptmap.checkpoint.open import open
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group, Scheme
@@ -86,7 +86,7 @@ def _merged_into(
     )
 
 
-def overlaid(
+def merge_adapter(
     base: str | os.PathLike[str] | Checkpoint,
     adapter: str | os.PathLike[str] | Adapter,
     to: str | None = None,
@@ -112,7 +112,7 @@ def overlaid(
             tied = tied_in(ckpt, config_from)
         else:
             tied = next((Tied(embedding, head) for head, embedding in untied.items()), None)
-        merger = _Merger(ckpt, adapter, scheme, renamed(adapter, ckpt, tied), tied)
+        merger = _Merger(ckpt, adapter, scheme, names_in_base(adapter, ckpt, tied), tied)
         groups = merger.groups()
         notes = [*_left(merger.copies), *merger.alike]
         if untied is None:
@@ -169,7 +169,7 @@ class _Merger:
             group = self._frozen(fqn, lazy) if _is_frozen(lazy) else self._trained(fqn, lazy)
             if group is not None:
                 made[fqn] = group
-        tensors = Wrapped(self.adapter, self.ckpt, self.named)
+        tensors = WrappedParameters(self.adapter, self.ckpt, self.named)
         for key, low in self.adapter.lows.items():
             name = tensors.name(key)
             fqn = self._known(name, low.a)
@@ -220,7 +220,7 @@ class _Merger:
 
     # ------------------------------------------------------------------ one tensor
 
-    def _low(self, low: Low, base: Group) -> Group:
+    def _low(self, low: LowRankUpdate, base: Group) -> Group:
         self.checks.check_base(low, base)
         config = self.adapter.config
         rank = config.rank(low.module)
@@ -243,7 +243,9 @@ class _Merger:
         self.checks.check_shape(low.magnitude, (rows,), base)
         return dora(group, self.checks.dense(low.magnitude), self.ckpt.files)
 
-    def _stack(self, low: Low, name: str, base: Group, tensors: Wrapped) -> Group:
+    def _stack(
+        self, low: LowRankUpdate, name: str, base: Group, tensors: WrappedParameters
+    ) -> Group:
         """A parameter that was targeted itself: a matrix, or one an expert."""
         self.checks.check_base(low, base, ndim=3 if len(base.info.shape) == 3 else 2)
         encoding, a, b = tensors.added(low, name, base)
@@ -253,7 +255,7 @@ class _Merger:
         parts = {**base.parts, A: self.checks.dense(low.a), B: self.checks.dense(low.b)}
         return Group(base.fqn, info, encoding, parts)
 
-    def _bias(self, low: Low, bias: LazyTensor, base: Group) -> Group:
+    def _bias(self, low: LowRankUpdate, bias: LazyTensor, base: Group) -> Group:
         self.checks.check_base(low, base, ndim=1)
         self.checks.check_shape(bias, base.info.shape, base)
         encoding = Biased(base.encoding, base.info.dtype, self.adapter.config.scale(low.module))

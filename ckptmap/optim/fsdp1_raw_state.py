@@ -18,19 +18,19 @@ from enum import Enum
 from functools import cached_property
 
 from ckptmap.core.state_paths import by_rank
-from ckptmap.optim.alignment import align_named
-from ckptmap.optim.flat_places import (
-    Held,
-    Place,
+from ckptmap.optim.align_order import align_named
+from ckptmap.optim.fsdp1_index_meaning import (
+    HeldState,
+    IndexMeaning,
     are_whole,
     copies,
     is_cut,
     single_places,
     unit_places,
 )
-from ckptmap.optim.nested import read_nested
-from ckptmap.optim.order import MODEL_ORDER
-from ckptmap.optim.state import GROUPS, NAMES, PARAMS, STATE, Keys, expanded
+from ckptmap.optim.index_order import MODEL_ORDER
+from ckptmap.optim.nested_keys import read_nested
+from ckptmap.optim.state import GROUPS, NAMES, PARAMS, STATE, StateKeys, expanded
 from ckptmap.sharding.flat_slices import InUnit, Slices, rectangles
 from ckptmap.sharding.reference_model import Like, Plain, Units
 from ckptmap.sharding.sharded_tensor_spec import is_sharded
@@ -105,7 +105,7 @@ def _weights_root(leaves: Mapping[Path, Leaf], root: Path, units: Units) -> Path
 
 def _readings(
     weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plain
-) -> list[Sequence[Place]]:
+) -> list[Sequence[IndexMeaning]]:
     """What indices can mean: flat parameters, where units are listed, else single ones."""
     singles = single_places(weights)
     listed = modules and (any(map(is_cut, weights.values())) or are_whole(weights))
@@ -113,7 +113,10 @@ def _readings(
 
 
 def _by_name(
-    leaves: Mapping[Path, Leaf], keys: Keys, plain: Plain, readings: Sequence[Sequence[Place]]
+    leaves: Mapping[Path, Leaf],
+    keys: StateKeys,
+    plain: Plain,
+    readings: Sequence[Sequence[IndexMeaning]],
 ) -> dict[Path, Leaf]:
     """By the first reading that fits. Raises _Unresolved, with what speaks against the first."""
     against: _Unresolved | None = None
@@ -134,7 +137,7 @@ def _cut(leaf: Leaf) -> bool:
     )
 
 
-def _is_flat(leaves: Mapping[Path, Leaf], keys: Keys, weights: Mapping[str, Leaf]) -> bool:
+def _is_flat(leaves: Mapping[Path, Leaf], keys: StateKeys, weights: Mapping[str, Leaf]) -> bool:
     """Plain tensors of one dim, and no DTensor, beside weights that are cut."""
     values = [value for path in keys.state for value in by_rank(leaves[path])]
     stored = [value for value in values if isinstance(value, StoredTensor)]
@@ -158,7 +161,11 @@ class _State:
     """The optimizer's leaves below its root, with the weights' beside them."""
 
     def __init__(
-        self, leaves: Mapping[Path, Leaf], keys: Keys, places: Sequence[Place], plain: Plain
+        self,
+        leaves: Mapping[Path, Leaf],
+        keys: StateKeys,
+        places: Sequence[IndexMeaning],
+        plain: Plain,
     ) -> None:
         self.leaves = leaves
         self.keys = keys
@@ -200,7 +207,7 @@ class _State:
 
     # ------------------------------------------------------------------ which is which
 
-    def _order(self) -> tuple[str, Mapping[str, Place]]:
+    def _order(self) -> tuple[str, Mapping[str, IndexMeaning]]:
         """(source, index -> what it means), proven by what the ranks hold."""
         listed = [key for params in self.keys.params for key in params]
         lost = next((key for key, _ in self.keys.state.values() if key not in listed), None)
@@ -229,7 +236,7 @@ class _State:
             found += map(str, names)
         return found
 
-    def _named(self, names: Sequence[str]) -> list[Place]:
+    def _named(self, names: Sequence[str]) -> list[IndexMeaning]:
         known = self.plain([place.key for place in self.places])
         by_name = {known[place.key]: place for place in self.places}
         plain = self.plain(names)
@@ -238,7 +245,7 @@ class _State:
             raise _Unresolved(f"param_names has {lost}, which is no weight of the files")
         return [by_name[plain[name]] for name in names]
 
-    def _aligned(self) -> Mapping[str, Place]:
+    def _aligned(self) -> Mapping[str, IndexMeaning]:
         held = [[self._held[key] for key in params] for params in self.keys.params]
         keys = [place.key for place in self.places]
         ways = align_named(held, self.places, keys, lambda item, place: bool(place.fitted(item)))
@@ -257,19 +264,19 @@ class _State:
         }
 
     @cached_property
-    def _held(self) -> Mapping[str, Held]:
-        found = {key: Held() for params in self.keys.params for key in params}
+    def _held(self) -> Mapping[str, HeldState]:
+        found = {key: HeldState() for params in self.keys.params for key in params}
         for path, (key, _) in self.keys.state.items():
             values = by_rank(self.leaves[path])
             shapes = [v.info.shape for v in values if isinstance(v, StoredTensor)]
             if any(shapes) and key in found and not found[key].counts:
                 counts = tuple(v.info.numel if isinstance(v, StoredTensor) else 0 for v in values)
-                found[key] = Held(shapes, counts)
+                found[key] = HeldState(shapes, counts)
         return found
 
     # ------------------------------------------------------------------ one entry
 
-    def _leaf(self, title: str, leaf: Leaf, place: Place, info: TensorInfo) -> Leaf | _Flat:
+    def _leaf(self, title: str, leaf: Leaf, place: IndexMeaning, info: TensorInfo) -> Leaf | _Flat:
         """Return a state entry that is no tensor, or the same on all ranks; else `_Flat.FLAT`."""
         values = [value for value in by_rank(leaf) if value is not None]
         stored = _stored(leaf)
