@@ -88,11 +88,11 @@ def command(
 
 def _leave() -> None:
     """End this rank now: gloo may abort a process that ends the ordinary way, all work done."""
-    from ckptmap.storage.files import let_go
+    from ckptmap.storage.file_systems import close_mounts
 
     sys.stdout.flush()
     sys.stderr.flush()
-    let_go()
+    close_mounts()
     os._exit(0)
 
 

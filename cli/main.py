@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from ckptmap.core import requirements
 from ckptmap.errors import CkptmapError, Interrupted
-from ckptmap.storage.files import as_named, let_go
+from ckptmap.storage.file_systems import MOUNTS, close_mounts
 from ckptmap.storage.limits import shortage
 
 from .inspect_without_typer import at_once
@@ -92,7 +92,7 @@ def leave() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
-    let_go()
+    close_mounts()
     os._exit(code)
 
 
@@ -142,10 +142,10 @@ def _usage(error: Any, args: Sequence[str], out: Printer) -> int:
 
 
 def _expected(error: CkptmapError, args: Sequence[str], out: Printer) -> int:
-    hint = as_named(error.hint)
+    hint = MOUNTS.with_origins(error.hint)
     if isinstance(error, Interrupted) and args[:1] in (["convert"], ["merge"], ["pull"], ["push"]):
         hint = f"the same command continues it: ckptmap {shlex.join(args)}"
-    out.error(error.code, as_named(error.message), hint)
+    out.error(error.code, MOUNTS.with_origins(error.message), hint)
     _trace(error)
     return error.exit_code
 

@@ -21,7 +21,7 @@ from ckptmap.core.state_tree import holds_tensor, nest
 from ckptmap.errors import SourceError
 from ckptmap.formats.probe import look, refuse_place
 from ckptmap.protocols import Directory, Index, Member, Place
-from ckptmap.storage.files import whole
+from ckptmap.storage.file_systems import local_copy
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor
 
 MAX_DOCUMENT_NBYTES = 256 << 20
@@ -243,7 +243,7 @@ def _document(file: FilePath) -> Any:
     try:
         if file.stat().st_size > MAX_DOCUMENT_NBYTES:
             raise ValueError(f"{file.stat().st_size} bytes long")
-        return json.loads(whole(file).read_bytes())
+        return json.loads(local_copy(file).read_bytes())
     except OSError as error:
         raise SourceError(
             "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"

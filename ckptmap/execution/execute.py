@@ -38,7 +38,7 @@ from ckptmap.execution.seal import seal
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan
 from ckptmap.planning.options import Progress, RunOptions
 from ckptmap.protocols import Slot
-from ckptmap.storage.files import Files, has_backings
+from ckptmap.storage.files import Files
 from ckptmap.storage.journal import Journal, Written
 from ckptmap.storage.output_files import ALIGN, Buffer, Outputs, Sums
 from ckptmap.storage.process_state import one_torch_thread, stopped_by_sigterm
@@ -290,7 +290,7 @@ def _units(context: Context, share: Share, has_torch: threading.Event) -> Iterat
 
 def _copies(context: Context, share: Share) -> Iterator[_Unit]:
     stream = min(STREAM, sum(item.out.nbytes for item in context.plan) // PARTS)
-    if has_backings():  # all that a unit reads is brought at once
+    if context.files.mounts:  # all files that a unit reads are fetched at once
         stream = 0
     for file, item in enumerate(context.plan):
         limit = min(SPAN, buffer_nbytes(context.budget))

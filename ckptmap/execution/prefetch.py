@@ -16,7 +16,8 @@ from typing import Protocol, TypeVar
 
 from ckptmap.core.woven import ZEROS, Woven
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan
-from ckptmap.storage.files import Backing, Files, backing_of, has_backings, verified
+from ckptmap.storage.file_systems import FileSystem
+from ckptmap.storage.files import Files, verified_copies
 from ckptmap.tensors import Box, StoredTensor
 
 
@@ -40,13 +41,13 @@ def batches(
 
     Local sources need nothing: then it is one portion, as it came. Raises RunError CKM702 to 710.
     """
-    if not has_backings():
+    if not files.mounts:
         yield units
         return
-    with verified(files):
-        todo = [(unit, _away(unit.reads())) for unit in units]
+    with verified_copies(files):
+        todo = [(unit, _placeholders(files, unit.reads())) for unit in units]
         if staging is None:
-            _bring(_wanted(todo, done), None)
+            _fetch(files, _wanted(todo, done), None)
             yield iter([unit for unit, _ in todo])
         else:
             yield from _one_by_one(files, todo, done, staging)
@@ -60,12 +61,12 @@ def _one_by_one(
     groups = [list(group) for _, group in groupby(ordered, key=lambda item: item[1])]
     last = {file: index for index, group in enumerate(groups) for file in group[0][1]}
     for index, group in enumerate(groups):
-        _bring(_wanted(group, done), staging)
+        _fetch(files, _wanted(group, done), staging)
         yield iter([unit for unit, _ in group])
         for file in group[0][1]:
             if last[file] == index:
                 files.forget(file)
-                _backing(file).drop(file)
+                _file_system(files, file).discard(file)
 
 
 def _wanted(todo: Sequence[tuple[U, Needs]], done: Collection[str]) -> list[str]:
@@ -73,19 +74,20 @@ def _wanted(todo: Sequence[tuple[U, Needs]], done: Collection[str]) -> list[str]
     return list(dict.fromkeys(found))
 
 
-def _bring(wanted: Sequence[str], staging: Path | None) -> None:
-    for backing, group in groupby(wanted, key=_backing):
-        backing.bring(list(group), staging)
+def _fetch(files: Files, wanted: Sequence[str], staging: Path | None) -> None:
+    for file_system, group in groupby(wanted, key=lambda file: _file_system(files, file)):
+        file_system.fetch_all(list(group), staging)
 
 
-def _away(reads: Iterable[str]) -> Needs:
-    return frozenset(file for file in reads if backing_of(file) is not None)
+def _placeholders(files: Files, reads: Iterable[str]) -> Needs:
+    """Return those of the files that a mounted file system answers for."""
+    return frozenset(file for file in reads if files.mounts.file_system_of(file) is not None)
 
 
-def _backing(file: str) -> Backing:
-    found = backing_of(file)
-    assert found is not None, f"{file}: nobody answers for it"
-    return found
+def _file_system(files: Files, file: str) -> FileSystem:
+    mounted = files.mounts.file_system_of(file)
+    assert mounted is not None, f"{file}: no mounted file system answers for it"
+    return mounted
 
 
 # ------------------------------------------------------------------- what a unit reads

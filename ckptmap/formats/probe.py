@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
-from ckptmap.storage.files import head
+from ckptmap.storage.file_systems import read_head
 from ckptmap.storage.limits import short_of
 
 HEAD_NBYTES = 512
@@ -29,7 +29,7 @@ def look(path: Path) -> Place:
             return Place(str(path), True, names=tuple(names))
         if path.exists() and not path.is_file():
             raise SourceError("CKM101", f"{path}: is no regular file", "check the path")
-        return Place(str(path), False, head=head(path, HEAD_NBYTES))
+        return Place(str(path), False, head=read_head(path, HEAD_NBYTES))
     except OSError as error:
         failed = SourceError(
             "CKM101", f"{path}: {(error.strerror or str(error)).lower()}", _way_to(path, error)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.formats.meta.params_json import PARAMS, read_params
-from ckptmap.storage.files import whole
+from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.hub.resolve import locate
 
 CONFIG = "config.json"
@@ -25,7 +25,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         if file.stat().st_size > MAX_NBYTES:
             raise ValueError(f"{file.stat().st_size} bytes")
-        found = json.loads(whole(file).read_text(encoding="utf-8"))
+        found = json.loads(local_copy(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise PlanError(
             "CKM605", f"{file}: is no config: {error}", "give a config.json with --config-from"

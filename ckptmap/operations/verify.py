@@ -24,7 +24,8 @@ from ckptmap.operations.check_structure import check_structure, chunks_of, nbyte
 from ckptmap.planning.kept_codes import code_grid, kept_fidelity, writes_keeping_codes
 from ckptmap.planning.restored_scales import restored
 from ckptmap.protocols import Write
-from ckptmap.storage.files import Files, whole
+from ckptmap.storage.file_systems import local_copy
+from ckptmap.storage.files import Files
 from ckptmap.storage.gather import row_major_boxes
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.storage.limits import SHORT
@@ -133,7 +134,7 @@ def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
     data = None if ckpt.index.manifest is None else ckpt.index.manifest()
     file = Path(ckpt.path) / manifests.NAME
     if data is None and file.is_file():
-        data = whole(file).read_bytes()
+        data = local_copy(file).read_bytes()
     if data is None:
         raise AnswerNo(
             "CKM403",
@@ -184,7 +185,7 @@ def _digest(files: Files, file: str, offset: int, nbytes: int) -> str:
 def sha256_of(file: Path) -> str:
     import hashlib
 
-    with whole(file).open("rb") as stream:
+    with local_copy(file).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

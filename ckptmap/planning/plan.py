@@ -23,7 +23,7 @@ from ckptmap.planning.remarks import Unresolved
 from ckptmap.planning.report import Report
 from ckptmap.protocols import CarriedFile
 from ckptmap.setups import Aim
-from ckptmap.storage.files import Fingerprint
+from ckptmap.storage.file_systems import Fingerprint
 from ckptmap.version import __version__
 
 if TYPE_CHECKING:

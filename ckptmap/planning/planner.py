@@ -32,7 +32,6 @@ from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
 from ckptmap.planning.source import PlanSource, open_source
 from ckptmap.planning.weight_encodings import weight_encodings
-from ckptmap.storage.files import as_named
 from ckptmap.storage.hub.resolve import named_as_asked
 
 
@@ -89,5 +88,5 @@ def _planned(source: PlanSource, request: Request) -> Plan:
         ckpt, request.aim, request.options, sharding.world_size, layout.steps, files, encodes,
         [*source.compares, *layout.compares], carried.files, remarks.dropped, layout.tied,
         remarks.unresolved, layout.keys, records, request.fingerprints,
-        tuple(map(as_named, notes)),
+        tuple(map(MOUNTS.with_origins, notes)),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.planning.options import Options
 from ckptmap.protocols import Setup
 from ckptmap.setups import Aim
-from ckptmap.storage.files import Fingerprint
+from ckptmap.storage.file_systems import Fingerprint
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ckptmap.core.tiling import prove_rows, prove_tiling
 from ckptmap.core.woven import Pieced
 from ckptmap.errors import SourceError
 from ckptmap.planning.file_plan import Compare
-from ckptmap.storage.files import Fingerprint
+from ckptmap.storage.file_systems import Fingerprint
 from ckptmap.tensors import Extent, StoredTensor, TensorInfo
 
 

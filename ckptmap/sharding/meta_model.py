@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import SourceError
-from ckptmap.storage.files import whole
+from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.process_state import quiet_torchao
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def on_meta(config: Path, max_layers: int = MAX_LAYERS) -> nn.Module:
 
 def _described(config: Path, max_layers: int) -> dict[str, Any]:
     try:
-        found = json.loads(whole(config).read_text(encoding="utf-8"))
+        found = json.loads(local_copy(config).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise unusable(config, f"is no JSON: {error}") from error
     if not isinstance(found, dict):

@@ -15,7 +15,7 @@ from ckptmap import registry
 from ckptmap.core.state_paths import role_and_fqn
 from ckptmap.errors import SourceError
 from ckptmap.sharding.meta_model import on_meta
-from ckptmap.storage.files import whole
+from ckptmap.storage.file_systems import local_copy
 from ckptmap.tensors import Leaf, Path
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def like_manifest(manifest: FilePath) -> Like:
 
     Raises SourceError CKM403 where it does not say so."""
     try:
-        document = json.loads(whole(manifest).read_text(encoding="utf-8"))
+        document = json.loads(local_copy(manifest).read_text(encoding="utf-8"))
         shapes = {
             fqn: tuple(map(int, about["shape"]))
             for key, about in document["logical"].items()

@@ -1,7 +1,7 @@
-"""Read-only access to source files: a bounded set of open descriptors, whole reads or an error.
+"""Read bytes of source files: a bounded set of open descriptors, and whole reads or an error.
 
-All bytes of a source are read here, so that files may stand for others that are elsewhere: see
-`Backing`.
+All bytes of a source are read here. A file may be a placeholder of one that is not on the local
+disk; then a mounted file system gives the bytes, see `ckptmap.storage.file_systems`.
 """
 
 from __future__ import annotations
@@ -12,145 +12,25 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 from ckptmap.errors import RunError, SourceError
+from ckptmap.storage.file_systems import MOUNTS, FileSystem, Fingerprint, Mounts
 from ckptmap.storage.limits import short_of
 
 MAX_OPEN = 2048
 OPEN_SHARE = 0.3
-"""Descriptors held at once: at most, and of what the process may have. Twice that, and the outputs,
-fit. Every tensor is read from the files of all ranks, so fewer would open them anew for each."""
+"""The most descriptors held at once: a number, and a share of the process's limit. Two `Files` and
+the outputs fit in the limit. Every tensor is read from the files of all ranks: with fewer
+descriptors, each tensor would open all files again."""
 
 BATCH = 64
 """Files that `read_each` holds at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """What tells that a file is still the one that was planned on.
-
-    Not the time of its last change of any kind (ctime): a hard link or a mode that a backup sets
-    changes it, and neither a saved plan nor what a killed run wrote would then hold any more.
-    """
-
-    nbytes: int
-    mtime_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, file: str) -> Fingerprint:
-        backing = backing_of(file)
-        known = None if backing is None else backing.fingerprint(file)
-        if known is not None:
-            return known
-        stat = os.stat(file)
-        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino)
-
-
-class Backing(Protocol):
-    """Who knows the bytes of the placeholders below a directory: names and sizes are there, their
-    content is not. All errors are SourceError or RunError."""
-
-    origin: str
-    """What the user calls the directory."""
-
-    def fingerprint(self, file: str) -> Fingerprint | None:
-        """What tells its content; None: it is no placeholder."""
-
-    def held(self, file: str) -> str | None:
-        """Where a whole, verified copy lies; None: there is none yet."""
-
-    def fetch(self, file: str) -> str:
-        """Have a whole, verified copy; its path."""
-
-    def bring(self, files: Sequence[str], into: Path | None) -> None:
-        """Have copies of all of them, `into` a directory of the caller's if given."""
-
-    def drop(self, file: str) -> None:
-        """A copy that was brought into the caller's directory is not needed any more."""
-
-    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Some bytes, without a whole copy."""
-
-    def close(self) -> None:
-        """Remove what it keeps on disk."""
-
-
-_BACKINGS: dict[str, Backing] = {}
-
-
-def back(directory: str, backing: Backing) -> None:
-    """From now on `backing` answers for the files below `directory`, an absolute path."""
-    global _BACKINGS  # replaced, not changed: other threads look through it
-    _BACKINGS = {**_BACKINGS, directory.rstrip("/") + "/": backing}
-
-
-def unback(directory: str) -> None:
-    """Nobody answers for the files below `directory` any more."""
-    global _BACKINGS
-    root = directory.rstrip("/") + "/"
-    _BACKINGS = {known: backing for known, backing in _BACKINGS.items() if known != root}
-
-
-def let_go() -> None:
-    """Nobody answers for any file any more, and what was kept for that is removed: for a process
-    that ends without its exit handlers."""
-    global _BACKINGS
-    before, _BACKINGS = _BACKINGS, {}
-    for backing in before.values():
-        backing.close()
-
-
-def has_backings() -> bool:
-    """Does anybody answer for any file? Where not, nobody needs to be asked."""
-    return bool(_BACKINGS)
-
-
-def backing_of(file: str) -> Backing | None:
-    """Who answers for a file; None: it is what it is."""
-    for root, backing in _BACKINGS.items():
-        if file.startswith(root):
-            return backing
-    return None
-
-
-def whole(file: str | Path) -> Path:
-    """Where all bytes of a file can be read: the file itself, or the copy of what it stands for.
-
-    Raises RunError where they cannot be fetched. For small files that are read at once: index,
-    config, manifest.
-    """
-    backing = backing_of(str(file))
-    if backing is None or backing.fingerprint(str(file)) is None:
-        return Path(file)
-    return Path(backing.held(str(file)) or backing.fetch(str(file)))
-
-
-def head(file: str | Path, nbytes: int) -> bytes:
-    """The first bytes of a file, at most `nbytes`. Raises OSError, and as `Backing` does."""
-    backing = backing_of(str(file))
-    if backing is None or backing.fingerprint(str(file)) is None:
-        with Path(file).open("rb") as stream:
-            return stream.read(nbytes)
-    first = bytearray(min(nbytes, Path(file).stat().st_size))
-    if first:
-        Files().read_into(str(file), 0, [memoryview(first)])
-    return bytes(first)
-
-
-def as_named(text: str) -> str:
-    """A text with directories that stand for others named as the user names those."""
-    for root, backing in _BACKINGS.items():
-        text = text.replace(root, backing.origin + "/").replace(root[:-1], backing.origin)
-    return text
-
-
 class _Use:
-    """A descriptor in use; a class, because there is one a read, and a generator costs more."""
+    """A descriptor in use. A class: every read makes one, and a generator costs more."""
 
     __slots__ = ("_entry", "_lock")
 
@@ -168,15 +48,15 @@ class _Use:
 class Files:
     """An LRU of descriptors, safe to share between threads; a descriptor in use is never closed.
 
-    `max_open`: 0: as many as a share of the process's limit.
-
-    `seen`: what files were when their headers were read; one that is not that any more is refused
-    when it is opened.
-
-    `by_range`: may bytes of a file that is elsewhere be read alone? Else it is fetched whole first.
+    max_open  descriptors held at most; 0: a share of the process's limit
+    mounts    the file systems that give the bytes of placeholders
+    seen      fingerprints from when headers were read; a file that has another one is refused when
+              it is opened
+    by_range  read parts of a placeholder's file alone; False: make a verified local copy first
     """
 
-    def __init__(self, max_open: int = 0) -> None:
+    def __init__(self, max_open: int = 0, mounts: Mounts = MOUNTS) -> None:
+        self.mounts = mounts
         self.by_range = True
         self.seen: Mapping[str, Fingerprint] = {}
         self._max_open = max_open or _most_open()
@@ -184,9 +64,9 @@ class Files:
         self._open: OrderedDict[str, list[int]] = OrderedDict()  # file -> [fd, users]
 
     def descriptor(self, file: str) -> _Use:
-        """`with files.descriptor(file) as fd:` keeps it open inside."""
-        if _BACKINGS:
-            whole(file)  # which can take its time, and others want the lock
+        """Return a context manager that keeps the file open: `with files.descriptor(file) as fd:`."""
+        if self.mounts:
+            self._local(file)  # before the lock: other threads need it, and a download takes time
         with self._lock:
             entry = self._open.get(file)
             if entry is None:
@@ -198,28 +78,32 @@ class Files:
         return _Use(entry, self._lock)
 
     def forget(self, file: str) -> None:
-        """Close its descriptor, unless it is in use."""
+        """Close the descriptor of a file, unless it is in use."""
         with self._lock:
             if file in self._open and not self._open[file][1]:
                 os.close(self._open.pop(file)[0])
 
-    def _elsewhere(self, file: str) -> Backing | None:
-        """Who is to be asked for bytes of a file; None: they can be read."""
-        if not _BACKINGS or not self.by_range:
+    def _remote(self, file: str) -> FileSystem | None:
+        """Return the file system to read parts of a file from; None: read the local file or copy."""
+        if not self.mounts or not self.by_range:
             return None
-        backing = backing_of(file)
-        return None if backing is None or backing.held(file) is not None else backing
+        mounted = self.mounts.file_system_of(file)
+        return None if mounted is None or mounted.held(file) is not None else mounted
+
+    def _local(self, file: str) -> Path:
+        return self.mounts.local_copy(file)
 
     def _open_file(self, file: str) -> int:
         then = self.seen.get(file)
         try:
-            if then is not None and Fingerprint.of(file) != then:
+            if then is not None and Fingerprint.of(file, self.mounts) != then:
                 raise RunError(
                     "CKM308",
                     f"{file}: was written anew since its headers were read",
                     "nothing was made of it; open the checkpoint again, or run the command again",
                 )
-            return os.open(whole(file) if _BACKINGS else file, os.O_RDONLY | os.O_CLOEXEC)
+            path = self._local(file) if self.mounts else file
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             failed = SourceError(
                 "CKM101",
@@ -236,29 +120,33 @@ class Files:
             os.close(self._open.pop(idle)[0])
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        if self._elsewhere(file) is not None:
-            away = bytearray(nbytes)
-            self.read_into(file, offset, [memoryview(away)])
-            return bytes(away)
+        """Return `nbytes` bytes from `offset` on. Raise as `read_into` does."""
+        if self._remote(file) is not None:
+            data = bytearray(nbytes)
+            self.read_into(file, offset, [memoryview(data)])
+            return bytes(data)
         with self.descriptor(file) as fd:
             try:
-                data = os.pread(fd, nbytes, offset)
+                read = os.pread(fd, nbytes, offset)
             except OSError:
-                data = b""  # told below, with its reason
-        if len(data) == nbytes:
-            return data
+                read = b""  # `read_into` below fails again, and says why
+        if len(read) == nbytes:
+            return read
         buffer = bytearray(nbytes)
         self.read_into(file, offset, [memoryview(buffer)])
         return bytes(buffer)
 
     def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill all buffers from consecutive bytes. Raises RunError where the file ends before."""
+        """Fill the buffers, one after the other, with the bytes of a file from `offset` on.
+
+        Raise SourceError CKM101 where the file cannot be read, RunError CKM308 where it is shorter.
+        """
         wanted = sum([buffer.nbytes for buffer in buffers])
         if not wanted:
             return
-        backing = self._elsewhere(file) if _BACKINGS else None
-        if backing is not None:
-            backing.read_into(file, offset, buffers)
+        remote = self._remote(file) if self.mounts else None
+        if remote is not None:
+            remote.read_into(file, offset, buffers)
             return
         with self.descriptor(file) as fd:
             try:
@@ -282,20 +170,20 @@ class Files:
             )
 
     def read_each(self, reads: Sequence[tuple[str, int, memoryview]]) -> None:
-        """`read_into` of many: (file, offset, what its bytes fill), a batch of files held at once."""
+        """Do many reads, each (file, offset, buffer to fill), with a batch of files open at once."""
         batch = min(BATCH, self._max_open)
         for at in range(0, len(reads), batch):
             some = reads[at : at + batch]
-            if not _BACKINGS:
+            if not self.mounts:
                 with self._descriptors([file for file, _, _ in some]) as fds:
                     if _all_read(fds, some):
                         continue
             for file, offset, place in some:
-                self.read_into(file, offset, [place])  # or says what is wrong
+                self.read_into(file, offset, [place])  # raises where it is too short
 
     @contextmanager
     def _descriptors(self, names: Sequence[str]) -> Iterator[list[int]]:
-        """Of several files at once."""
+        """Keep several files open; their descriptors, in the order of `names`."""
         held: list[list[int]] = []
         try:
             with self._lock:
@@ -320,20 +208,20 @@ class Files:
             self._open.clear()
 
     def __del__(self) -> None:
-        for fd, users in self._open.values():  # no lock: nobody else is there any more
+        for fd, users in self._open.values():  # no lock: no other thread has a reference
             if not users:
                 os.close(fd)
 
 
 @cache
 def _most_open() -> int:
-    """What the limit was when the first file was opened."""
+    """Return how many descriptors one `Files` holds, from the limit at its first call."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_OPEN if limit == resource.RLIM_INFINITY else min(MAX_OPEN, int(limit * OPEN_SHARE))
 
 
 def _all_read(fds: Sequence[int], reads: Sequence[tuple[str, int, memoryview]]) -> bool:
-    """Did one call each bring all of it?"""
+    """Fill each buffer with one call. Return False where one failed or read too few bytes."""
     try:
         return all(
             [
@@ -346,8 +234,8 @@ def _all_read(fds: Sequence[int], reads: Sequence[tuple[str, int, memoryview]]) 
 
 
 @contextmanager
-def verified(files: Files) -> Iterator[None]:
-    """What is read inside comes from whole files whose hash was checked, not by range."""
+def verified_copies(files: Files) -> Iterator[None]:
+    """Read only whole local copies, whose hash was checked, inside the `with` block."""
     before, files.by_range = files.by_range, False
     try:
         yield
@@ -356,7 +244,7 @@ def verified(files: Files) -> Iterator[None]:
 
 
 def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """The buffers that remain once `done` bytes are in."""
+    """Return the buffers that remain to be filled after the first `done` bytes."""
     rest = []
     for buffer in buffers:
         if done >= buffer.nbytes:

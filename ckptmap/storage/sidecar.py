@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptmap.storage.files import Fingerprint, backing_of, whole
+from ckptmap.storage.file_systems import MOUNTS, Fingerprint, local_copy
 
 HELD_NBYTES = 1 << 20
 """A config is held from the plan on; what somebody registered with accelerate may be a second
@@ -28,11 +28,9 @@ class Sidecar:
     @classmethod
     def at(cls, file: str) -> Sidecar:
         """A file as it is. Nothing of one that is elsewhere is fetched. Raises OSError."""
-        backing = backing_of(file)
         found = Fingerprint.of(file)
-        here = backing is None or backing.fingerprint(file) is None
-        if here and found.nbytes <= HELD_NBYTES:
-            return cls.made(whole(file).read_bytes())
+        if MOUNTS.placeholder_of(file) is None and found.nbytes <= HELD_NBYTES:
+            return cls.made(local_copy(file).read_bytes())
         return cls(found.nbytes, f"{found.nbytes} {found.mtime_ns}", file=file)
 
     @classmethod
@@ -49,6 +47,6 @@ class Sidecar:
         if not self.file:
             yield self.content
             return
-        with whole(self.file).open("rb") as stream:
+        with local_copy(self.file).open("rb") as stream:
             while piece := stream.read(PIECE_NBYTES):
                 yield piece

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ckptmap.errors import RunError
-from ckptmap.storage.files import Fingerprint
+from ckptmap.storage.file_systems import Fingerprint
 
 
 def fingerprints(files: Iterable[str]) -> dict[str, Fingerprint]:

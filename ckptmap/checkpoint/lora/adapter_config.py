@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.errors import SourceError
-from ckptmap.storage.files import whole
+from ckptmap.storage.file_systems import local_copy
 
 _NESTED = re.compile(r"\)[*+{]|(?:[*+{].*){5}")
 """A repeated group, or much repetition: what makes a search take time without end, and no module's
@@ -73,7 +73,7 @@ class LoraConfig:
 def read_config(file: Path) -> LoraConfig:
     """Raises SourceError CKM320 where it is none of a LoRA that can be merged."""
     try:
-        text = json.loads(whole(file).read_text(encoding="utf-8"))
+        text = json.loads(local_copy(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SourceError(
             "CKM320", f"{file}: is no JSON: {error}", "save the adapter again"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.storage.files import whole
+from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 EMBEDDINGS = frozenset(
@@ -100,7 +100,7 @@ def _config(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None) -> dic
             place = asked / "config.json" if asked.is_dir() else asked
         else:
             place = Path(ckpt.index.files[0]).parent / "config.json"
-        config = json.loads(whole(place).read_text())
+        config = json.loads(local_copy(place).read_text())
     except (OSError, ValueError, IndexError):
         return None
     return config if isinstance(config, dict) else None

@@ -17,7 +17,8 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.dcp.entries import Item
 from ckptmap.formats.safetensors.file import looks_like_safetensors
 from ckptmap.formats.torch_save.reader import Loaded, load
-from ckptmap.storage.files import Files, Fingerprint
+from ckptmap.storage.file_systems import Fingerprint
+from ckptmap.storage.files import Files
 from ckptmap.tensors import Opaque, Region, StoredTensor, TensorInfo
 
 CONTENT_ID = ".data/serialization_id"

@@ -20,7 +20,7 @@ from ckptmap.formats.dcp.entries import Item, Metadata, TensorEntry, Whole
 from ckptmap.formats.dcp.items import PLAIN_OVERHEAD, Items
 from ckptmap.formats.dcp.metadata_reader import read_metadata
 from ckptmap.protocols import Index, Place
-from ckptmap.storage.files import whole
+from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.safe_names import inside
 from ckptmap.tensors import (
     Box,
@@ -106,7 +106,7 @@ def _metadata_bytes(root: str, names: Sequence[str]) -> bytes:
                 f"{path}: {nbytes} bytes, expected at most {MAX_METADATA_NBYTES}",
                 "this is no DCP metadata",
             )
-        return whole(path).read_bytes()
+        return local_copy(path).read_bytes()
     except OSError as error:
         raise SourceError(
             "CKM101", f"{path}: cannot be read: {error.strerror}", "check its permissions"

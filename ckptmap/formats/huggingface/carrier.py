@@ -11,7 +11,7 @@ from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface import tied_heads
 from ckptmap.formats.safetensors.file import LFS_MAGIC
 from ckptmap.protocols import CarriedFile, Declared
-from ckptmap.storage.files import whole
+from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.safe_names import blobs_of, inside
 from ckptmap.storage.sidecar import Sidecar
 from ckptmap.tensors import TensorInfo
@@ -162,7 +162,7 @@ def _of_modules(listing: Path) -> dict[str, str]:
     """Every file of the folders that it names. Raises SourceError CKM116 for one that leads out."""
     directory = str(listing.parent)
     try:
-        entries = json.loads(whole(str(listing)).read_bytes())
+        entries = json.loads(local_copy(str(listing)).read_bytes())
     except (ValueError, RecursionError):  # not that program's
         return {}
     paths = [e.get("path") for e in entries if isinstance(e, dict)] if type(entries) is list else []
@@ -178,13 +178,13 @@ def _of_modules(listing: Path) -> dict[str, str]:
 def _names_code(file: str) -> bool:
     """Does a config say which class of a file beside it is the model's, or the tokenizer's? Other
     scripts that lie there are the user's own: a push must not upload them."""
-    return file.endswith(CONFIG) and AUTO_MAP in whole(file).read_bytes()
+    return file.endswith(CONFIG) and AUTO_MAP in local_copy(file).read_bytes()
 
 
 def _config(files: Mapping[str, str]) -> dict[str, Any]:
     if CONFIG not in files:
         return {}
-    content = whole(files[CONFIG]).read_bytes()
+    content = local_copy(files[CONFIG]).read_bytes()
     if content.startswith(LFS_MAGIC):
         raise SourceError(
             "CKM102",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmap.errors import SourceError
-from ckptmap.storage.files import whole
+from ckptmap.storage.file_systems import local_copy
 
 MAX_INDEX_NBYTES = 100_000_000
 HINT = "download the repository again, or save the model again"
@@ -34,7 +34,7 @@ def parse_index(file: str) -> ShardIndex:
             raise _bad(file, f"expected at most {MAX_INDEX_NBYTES} bytes, found {nbytes}")
         if not nbytes:
             raise _bad(file, "is empty (0 bytes), expected an index")
-        tree = json.loads(whole(path).read_bytes().decode("utf-8"), object_pairs_hook=_unique)
+        tree = json.loads(local_copy(path).read_bytes().decode("utf-8"), object_pairs_hook=_unique)
     except SourceError:
         raise
     except OSError as error:

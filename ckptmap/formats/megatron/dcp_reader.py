@@ -25,7 +25,8 @@ from ckptmap.formats.megatron.partition_rules import EXTRA_STATE
 from ckptmap.formats.torch_save.reader import load
 from ckptmap.protocols import Index, Place
 from ckptmap.sharding.tensor_parallel import unstacked
-from ckptmap.storage.files import Files, whole
+from ckptmap.storage.file_systems import local_copy
+from ckptmap.storage.files import Files
 from ckptmap.tensors import Leaf, Path, StoredTensor
 
 _COMMON, _BACKEND = "common.pt", "metadata.json"
@@ -69,7 +70,7 @@ class DcpMegatron:
 
 def _check_backend(file: FilePath) -> None:
     try:
-        said = json.loads(whole(file).read_bytes()[:_MAX_NBYTES])
+        said = json.loads(local_copy(file).read_bytes()[:_MAX_NBYTES])
     except (OSError, ValueError, RecursionError) as error:
         raise SourceError(
             "CKM103", f"{file}: is no JSON: {error}", "copy the checkpoint again"

@@ -27,7 +27,8 @@ from ckptmap.formats.megatron.partition_rules import EXTRA_STATE, layer_count, p
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankTree
 from ckptmap.protocols import Index, Place
 from ckptmap.sharding.tensor_parallel import joined
-from ckptmap.storage.files import Files, head
+from ckptmap.storage.file_systems import read_head
+from ckptmap.storage.files import Files
 from ckptmap.tensors import Leaf, Path, StoredTensor, TensorInfo
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -102,7 +103,7 @@ class Megatron:
 
 def _is_saved(path: FilePath) -> bool:
     try:
-        return head(path, len(_MAGICS[0])) in _MAGICS
+        return read_head(path, len(_MAGICS[0])) in _MAGICS
     except OSError:
         return False
 

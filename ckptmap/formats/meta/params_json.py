@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.errors import SourceError
-from ckptmap.storage.files import whole
+from ckptmap.storage.file_systems import local_copy
 
 PARAMS = "params.json"
 MAX_NBYTES = 1 << 20
@@ -108,7 +108,7 @@ def _object(file: Path) -> Mapping[str, Any]:
     try:
         if file.stat().st_size > MAX_NBYTES:
             raise ValueError(f"{file.stat().st_size} bytes long")
-        found = json.loads(whole(file).read_bytes())
+        found = json.loads(local_copy(file).read_bytes())
     except OSError as error:
         raise SourceError(
             "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"

@@ -23,7 +23,8 @@ from ckptmap.formats.zip.directory import (
     truncated,
 )
 from ckptmap.storage.crc32 import crc32
-from ckptmap.storage.files import Files, Fingerprint, head
+from ckptmap.storage.file_systems import Fingerprint, read_head
+from ckptmap.storage.files import Files
 
 SMALL_NBYTES = 16 << 10
 """An archive up to this size is read at once: one tensor's item of a DCP file, mostly."""
@@ -48,7 +49,7 @@ _LOCATOR = struct.Struct("<4sIQI")
 def is_zip(file: Path) -> bool:
     """Does it begin as an archive of at least one member does?"""
     try:
-        return head(file, len(_MAGIC)) == _MAGIC
+        return read_head(file, len(_MAGIC)) == _MAGIC
     except OSError:
         return False
 

@@ -33,7 +33,7 @@ from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer.state_matcher import StateMatcher, StatePlan
 from ckptmap.live.options import LoadOptions, spelled_out
 from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
-from ckptmap.storage.files import verified
+from ckptmap.storage.files import verified_copies
 from ckptmap.storage.unchanged import require_at_rest
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class PlannedLoad:
         """Fill the model, the optimizer's state, and last the scheduler and the random streams."""
         import torch
 
-        with torch.no_grad(), verified(self.checkpoint.files):
+        with torch.no_grad(), verified_copies(self.checkpoint.files):
             self.weights.run(self.reader)
             if self.state is not None:
                 self.state.run(self.reader)

@@ -31,7 +31,7 @@ from ckptmap.errors import LoadError
 from ckptmap.formats.probe import look
 from ckptmap.live.model.live_tensor import LiveTensor, PeftNames
 from ckptmap.live.model.load_report import listed
-from ckptmap.storage.files import whole
+from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.hub.resolve import locate
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _weights(path: str | os.PathLike[str]) -> Path | None:
 def _differences(file: Path, live: Any) -> list[str]:
     """Settings of the adapter that are not the model's, as one phrase each."""
     try:
-        text = json.loads(whole(file).read_text(encoding="utf-8"))
+        text = json.loads(local_copy(file).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         text = None
     if not isinstance(text, dict):

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import RunError, SourceError
 from ckptmap.live.model.tensor_reader import TensorReader, window
-from ckptmap.storage.files import Files, Fingerprint, back, unback
+from ckptmap.storage.file_systems import MOUNTS, Fingerprint
+from ckptmap.storage.files import Files
 from ckptmap.storage.gather import fill
 from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
 from ckptmap.tensors import Box, Chunk, Path, Region, StoredTensor, TensorInfo
@@ -30,7 +31,7 @@ Block = tuple[Box, "torch.Tensor", str]
 class Memory:
     """The blocks of this rank, by stored path; `held` are its own, `landed` came from others.
 
-    It answers for its blocks as `ckptmap.storage.files.Backing` for placeholders of files.
+    It is the `ckptmap.storage.file_systems.FileSystem` of its blocks.
     """
 
     origin = "state dict"
@@ -102,11 +103,11 @@ class Memory:
     @contextmanager
     def readable(self) -> Iterator[None]:
         """Inside, whatever reads files reads blocks, too."""
-        back(self.root, self)
+        MOUNTS.mount(self.root, self)
         try:
             yield
         finally:
-            unback(self.root)
+            MOUNTS.unmount(self.root)
 
     def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
         values = self._files.get(file)
@@ -127,11 +128,11 @@ class Memory:
     def fetch(self, file: str) -> str:
         raise SourceError("CKM101", f"{file}: is no file", "it is in memory")
 
-    def bring(self, files: Sequence[str], into: Any) -> None:
+    def fetch_all(self, files: Sequence[str], into: Any) -> None:
         self.fetch(", ".join(files))
 
-    def drop(self, file: str) -> None:
-        """Nothing was brought."""
+    def discard(self, file: str) -> None:
+        """No copy was made."""
 
     def close(self) -> None:
         self._files.clear()

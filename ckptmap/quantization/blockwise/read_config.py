@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.errors import SourceError
-from ckptmap.storage.files import Files, whole
+from ckptmap.storage.file_systems import local_copy
+from ckptmap.storage.files import Files
 from ckptmap.storage.gather import fill
 from ckptmap.tensors import Box, StoredTensor
 
@@ -24,7 +25,7 @@ def quantization_config(stored: StoredTensor) -> Mapping[str, Any]:
     try:
         if not file.is_file() or file.stat().st_size > MAX_NBYTES:
             return {}
-        config = json.loads(whole(file).read_text(encoding="utf-8"))
+        config = json.loads(local_copy(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     for holder in (config, config.get("text_config") if isinstance(config, dict) else None):

@@ -22,7 +22,8 @@ from ckptmap.quantization.bnb.fourbit import (
     Nested,
 )
 from ckptmap.quantization.linear_weights import CONV1D
-from ckptmap.storage.files import Files, whole
+from ckptmap.storage.file_systems import local_copy
+from ckptmap.storage.files import Files
 from ckptmap.storage.gather import fill
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
@@ -172,7 +173,7 @@ class Conv1DModels:
 
 def _model_type(config: Path) -> str | None:
     try:
-        config_values = json.loads(whole(config).read_text(encoding="utf-8"))
+        config_values = json.loads(local_copy(config).read_text(encoding="utf-8"))
         kind = config_values.get("model_type") if isinstance(config_values, dict) else None
     except (OSError, ValueError, RecursionError):
         return None

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptmap.errors import CkptmapError, RunError, SourceError
-from ckptmap.storage.files import Fingerprint, back, let_go
+from ckptmap.storage.file_systems import MOUNTS, Fingerprint, close_mounts
 from ckptmap.storage.hub.entry import Entry
 from ckptmap.storage.hub.repo import READ_NBYTES, Repo
 from ckptmap.storage.hub.uri import HubName
@@ -135,7 +135,7 @@ class Mirror:
                 found.held = held
             return found.held
 
-    def bring(self, files: Sequence[str], into: Path | None) -> None:
+    def fetch_all(self, files: Sequence[str], into: Path | None) -> None:
         """Raises RunError CKM710 where they do not fit."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -158,7 +158,7 @@ class Mirror:
         if os.getpid() == self._pid:  # not in a process that was forked off
             shutil.rmtree(self.root.parent, ignore_errors=True)
 
-    def drop(self, file: str) -> None:
+    def discard(self, file: str) -> None:
         found = self._files[file]
         with found.lock:
             if found.held is not None and found.staged:
@@ -274,8 +274,8 @@ def _made(name: HubName) -> tuple[Mirror, Path]:
     except BaseException:
         shutil.rmtree(root.parent, ignore_errors=True)
         raise
-    back(str(root), mirror)
-    atexit.register(let_go)
+    MOUNTS.mount(str(root), mirror)
+    atexit.register(close_mounts)
     return mirror, root / name.path
 
 

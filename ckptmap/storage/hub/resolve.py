@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptmap.core import argument_checks
 from ckptmap.errors import CkptmapError, RunError, SourceError
-from ckptmap.storage.files import as_named
+from ckptmap.storage.file_systems import MOUNTS
 from ckptmap.storage.hub.uri import HubName, is_hub, parse
 
 
@@ -62,10 +62,10 @@ def named_as_asked() -> Iterator[None]:
     try:
         yield
     except CkptmapError as error:
-        named = as_named(error.message)
+        named = MOUNTS.with_origins(error.message)
         if named != error.message and error.code == "CKM102":
             error.hint = "the repository itself holds the pointer: tell its owner, or use another"
-        error.message, error.hint = named, as_named(error.hint)
+        error.message, error.hint = named, MOUNTS.with_origins(error.hint)
         if type(error) is RunError and error.code.startswith("CKM7"):
             raise SourceError(error.code, error.message, error.hint) from error
         raise

@@ -32,7 +32,7 @@ def connected(home: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
     import huggingface_hub.utils._http
     from huggingface_hub import constants
 
-    from ckptmap.storage.files import let_go
+    from ckptmap.storage.file_systems import close_mounts
     from ckptmap.storage.hub import mirror
 
     huggingface_hub.utils.disable_progress_bars()
@@ -55,7 +55,7 @@ def connected(home: Path, patch: pytest.MonkeyPatch) -> Iterator[Hub]:
         try:
             yield hub
         finally:
-            let_go()
+            close_mounts()
 
 
 def llama(folder: Path, max_shard_size: str = "5GB", dtype: str = "bfloat16") -> Path:

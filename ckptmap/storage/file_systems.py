@@ -1,0 +1,153 @@
+"""Where the bytes of a source file come from: the local disk, or a file system that is mounted.
+
+A checkpoint that is not on the local disk (a repository on the Hugging Face Hub, the tensors of a
+live run) is given a directory of its own. The directory holds placeholders: files with their names
+and sizes, but without content. A `FileSystem` answers for what lies below that directory, and a
+`Mounts` table says which file system answers for which directory:
+
+    /tmp/ckptmap-hub-x/Llama-3.2-1B/model.safetensors  ->  the mirror of the repository
+    /data/model.safetensors                            ->  None: the local disk
+
+An object store would be one more class here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What tells that a file is still the one that was planned on: size, mtime and inode.
+
+    The ctime is not part of it: a hard link or a mode that a backup sets changes the ctime, and then
+    neither a saved plan nor what a killed run wrote would hold any more.
+    """
+
+    nbytes: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: str, mounts: Mounts | None = None) -> Fingerprint:
+        """Return the fingerprint of a file, local or mounted. Raise OSError where it is not there."""
+        mounted = (MOUNTS if mounts is None else mounts).file_system_of(file)
+        known = None if mounted is None else mounted.fingerprint(file)
+        if known is not None:
+            return known
+        stat = os.stat(file)
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino)
+
+
+class FileSystem(Protocol):
+    """Answers for the placeholders below one directory. Its errors are SourceError or RunError."""
+
+    origin: str
+    """The directory's name in messages: what the user wrote for it."""
+
+    def fingerprint(self, file: str) -> Fingerprint | None:
+        """Return what identifies the content; None: `file` is not a placeholder."""
+
+    def held(self, file: str) -> str | None:
+        """Return the path of a whole, verified local copy; None: there is none yet."""
+
+    def fetch(self, file: str) -> str:
+        """Make a whole, verified local copy, and return its path."""
+
+    def fetch_all(self, files: Sequence[str], into: Path | None) -> None:
+        """Make local copies of all these files, in the caller's directory `into` if it is given."""
+
+    def discard(self, file: str) -> None:
+        """Remove the copy that `fetch_all` made in the caller's directory; others stay."""
+
+    def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers from byte `offset` on, without a whole copy."""
+
+    def close(self) -> None:
+        """Remove what the file system keeps on the local disk."""
+
+
+class Mounts:
+    """The file systems that are mounted, by directory. False where none is."""
+
+    def __init__(self) -> None:
+        self._by_root: dict[str, FileSystem] = {}  # replaced, not changed: other threads read it
+
+    def __bool__(self) -> bool:
+        return bool(self._by_root)
+
+    def mount(self, directory: str, file_system: FileSystem) -> None:
+        """Let `file_system` answer for all files below `directory`, an absolute path."""
+        self._by_root = {**self._by_root, directory.rstrip("/") + "/": file_system}
+
+    def unmount(self, directory: str) -> None:
+        """Let the local disk answer for `directory` again."""
+        root = directory.rstrip("/") + "/"
+        self._by_root = {known: fs for known, fs in self._by_root.items() if known != root}
+
+    def close(self) -> None:
+        """Unmount all, and remove what they keep on the local disk."""
+        before, self._by_root = self._by_root, {}
+        for file_system in before.values():
+            file_system.close()
+
+    def file_system_of(self, file: str) -> FileSystem | None:
+        """Return the file system that answers for a file; None: the local disk."""
+        for root, file_system in self._by_root.items():
+            if file.startswith(root):
+                return file_system
+        return None
+
+    def placeholder_of(self, file: str) -> FileSystem | None:
+        """Return the same, but None also for what lies in a mount and is no placeholder."""
+        mounted = self.file_system_of(file)
+        return None if mounted is None or mounted.fingerprint(file) is None else mounted
+
+    def local_copy(self, file: str | Path) -> Path:
+        """Return a local path from which all bytes of a file can be read: its own, or a copy's.
+
+        Raise RunError where the copy cannot be fetched.
+        """
+        mounted = self.placeholder_of(str(file))
+        if mounted is None:
+            return Path(file)
+        return Path(mounted.held(str(file)) or mounted.fetch(str(file)))
+
+    def with_origins(self, text: str) -> str:
+        """Return a message in which mounted directories have the names that the user gave."""
+        for root, file_system in self._by_root.items():
+            text = text.replace(root, file_system.origin + "/")
+            text = text.replace(root[:-1], file_system.origin)
+        return text
+
+
+MOUNTS = Mounts()
+"""The mounts of this process. `Files` takes them unless it is given others."""
+
+
+def close_mounts() -> None:
+    """Close the mounts of this process: for one that ends without its exit handlers."""
+    MOUNTS.close()
+
+
+def local_copy(file: str | Path) -> Path:
+    """Return `MOUNTS.local_copy(file)`: for small files that are read at once, as a config is."""
+    return MOUNTS.local_copy(file)
+
+
+def read_head(file: str | Path, nbytes: int) -> bytes:
+    """Return the first bytes of a file, at most `nbytes`. Raise OSError, and as `FileSystem` does."""
+    mounted = MOUNTS.placeholder_of(str(file))
+    copy = file if mounted is None else mounted.held(str(file))
+    if mounted is None or copy is not None:
+        assert copy is not None
+        with Path(copy).open("rb") as stream:
+            return stream.read(nbytes)
+    first = bytearray(min(nbytes, Path(file).stat().st_size))
+    if first:
+        mounted.read_into(str(file), 0, [memoryview(first)])
+    return bytes(first)
