@@ -32,6 +32,7 @@ from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
 from ckptmap.planning.source import PlanSource, open_source
 from ckptmap.planning.weight_encodings import weight_encodings
+from ckptmap.storage.file_systems import MOUNTS
 from ckptmap.storage.hub.resolve import named_as_asked
 
 
