@@ -40,7 +40,7 @@ NAMELESS = {"checkpoint", "planning", "execution", "operations"}
 ADAPTERS = {"formats", "sharding", "quantization"}
 SHARED = {
     "formats.probe", "formats.pickle", "formats.safetensors.file", "formats.safetensors.header",
-    "formats.torch_save.not_torch", "formats.safetensors.torchao_metadata", "formats.huggingface.loaded_names",
+    "formats.torch_save.not_torch", "formats.huggingface.loaded_names",
     "formats.huggingface.tied_heads", "quantization.blockwise", "quantization.linear_weights",
     "quantization.dense", "quantization.unsupported_schemes", "sharding",
 }  # fmt: skip

@@ -1,4 +1,8 @@
-"""Which encoding a tensor gets: by the codes that could be kept, else by its name and shape."""
+"""The encoding that one weight gets: what keeps its codes, else what the scheme takes by name and shape.
+
+A scheme is what `--to SETUP-SCHEME` names: nf4, int8, a cast such as bf16. It makes an encoding for a
+tensor of given shape and dtype, or leaves the tensor as it is.
+"""
 
 from __future__ import annotations
 
@@ -12,40 +16,43 @@ from ckptmap.planning.options import Options
 from ckptmap.protocols import Encoding, Refusal, Scheme
 from ckptmap.storage.lazy_tensor import LazyTensor
 
-ROUND = 4096
-"""A multiple of every block size: what a shape is rounded up to, to see whether it is the shape
-that keeps a weight from being encoded."""
-
 
 def encoding_for(
     lazy: LazyTensor, scheme: Scheme | None, options: Options, *, declared: bool = False
 ) -> Encoding | None:
-    """None: the tensor stays as it is. `declared`: a config.json will promise the scheme's library
-    what it can load. Raises PlanError CKM203 where `--encode` names a tensor that the scheme cannot
-    hold, or codes would be kept that the library does not load."""
+    """Return the encoding that a tensor is encoded in anew; None: it is stored as it is.
+
+    `declared`: a config.json tells the scheme's library which modules are quantized. Raises PlanError
+    CKM203 where --encode names a tensor that the scheme cannot hold, or the library would not load it.
+    """
     if scheme is None or lazy.encoding == scheme.name or matches(lazy.fqn, options.no_encode):
         return _repaired(lazy)
-    found = _chosen(lazy, scheme, options)
-    if found is not None and declared:
-        _check_module(lazy, scheme)
-    return _repaired(lazy) if found is None else found
+    encoding = _chosen(lazy, scheme, options)
+    if encoding is None:
+        return _repaired(lazy)
+    if declared:
+        _require_module(lazy, scheme)
+    return encoding
 
 
 def _chosen(lazy: LazyTensor, scheme: Scheme, options: Options) -> Encoding | None:
     exact = matches(lazy.fqn, options.exact_scales)
     named = matches(lazy.fqn, options.encode)
+    if options.encode and not named:
+        return None
     grid = code_grid(lazy)
-    if grid is not None and isinstance(scheme, KeepsCodes) and (named or not options.encode):
-        kept = scheme.keeping(lazy.info, grid, exact)
-        if kept is not None:
-            return kept
-    found = _fresh(lazy, scheme, named) if named or not options.encode else None
-    if found is not None and exact and isinstance(scheme, ScalesExactly):
-        return scheme.exactly(found, lazy.info)
-    return found
+    if grid is not None and isinstance(scheme, KeepsCodes):
+        keeping = scheme.keeping(lazy.info, grid, exact)
+        if keeping is not None:
+            return keeping
+    encoding = _fresh(lazy, scheme, named)
+    if encoding is not None and exact and isinstance(scheme, ScalesExactly):
+        return scheme.exactly(encoding, lazy.info)
+    return encoding
 
 
-def _check_module(lazy: LazyTensor, scheme: Scheme) -> None:
+def _require_module(lazy: LazyTensor, scheme: Scheme) -> None:
+    """Raise PlanError CKM203 where the scheme's library would not find the weight by its name."""
     if isinstance(scheme, TakesModules) and not scheme.takes(lazy.fqn):
         raise PlanError(
             "CKM203",
@@ -57,6 +64,7 @@ def _check_module(lazy: LazyTensor, scheme: Scheme) -> None:
 
 
 def _fresh(lazy: LazyTensor, scheme: Scheme, named: bool) -> Encoding | None:
+    """Return the encoding for the tensor's values; `named`: --encode asks for it, whatever the name."""
     if not named:
         return scheme.target(lazy.fqn, lazy.info)
     forced = scheme.encoding(lazy.info)
@@ -69,17 +77,19 @@ def _fresh(lazy: LazyTensor, scheme: Scheme, named: bool) -> Encoding | None:
 
 
 def beside_ties(ckpt: Checkpoint, scheme: Scheme | None, options: Options) -> dict[str, str]:
-    """Weights that stay as they are because a tensor of the same storage does, each with its
-    reason: a head tied to an embedding, whatever it is called, would be another tensor else."""
+    """Return the weights that stay as they are because a weight of the same storage does, with why.
+
+    A head tied to an embedding stays dense with it; encoded alone it would be another tensor.
+    """
     if scheme is None or options.encode:
         return {}
-    found = {}
+    reasons: dict[str, str] = {}
     for tied in ckpt.sharing():
         left = [fqn for fqn in tied if not _takes(scheme, ckpt[fqn], options)]
         if left and len(left) < len(tied):
             why = f"is one tensor with {left[0]}, which stays"
-            found.update({fqn: why for fqn in tied if fqn not in left})
-    return found
+            reasons.update({fqn: why for fqn in tied if fqn not in left})
+    return reasons
 
 
 def _takes(scheme: Scheme, lazy: LazyTensor, options: Options) -> bool:
@@ -88,12 +98,13 @@ def _takes(scheme: Scheme, lazy: LazyTensor, options: Options) -> bool:
 
 
 def matches(fqn: str, patterns: tuple[str, ...]) -> bool:
+    """Does the FQN match one of the glob patterns?"""
     return any(fnmatchcase(fqn, pattern) for pattern in patterns)
 
 
 def _repaired(lazy: LazyTensor) -> Encoding | None:
-    """What a tensor that was found malformed is written as; None: as it is."""
+    """Return the encoding that a tensor which is stored malformed is written in; None: as it is."""
     encoding = lazy.encoding_
-    if encoding.name == "dense":  # a look at a protocol's methods costs as much as all else here
+    if encoding.name == "dense":  # isinstance with a protocol costs as much as all else here
         return None
     return encoding.repaired() if isinstance(encoding, Repairs) else None

@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint are parameters and which are buffers, as far as it shows.
+"""Which tensors of a checkpoint are parameters and which are buffers, as far as the checkpoint shows.
 
-No format says so, and both lie in one dict. FSDP cuts every parameter and no buffer; an optimizer
-lists parameters alone, though not all of them where some are frozen.
+No format says so: a state dict holds both alike. It matters because FSDP cuts every parameter and no
+buffer, and an optimizer lists parameters alone, though not all of them where some are frozen.
 """
 
 from __future__ import annotations
@@ -21,23 +21,28 @@ if TYPE_CHECKING:
 
 
 class BufferEvidence:
-    """What one checkpoint shows of its tensors. It may show nothing: then none is a buffer."""
+    """What one checkpoint shows of its tensors; a tensor of which it shows nothing is no buffer."""
 
     def __init__(self, ckpt: Checkpoint) -> None:
         self._ckpt = ckpt
 
     def is_buffer(self, fqn: str) -> bool:
-        """Did ranks that cut others leave it whole, or is it not in an optimizer that has all that
-        are parameters for certain? A single row, which only flat parameters can cut, shows little."""
+        """Is the tensor certainly a buffer?
+
+        It is one if the ranks left it whole and cut others, or if the optimizer lists all parameters
+        and not this tensor. A tensor of a single row is judged by flat parameters alone: only they
+        can cut a row.
+        """
         if fqn not in self._ckpt or fqn in self._listed or self._is_cut(fqn):
             return False
-        if not self._frozen:
+        if not self._some_frozen:
             return True
         rows = self._ckpt.group(fqn).info.shape[:1]
         return self._flat if rows <= (1,) else bool(self._cut)
 
     @cached_property
     def _cut(self) -> frozenset[str]:
+        """FQNs of the tensors that the ranks hold in parts."""
         return frozenset(fqn for fqn in self._ckpt if _is_cut(self._ckpt.group(fqn)))
 
     def _is_cut(self, fqn: str) -> bool:
@@ -45,21 +50,22 @@ class BufferEvidence:
 
     @cached_property
     def _flat(self) -> bool:
+        """Does some tensor lie in a flat parameter?"""
         return any(
             _is_flat(stored) for fqn in self._cut for stored in _stored(self._ckpt.group(fqn))
         )
 
     @cached_property
     def _listed(self) -> frozenset[str]:
-        """By the optimizer; nothing where its state is of no use, which is said elsewhere."""
+        """FQNs of the parameters that the optimizer lists."""
         try:
             named = [name for group in self._ckpt.optimizer_groups for name in group["params"]]
             return frozenset(named).union(self._ckpt.optimizer)
-        except CkptmapError:
+        except CkptmapError:  # state that cannot be read is reported where it is planned
             return frozenset()
 
     @cached_property
-    def _frozen(self) -> bool:
+    def _some_frozen(self) -> bool:
         """May there be parameters that the optimizer does not list?"""
         if not self._listed:
             return True
@@ -67,20 +73,20 @@ class BufferEvidence:
         return any(
             fqn not in self._listed and shares.isdisjoint(self._shares(fqn))
             for fqn in self._ckpt
-            if self._is_cut(fqn) or self._is_called_so(fqn)
+            if self._is_cut(fqn) or self._is_named_like_parameter(fqn)
         )
 
-    def _is_called_so(self, fqn: str) -> bool:
+    def _is_named_like_parameter(self, fqn: str) -> bool:
         info = self._ckpt.group(fqn).info
         return fqn.rpartition(".")[2] in PARAMETERS and info.dtype in FLOATING
 
     def _shares(self, fqn: str) -> set[object]:
-        """What tied tensors have in common."""
+        """Return the marks of shared storage, which tied tensors have in common."""
         return {stored.share for stored in _stored(self._ckpt.group(fqn))} - {None}
 
 
 def _is_cut(group: Group) -> bool:
-    """Over ranks, or in a flat parameter, of which one rank may have held all of a small one."""
+    """Is it cut over ranks, or in a flat parameter, of which one rank may hold all of a small one?"""
     return any(len(stored.chunks) > 1 or _is_flat(stored) for stored in _stored(group))
 
 
@@ -89,5 +95,6 @@ def _is_flat(stored: StoredTensor) -> bool:
 
 
 def _stored(group: Group) -> Iterable[StoredTensor]:
+    """Yield the stored tensors beneath a logical one."""
     for part in group.parts.values():
         yield from part.sources if isinstance(part, Pieced) else (part,)

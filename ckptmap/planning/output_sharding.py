@@ -1,84 +1,89 @@
-"""Over how many ranks the output is cut, and where each of its tensors goes."""
+"""How the output is cut over ranks: the world size, and the chunks of each tensor.
+
+The setup names a layout (whole tensors, `Shard(0)`, flat parameters of FSDP1). With --mesh or
+--tp-plan the chunks are those of DTensors on a device mesh.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from ckptmap import registry
+from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import PlanError
 from ckptmap.planning.module_buffers import BufferEvidence
-from ckptmap.protocols import (
-    FlatUnit,
-    Layout,
-    MeshLayout,
-    Placement,
-    Setup,
-)
+from ckptmap.planning.options import Options
+from ckptmap.protocols import FlatUnit, Layout, MeshLayout, Placement, Setup
 from ckptmap.tensors import Box, TensorInfo
 
 MAX_WORLD_SIZE = 1 << 17
-"""More ranks than anybody trains on: a slip of the finger, that would plan for hours."""
-
-if TYPE_CHECKING:
-    from ckptmap.checkpoint.checkpoint import Checkpoint
-    from ckptmap.planning.options import Options
+"""Ranks at most. More is a mistyped number, whose plan would take hours."""
 
 
 @runtime_checkable
 class UnitLayout(Layout, Protocol):
-    """A layout that cuts what several tensors make together."""
+    """A layout that joins the parameters of a module, flattened, and cuts the whole: FSDP1."""
 
     def over_units(self, units: Sequence[str], named: bool, names: Collection[str]) -> UnitLayout:
-        """For the modules that are units, by pattern. Raises PlanError CKM206 where one matches
-        none of `names`."""
+        """Return the layout for these modules, given as patterns; `named`: use_orig_params=True.
+
+        Raises PlanError CKM206 where a pattern matches none of `names`.
+        """
 
     def unit(self, fqn: str, info: TensorInfo, whole: bool = False) -> FlatUnit | None:
-        """The unit that a tensor lies in; None: it is no parameter and whole on every rank, as the
-        source shows where it is `whole`."""
+        """Return the unit that a parameter is flattened in.
+
+        None: it is a buffer and whole on every rank, which `whole` says the source shows.
+        """
 
 
 def has_units(setup: Setup) -> bool:
-    """Does it cut what several tensors make together?"""
+    """Does the setup join parameters in flat ones?"""
     return isinstance(registry.layout(setup.layout), UnitLayout)
 
 
 class OutputSharding:
-    """The layout of one plan: the setup's own, or over the mesh that is asked for."""
+    """The layout of one plan: the setup's own, or the one of --mesh and --tp-plan.
+
+    Raises PlanError CKM204 for options that do not fit the setup.
+
+    world_size  ranks that the output is cut for
+    by_order    does the order of the tensors decide where their bytes go?
+    by_name     does the name of a tensor decide how it is cut, besides its shape and dtype?
+    """
 
     def __init__(self, ckpt: Checkpoint, setup: Setup, options: Options) -> None:
         self._ckpt = ckpt
-        self._shown = BufferEvidence(ckpt)
+        self._evidence = BufferEvidence(ckpt)
         self._setup = setup
         self._options = options
-        self._ranks = self._asked()
-        self._layout = self._chosen()
-        # Request once: a look at a protocol's methods costs as much as the planning of a tensor.
+        self._ranks = self._requested_ranks()
+        self._layout = self._chosen_layout()
+        # Checked here, once: isinstance with a protocol costs as much as planning a tensor.
         self._mesh = self._layout if isinstance(self._layout, MeshLayout) else None
         self.world_size = self._ranks if self._mesh is None else self._mesh.world_size
         self._units = self._over_units()
         self.by_order = self._units is not None
-        """Does the order of the tensors decide where their bytes go?"""
         self.by_name = self.by_order or self._mesh is not None
-        """Does its name decide how a tensor is cut, beside what it is?"""
 
     def cut(self, fqn: str, info: TensorInfo) -> tuple[Sequence[tuple[int, Box]], Placement | None]:
-        """(rank, box) that tile the tensor once, and how a mesh's ranks hold it."""
+        """Return the (rank, box) that tile the tensor once, and its placement on a device mesh."""
         if self._units is not None:
-            everywhere = Placement((("", self.world_size),), None)
-            return self._units.cut(info, self.world_size), (
-                everywhere if self.unit(fqn, info) is None else None
-            )
+            chunks = self._units.cut(info, self.world_size)
+            if self.unit(fqn, info) is not None:
+                return chunks, None
+            return chunks, Placement((("", self.world_size),), None)  # a buffer, on every rank
         if self._mesh is None:
             return self._layout.cut(info, self.world_size), None
-        placement = self._mesh.placement(fqn, info, self._shown.is_buffer(fqn))
+        placement = self._mesh.placement(fqn, info, self._evidence.is_buffer(fqn))
         return self._mesh.chunks(placement, info), placement
 
     def unit(self, fqn: str, info: TensorInfo) -> FlatUnit | None:
-        """The FSDP1 unit that it is flattened in."""
+        """Return the FSDP1 unit that a parameter is flattened in; None: it is in none."""
         if self._units is None:
             return None
-        return self._units.unit(fqn, info, self._shown.is_buffer(fqn))
+        return self._units.unit(fqn, info, self._evidence.is_buffer(fqn))
 
     def _over_units(self) -> UnitLayout | None:
         options = self._options
@@ -100,8 +105,8 @@ class OutputSharding:
             )
         return None
 
-    def _asked(self) -> int:
-        """`--world-size`, else the source's. Raises PlanError CKM204."""
+    def _requested_ranks(self) -> int:
+        """Return --world-size, or the world size of the source."""
         asked = self._options.world_size
         if asked is not None and not 1 <= asked <= MAX_WORLD_SIZE:
             raise PlanError(
@@ -119,14 +124,15 @@ class OutputSharding:
             )
         return 1
 
-    def _chosen(self) -> Layout:
+    def _chosen_layout(self) -> Layout:
         layout, options = registry.layout(self._setup.layout), self._options
         if options.mesh is None and options.tp_plan is None and not isinstance(layout, MeshLayout):
             return layout
         if not self._setup.sharded:
+            option = "--tp-plan" if options.mesh is None else "--mesh"
             raise PlanError(
                 "CKM204",
-                f"{'--tp-plan' if options.mesh is None else '--mesh'}: setup {self._setup.name} is not cut over ranks",
+                f"{option}: setup {self._setup.name} is not cut over ranks",
                 "leave it out, or choose fsdp2 or fsdp2-ranks",
             )
         mesh = next(one for one in (layout, *registry.layouts()) if isinstance(one, MeshLayout))

@@ -20,6 +20,7 @@ from ckptmap.planning.carried_files import carried_files
 from ckptmap.planning.encoding_remarks import encoding_remarks
 from ckptmap.planning.file_layout import file_layout
 from ckptmap.planning.flat_param_order import with_units
+from ckptmap.planning.foreign_records import foreign_records
 from ckptmap.planning.key_selection import select
 from ckptmap.planning.lay_out import lay_out
 from ckptmap.planning.optimizer_state import OptimizerState, optimizer_state
@@ -27,7 +28,6 @@ from ckptmap.planning.options import OptionKeywords, Options, options_from
 from ckptmap.planning.output_names import output_names
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.plan import Plan
-from ckptmap.planning.quantization_config import passed_on
 from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
 from ckptmap.planning.source import PlanSource, open_source
@@ -80,7 +80,7 @@ def _planned(source: PlanSource, request: Request) -> Plan:
     remarks += encoding_remarks(request, layout, encodings, remarks.dropped, layout.tied)
     values = {names.of_extra(path): value for path, value in selection.values.items()}
     written = {names.weights[fqn] for fqn in encodings.written}
-    records = {**layout.records, **passed_on(ckpt.index.records, ckpt, written)}
+    records = {**layout.records, **foreign_records(ckpt.index.records, ckpt, written)}
     files, encodes = file_layout(
         request, layout, {**optimizer.values, **values}, records, sharding.world_size, carried.stem
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from ckptmap.errors import PlanError
 from ckptmap.formats.huggingface.loaded_names import UNKNOWN, loaded_as
 from ckptmap.formats.huggingface.tied_heads import unstored
-from ckptmap.formats.safetensors import torchao_metadata
 from ckptmap.protocols import Encoding
 from ckptmap.tensors import TensorInfo
 
@@ -257,16 +256,3 @@ def _check_one_library(
         f"decode them all with --to hf-bf16 (-fp16, -fp32), and from that --to hf-{most}; or keep"
         " both as they are where there is no config.json, --to full",
     )
-
-
-def passed_on(
-    records: Mapping[str, Mapping[str, Any]], read: Container[str], written: Container[str]
-) -> dict[str, Mapping[str, Any]]:
-    """What torchao's metadata says of tensors of a class that is not `read` here, and whose parts
-    are all `written`, as bytes and under their own names: without it nobody could read them."""
-    return {
-        fqn: {**record, "native": torchao_metadata.SCHEME}
-        for fqn, record in records.items()
-        if record.get("scheme") == torchao_metadata.SCHEME and fqn not in read
-        if all(part in written for part in torchao_metadata.parts_of(fqn, record))
-    }

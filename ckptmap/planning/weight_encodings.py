@@ -10,32 +10,39 @@ from typing import TypeAlias
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.logical_tensors import DENSE
 from ckptmap.core.columns import each
-from ckptmap.planning.encoding_choice import beside_ties, encoding_for
+from ckptmap.planning.encoding_choice import beside_ties, encoding_for, matches
 from ckptmap.planning.key_selection import Selection
+from ckptmap.planning.options import Options
 from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
-from ckptmap.protocols import Encoding
+from ckptmap.protocols import Encoding, Refusal, Scheme
 from ckptmap.quantization.unsupported_schemes import NAKED, NAKED_INT8, RESTORE, foreign_tensors
+from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import TensorInfo
 
 Encoded: TypeAlias = tuple[Encoding, TensorInfo]
 """An encoding, and the logical shape and dtype of the weight in it."""
+ROUND = 4096
+"""A multiple of every block size. A weight that the scheme would take in a shape rounded up to it
+stays as it is because of its shape."""
 
 
 @dataclass(frozen=True)
 class WeightEncodings:
     """How each weight is encoded in the output.
 
-    anew         FQN -> the encoding it is encoded in; a weight that is not listed is stored as it is
-    written      FQN of every weight that is written -> its encoding and logical info
-    foreign      FQN of a part of a quantized tensor that cannot be decoded here -> its scheme
-    beside_ties  FQN -> why a weight stays as it is although the scheme takes such weights
+    anew           FQN -> the encoding it is encoded in; other weights are stored as they are
+    written        FQN of every weight that is written -> its encoding and logical info
+    foreign        FQN of a part of a quantized tensor that cannot be decoded here -> its scheme
+    beside_ties    FQN -> which tied weight keeps a weight from being encoded
+    left_by_shape  FQN -> why a weight whose name the scheme takes stays as it is
     """
 
     anew: Mapping[str, Encoding]
     written: Mapping[str, Encoded]
     foreign: Mapping[str, str]
     beside_ties: Mapping[str, str]
+    left_by_shape: Mapping[str, str]
     remarks: Remarks
 
 
@@ -51,8 +58,9 @@ def weight_encodings(request: Request, selection: Selection) -> WeightEncodings:
     anew: dict[str, Encoding] = {}
     dense = _dense(stored_dense, selection)
     if len(dense) == len(selection.written):
-        return WeightEncodings({}, dense, foreign, beside, Remarks())
+        return WeightEncodings({}, dense, foreign, beside, {}, Remarks())
     written: dict[str, Encoded] = {}
+    left_by_shape: dict[str, str] = {}
     unresolved: list[Unresolved] = []
     for fqn in selection.written:
         if fqn in dense:
@@ -70,8 +78,11 @@ def weight_encodings(request: Request, selection: Selection) -> WeightEncodings:
             )
         if encoding is not None:
             anew[fqn] = encoding
+        elif scheme is not None and not request.options.encode:
+            left_by_shape.update(_left_by_shape(lazy, scheme, request.options))
         written[fqn] = (encoding or lazy.encoding_, lazy.info)
-    return WeightEncodings(anew, written, foreign, beside, Remarks(unresolved=unresolved))
+    remarks = Remarks(unresolved=unresolved)
+    return WeightEncodings(anew, written, foreign, beside, left_by_shape, remarks)
 
 
 def _stored_dense(ckpt: Checkpoint) -> Mapping[str, TensorInfo]:
@@ -99,3 +110,18 @@ def _foreign_part(request: Request, fqn: str, scheme: str) -> list[Unresolved]:
             f"{restore}move it as bytes: --to {request.setup.name}, or --no-encode '{fqn}'",
         )
     ]
+
+
+def _left_by_shape(lazy: LazyTensor, scheme: Scheme, options: Options) -> dict[str, str]:
+    """Return the weight with a reason where its shape alone keeps it from being encoded."""
+    if lazy.encoding_.name != "dense" or matches(lazy.fqn, options.no_encode):
+        return {}
+    info = lazy.info
+    rounded = TensorInfo(tuple(-(-extent // ROUND) * ROUND for extent in info.shape), info.dtype)
+    if scheme.target(lazy.fqn, info) is not None or scheme.target(lazy.fqn, rounded) is None:
+        return {}
+    refused = scheme.encoding(info)
+    if isinstance(refused, Refusal):
+        return {lazy.fqn: f"cannot be {scheme.name}: {refused.reason}"}
+    # The scheme can hold it, and leaves it for the sake of the library that loads it.
+    return {lazy.fqn: f"is not made {scheme.name} by default in shape {list(info.shape)}"}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ckptmap.core.code_grids import Grid
+from ckptmap.formats.safetensors.torchao_metadata import SCHEME, parts_of
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
@@ -110,6 +111,14 @@ class TorchaoScheme:
     def takes(self, fqn: str) -> bool:
         """No expert: see `selection.is_expert`."""
         return not is_expert(fqn)
+
+    def kept_record(
+        self, fqn: str, record: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Sequence[str]] | None:
+        """Return what torchao's metadata says of a tensor, whatever its class, and its stored keys."""
+        if record.get("scheme") != SCHEME:
+            return None
+        return {**record, "native": SCHEME}, parts_of(fqn, record)
 
     def outdated(self, config: Mapping[str, Any]) -> bool:
         return torchao_config.is_outdated(config)

@@ -1,0 +1,39 @@
+"""Metadata of quantized tensors that cannot be decoded here, and move as bytes.
+
+torchao's safetensors files describe each flattened tensor in their header. A tensor of a class that
+no scheme here decodes keeps its entry, since nobody could read its parts without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from ckptmap import registry
+
+
+@runtime_checkable
+class KeepsRecords(Protocol):
+    """A scheme whose library describes in metadata all tensors that it wrote."""
+
+    def kept_record(
+        self, fqn: str, record: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], Sequence[str]] | None:
+        """Return the record to write and the keys of the tensor's parts; None: another scheme's."""
+
+
+def foreign_records(
+    records: Mapping[str, Mapping[str, Any]], decoded: Container[str], written: Collection[str]
+) -> dict[str, Mapping[str, Any]]:
+    """Return the records of tensors that are not `decoded`, and whose parts are all `written` as
+    bytes and under their own names."""
+    kept: dict[str, Mapping[str, Any]] = {}
+    if not records:  # all schemes are imported only to ask about a record
+        return kept
+    schemes = [scheme for scheme in registry.schemes() if isinstance(scheme, KeepsRecords)]
+    for fqn, record in records.items():
+        answers = (scheme.kept_record(fqn, record) for scheme in schemes)
+        answer = next((one for one in answers if one is not None), None)
+        if answer is not None and fqn not in decoded and all(key in written for key in answer[1]):
+            kept[fqn] = answer[0]
+    return kept
