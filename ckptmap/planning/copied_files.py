@@ -1,5 +1,6 @@
-"""Files of a framework's directory that go along whole: what they hold has a file of its own in the
-output as well, so that no byte of it is read for anything but to be copied.
+"""Files of a framework's directory that are copied whole: schedulers, random states, custom objects.
+
+The output has such a file of its own for each value, so the source's file is copied byte for byte.
 
     accelerate's custom_checkpoint_0.pkl, random_states_1.pkl    -> accelerate's, the same bytes
     Trainer's scheduler.pt                                       -> accelerate's scheduler.bin
@@ -20,7 +21,7 @@ from ckptmap.storage.sidecar import Sidecar
 from ckptmap.tensors import Path as LeafPath
 
 FIRST = 0
-"""The rank whose file tells what all ranks have in common."""
+"""The rank whose file a new rank's file is made of."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ def copied_files(
 
 
 def _keys(ckpt: Checkpoint) -> Mapping[str, Sequence[str]]:
-    """Key of an extra value -> all that is known in it."""
-    found: dict[str, list[str]] = {}
+    """Return, by key of an entry of the source, the entry's key and all dotted keys below it."""
+    keys: dict[str, list[str]] = {}
     paths: Iterable[LeafPath] = (*ckpt.plain, *ckpt.other)
     for path in paths:
-        found.setdefault(str(path[0]), [str(path[0])]).append(join(path))
-    return found
+        keys.setdefault(str(path[0]), [str(path[0])]).append(join(path))
+    return keys

@@ -1,4 +1,8 @@
-"""What a plan consists of: files to be written, and where the bytes of each slot come from."""
+"""The files of a plan, and the work that fills them.
+
+A slot is the place of one chunk in an output file. Its bytes are copied from the source, or an
+`Encode` makes them. A `Compare` reads what the source holds twice.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +61,10 @@ class Sources(Columns[StoredTensor | None]):
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One output file; `sources[i]` holds the bytes of slot i as they are (the slot's box is in
-    that stored tensor's coordinates), None: an Encode step writes it."""
+    """One output file; `sources[i]` is the stored tensor whose box `slots[i].box` fills slot i.
+
+    None: an `Encode` makes the bytes of the slot.
+    """
 
     out: OutFile
     sources: Sequence[StoredTensor | None]
@@ -73,13 +79,17 @@ class FilePlan:
 
     @cached_property
     def bools(self) -> frozenset[int]:
-        """Slots that are copied from BOOL tensors, whose bytes are looked at."""
+        """Slots that are copied from BOOL tensors, whose bytes are checked to be 0 or 1."""
         origins = self.origins
         kinds = {id(info): info for info in origins.infos if info is not None}
-        wanted = {key for key, info in kinds.items() if info.dtype == BOOL}
-        found = [i for i, info in enumerate(origins.infos) if id(info) in wanted] if wanted else []
-        others = [i for i, s in enumerate(origins.others) if s is not None and s.info.dtype == BOOL]
-        return frozenset((*found, *others))
+        # Tensors share few infos, so identity is compared in place of 100,000 dtypes.
+        bool_infos = {key for key, info in kinds.items() if info.dtype == BOOL}
+        slots = set[int]()
+        if bool_infos:
+            slots |= {i for i, info in enumerate(origins.infos) if id(info) in bool_infos}
+        others = enumerate(origins.others)
+        slots |= {i for i, stored in others if stored is not None and stored.info.dtype == BOOL}
+        return frozenset(slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +102,18 @@ class SlotRef:
 
 @dataclass(frozen=True)
 class Encode:
-    """Encode one logical tensor anew, from its values or from its codes; `targets[part]` are the
-    slots that tile it."""
+    """Encode one logical tensor anew, from its values or from its codes.
+
+    targets   part of the encoding -> the slots that tile the part, in row-major order
+    fidelity  "exact", "codes", "cast", "quantize" or "requantize"
+    keeps     the codes that are kept bit for bit; None: the tensor is decoded and encoded
+    """
 
     tensor: LazyTensor
     encoding: Encoding
     targets: Mapping[str, Sequence[SlotRef]]
     fidelity: str
-    """exact, codes, cast, quantize or requantize."""
     keeps: Grid | None = None
-    """The codes that are kept bit for bit; None: decoded and encoded anew."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The order of a model's modules, which decides what lies where in a flat parameter.
+"""The order of a model's parameters, which decides where each lies in a flat parameter of FSDP1.
 
-A wrong order makes files of the right sizes with the wrong values, so only what is known to keep it
-counts: a config.json's model, or a saved dict (`traversal`).
+A wrong order makes files of the right sizes with the wrong values. So only sources that are known to
+keep the order count: the model that a config.json describes, or a saved state dict.
 """
 
 from __future__ import annotations
@@ -29,39 +29,43 @@ _NEXT = "give --like PATH: the model's config.json, or a torch.save'd state dict
 def model_order(
     ckpt: Checkpoint, like: str | None, left: Collection[str] = ()
 ) -> tuple[list[str], str]:
-    """The checkpoint's names in the model's order, and where that is from: `like`, itself, or the
-    config.json beside it. `left` are parameters that would be left behind.
+    """Return the FQNs of the checkpoint in the model's order, and the path that tells the order.
 
-    Raises PlanError CKM504 where no order is known, or it is of another model.
+    That is `like`, the checkpoint itself, or the config.json beside it. `left` are parameters that
+    the options leave out. Raises PlanError CKM504 where no order is known, or it is of another model.
     """
-    found = _of(ckpt) if like is None else _like(Path(like), ckpt)
-    if found is None:
+    model = _of(ckpt) if like is None else _like(Path(like), ckpt)
+    if model is None:
         raise PlanError(
             "CKM504",
             f"{like or ckpt.path}: does not tell the order of the model's modules, which decides"
             " where its flat parameters lie",
             _NEXT,
         )
-    _check(ckpt, found, left)
-    return [fqn for fqn in found.shapes if fqn in ckpt], found.name
+    _require_same_tensors(ckpt, model, left)
+    return [fqn for fqn in model.shapes if fqn in ckpt], model.name
 
 
-def _check(ckpt: Checkpoint, found: Like, left: Collection[str]) -> None:
-    """The same tensors: one too many or too few would move all that follow."""
-    shapes = found.shapes
+def _require_same_tensors(ckpt: Checkpoint, model: Like, left: Collection[str]) -> None:
+    """Raise PlanError CKM504 where the model has other tensors: one too many or too few would move
+    all that follow it in the flat parameter."""
+    shapes = model.shapes
     for names, what in (
         ([f for f in ckpt if f not in shapes], "has no such tensor"),
-        ([f for f in shapes if f not in ckpt and found.ties.get(f) not in ckpt],
+        ([f for f in shapes if f not in ckpt and model.ties.get(f) not in ckpt],
          "has this tensor, the source has not"),
         ([f for f in ckpt if f in shapes and ckpt[f].shape != shapes[f]], "has another shape"),
         ([f for f in ckpt if f in left], "has this parameter, and it would be left behind"),
     ):  # fmt: skip
         if names:
-            raise PlanError("CKM504", f"{names[0]}: {found.name} {what}", _NEXT)
+            raise PlanError("CKM504", f"{names[0]}: {model.name} {what}", _NEXT)
 
 
 def _like(path: Path, mine: Checkpoint) -> Like | None:
-    """Flat shards have units and no order: then it is that of the checkpoint itself (`mine`)."""
+    """Return the names and shapes of the model at `path`, in order; None: it does not tell the order.
+
+    Files of flat parameters tell their units and no order, which is then that of `mine`.
+    """
     if path.name == CONFIG:
         return like_config(path)
     if (path / CONFIG).is_file():
@@ -74,15 +78,18 @@ def _like(path: Path, mine: Checkpoint) -> Like | None:
 
 
 def with_units(options: Options, setup: Setup) -> Options:
-    """With the FSDP units that `like` shows, where none are given and the setup has such."""
+    """Return the options with the FSDP units of the flat parameters in --like.
+
+    Options that name units, and setups without flat parameters, stay as they are.
+    """
     if options.like is None or options.fsdp_units or not has_units(setup):
         return options
-    found = units_of(options.like)
-    if found is None:
+    units = units_of(options.like)
+    if units is None:
         return options
-    named = options.use_orig_params or found.named
-    units = tuple(module for module in found.modules if module)
-    return replace(options, fsdp_units=units, use_orig_params=named)
+    named = options.use_orig_params or units.named
+    modules = tuple(module for module in units.modules if module)
+    return replace(options, fsdp_units=modules, use_orig_params=named)
 
 
 def _of(ckpt: Checkpoint) -> Like | None:

@@ -7,7 +7,7 @@ no scheme here decodes keeps its entry, since nobody could read its parts withou
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from ckptmap import registry
 
@@ -17,17 +17,17 @@ class KeepsRecords(Protocol):
     """A scheme whose library describes in metadata all tensors that it wrote."""
 
     def kept_record(
-        self, fqn: str, record: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], Sequence[str]] | None:
+        self, fqn: str, record: Mapping[str, object]
+    ) -> tuple[Mapping[str, object], Sequence[str]] | None:
         """Return the record to write and the keys of the tensor's parts; None: another scheme's."""
 
 
 def foreign_records(
-    records: Mapping[str, Mapping[str, Any]], decoded: Container[str], written: Collection[str]
-) -> dict[str, Mapping[str, Any]]:
+    records: Mapping[str, Mapping[str, object]], decoded: Container[str], written: Collection[str]
+) -> dict[str, Mapping[str, object]]:
     """Return the records of tensors that are not `decoded`, and whose parts are all `written` as
     bytes and under their own names."""
-    kept: dict[str, Mapping[str, Any]] = {}
+    kept: dict[str, Mapping[str, object]] = {}
     if not records:  # all schemes are imported only to ask about a record
         return kept
     schemes = [scheme for scheme in registry.schemes() if isinstance(scheme, KeepsRecords)]

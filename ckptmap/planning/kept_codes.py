@@ -1,4 +1,8 @@
-"""Codes of one encoding, stored in another: the codes as they are, the scales anew."""
+"""Quantization codes of one encoding stored in another: the codes bit for bit, the scales encoded anew.
+
+Two 4-bit encodings with the same codes and block size differ in how they store the scales alone: then
+no weight is decoded, and none loses precision twice.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,16 @@ if TYPE_CHECKING:
 
 
 def code_grid(lazy: LazyTensor) -> Grid | None:
-    """The grid of its codes; None: it has none that another encoding could keep."""
+    """Return the codes and blocks of a quantized tensor; None where no other encoding could keep them."""
     encoding = lazy.encoding_
     return encoding.grid(lazy.info) if isinstance(encoding, Coded) else None
 
 
 def kept_fidelity(lazy: LazyTensor, encoding: Encoding, grid: Grid | None) -> str | None:
-    """The fidelity at which its codes can be kept, from headers alone; None: they cannot."""
+    """Return the fidelity at which `encoding` keeps these codes, from headers alone.
+
+    None: it cannot keep them.
+    """
     if grid is None or not isinstance(encoding, Recodes):
         return None
     recoder = encoding.recoder(lazy.info, grid, "cpu")
@@ -33,10 +40,10 @@ def kept_fidelity(lazy: LazyTensor, encoding: Encoding, grid: Grid | None) -> st
 def writes_keeping_codes(
     tensor: LazyTensor, encoding: Encoding, grid: Grid, limit: int
 ) -> Iterator[Write]:
-    """Everything to be written, at most `limit` codes at a time.
+    """Yield everything to be written, at most `limit` codes at a time.
 
     The scales are held whole: 4 bytes a block. Raises RunError CKM309 where one is not finite, or
-    cannot be held by the encoding.
+    the encoding cannot hold it.
     """
     recoder = encoding.recoder(tensor.info, grid, "cpu") if isinstance(encoding, Recodes) else None
     assert recoder is not None, f"{tensor.fqn}: {encoding.name} does not take {grid}"
@@ -61,7 +68,7 @@ def _finite_scales(tensor: LazyTensor) -> torch.Tensor:
 def _steps(
     tensor: LazyTensor, grid: Grid, step: int, limit: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(flat offset, flat codes) in row-major order, each a multiple of `step` but the last."""
+    """Yield (flat offset, flat codes) in row-major order, each a multiple of `step` but the last."""
     import torch
 
     held = torch.empty(0, dtype=getattr(torch, grid.codes.dtype))

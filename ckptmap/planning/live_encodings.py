@@ -1,8 +1,9 @@
-"""Which encodings a live model can hold, by what wraps it: a table of facts, and what they rest on.
+"""Which encodings the weights of a live model can have, by what wraps the model: a table of facts.
 
-A setup says what wraps the model that it is for (`Setup.live`), a scheme which row it is (`HeldLive`).
-Found with torch 2.13, torchao 0.18 and bitsandbytes 0.50 on the CPU under gloo. A pair that nothing
-can hold is refused when a conversion is planned, with the nearest that is held.
+A setup says what wraps its model (`Setup.live`), a scheme which row of the table it is (`HeldLive`).
+The facts were established with torch 2.13, torchao 0.18 and bitsandbytes 0.50 on the CPU under gloo. A
+pair that no model can hold is refused when a conversion is planned; the error names the nearest that
+one can.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ckptmap.protocols import Setup
 
 @runtime_checkable
 class HeldLive(Protocol):
-    """A scheme whose tensors live models may hold; `live` is one word for those held alike."""
+    """A scheme whose tensors live models may hold; schemes that are held alike have one `live`."""
 
     name: str
     live: str
@@ -26,11 +27,11 @@ class HeldLive(Protocol):
 
 @dataclass(frozen=True)
 class LiveSupport:
-    """Whether models wrapped so hold weights encoded so.
+    """Whether a wrapped model holds weights of an encoding.
 
     how      what makes it work, or why nothing does
-    nearest  suffix of `--to` that is held in its place; only where `how` says why it is not
-    needs    (library, least version) that a live model of it needs
+    nearest  setups for `--to` that work in its place; empty where this pair works
+    needs    (library, minimum version) that a live model of it needs
     """
 
     how: str
@@ -98,34 +99,34 @@ TABLE: dict[tuple[str, str], LiveSupport] = {
 }
 
 
-def holds(setup: str, encoding: str) -> LiveSupport | None:
-    """None: nothing is known of such a pair, or the encoding is dense."""
-    return next((_held(one, encoding) for one in registry.setups() if one.name == setup), None)
+def live_support(setup: str, encoding: str) -> LiveSupport | None:
+    """Return what is known of the pair; None: nothing is, or the encoding is dense."""
+    return next((_support(one, encoding) for one in registry.setups() if one.name == setup), None)
 
 
-def _held(setup: Setup, encoding: str) -> LiveSupport | None:
-    if encoding == "dense":  # a look at a protocol's members costs as much as all else of a tensor
+def _support(setup: Setup, encoding: str) -> LiveSupport | None:
+    if encoding == "dense":  # isinstance with a protocol costs as much as planning a tensor
         return None
     scheme = next((one for one in registry.schemes() if one.name == encoding), None)
     return TABLE.get((setup.live, scheme.live)) if isinstance(scheme, HeldLive) else None
 
 
-def refuse_unheld(fqn: str, setup: Setup, encoding: str) -> None:
-    """Raises PlanError CKM317 where no live model of that setup can hold the tensor."""
-    found = _held(setup, encoding)
-    if found is not None and not found.ok:
-        nearest = " or ".join(f"--to {name}" for name in found.nearest)
+def require_held(fqn: str, setup: Setup, encoding: str) -> None:
+    """Raise PlanError CKM317 where no live model of the setup can hold the tensor."""
+    support = _support(setup, encoding)
+    if support is not None and not support.ok:
+        nearest = " or ".join(f"--to {name}" for name in support.nearest)
         raise PlanError(
             "CKM317",
-            f"{fqn}: {encoding} in a model of {setup.name}: {found.how}",
+            f"{fqn}: {encoding} in a model of {setup.name}: {support.how}",
             f"nearest: {nearest}",
         )
 
 
 def rows() -> Iterator[tuple[str, str, LiveSupport]]:
-    """(setup, encoding, what is known), in the order of the registry."""
+    """Yield (setup, encoding, what is known), in the order of the registry."""
     for setup in registry.setups():
         for scheme in registry.schemes():
-            found = _held(setup, scheme.name)
-            if found is not None:
-                yield setup.name, scheme.name, found
+            support = _support(setup, scheme.name)
+            if support is not None:
+                yield setup.name, scheme.name, support

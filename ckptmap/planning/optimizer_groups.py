@@ -1,4 +1,8 @@
-"""Optimizer state put in the order, and cut as, the setup's own loader expects it."""
+"""Optimizer state in the groups and order that the loader of a setup expects.
+
+Some loaders know a parameter by its place in the optimizer's groups alone. And a flat parameter of FSDP1
+has one step count, where its parameters have one each.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,10 @@ if TYPE_CHECKING:
 def arranged(
     optimizer: Optimizer, ckpt: Checkpoint, setup: Setup, cutter: OutputSharding, options: Options
 ) -> tuple[Optimizer, list[str]]:
-    """The state, keyed by FQN, and notes on what was changed. Raises PlanError CKM207 and CKM504
-    where the loader could not have it so."""
+    """Return the state, keyed by FQN, and notes on what was changed.
+
+    Raises PlanError CKM207 and CKM504 where the loader could not take the state in any form.
+    """
     notes: list[str] = []
     if cutter.by_order:
         before = len(optimizer.leaves)
@@ -39,7 +45,7 @@ def arranged(
 def _grouped(
     optimizer: Optimizer, ckpt: Checkpoint, setup: Setup, options: Options
 ) -> tuple[Optimizer, list[str]]:
-    """In the groups of the loader, which knows parameters by their place in them alone."""
+    """Return the state in the groups of the loader, and notes."""
     assert setup.grouping is not None, "asked for where there is one"
     listed = [fqn for group in optimizer.groups for fqn in group[PARAMS]]
     infos = {fqn: ckpt[fqn].info for fqn in listed if fqn in ckpt}

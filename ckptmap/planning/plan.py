@@ -1,14 +1,19 @@
-"""A Plan: what a conversion will do, decided before a byte moves; printed, saved, then executed."""
+"""A `Plan`: what a conversion will do, decided from headers before a byte moves.
+
+It can be printed, saved as JSON, and executed. Its digest stands for all that it does: the output of
+an interrupted run is continued only under the same digest.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -26,19 +31,34 @@ from ckptmap.setups import Aim
 from ckptmap.storage.file_systems import Fingerprint
 from ckptmap.version import __version__
 
-if TYPE_CHECKING:
-    import os
-
 SCHEMA = 1
 BATCH = 1000
 """Lines that are hashed at once."""
-SAID = 12
-"""Options that a hint gives at most."""
+OPTIONS_IN_HINT = 12
+"""Options that a hint lists at most."""
+PATH_OPTIONS = ("names_like", "config_from", "like", "base", "tp_plan")
+"""Options that the digest leaves out: a path is not the same on every machine, and what it decides
+shows in the rest of the plan."""
+FIDELITIES = ("bytes", "exact", "codes", "cast", "quantize", "requantize")
+"""From lossless to lossy."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every source key used, dropped with a reason, or unresolved; every output byte placed."""
+    """Every key of the source is used, dropped with a reason, or unresolved; every byte of the output
+    has its place.
+
+    steps         logical tensors, and how each is converted
+    files         the output's files, with the source of each slot
+    encodes       tensors that are encoded anew
+    compares      replicas and ties that must hold the same bytes
+    carried       files beside the weights, by name: config.json, tokenizer
+    dropped       source key -> why it is not in the output
+    tied          FQN that is not written by itself -> the weight that holds its bytes
+    keys          path in the output -> logical FQN
+    records       dotted key in the output -> how the tensor is encoded
+    fingerprints  size and time of change of each file of the source
+    """
 
     ckpt: Checkpoint
     aim: Aim
@@ -49,14 +69,11 @@ class Plan:
     encodes: Sequence[Encode]
     compares: Sequence[Compare]
     carried: Mapping[str, CarriedFile]
-    """Files beside the weights, by name: config.json, tokenizer."""
     dropped: Mapping[str, str]
-    """Key -> why it is not in the output."""
     tied: Mapping[str, str]
     unresolved: Sequence[Unresolved]
     keys: Mapping[tuple[str | int, ...], str]
-    """Stored path in the output -> logical FQN."""
-    records: Mapping[str, Mapping[str, Any]]
+    records: Mapping[str, Mapping[str, object]]
     fingerprints: Mapping[str, Fingerprint]
     notes: Sequence[str] = ()
     digest: str = field(init=False, default="")
@@ -70,30 +87,24 @@ class Plan:
 
     @property
     def nbytes_out(self) -> int:
-        return sum(file.out.nbytes for file in self.files) + sum(
-            sibling.nbytes for sibling in self.carried.values()
-        )
+        carried = sum(file.nbytes for file in self.carried.values())
+        return carried + sum(file.out.nbytes for file in self.files)
 
     @property
     def one_file(self) -> bool:
+        """Is the output one file that holds its own manifest?"""
         return len(self.files) == 1 and self.files[0].out.holds_manifest
 
     def _digest(self) -> str:
-        """The same on every machine for the same source and options; changes with either."""
+        """Return a SHA-256, the same on every machine for the same source and options."""
         seen = hashlib.sha256()
-        options = {
-            **asdict(self.options),
-            "names_like": None,
-            "config_from": None,
-            "like": None,
-            "base": None,
-            "tp_plan": None,
-        }
+        options = {**asdict(self.options), **dict.fromkeys(PATH_OPTIONS)}
         seen.update(json.dumps([__version__, SCHEMA, options, self.world_size]).encode())
         if self.ckpt.translated is not None:
             seen.update(json.dumps(self.ckpt.translated).encode())
-        for name, mark in sorted(self._sources().items()):
-            seen.update(f"{name} {mark.nbytes} {mark.mtime_ns}\n".encode(errors="surrogateescape"))
+        for name, file_mark in sorted(self._source_files().items()):
+            line = f"{name} {file_mark.nbytes} {file_mark.mtime_ns}\n"
+            seen.update(line.encode(errors="surrogateescape"))
         kinds = each(self.steps.conversions, _digested)
         for lines in _lines("%s %s\n", self.steps.fqns, kinds):
             seen.update(lines)
@@ -103,29 +114,32 @@ class Plan:
             boxes = each(slots.boxes, str)
             for lines in _lines("%s %s %s %s\n", slots.paths, boxes, slots.offsets, slots.sizes):
                 seen.update(lines)
-        for name, sibling in self.carried.items():
-            seen.update(f"{name} {sibling.mark}\n".encode(errors="surrogateescape"))
+        for name, carried in self.carried.items():
+            seen.update(f"{name} {carried.mark}\n".encode(errors="surrogateescape"))
         return seen.hexdigest()
 
-    def _sources(self) -> dict[str, Fingerprint]:
+    def _source_files(self) -> dict[str, Fingerprint]:
+        """Return the fingerprint of each file by its path below the source, if it is below it."""
         base = FilePath(self.ckpt.path)
         base = base if base.is_dir() else base.parent
-        return {
-            str(FilePath(file).relative_to(base))
-            if FilePath(file).is_relative_to(base)
-            else file: mark
-            for file, mark in self.fingerprints.items()
-        }
+        named: dict[str, Fingerprint] = {}
+        for file, fingerprint in self.fingerprints.items():
+            path = FilePath(file)
+            if path.is_relative_to(base):
+                file = str(path.relative_to(base))
+            named[file] = fingerprint
+        return named
 
     def require_resolved(self) -> None:
-        """Raises PlanError CKM202 that names the first unresolved keys."""
-        if self.unresolved:
-            first = self.unresolved[0]
-            more = f" (and {len(self.unresolved) - 1} more)" if len(self.unresolved) > 1 else ""
-            options, hint = [item.option for item in self.unresolved], first.hint
-            if 1 < len(options) <= SAID and all(options):
-                hint = f"leave them behind with {' '.join(options)}"
-            raise PlanError("CKM202", f"{first.key}: {first.reason}{more}", hint)
+        """Raise PlanError CKM202 where a key is unresolved; it names the first and counts the others."""
+        if not self.unresolved:
+            return
+        first, others = self.unresolved[0], len(self.unresolved) - 1
+        more = f" (and {others} more)" if others else ""
+        options, hint = [item.option for item in self.unresolved], first.hint
+        if 1 < len(options) <= OPTIONS_IN_HINT and all(options):
+            hint = f"leave them behind with {' '.join(options)}"
+        raise PlanError("CKM202", f"{first.key}: {first.reason}{more}", hint)
 
     def execute(
         self,
@@ -141,7 +155,7 @@ class Plan:
         return report
 
     def to_json(self) -> dict[str, Any]:
-        """One JSON document, `"schema": 1`, stable and sorted as the output is."""
+        """Return one JSON document, `"schema": 1`; entries are in the order of the output."""
         return {
             "schema": SCHEMA,
             "ckptmap": __version__,
@@ -150,7 +164,7 @@ class Plan:
                 "path": self.ckpt.shown,
                 "container": self.ckpt.index.container,
                 "setup": self.ckpt.setup,
-                "files": {name: asdict(mark) for name, mark in self._sources().items()},
+                "files": {name: asdict(mark) for name, mark in self._source_files().items()},
             },
             "options": asdict(self.options),
             "world_size": self.world_size,
@@ -174,7 +188,7 @@ class Plan:
         }
 
     def _origins(self) -> dict[str, tuple[str, ...]]:
-        """The keys in the source of what is written under another name."""
+        """Return the keys in the source of each weight that is written under another name."""
         origins = self.ckpt.origins
         if not origins:
             return {}
@@ -182,15 +196,15 @@ class Plan:
         return {fqn: keys for fqn, keys in origins.items() if fqn in kept}
 
     def fidelities(self) -> dict[str, int]:
-        """Fidelity -> how many tensors, in the order of loss."""
-        order = ("bytes", "exact", "codes", "cast", "quantize", "requantize")
+        """Return how many tensors have each fidelity, from lossless to lossy."""
         counts: Counter[str] = Counter()
         for kind, count in self.steps.counted().items():
             counts[kind.fidelity] += count
-        return {name: counts[name] for name in order if counts[name]}
+        return {name: counts[name] for name in FIDELITIES if counts[name]}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """As JSON, for `convert --plan`. Raises DestinationError CKM304 where it cannot."""
+        """Write the plan as JSON, for `convert --plan`. Raises DestinationError CKM304 where the file
+        cannot be written."""
         text = json.dumps(self.to_json(), indent=1) + "\n"
         try:
             FilePath(path).write_text(text, encoding="utf-8")
@@ -208,9 +222,10 @@ class Plan:
             *table(self.steps.fqns, each(self.steps.conversions, _look)),
         ]
         lines += renamed(self._origins(), stripped=self.ckpt.translated is None)
-        for title, found in (("dropped", self.dropped), ("tied", self.tied)):
-            lines += listed(title, found)
-        lines += [f"carried: {', '.join(sorted(self.carried))}"] if self.carried else []
+        lines += listed("dropped", self.dropped)
+        lines += listed("tied", self.tied)
+        if self.carried:
+            lines.append(f"carried: {', '.join(sorted(self.carried))}")
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"unresolved: {u.key}: {u.reason}; {u.hint}" for u in self.unresolved]
         kinds = ", ".join(f"{name} {count}" for name, count in self.fidelities().items())
@@ -224,7 +239,7 @@ class Plan:
 
 
 def _digested(conversion: Conversion) -> str:
-    """Return what the digest covers of a conversion: what follows from the headers is left out."""
+    """Return what the digest covers of a conversion; the rest follows from the source's headers."""
     return str((conversion.source, conversion.target, conversion.fidelity))
 
 
@@ -234,8 +249,8 @@ def _look(conversion: Conversion) -> Look:
     return Look(conversion.role, conversion.shape, kind, conversion.fidelity, conversion.nbytes_out)
 
 
-def _lines(form: str, *columns: Sequence[Any]) -> Iterator[bytes]:
-    """A line for what lies side by side in columns, a batch at a time."""
+def _lines(form: str, *columns: Sequence[object]) -> Iterator[bytes]:
+    """Yield one line a row of the columns, a batch at a time."""
     for at in range(0, len(columns[0]), BATCH):
-        some = zip(*[column[at : at + BATCH] for column in columns], strict=True)
-        yield "".join(map(form.__mod__, some)).encode()
+        rows = zip(*[column[at : at + BATCH] for column in columns], strict=True)
+        yield "".join(map(form.__mod__, rows)).encode()

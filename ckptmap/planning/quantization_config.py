@@ -1,10 +1,14 @@
-"""What an output's config.json says of quantization: true of the tensors that are written."""
+"""`quantization_config` of the output's config.json, which must be true of the weights that are written.
+
+transformers loads quantized weights by it: which library, which block sizes, which modules are not
+quantized. The schemes know what their library expects there, and say it by the protocols below.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from ckptmap.errors import PlanError
 from ckptmap.formats.huggingface.loaded_names import UNKNOWN, loaded_as
@@ -14,26 +18,30 @@ from ckptmap.tensors import TensorInfo
 
 QUANTIZATION = "quantization_config"
 OWN_LAYERS = frozenset({"falcon", "RefinedWeb", "RefinedWebModel"})
-"""Model types whose linear layers are of a subclass of `nn.Linear` that no library quantizes."""
+"""Model types whose linear layers are a subclass of `nn.Linear` that no library quantizes."""
 
 
 @runtime_checkable
 class Declares(Protocol):
-    """A scheme that a library knows by `quantization_config` in a config.json."""
+    """A scheme that transformers loads by `quantization_config`."""
 
     name: str
 
     def quantization_config(
         self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
-    ) -> Mapping[str, Any]:
-        """`encoded`: names of the weights that are of this scheme; `dense`: names of the modules
-        whose 2-D weights are not quantized."""
+    ) -> Mapping[str, object]:
+        """Return the `quantization_config` for weights of this scheme, `encoded` by name.
+
+        `dense` are the names of the modules whose 2-D weights are not quantized.
+        """
 
 
 @runtime_checkable
 class DeclaresEach(Protocol):
-    """The same, for a scheme whose config depends on how each weight is quantized: `declares` are
-    the names of the encodings that one config of its library can tell of together."""
+    """A scheme whose config depends on how each weight is quantized.
+
+    `declares` are the names of the encodings that one config of its library can declare together.
+    """
 
     name: str
     declares: Collection[str]
@@ -42,44 +50,46 @@ class DeclaresEach(Protocol):
         self,
         encoded: Mapping[str, tuple[Encoding, TensorInfo]],
         dense: Collection[str],
-        beyond: Mapping[str, Any],
-    ) -> Mapping[str, Any]:
-        """As `Declares.quantization_config`, with what `beyond_weights` found in the source's."""
+        beyond: Mapping[str, object],
+    ) -> Mapping[str, object]:
+        """Return as `Declares.quantization_config`; `beyond` is what `beyond_weights` returned of the
+        source's config."""
 
     def beyond_weights(
-        self, config: Mapping[str, Any], names: Collection[str]
-    ) -> Mapping[str, Any]:
-        """What a config of its library says of anything but weights, such as a quantized cache,
-        by its key, as it is true of a model of these `names`."""
+        self, config: Mapping[str, object], names: Collection[str]
+    ) -> Mapping[str, object]:
+        """Return the entries of a config that are not about weights, such as a quantized KV cache, as
+        they hold for a model with weights of these `names`."""
 
 
 @runtime_checkable
 class FindsByLoadedName(Protocol):
-    """A scheme whose library looks a weight up by what it is called once it is loaded."""
+    """A scheme whose library looks up a weight by its name in the loaded model, not in the file."""
 
     by_loaded_name: bool
 
 
 @runtime_checkable
 class Outdates(Protocol):
-    """A scheme whose library does not read every config that it once wrote, though its tensors are
-    written as it reads them now."""
+    """A scheme whose library no longer reads every config that it once wrote. The tensors are written
+    as it reads them now."""
 
-    def outdated(self, config: Mapping[str, Any]) -> bool: ...
+    def outdated(self, config: Mapping[str, object]) -> bool:
+        """Does the library no longer read this config?"""
 
 
 @dataclass(frozen=True)
 class WrittenWeights:
-    """What is written, by the names of the output.
+    """The weights that are written, by their names in the output.
 
-    encodings  weights with their encodings and logical infos
-    fresh      some of the encoded ones were encoded by this plan
-    keep       what the source says is kept where it says something: no encoding was asked for, or
-               parts of a scheme that is not known move as bytes
-    schemes    those of the registry, by name
-    foreign    parts of schemes that are not known here, which move as bytes beside them
-    dense_source  no weight of the source is in an encoding: what its config says of quantization
-               is done to dense ones, as BitNet does
+    encodings     each weight's encoding and logical info
+    fresh         did this plan encode some of them?
+    keep          is the config of the source kept, if it has one? True where no encoding was asked
+                  for, or parts of an unknown scheme move as bytes
+    schemes       the schemes of the registry, by name
+    foreign       parts of unknown schemes that move as bytes -> their scheme
+    dense_source  are all weights of the source dense? Its config then quantizes dense weights while
+                  it loads them, as BitNet does
     """
 
     encodings: Mapping[str, tuple[Encoding, TensorInfo]]
@@ -90,10 +100,13 @@ class WrittenWeights:
     dense_source: bool = False
 
     def config(
-        self, present: Mapping[str, Any] | None, heads: Collection[str] = ()
-    ) -> Mapping[str, Any] | None:
-        """`quantization_config` of the output, given the source's; None: it must have none.
-        `heads`: modules whose weight is tied to another; dense where no file holds it."""
+        self, present: Mapping[str, object] | None, heads: Collection[str] = ()
+    ) -> Mapping[str, object] | None:
+        """Return the `quantization_config` of the output; None: it must have none.
+
+        `present` is the source's. `heads` are modules whose weight is tied to another; they are dense
+        where no file holds the weight.
+        """
         encoded: dict[str, dict[str, TensorInfo]] = {}
         dense = unstored(self.encodings, heads)
         for name, (encoding, info) in self.encodings.items():
@@ -104,18 +117,20 @@ class WrittenWeights:
         kept = self.keep or (encoded and not self.fresh)
         if present is not None and kept and not self._is_outdated(present, encoded):
             return present
-        dense += self._loaded(dense)
-        said = {name: self._said(name, infos, dense, present) for name, infos in encoded.items()}
-        if None in said.values():  # only we read those: no other reader is to be promised the rest
-            return None
-        declared = {name: config for name, config in said.items() if config is not None}
-        _check_one_library(declared, encoded)
+        dense += self._names_once_loaded(dense)
+        declared: dict[str, Mapping[str, object]] = {}
+        for name, infos in encoded.items():
+            config = self._declared(name, infos, dense, present)
+            if config is None:  # ckptmap alone reads these, so no other reader is promised the rest
+                return None
+            declared[name] = config
+        _require_one_library(declared, encoded)
         return next(iter(declared.values()), None)
 
     def undeclared(
-        self, present: Mapping[str, Any] | None, wanted: Mapping[str, Any] | None
+        self, present: Mapping[str, object] | None, wanted: Mapping[str, object] | None
     ) -> list[str]:
-        """Notes on what the source's config says of anything but weights, and the output's not."""
+        """Return notes on what the source's config declares besides weights, and the output's not."""
         lost = {
             key: None
             for each in self.schemes.values()
@@ -133,78 +148,87 @@ class WrittenWeights:
         ]
 
     def unread(self) -> list[str]:
-        """Notes on encodings of this plan that config.json has no word for, so that transformers
-        refuses the weights, with those that it loads."""
+        """Return notes on encodings that config.json cannot declare, so that transformers refuses the
+        weights; they name the encodings that it loads."""
         if not self.fresh:
             return []
         loaded = {name for name, scheme in self.schemes.items() if isinstance(scheme, Declares)}
         for scheme in self.schemes.values():
             loaded |= set(scheme.declares) if isinstance(scheme, DeclaresEach) else set()
         names = {encoding.name for encoding, _ in self.encodings.values()} - {"dense"} - loaded
-        return [
-            f"transformers does not load {name}, ckptmap.load does; what it loads:"
-            f" {', '.join(f'--to hf-{k}' for k in self.schemes if k in loaded and name in k.split('-')) or '--to hf'}"
-            for name in sorted(names)
-        ]
+        return [self._unread_note(name, loaded) for name in sorted(names)]
 
-    def check(self, document: Mapping[str, Any]) -> None:
-        """Raises PlanError CKM203 where weights were encoded for a library that looks them up by
-        names which are not known for this model, that has no place for them in it, or beside what
-        another library wrote."""
-        coded = [
-            (f, encoding.name)
-            for f, (encoding, _) in self.encodings.items()
+    def _unread_note(self, name: str, loaded: Collection[str]) -> str:
+        similar = [other for other in self.schemes if other in loaded and name in other.split("-")]
+        setups = ", ".join(f"--to hf-{other}" for other in similar) or "--to hf"
+        return f"transformers does not load {name}, ckptmap.load does; what it loads: {setups}"
+
+    def check(self, document: Mapping[str, object]) -> None:
+        """Raise PlanError CKM203 where the library could not load what this plan encoded.
+
+        It may look weights up by names that are not known for this model, have no place for them in
+        it, or find beside them what another library wrote.
+        """
+        encoded = [
+            (fqn, encoding.name)
+            for fqn, (encoding, _) in self.encodings.items()
             if encoding.name != "dense"
         ]
-        if not (self.fresh and coded):
+        if not (self.fresh and encoded):
             return
-        _check_foreign(self.foreign, *coded[0])
-        kinds = set(_model_types(document))
+        _require_no_foreign(self.foreign, *encoded[0])
+        model_types = set(_model_types(document))
         if QUANTIZATION in document:
-            _check_layers(*coded[0], sorted(OWN_LAYERS & kinds))
-        named = [c for c in coded if isinstance(self.schemes.get(c[1]), FindsByLoadedName)]
-        strange = sorted(UNKNOWN & kinds)
-        if strange and named:
-            fqn, scheme = named[0]
+            _require_torch_linear(*encoded[0], sorted(OWN_LAYERS & model_types))
+        by_loaded_name = [
+            (fqn, scheme)
+            for fqn, scheme in encoded
+            if isinstance(self.schemes.get(scheme), FindsByLoadedName)
+        ]
+        unknown = sorted(UNKNOWN & model_types)
+        if unknown and by_loaded_name:
+            fqn, scheme = by_loaded_name[0]
             raise PlanError(
                 "CKM203",
                 f"{fqn}: cannot be {scheme} beside a config.json: transformers renames the weights"
-                f" of {strange[0]} while loading, and would not find {scheme} of the names on disk",
+                f" of {unknown[0]} while loading, and would not find {scheme} of the names on disk",
                 "choose --to hf-bnb-int8, which it finds by module; or --to full-"
                 f"{scheme}, which ckptmap.load takes",
             )
 
-    def _is_outdated(self, present: Mapping[str, Any], encoded: Collection[str]) -> bool:
-        """Where parts of other schemes stay, only the source's own config tells of them."""
-        schemes = () if self.foreign else [self.schemes.get(name) for name in encoded]
+    def _is_outdated(self, present: Mapping[str, object], encoded: Collection[str]) -> bool:
+        """Does the library of an encoding no longer read the source's config?"""
+        if self.foreign:  # only the source's config tells of parts that move as bytes
+            return False
+        schemes = [self.schemes.get(name) for name in encoded]
         return any(isinstance(each, Outdates) and each.outdated(present) for each in schemes)
 
-    def _loaded(self, modules: Collection[str]) -> list[str]:
-        """What dense modules are called once loaded, where that may be another name. One of a
-        quantized weight's module is left out."""
+    def _names_once_loaded(self, modules: Collection[str]) -> list[str]:
+        """Return the other names that dense modules may have in the loaded model, but those of modules
+        with a weight in the output."""
         others = loaded_as(self.encodings)
         written = {name.removesuffix(".weight") for name in self.encodings}
         return [other for name in modules for other in others(name) if other not in written]
 
-    def _said(
+    def _declared(
         self,
         name: str,
         infos: Mapping[str, TensorInfo],
         dense: Collection[str],
-        present: Mapping[str, Any] | None,
-    ) -> Mapping[str, Any] | None:
-        """What the scheme of this name says of its weights."""
+        present: Mapping[str, object] | None,
+    ) -> Mapping[str, object] | None:
+        """Return the `quantization_config` of the encoding of this name; None: no library reads it."""
         for each in self.schemes.values():
             if isinstance(each, DeclaresEach) and name in each.declares:
-                of = {k: v for k, v in self.encodings.items() if v[0].name in each.declares}
+                encoded = {k: v for k, v in self.encodings.items() if v[0].name in each.declares}
                 beyond = each.beyond_weights(present or {}, self.encodings)
-                return each.quantization_config_of(of, dense, beyond)
+                return each.quantization_config_of(encoded, dense, beyond)
         scheme = self.schemes.get(name)
         return scheme.quantization_config(infos, dense) if isinstance(scheme, Declares) else None
 
 
-def _check_foreign(foreign: Mapping[str, str], fqn: str, scheme: str) -> None:
-    """Raises PlanError CKM203 where there is such a part."""
+def _require_no_foreign(foreign: Mapping[str, str], fqn: str, scheme: str) -> None:
+    """Raise PlanError CKM203 where parts of an unknown scheme stay beside an encoded weight."""
     for part, name in foreign.items():
         raise PlanError(
             "CKM203",
@@ -215,38 +239,40 @@ def _check_foreign(foreign: Mapping[str, str], fqn: str, scheme: str) -> None:
         )
 
 
-def _check_layers(fqn: str, scheme: str, kinds: list[str]) -> None:
-    """Raises PlanError CKM203 for model types of `OWN_LAYERS`."""
-    if kinds:
+def _require_torch_linear(fqn: str, scheme: str, own_layers: list[str]) -> None:
+    """Raise PlanError CKM203 where the model has linear layers of its own class (`OWN_LAYERS`)."""
+    if own_layers:
         raise PlanError(
             "CKM203",
             f"{fqn}: cannot be {scheme} beside a config.json: transformers builds the linear layers"
-            f" of {kinds[0]} of a class of its own, and would not load {scheme} into them",
+            f" of {own_layers[0]} of a class of its own, and would not load {scheme} into them",
             f"leave them as they are, --to hf or hf-bf16; or --to full-{scheme}, which ckptmap.load"
             " takes",
         )
 
 
 def _model_types(config: object) -> list[str]:
-    """Of a model and of the models that it consists of."""
+    """Return the `model_type` of a config.json and of the models that it consists of."""
     if not isinstance(config, dict):
         return []
     inner = [kind for value in config.values() for kind in _model_types(value)]
-    found = config.get("model_type")
-    return [found, *inner] if isinstance(found, str) else inner
+    own = config.get("model_type")
+    return [own, *inner] if isinstance(own, str) else inner
 
 
-def _check_one_library(
-    said: Mapping[str, Mapping[str, Any]], encoded: Mapping[str, Mapping[str, TensorInfo]]
+def _require_one_library(
+    declared: Mapping[str, Mapping[str, object]], encoded: Mapping[str, Mapping[str, TensorInfo]]
 ) -> None:
-    """A config.json names one way of loading: weights of another would be left as they were
-    initialised. Raises PlanError CKM203."""
-    ways: dict[tuple[Any, Any], str] = {}
-    for name, config in said.items():
-        ways.setdefault((config.get("quant_method"), config.get("load_in_8bit")), name)
-    if len(ways) < 2:
+    """Raise PlanError CKM203 where the weights need more than one library.
+
+    A config.json names one; weights of another would be left as they were initialized.
+    """
+    libraries: dict[tuple[object, object], str] = {}
+    for name, config in declared.items():
+        libraries.setdefault((config.get("quant_method"), config.get("load_in_8bit")), name)
+    if len(libraries) < 2:
         return
-    fewest, *_, most = sorted(ways.values(), key=lambda name: len(encoded[name]))
+    fewest, *_, most = sorted(libraries.values(), key=lambda name: len(encoded[name]))
     fqn, others = next(iter(encoded[fewest])), len(encoded[fewest]) - 1
     more = f" and {others} more stay" if others else ": stays"
     raise PlanError(

@@ -1,8 +1,8 @@
-"""Scales from a base checkpoint for payloads that the source holds alone.
+"""Quantization scales from a base checkpoint (--base), for a source that has codes without scales.
 
-FSDP2 saves the packed bytes of a bitsandbytes tensor and drops its quantization state, without
-which they cannot be decoded. A base checkpoint of the same quantized model has that state. It is
-taken only together with the proof, in the run, that the packed bytes of both are the same.
+FSDP2 saves the packed codes of a bitsandbytes tensor and drops its quantization state, without which
+they cannot be decoded. A base checkpoint of the same quantized model has that state. It is used only
+together with comparisons, made in the run, which prove that both have the same packed codes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckptmap.planning.file_plan import Compare
 from ckptmap.protocols import Group
 
 PREFIXES = ("base_model.model.",)
-"""What peft puts before the names of the model that it wraps."""
+"""What peft puts before the names of the model it wraps."""
 INSERTED = ".base_layer."
 """What peft puts between a module and its weight."""
 _HINT = "this base has other weights: its scales would decode these codes to wrong values"
@@ -64,7 +64,7 @@ def restored(
 
 
 def _known(fqn: str, base: Checkpoint) -> str | None:
-    """The name under which the base has it quantized, with a payload of its own."""
+    """Return the name under which the base has the tensor quantized; None: it has it under none."""
     for name in _names(fqn):
         if name in base and base.group(name).encoding.name != "dense":
             return name if "" in base.group(name).parts else None
@@ -72,6 +72,7 @@ def _known(fqn: str, base: Checkpoint) -> str | None:
 
 
 def _names(fqn: str) -> Iterator[str]:
+    """Yield the names that the base may have: the tensor's own, and the one before peft wrapped it."""
     yield fqn
     for prefix in PREFIXES:
         fqn = fqn.removeprefix(prefix)

@@ -1,4 +1,8 @@
-"""A plan made again: from its file, or with exact scales for tensors that turned out to need them."""
+"""A plan made again: from the file that `Plan.save` wrote, or with exact scales for some tensors.
+
+A saved plan is not executed as it stands: it is planned again from its options, and the result must
+be what the file says.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,15 @@ from ckptmap.planning.options import Options
 from ckptmap.planning.plan import SCHEMA, Plan
 from ckptmap.planning.planner import plan
 
-DONE = ("world_size", "steps", "files", "dropped", "tied")
-"""What a saved plan says of its output, and what only follows from its options."""
+OUTCOME = ("world_size", "steps", "files", "dropped", "tied")
+"""Entries of a saved plan that follow from its options, and so cannot be edited."""
 
 
 def with_exact_scales(made: Plan, fqns: Sequence[str]) -> Plan | None:
-    """The plan with exact scales for these tensors, too; None: they have them, or cannot."""
+    """Return the plan with exact scales for these tensors, too.
+
+    None: they have exact scales already, or the encoding has none.
+    """
     patterns = tuple(escape(fqn) for fqn in fqns)
     options = replace(made.options, exact_scales=(*made.options.exact_scales, *patterns))
     finer = plan(made.ckpt, made.options.to, options=options)
@@ -30,15 +37,19 @@ def with_exact_scales(made: Plan, fqns: Sequence[str]) -> Plan | None:
     # One that is not encoded then moves as bytes: its own scales were exact.
     if not fqns or any(before[fqn] == after.get(fqn) for fqn in fqns):
         return None
+    more = f" and {len(fqns) - 1} more" if len(fqns) > 1 else ""
     note = (
-        f"{fqns[0]}{f' and {len(fqns) - 1} more' if len(fqns) > 1 else ''}: scales are kept exactly,"
-        " since outliers would have made others zero or of another sign"
+        f"{fqns[0]}{more}: scales are kept exactly, since outliers would have made others zero or of"
+        " another sign"
     )
     return replace(finer, notes=(*finer.notes, note))
 
 
 def replan(path: str | os.PathLike[str]) -> Plan:
-    """The plan that `Plan.save` wrote, made again from its source: the same, or PlanError CKM209."""
+    """Return the plan that `Plan.save` wrote to `path`, planned again from its source.
+
+    Raises PlanError CKM209 where the file is no plan, or is not what would be done now.
+    """
     try:
         saved = json.loads(FilePath(path).read_text(encoding="utf-8"))
         given: dict[str, Any] = {
@@ -80,7 +91,7 @@ def replan(path: str | os.PathLike[str]) -> Plan:
     return made
 
 
-def _edited(saved: Mapping[str, Any], made: Plan) -> str:
-    """The first entry of the file that is not what would be done; empty: all of it is."""
+def _edited(saved: Mapping[str, object], made: Plan) -> str:
+    """Return the first entry of the file that is not what would be done; empty: all of it is."""
     document = json.loads(json.dumps(made.to_json()))
-    return next((name for name in DONE if saved.get(name) != document[name]), "")
+    return next((name for name in OUTCOME if saved.get(name) != document[name]), "")

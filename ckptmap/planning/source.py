@@ -1,4 +1,4 @@
-"""What a plan is made of: the checkpoint opened, its scales restored, under the names asked for."""
+"""The checkpoint that a plan starts from: opened, its scales restored, under the names asked for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ UNNAMED = "names stay as they are without --names, which says into which scheme"
 
 @dataclass(frozen=True)
 class PlanSource:
-    """`compares` must hold of the checkpoint, by what was taken from another one."""
+    """A checkpoint to plan on.
+
+    compares  codes that must equal those of --base, whose scales were taken
+    """
 
     ckpt: Checkpoint
     compares: Sequence[Compare] = ()
@@ -31,8 +34,11 @@ class PlanSource:
 
 
 def open_source(source: str | os.PathLike[str] | Checkpoint, options: Options) -> PlanSource:
-    """Scales first: a payload without them has another shape than its tensor, and names go by
-    shapes. Raises SourceError, PlanError."""
+    """Return the checkpoint at `source`, or derived from it; an opened one stays as it is.
+
+    Scales are restored before names are translated: codes without scales have another shape than
+    their tensor, and schemes of names are recognized by shapes. Raises SourceError and PlanError.
+    """
     _require_config(options.config_from)
     if not isinstance(source, Checkpoint):
         source = open(source, root=options.source_root, like=options.like)
@@ -51,7 +57,8 @@ def open_source(source: str | os.PathLike[str] | Checkpoint, options: Options) -
 
 
 def _require_config(path: str | None) -> None:
-    """What is asked for and not there must not give way to what lies beside the weights."""
+    """Raise PlanError CKM101 where --config-from does not exist: a config.json beside the weights
+    must not be taken in its place in silence."""
     if path is not None and not Path(path).exists():
         raise PlanError(
             "CKM101", f"--config-from {path}: no such file or directory", "check --config-from"
@@ -59,7 +66,7 @@ def _require_config(path: str | None) -> None:
 
 
 def _left_behind(options: Options, key: str) -> str | None:
-    """Why a key of the source stays behind: it is named before names are translated."""
+    """Return the option that leaves out a key of the source, by its name before the translation."""
     for name, patterns in (("exclude", options.exclude), ("drop", options.drop)):
         for pattern in patterns:
             if key == pattern or fnmatchcase(key, pattern):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ckptmap import registry
 from ckptmap.core.code_grids import Grid
@@ -23,7 +22,7 @@ from ckptmap.errors import PlanError
 from ckptmap.planning.conversion import Conversion, Steps
 from ckptmap.planning.file_plan import Compare, Sources
 from ckptmap.planning.kept_codes import code_grid, kept_fidelity
-from ckptmap.planning.live_encodings import refuse_unheld
+from ckptmap.planning.live_encodings import require_held
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.request import Request
 from ckptmap.planning.source_coverage import SourceCoverage
@@ -72,7 +71,7 @@ class TensorLayout:
     compares: Sequence[Compare]
     keys: Mapping[Path, str]
     tied: Mapping[str, str]
-    records: Mapping[str, Mapping[str, Any]]
+    records: Mapping[str, Mapping[str, object]]
 
 
 class LayoutBuilder:
@@ -90,7 +89,7 @@ class LayoutBuilder:
         self._encoded: list[EncodedTensor] = []
         self._compares: list[Compare] = []
         self._tied: dict[str, str] = {}
-        self._records: dict[str, Mapping[str, Any]] = {}
+        self._records: dict[str, Mapping[str, object]] = {}
         self._first_of_share: dict[object, Path] = {}
 
     def layout(self) -> TensorLayout:
@@ -161,7 +160,7 @@ class LayoutBuilder:
 
     def _require_held(self, lazy: LazyTensor, encoding: Encoding | None) -> None:
         name = (encoding or lazy.encoding_).name
-        refuse_unheld(lazy.fqn, self._setup, name)
+        require_held(lazy.fqn, self._setup, name)
         if self._setup.dense and name != "dense":
             setup, other = self._setup.name, "fsdp2" if encoding is None else f"fsdp2-{name}"
             raise PlanError(

@@ -15,7 +15,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import ckptmap
 from ckptmap import registry
-from ckptmap.planning.live_encodings import HeldLive, holds, rows
+from ckptmap.planning.live_encodings import HeldLive, live_support, rows
 from ckptmap.quantization.torchao.int8 import Int8Scheme
 from ckptmap.setups import names
 from ckptmap.testing import registered
@@ -41,9 +41,9 @@ def test_another_scheme_says_itself_how_it_is_held() -> None:
         live = "of nobody's"
 
     with registered(Rows(), Unknown()):
-        there, where = holds("fsdp2", "rows"), holds("fsdp1", "rows")
+        there, where = live_support("fsdp2", "rows"), live_support("fsdp1", "rows")
         assert there is not None and there.ok and where is not None and not where.ok
-        assert holds("fsdp1", "unknown") is None
+        assert live_support("fsdp1", "unknown") is None
 
 
 def test_the_nearest_are_targets_that_are_held() -> None:
@@ -52,9 +52,9 @@ def test_the_nearest_are_targets_that_are_held() -> None:
         for nearest in found.nearest:
             assert nearest in known, (setup, encoding)
             base, _, suffix = nearest.partition("-")
-            there = holds(base, suffix)
+            there = live_support(base, suffix)
             assert there is None or there.ok, nearest
-    assert holds("fsdp2", "dense") is None
+    assert live_support("fsdp2", "dense") is None
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_every_setup_takes_a_quantized_source_or_says_why_not(
     more: dict[str, Any] = {"world_size": 2} if made.sharded else {}
     if setup == "fsdp1-local":  # the order of the modules decides what lies where
         more["like"] = str(tmp_path / "dense.pt")
-    found = holds(setup, encoding)
+    found = live_support(setup, encoding)
     assert found is not None
     if found.ok and not made.dense:
         ckptmap.convert(tmp_path / "q.pt", tmp_path / "as-it-is", to=setup, **more)
