@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.corpus.ranks import run_ranks
-from tests.corpus.shared import Shared
-from tests.support import marks
+pytest.register_assert_rewrite("tests.support")  # before anything imports it
+
+from tests.corpus.ranks import run_ranks  # noqa: E402
+from tests.corpus.shared import Shared  # noqa: E402
+from tests.support import marks  # noqa: E402
 
 settings.register_profile("ckptmap", deadline=None)  # a busy machine is no defect
 settings.load_profile("ckptmap")
@@ -40,6 +42,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Refuse ranks to a test without the mark."""
     marks.allow(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Warn of a slow test that has no mark."""
+    before = marks.processor_s()
+    yield
+    marks.warn_if_slow(item, marks.processor_s() - before)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from math import prod
 
 import pytest
@@ -11,17 +10,7 @@ from hypothesis import strategies as st
 
 from ckptmap.core.lattice import Lattice, Piece, compose
 from ckptmap.tensors import Box
-
-
-def positions(lattice: Lattice) -> list[tuple[int, ...]]:
-    """Every element's place, the last axis fastest."""
-    found = []
-    for index in product(*map(range, lattice.sizes)):
-        at = list(lattice.offsets)
-        for i, dim, step in zip(index, lattice.dims, lattice.steps, strict=True):
-            at[dim] += i * step
-        found.append(tuple(at))
-    return found
+from tests.support.lattices import positions
 
 
 @st.composite

@@ -13,7 +13,7 @@ from ckptmap.core.woven import Pieced, Woven, woven
 from ckptmap.storage.files import Files
 from ckptmap.storage.gather import fill, run_of
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
-from tests.core.test_lattice import positions
+from tests.support.lattices import positions
 
 DTYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 

@@ -31,7 +31,7 @@ from ckptmap.planning.plan import Plan
 from ckptmap.storage.journal import Journal, Written
 from ckptmap.storage.output_files import ALIGN, OutputFile
 from tests.corpus.ranks import ROOT
-from tests.operations.test_convert_restart import leftovers, tree
+from tests.support.files import leftovers, tree
 
 SETUPS: dict[str, dict[str, Any]] = {
     "hf": {"max_shard_nbytes": 5 << 20},

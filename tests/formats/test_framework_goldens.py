@@ -18,10 +18,10 @@ from torch import Tensor
 
 import ckptmap
 from ckptmap.errors import PlanError
-from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus.models import scaler_block, seeded
 from tests.golden import truth
 from tests.support.paths import GOLDEN
+from tests.support.same_tensors import assert_same
 
 HUB = GOLDEN / "hub"
 COMPOSER = ("state.callbacks", "state.timestamp", "rng")

@@ -17,10 +17,10 @@ from huggingface_hub import save_torch_state_dict
 
 import ckptmap
 from ckptmap.errors import CkptmapError, PlanError, RunError, SourceError
-from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus.case import Case
 from tests.corpus.ranks import run_ranks
 from tests.corpus.writers_directories import SAMPLES, sample
+from tests.support.same_tensors import assert_same
 
 NAMES = [n for n in SAMPLES if not n.startswith("dcp_hf") and "two_models" not in n]
 BY_INDEX = {"accelerate_w1"}

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import ckptmap
 from ckptmap.errors import RunError
 from ckptmap.tensors import Box
-from tests.checkpoint.test_checkpoint import assert_same, expected_keys
 from tests.corpus import CASES, Corpus
+from tests.support.same_tensors import assert_same, expected_keys
 
 ALL = sorted(CASES)
 DENSE = [name for name in ALL if CASES[name].encoding == "dense"]

@@ -11,8 +11,8 @@ import torch
 
 import ckptmap
 from ckptmap import registry
-from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus import CASES, Corpus
+from tests.support.same_tensors import assert_same
 
 SETUPS = [setup.name for setup in registry.setups()]
 SHARDED = {setup.name for setup in registry.setups() if setup.sharded}

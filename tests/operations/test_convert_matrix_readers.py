@@ -12,12 +12,12 @@ import torch
 
 import ckptmap
 from ckptmap import registry
-from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus import CASES, Corpus
 from tests.corpus.writers_directories import sample
 from tests.operations.test_convert_matrix import SETUPS, there
 from tests.support.mapping_state import hub_state, state_of
 from tests.support.paths import GOLDEN
+from tests.support.same_tensors import assert_same
 from tests.testing.test_conformance import DIRECTORIES, KNOWN, ONLY_READ, READERS, plain_tensors
 
 IN_CORPUS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import shutil
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 
 import ckptmap
 from ckptmap.errors import DestinationError
+from tests.support.files import leftovers, tree
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +42,6 @@ def command(source: Path, dst: Path, to: str, *more: str) -> list[str]:
         "--quiet",
         *more,
     ]
-
-
-def tree(dst: Path) -> dict[str, str]:
-    """Content of a destination, by file."""
-    files = [dst] if dst.is_file() else sorted(dst.iterdir())
-    return {
-        file.name if dst.is_dir() else "": hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in files
-    }
-
-
-def leftovers(folder: Path) -> list[str]:
-    return sorted(name.name for name in folder.iterdir() if "ckptmap" in name.name)
 
 
 def journaled(folder: Path) -> int:

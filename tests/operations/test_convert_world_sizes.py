@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import ckptmap
-from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus.models import tiny
 from tests.corpus.ranks import run_ranks
 from tests.corpus.writers_worlds import SMALL
+from tests.support.same_tensors import assert_same
 
 WORLDS = (3, 5, 8)
 FORMS = ("dcp", "dtensor", "sharded", "flat", "named")

@@ -16,11 +16,11 @@ from ckptmap.errors import CkptmapError, PlanError
 from ckptmap.formats.torch_save.module_metadata import fsdp1_units
 from ckptmap.formats.torch_save.reader import load
 from ckptmap.storage.files import Files
-from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus import Case
 from tests.corpus.ranks import run_ranks
 from tests.corpus.writers_fsdp1_local import RAW
 from tests.formats.rank_files.test_fsdp1 import assert_is, like
+from tests.support.same_tensors import assert_same
 
 REFUSED = ("raw_sharded_lost_w2",)
 RESOLVED = sorted(set(RAW) - set(REFUSED))

@@ -18,11 +18,11 @@ from ckptmap.live.state_dict.hooks import install
 from ckptmap.optim.align_order import SORTED_TOO, align, align_named
 from ckptmap.optim.index_order import read_order
 from ckptmap.planning.saved_plan import replan
-from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus import CASES, Corpus, names
 from tests.corpus.models import Recipe, compiled, optimizer_for, tiny, tiny_llama
 from tests.corpus.ranks import run_ranks
 from tests.ranks.optimizer import STEPS, losses
+from tests.support.same_tensors import assert_same
 
 MODEL_ORDER = "the order of the saved model dict"
 TRAINED = names(optimizer=("fqn", "index"))

@@ -19,8 +19,8 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import PlanError, RunError, SourceError
 from ckptmap.planning.saved_plan import replan
 from ckptmap.planning.tensor_layout import LayoutBuilder
-from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus import CASES, Corpus
+from tests.support.same_tensors import assert_same
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 import ckptmap
 from ckptmap.quantization.unsupported_schemes import foreign_tensors
 from ckptmap.tensors import TensorInfo
-from tests.checkpoint.test_checkpoint import bits
 from tests.support.int8_models import QUERY, compressed, llama, loaded
 from tests.support.paths import GOLDEN
+from tests.support.same_tensors import bits
 
 GOLDEN_FILES = GOLDEN / "foreign"
 STEM = QUERY.removesuffix(".weight")

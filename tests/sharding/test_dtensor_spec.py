@@ -16,8 +16,8 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.rank_files.dtensor_layout import DTensorLayout
 from ckptmap.sharding.dtensor_spec import cut_runs
 from ckptmap.tensors import Box, Chunk, Opaque, Region, StoredTensor, TensorInfo
-from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus import names
+from tests.support.same_tensors import assert_same
 
 MESHES = ["tp_ranks_w2", "fsdp_tp_ranks_w4", "hsdp_ranks_w4", "fsdp_tp_dcp_w4", "hsdp_dcp_w4"]
 _TYPES = "torch.distributed.tensor.placement_types"

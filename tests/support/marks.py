@@ -8,6 +8,7 @@ without the mark, so a way that this search does not see is noticed in the first
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from functools import cache
 from types import CodeType, FunctionType
@@ -22,7 +23,18 @@ STARTS_RANKS = frozenset({"run_ranks", "TCPStore", "torch.distributed.run"})
 """Names and texts in the code of what starts ranks."""
 SLOW_S = 5.0
 """A test that takes more processor seconds than this is `slow`."""
-SLOW = frozenset[str]()
+SLOW = frozenset(
+    {
+        "formats/dcp/test_metadata_shortcut.py::test_damage_is_read_as_in_full",
+        "formats/test_frameworks.py::test_trainer_goes_on_from_other_groups",
+        "formats/test_frameworks.py::test_trainer_goes_on_from_what_is_written",
+        "integrations/test_integrations.py::test_example_alone",
+        "live/optimizer/test_optimizer_pairs.py",
+        "live/optimizer/test_resume_exact.py",
+        "operations/hub/test_pull.py::test_a_pull_killed_anywhere",
+        "operations/hub/test_pull.py::test_a_push_killed_anywhere",
+    }
+)
 """Tests that take longer than `SLOW_S`: `PATH` below tests/, or `PATH::FUNCTION`."""
 
 
@@ -49,6 +61,23 @@ def starts_ranks(item: pytest.Function) -> bool:
     return "corpus" in item.fixturenames and any(
         CASES[name].world_size > 1 for name in _cases(item) or CASES
     )
+
+
+def processor_s() -> float:
+    """Return the processor seconds of this process, and of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def warn_if_slow(item: pytest.Item, taken_s: float) -> None:
+    """Warn of a test that should be in `SLOW`."""
+    if taken_s > SLOW_S and not item.get_closest_marker("slow"):
+        item.warn(
+            pytest.PytestWarning(
+                f"{item.nodeid} took {taken_s:.0f} s of processor time, expected at most {SLOW_S:g}: "
+                "make it faster, or add it to SLOW in tests/support/marks.py"
+            )
+        )
 
 
 def allow(item: pytest.Item) -> None:

@@ -16,8 +16,8 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.dcp.safetensors_ranks import Part, rows_of
 from ckptmap.formats.safetensors.header import METADATA
 from ckptmap.tensors import Box, Chunk, Region, TensorInfo
-from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus.writers_directories import SAMPLES, sample
+from tests.support.same_tensors import assert_same
 
 NAMES = [name for name in SAMPLES if name.startswith("dcp_hf")]
 SHARDED = [name for name in NAMES if "consolidated" not in name]

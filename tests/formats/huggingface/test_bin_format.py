@@ -11,8 +11,8 @@ from huggingface_hub import save_torch_state_dict
 
 import ckptmap
 from ckptmap.errors import SourceError
-from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus.models import tiny_llama
+from tests.support.same_tensors import assert_same
 
 INDEX = "pytorch_model.bin.index.json"
 

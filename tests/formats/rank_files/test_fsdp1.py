@@ -21,12 +21,12 @@ from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import SourceError
 from ckptmap.sharding.flat_slices import rectangles
 from ckptmap.sharding.reference_model import is_alphabetical
-from tests.checkpoint.test_checkpoint import assert_same, expected_keys
 from tests.corpus import Case, names
 from tests.corpus.case import CASES
 from tests.corpus.models import tiny_llama
 from tests.corpus.ranks import run_ranks
 from tests.corpus.writers_fsdp1_local import LOCAL
+from tests.support.same_tensors import assert_same, expected_keys
 
 SHARDED = [name for name in names(container="ranks") if name.startswith("fsdp1")]
 FLAT = sorted(LOCAL)

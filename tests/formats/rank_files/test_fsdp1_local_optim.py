@@ -11,10 +11,10 @@ import torch
 import ckptmap
 from ckptmap.checkpoint.fsdp1_wrapping import units_of
 from ckptmap.errors import CkptmapError, PlanError, RunError
-from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus.models import Tiny, moments, tiny, trained
 from tests.corpus.ranks import run_ranks
 from tests.ranks.fsdp1_local_resume import NESTED_UNITS, UNITS
+from tests.support.same_tensors import assert_same
 
 KINDS = [(orig, nested) for orig in (False, True) for nested in (False, True)]
 

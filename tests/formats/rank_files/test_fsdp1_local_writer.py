@@ -17,9 +17,9 @@ import ckptmap
 from ckptmap.checkpoint.stored_order import is_traversal
 from ckptmap.errors import CkptmapError
 from ckptmap.storage.crc32 import crc32_combine
-from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus.models import Recipe, tiny, tiny_llama
 from tests.corpus.ranks import run_ranks
+from tests.support.same_tensors import assert_same
 
 UNITS = {
     "layers": ("layers.*",),

@@ -20,9 +20,9 @@ from ckptmap.protocols import Placement
 from ckptmap.sharding.device_mesh import Mesh
 from ckptmap.sharding.mesh_boxes import held_boxes
 from ckptmap.tensors import TensorInfo
-from tests.checkpoint.test_checkpoint import assert_same
 from tests.corpus import names
 from tests.corpus.ranks import run_ranks
+from tests.support.same_tensors import assert_same
 
 PLAN = """
 "layers.*.self_attn.[qkv]_proj" = "colwise"

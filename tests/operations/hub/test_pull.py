@@ -18,10 +18,9 @@ from ckptmap_cli.main import main
 import ckptmap
 from ckptmap.errors import CkptmapError, DestinationError, RunError, SourceError
 from tests.corpus.ranks import run_ranks
-from tests.operations.hub.test_push import holds, shown_on
 from tests.support.hub.client import environment, llama, wide
 from tests.support.hub.server import Fault, Hub
-from tests.support.hub.state import MAIN, Blob
+from tests.support.hub.state import MAIN, Blob, holds, shown_on
 from tests.support.paths import ROOT
 
 

@@ -18,7 +18,7 @@ import ckptmap
 from ckptmap.errors import CkptmapError, DestinationError, RunError
 from tests.support.hub.client import llama, wide
 from tests.support.hub.server import Fault, Hub
-from tests.support.hub.state import MAIN, Blob, Repo, Tree
+from tests.support.hub.state import MAIN, Blob, Tree, holds, shown_on
 
 
 @pytest.fixture(scope="module")
@@ -37,21 +37,6 @@ def hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
     """Here everybody is logged in as the owner."""
     monkeypatch.setenv("HF_TOKEN", "hf_owner")
     return hub
-
-
-def holds(tree: Tree, folder: Path, below: str = "") -> bool:
-    """Every file of the folder, byte for byte."""
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return all(
-        (blob := tree.get(below + file.relative_to(folder).as_posix())) is not None
-        and blob.content == file.read_bytes()
-        for file in files
-    )
-
-
-def shown_on(repo: Repo, ref: str = MAIN) -> list[Tree]:
-    """Every tree that the ref has ever shown, in order."""
-    return [repo.commits[commit] for moved, commit in repo.history if moved == ref]
 
 
 # ------------------------------------------------------------------ all of it, at once

@@ -8,9 +8,9 @@ import pytest
 
 import ckptmap
 from ckptmap.errors import RunError
-from tests.operations.hub.test_push import holds
 from tests.support.hub.client import llama
 from tests.support.hub.server import Hub
+from tests.support.hub.state import holds
 
 pytest.importorskip("hf_xet")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 MAIN = "main"
 
@@ -123,3 +124,18 @@ class Repo:
         pull.merge_commit = self.commit(MAIN, merged)
         pull.status = "merged"
         return pull.merge_commit
+
+
+def holds(tree: Tree, folder: Path, below: str = "") -> bool:
+    """Every file of the folder, byte for byte."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    return all(
+        (blob := tree.get(below + file.relative_to(folder).as_posix())) is not None
+        and blob.content == file.read_bytes()
+        for file in files
+    )
+
+
+def shown_on(repo: Repo, ref: str = MAIN) -> list[Tree]:
+    """Every tree that the ref has ever shown, in order."""
+    return [repo.commits[commit] for moved, commit in repo.history if moved == ref]
