@@ -70,8 +70,8 @@ def processor_s() -> float:
 
 
 def warn_if_slow(item: pytest.Item, taken_s: float) -> None:
-    """Warn of a test that should be in `SLOW`."""
-    if taken_s > SLOW_S and not item.get_closest_marker("slow"):
+    """Warn of a test that `make test-fast` runs and that should be in `SLOW`."""
+    if taken_s > SLOW_S and not any(map(item.get_closest_marker, ("ranks", "slow"))):
         item.warn(
             pytest.PytestWarning(
                 f"{item.nodeid} took {taken_s:.0f} s of processor time, expected at most {SLOW_S:g}: "
