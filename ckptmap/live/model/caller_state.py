@@ -1,4 +1,4 @@
-"""What a caller has set for its own tensors, and ours must not follow: device and inference mode."""
+"""The caller's default device and inference mode, set aside while ckptmap makes tensors of its own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from contextlib import ExitStack, contextmanager
 
 @contextmanager
 def ordinary(model: object) -> Iterator[None]:
-    """Tensors that name no device are made on the CPU, and such that can be trained: moments made in
-    inference mode could not be. A model that was itself made in that mode can only be filled there.
+    """Make tensors on the CPU, and outside of inference mode, while the context lasts.
+
+    A moment that is made in inference mode could not be trained. A model that was itself made in
+    inference mode can only be filled there, so that the mode stays.
     """
     import torch
 

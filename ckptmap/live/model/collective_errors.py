@@ -1,4 +1,4 @@
-"""Errors that all ranks of a model raise together: none is left waiting in a later collective."""
+"""Errors that all ranks of a model raise together, so that none waits in a later collective."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.model.process_groups import wrapped_groups
 
 Seen = dict[str, dict[str, int]]
-"""What -> fact -> a rank that has it."""
+"""Subject -> fact -> a rank that states the fact."""
 
 
 def peer_groups(model: Any) -> list[Any]:
-    """The process groups over which the model is spread: those of its meshes, and of wrappers.
+    """Return the process groups that hold the model together: those of its meshes and wrappers.
 
-    Looks at no more than wrappers and meshes, so that it fails for no kind of model: what fails
-    afterwards is told to these ranks.
+    Only wrappers and meshes are read, so that no kind of model makes the call fail: an error that
+    comes later can then be told to the ranks of these groups.
     """
     import torch
 
@@ -42,7 +42,7 @@ def peer_groups(model: Any) -> list[Any]:
 
 
 def explain(error: Exception, text: str, fqn: str = "") -> None:
-    """Say more of an error while it is on its way, and which tensor it is about."""
+    """Add a text, and the name of a tensor, to an error that is being raised."""
     if isinstance(error, CkptmapError):
         about = f"{fqn}: " * bool(fqn and fqn not in error.message)
         error.message = f"{about}{error.message}; {text}"
@@ -52,11 +52,11 @@ def explain(error: Exception, text: str, fqn: str = "") -> None:
 
 @contextmanager
 def agreed(peers: Sequence[Any]) -> Iterator[dict[str, str]]:
-    """Raise on every rank what any rank raised within: its own error there, a LoadError that names
-    that rank elsewhere.
+    """Raise on every rank what one rank raised inside the context: the error itself on that rank, a
+    LoadError that names the rank on the others.
 
-    Gives a dict for facts that must be the same on every rank which has them, by what they are of:
-    LoadError CKM509, on all ranks, where they are not.
+    Yields a dict for facts by subject, the fingerprint of a file for one. Raises LoadError CKM509
+    on all ranks where two ranks state different facts of one subject.
     """
     error: Exception | None = None
     facts: dict[str, str] = {}
@@ -82,7 +82,7 @@ def agreed(peers: Sequence[Any]) -> Iterator[dict[str, str]]:
 def _exchanged(
     error: Exception | None, facts: Mapping[str, str], peers: Sequence[Any]
 ) -> tuple[tuple[int, str, str, str] | None, Seen]:
-    """The first error of any rank, and the facts of all."""
+    """Return the first error of any rank, and the facts of all ranks."""
     import torch
 
     found = None

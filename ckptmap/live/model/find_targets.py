@@ -1,4 +1,4 @@
-"""Every tensor of a live model as a Target, by plain FQN, whatever wraps the model."""
+"""The tensors of a live model by plain FQN: wrappers of DDP, FSDP and torch.compile leave no trace."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     import torch
 
 Found = dict[str, "tuple[torch.nn.Module, str, bool]"]
-"""Name with wrapper segments -> (module, attribute, is it a buffer)."""
+"""FQN with wrapper segments -> (module, attribute, is it a buffer)."""
 
 
 def find_targets(model: torch.nn.Module) -> tuple[list[LiveTensor], list[str]]:
-    """Every parameter and persistent buffer once, and the non-persistent buffers on meta, by name.
+    """Return every parameter and persistent buffer, each once, and the names of the non-persistent
+    buffers on meta, which no checkpoint has.
 
-    Raises LoadError CKM505 for tensor subclasses of unknown kinds.
+    Raises LoadError CKM505 for a tensor subclass that is unknown.
     """
     reshard(model)
     flats = flat_params.flats(model)
@@ -62,7 +63,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _keys(flat: flat_params.FlatParamSlice, paths: dict[int, list[str]]) -> list[str]:
-    """All names of a flat parameter's tensor, with wrapper segments."""
+    """Return all FQNs of a flat parameter's tensor, with wrapper segments."""
     return [
         f"{path}.{name}" if path else name
         for module, name in flat.places
@@ -71,7 +72,7 @@ def _keys(flat: flat_params.FlatParamSlice, paths: dict[int, list[str]]) -> list
 
 
 def _tied_together(found: Found, plain: dict[str, str], sharded: Any) -> list[LiveTensor]:
-    """One target for all names that hold the same object."""
+    """Return one LiveTensor for all names that hold the same object."""
     ties: dict[int, list[str]] = {}
     for key, (module, name, _) in found.items():
         ties.setdefault(id(getattr(module, name)), []).append(key)
@@ -92,7 +93,7 @@ def _tied_together(found: Found, plain: dict[str, str], sharded: Any) -> list[Li
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """After a forward the root unit of FSDP keeps whole parameters; bring its shards back."""
+    """Bring back the shards of FSDP: its root unit keeps whole parameters after a forward."""
     import torch
 
     if not torch.distributed.is_available():

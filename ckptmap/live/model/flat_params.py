@@ -1,4 +1,4 @@
-"""FSDP1's flat parameters: which elements of which tensor lie where in this rank's shard.
+"""FSDP1's flat parameters: which elements of which tensor lie where in this rank's flat shard.
 
     FlatParameter shard [S]  =  ... | elements 5..17 of `a.weight` | elements 0..9 of `b.weight` | ...
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class FlatParamTensor(LiveTensor):
-    """One tensor of a flat parameter.
+    """One tensor of a flat parameter: `count` elements of it lie in this rank's flat shard.
 
     handle  torch's FlatParamHandle
     shape   of the whole tensor
-    first   its first element that this rank holds, row-major; `count` of them from `at` on in the
-            rank's shard
+    first   number of the first element, row-major, that this rank holds
+    at      offset of that element in the flat shard
     param   the module's own parameter, with `use_orig_params=True`; else None
     """
 
@@ -45,7 +45,7 @@ class FlatParamTensor(LiveTensor):
 
     @property
     def shard(self) -> torch.Tensor:
-        """The rank's flat shard, whatever is gathered now."""
+        """This rank's flat shard, also while the unit is gathered."""
         flat = self.handle.flat_param
         # Until the first forward the shard is all there is.
         found: torch.Tensor = getattr(flat, "_local_shard", flat)
@@ -53,7 +53,7 @@ class FlatParamTensor(LiveTensor):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """A stand-in without data: the whole tensor is nowhere."""
+        """A tensor on meta with shape and dtype: no rank holds the whole tensor."""
         import torch
 
         flat = self.handle.flat_param
@@ -66,7 +66,8 @@ class FlatParamTensor(LiveTensor):
         return self.shard.view(-1).narrow(0, self.at, self.count)
 
     def boxes(self) -> list[tuple[Box, int]]:
-        """What this rank holds, and where each box begins in its `count` elements."""
+        """Return the boxes that this rank holds, each with the offset at which it begins among the
+        `count` elements."""
         stop = self.first + self.count
         return [(box, at - self.first) for box, at in rectangles(self.shape, self.first, stop)]
 
@@ -80,7 +81,7 @@ class FlatParamTensor(LiveTensor):
 
     @property
     def is_primary(self) -> bool:
-        """Of the ranks that hold these elements (HYBRID_SHARD), is this the one that saves them?"""
+        """Return whether this rank saves the elements, of all that hold them under HYBRID_SHARD."""
         import torch
 
         between = getattr(self.handle, "_ckptmap_between", None)
@@ -95,7 +96,7 @@ def is_fsdp1(module: torch.nn.Module) -> bool:
 
 
 def handles(model: torch.nn.Module) -> list[tuple[Any, Any]]:
-    """(FSDP1 module, its FlatParamHandle) of every unit that has parameters."""
+    """Return (FSDP1 module, its FlatParamHandle) of every unit that has parameters."""
     return [
         (module, module._handle)
         for module in model.modules()
@@ -104,11 +105,11 @@ def handles(model: torch.nn.Module) -> list[tuple[Any, Any]]:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Bring the shards back, and free what a forward gathered.
+    """Bring the shards back, and free the parameters that a forward gathered.
 
-    torch keeps that of the root, and of SHARD_GRAD_OP every unit's, for a backward that may follow,
-    even where the shard is in its place again; the next forward would compute with it, not with the
-    values that are loaded.
+    torch keeps the gathered parameters of the root unit, and with SHARD_GRAD_OP of every unit, for
+    a backward that may follow. The next forward would compute with them instead of the values that
+    are loaded.
     """
     from torch.distributed.utils import _free_storage
 
@@ -126,8 +127,8 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def _refuse_summoned(found: Sequence[tuple[Any, Any]]) -> None:
-    """Raise LoadError CKM505 inside of summon_full_params: its end writes what it has gathered over
-    the shards, or what is then in that memory."""
+    """Raise LoadError CKM505 inside of summon_full_params, which at its end writes the gathered
+    parameters over the shards that were loaded."""
     for _, handle in found:
         state = getattr(handle, "_training_state", None)
         if handle.uses_sharded_strategy and getattr(state, "name", "") == "SUMMON_FULL_PARAMS":
@@ -140,7 +141,8 @@ def _refuse_summoned(found: Sequence[tuple[Any, Any]]) -> None:
 
 @dataclass(frozen=True)
 class FlatParamSlice:
-    """Where one tensor lies, before it is named: fields as in `FlatParamTensor`."""
+    """The elements of one tensor in the flat shard, before the tensor is named; fields as in
+    `FlatParamTensor`."""
 
     handle: Any
     places: tuple[tuple[torch.nn.Module, str], ...]
@@ -152,7 +154,7 @@ class FlatParamSlice:
 
 
 def flats(model: torch.nn.Module) -> list[FlatParamSlice]:
-    """Every tensor of every flat parameter, each with all the places that share it."""
+    """Return every tensor of every flat parameter, with all (module, attribute) that share it."""
     found = []
     for module, handle in handles(model):
         handle._ckptmap_between = getattr(module, "_inter_node_pg", None)

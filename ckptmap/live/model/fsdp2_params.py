@@ -1,6 +1,7 @@
-"""torch's FSDPParam, by which FSDP2 holds a parameter: what it is asked, and how one is replaced.
+"""torch's FSDPParam, the object by which FSDP2 manages one parameter: queries, and a replacement.
 
-It is not public: `fixes` has the versions that this was tested with.
+FSDPParam is not public; `ckptmap.live.quantized.library_fixes` has the versions of torch that were
+tested.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ NEEDS = ("reset_sharded_param", "_init_extensions", "init_unsharded_param")
 
 
 def fsdp_params(model: torch.nn.Module) -> dict[tuple[int, str], Any]:
-    """torch's FSDPParam of every parameter under `fully_shard`, by (id of module, attribute)."""
+    """Return torch's FSDPParam of every parameter under `fully_shard`, by (id of module, attribute)."""
     found: dict[tuple[int, str], Any] = {}
     for group in _fsdp_groups(model):
         for param in group.fsdp_params:
@@ -40,7 +41,7 @@ def _fsdp_groups(model: torch.nn.Module) -> list[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            # A list since one module may have several groups; a single one before torch 2.12.
+            # Since torch 2.12 a list: one module may have several groups. Before, a single group.
             several = getattr(state, "_fsdp_param_groups", None)
             single = getattr(state, "_fsdp_param_group", None)
             groups += several if several is not None else [single] * (single is not None)
@@ -48,17 +49,19 @@ def _fsdp_groups(model: torch.nn.Module) -> list[Any]:
 
 
 def offloads(fsdp_param: Any) -> bool:
-    """Are its shards kept on the CPU, by CPUOffloadPolicy?"""
+    """Return whether CPUOffloadPolicy keeps the shards on the CPU."""
     return bool(getattr(fsdp_param, "offload_to_cpu", False))
 
 
 def is_model_parallel(fsdp_param: Any) -> bool:
-    """Was it a DTensor before `fully_shard`? It is one again while unsharded, in forward."""
+    """Return whether the parameter was a DTensor before `fully_shard`, of tensor parallelism for one:
+    it is that DTensor again while it is unsharded."""
     return bool(getattr(fsdp_param, "is_dtensor", False))
 
 
 def reshards_apart(fsdp_param: Any) -> bool:
-    """Is it resharded to a smaller mesh after forward? torch refuses all-gather extensions there."""
+    """Return whether a forward reshards to a smaller mesh, where torch refuses the all-gather of a
+    tensor subclass."""
     after = getattr(fsdp_param, "post_forward_mesh_info", None)
     return after is not None and after is not getattr(fsdp_param, "mesh_info", None)
 
@@ -66,10 +69,10 @@ def reshards_apart(fsdp_param: Any) -> bool:
 def adopt_replaced(fsdp_param: Any) -> None:
     """Make FSDP2 use the DTensor that has replaced the parameter on its module.
 
-    FSDPParam keeps a flat alias of the local shard, `_sharded_param_data`, whose storage it
-    compares with the new one's; a tensor subclass has no storage to compare, so the alias must go
-    first. What an earlier forward allocated for the old kind of tensor goes too. All tensors are
-    only referenced: nothing is copied, save that torch pads an uneven dense shard.
+    FSDPParam keeps a flat alias of the local shard, `_sharded_param_data`, and compares its storage
+    with that of the new shard. A tensor subclass has no storage to compare, so the alias must go
+    first, and with it what an earlier forward allocated for the old class. Nothing is copied,
+    except that torch pads an uneven dense shard.
     """
     lacks = _problem_of(type(fsdp_param))
     if lacks:
@@ -90,10 +93,10 @@ def adopt_replaced(fsdp_param: Any) -> None:
 
 
 def _unsharded_is_sharded(fsdp_param: Any) -> None:
-    """FSDPParam.init_unsharded_param where one rank holds all of a tensor subclass.
+    """Replace FSDPParam.init_unsharded_param where one rank holds all of a tensor subclass.
 
-    torch 2.13 skips the all-gather there and hands on the first of the subclass's tensors alone;
-    the shard is the whole tensor, so the unsharded parameter may share its data.
+    torch 2.13 skips the all-gather there, and passes on only the first of the subclass's inner
+    tensors. The shard is the whole tensor, so that the unsharded parameter may share its data.
     """
     from torch import nn
 
@@ -113,7 +116,7 @@ def _problem_of(cls: Any) -> str:
 
 
 def problem() -> str:
-    """Why parameters cannot be replaced with the torch that is here; empty: they can."""
+    """Return why the installed torch does not let a parameter be replaced; empty: it does."""
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     except ImportError as error:

@@ -1,4 +1,7 @@
-"""The tensors of a live model by plain FQN, where each sits, and which part of it this rank holds."""
+"""One tensor of a live model: its FQNs, the modules that hold it, and the boxes of this rank.
+
+Shard(0) of [8, 4] over 2 ranks, rank 1  ->  box (4, 0) + (4, 4) of the tensor, all of the local one
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,18 @@ if TYPE_CHECKING:
     import torch
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""What the Python object of a tensor has of its hooks; set anew, autograd takes them up again."""
+"""Attributes of a tensor's Python object that hold its hooks. Autograd registers the hooks again
+when they are assigned."""
 
 
 @dataclass(frozen=True)
 class PeftNames:
-    """What a tensor of a model that peft has wrapped is called elsewhere (see `peft_live`).
+    """The names in checkpoints of a tensor of a model that peft has wrapped (see `peft`).
 
-    base     names in a checkpoint of the base
+    base     names in a checkpoint of the base model
     file     names in an adapter's file
-    adapter  whose tensor it is; empty: the base's
-    begun    how its first values came from the base; empty: they did not
+    adapter  name of the adapter that the tensor belongs to; empty: the base model
+    begun    the setting by which peft computed its first values from the base; empty: none
     """
 
     base: tuple[str, ...]
@@ -39,11 +43,12 @@ class PeftNames:
 
 @dataclass(frozen=True, eq=False)
 class LiveTensor:
-    """One tensor of the model: a parameter or buffer, under all the names that share it.
+    """One parameter or buffer of the model, under all the FQNs that share it.
 
-    names    plain FQNs, the first one leads
-    places   (module, attribute), one each
-    adapted  its names outside of the model, where peft has wrapped it
+    names       plain FQNs; reports use the first
+    places      (module, attribute) of every module that holds the tensor
+    fsdp_param  torch's FSDPParam, where `fully_shard` manages the tensor
+    adapted     its names in checkpoints, where peft has wrapped the model
     """
 
     names: tuple[str, ...]
@@ -54,24 +59,24 @@ class LiveTensor:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """All names that a checkpoint may have it by, the model's own first."""
+        """All names that a checkpoint may use for the tensor, the model's own first."""
         return tuple(name for some in self.tiers for name in some)
 
     @property
     def tiers(self) -> tuple[tuple[str, ...], ...]:
-        """The same, those apart that mean different kinds of source."""
+        """The names in a checkpoint of the model, of an adapter and of the base model."""
         if self.adapted is None:
             return (self.names,)
         return (self.names, self.adapted.file, self.adapted.base)
 
     def named_in(self, source: Container[str]) -> list[str]:
-        """Names that a source has it by: of one kind, the model's own first."""
+        """Return the names that `source` has for the tensor, all of one tier."""
         found = ([name for name in some if name in source] for some in self.tiers)
         return next(filter(None, found), [])
 
     @property
     def is_flat(self) -> bool:
-        """Is it a part of a flat parameter of FSDP1?"""
+        """Is the tensor part of a flat parameter of FSDP1?"""
         return False
 
     @property
@@ -80,14 +85,14 @@ class LiveTensor:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """As it is in the model now."""
+        """The tensor that the model holds now."""
         module, name = self.places[0]
         found: torch.Tensor = getattr(module, name)
         return found
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part; all of a tensor that is no DTensor."""
+        """This rank's shard of a DTensor; any other tensor itself."""
         import torch
 
         tensor: Any = self.tensor
@@ -102,19 +107,19 @@ class LiveTensor:
         return str(self.tensor.dtype).removeprefix("torch.")
 
     def windows(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-        """(box of the whole tensor, view of what this rank holds of it), `local` being this rank's
-        part of the tensor, or of one like it: a gradient, a moment."""
+        """Return (box of the whole tensor, view of `local` that has its values) for every box that
+        this rank holds. `local` is the rank's shard of the tensor, of its gradient or of a moment."""
         return [(box, window(local, place)) for box, place in held(self)]
 
     @property
     def is_cut(self) -> bool:
-        """Does a mesh say what each rank holds? If not, every rank that has it has all of it."""
+        """Does a mesh cut the tensor? If not, every rank that has the tensor has all of it."""
         return is_dtensor(self.tensor)
 
     @property
     def is_primary(self) -> bool:
-        """Of the ranks that hold the same part, is this the one that saves it? Told by the mesh;
-        of a tensor without one every rank says so."""
+        """Is this rank, of those that hold the same shard, the first by the mesh? Without a mesh
+        every rank is."""
         tensor: Any = self.tensor
         if not is_dtensor(tensor):
             return True
@@ -126,8 +131,9 @@ class LiveTensor:
         )
 
     def refuse_lost_hooks(self) -> None:
-        """Raise LoadError CKM505 where autograd has a node for a parameter that will be replaced:
-        hooks on the node (an optimizer's that steps in the backward) could not come along."""
+        """Raise LoadError CKM505 where a parameter on meta has a gradient accumulator that something
+        refers to. The parameter will be replaced, and hooks on that node would be lost, those of an
+        optimizer that steps in the backward for one."""
         if self.local.is_meta and self.tensor.requires_grad and _accumulates(self.tensor):
             raise LoadError(
                 "CKM505",
@@ -137,7 +143,8 @@ class LiveTensor:
             )
 
     def put(self, local: torch.Tensor) -> None:
-        """Replace the tensor everywhere it sits, a parameter by what it becomes; `local` is this rank's part of the new one."""
+        """Replace the tensor in every module that holds it; `local` is this rank's shard of the new
+        one. A parameter stays the same Python object."""
         import torch
         from torch import nn
 
@@ -156,34 +163,37 @@ class LiveTensor:
 
 
 def _become(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Make `old` all that `new` is, so that optimizers, hooks and weak references keep what the
-    model has.
+    """Give the Python object `old` the class, attributes and data of `new`, so that optimizers, hooks
+    and weak references go on referring to the model's parameter.
 
-    As torch.utils.swap_tensors, which refuses what is weakly referred to, and leaves hooks behind.
+    torch.utils.swap_tensors does the same, but refuses tensors with weak references and leaves
+    hooks behind.
     """
     import torch
 
     mine = dict(old.__dict__) if type(old) is torch.nn.Parameter or is_dtensor(old) else {}
     old.__class__ = type(new)
-    old.__dict__ = new.__dict__ | mine  # what users have hung on it stays
+    old.__dict__ = new.__dict__ | mine  # attributes that users set stay
     for slot in copyreg._slotnames(type(new)):  # type: ignore[attr-defined]
         if hasattr(new, slot):
             setattr(old, slot, getattr(new, slot))
     torch._C._swap_tensor_impl(old, new)
     for name in HOOKS:
         hooks = getattr(old, name)
-        if hooks is not None:  # an empty one, too: torch would register the next hook in it alone
+        if hooks is not None:  # an empty dict too: else torch would not see the next hook in it
             setattr(old, name, hooks)
 
 
 def _accumulates(tensor: torch.Tensor) -> bool:
-    """Has autograd a node that accumulates its gradient, and does anything keep the node?"""
+    """Return whether something keeps a reference to the tensor's gradient accumulator."""
     from torch.autograd.graph import get_gradient_edge
 
     before = tensor._use_count()  # type: ignore[attr-defined]
     if before == 1:
         return False
-    node = get_gradient_edge(tensor).node  # makes one where there is none, which refers to it
+    node = get_gradient_edge(
+        tensor
+    ).node  # makes a node where there is none, and the node refers to the tensor
     made = tensor._use_count() > before  # type: ignore[attr-defined]
     del node
     return not made
@@ -194,14 +204,14 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def expanded(local: torch.Tensor) -> bool:
-    """Return whether several elements are one in memory, as `expand` makes them. Each has a value
-    of its own in the checkpoint."""
+    """Return whether several elements of the tensor share memory, as after `expand`. The checkpoint
+    has a value for each of them."""
     steps = zip(local.shape, local.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in steps)
 
 
 def like(old: Any, local: torch.Tensor) -> torch.Tensor:
-    """The local part as what `old` is: a DTensor of the same mesh and placements, or itself."""
+    """Return `local` as a DTensor of the mesh and placements of `old`; as it is where `old` is none."""
     import torch
 
     if not is_dtensor(old):
@@ -223,9 +233,10 @@ def like(old: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 def held(target: LiveTensor) -> list[tuple[Box, Box]]:
-    """What this rank holds: (box of the whole tensor, where it lies in the local one).
+    """Return (box of the whole tensor, the same box in the local tensor) for all that this rank holds.
 
-    Any mesh of Shard, strided Shard (FSDP2 over TP) and Replicate. Raises LoadError CKM505.
+    Placements may be Shard, strided Shard (FSDP2 over TP) and Replicate on any mesh. Raises
+    LoadError CKM505 for Partial.
     """
     tensor: Any = target.tensor
     if not is_dtensor(tensor):
@@ -248,7 +259,8 @@ def cut(
     placements: Sequence[Any],
     fqn: str = "",
 ) -> list[tuple[Box, Box]]:
-    """What the rank at `coordinate` holds, placements applied left to right as torch does."""
+    """Return (box, box in the local tensor) for what the rank at `coordinate` of the mesh holds.
+    Placements apply from left to right, as in torch."""
     runs = [[range(n)] for n in shape]
     for size, rank, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if placement.is_partial():
@@ -262,7 +274,8 @@ def cut(
 
 
 def _chunk(runs: list[range], parts: int, index: int, split: int) -> list[range]:
-    """torch.chunk of the indices in `runs`; with `split`, of each of that many pieces of them."""
+    """Return chunk `index` of `parts` of the indices in `runs`, as torch.chunk cuts them; a strided
+    shard cuts them into `split` pieces first, and takes its chunk of each."""
     total = sum(map(len, runs))
     taken: list[range] = []
     for piece in range(split):
@@ -279,7 +292,7 @@ def chunk_bounds(n: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def _take(runs: list[range], start: int, stop: int) -> Iterator[range]:
-    """Elements start..stop of the runs laid end to end."""
+    """Yield elements start..stop of the runs, concatenated."""
     for run in runs:
         part = run[max(start, 0) : max(stop, 0)]
         if part:
@@ -288,7 +301,7 @@ def _take(runs: list[range], start: int, stop: int) -> Iterator[range]:
 
 
 def _boxes(runs: list[list[range]]) -> Iterator[tuple[Box, Box]]:
-    """Every combination of runs, one of each dim."""
+    """Yield a box, and the same box in the local tensor, for every combination of runs of the dims."""
     per_dim = []
     for dim in runs:
         starts = itertools.accumulate(map(len, dim), initial=0)
@@ -306,7 +319,7 @@ def _boxes(runs: list[list[range]]) -> Iterator[tuple[Box, Box]]:
 
 
 def device_for(target: LiveTensor, fallback: torch.device) -> torch.device:
-    """Where its data is, or, on meta, where it belongs: FSDP2's device, or `fallback`."""
+    """Return the device of the tensor's data; for one on meta, FSDP2's device or `fallback`."""
     import torch
 
     tensor: Any = target.tensor
@@ -329,7 +342,8 @@ def mesh_device(mesh: Any) -> torch.device:
 
 
 def fallback_device(targets: Sequence[LiveTensor]) -> torch.device:
-    """For what is on meta outside of any mesh: where the rest of the model is, else the CPU."""
+    """Return the device for tensors on meta that no mesh places: that of the rest of the model, or
+    the CPU."""
     import torch
 
     for target in targets:

@@ -1,4 +1,4 @@
-"""What a load did, tensor by tensor, and what it held in memory while doing it."""
+"""The report of a load: what became of every tensor, and how much memory the load took."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     import torch
 
 SHOWN = 5
-"""Names a line of the printed report spells out."""
+"""Names that a line of the printed report lists."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A tensor of another shape, or of a dtype that no cast should cross."""
+    """A tensor whose shape differs, or whose dtype is of another kind: floating, integer, boolean."""
 
     fqn: str
     live: str
@@ -28,7 +28,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class CastTensor:
-    """Loaded by `torch.Tensor.to`, because the model's dtype is not the checkpoint's."""
+    """A tensor that was cast by `torch.Tensor.to`, because the model's dtype is not the checkpoint's."""
 
     fqn: str
     stored: str
@@ -40,8 +40,8 @@ class CastTensor:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Held quantized in the model. `stored` and `live` are scaler blocks: where they differ the
-    scales were regrouped, with the same values."""
+    """A weight that is quantized in the model. `stored` and `live` are sizes of scaler blocks; where
+    they differ the scales were regrouped, with the same values."""
 
     fqn: str
     encoding: str
@@ -50,13 +50,14 @@ class Encoded:
     nbytes: int
 
     def __str__(self) -> str:
-        regrouped = f", scaler blocks {self.stored} -> {self.live}" * (self.stored != self.live)
-        return f"{self.fqn}: {self.encoding}{regrouped}"
+        if self.stored == self.live:
+            return f"{self.fqn}: {self.encoding}"
+        return f"{self.fqn}: {self.encoding}, scaler blocks {self.stored} -> {self.live}"
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """Quantized in the checkpoint, dense in the model; bytes are those of this rank's shard."""
+    """A weight that is quantized in the checkpoint and dense in the model; bytes of this rank's shard."""
 
     fqn: str
     reason: str
@@ -70,8 +71,8 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Recoded:
-    """A moment of the optimizer in another form than it was stored in; `error` is the rms of the
-    difference over that of the values, on this rank."""
+    """A moment that was quantized anew. `error` is the rms of the difference, divided by the rms of the
+    values, on this rank."""
 
     name: str
     stored: str
@@ -86,15 +87,15 @@ class Recoded:
 class StateReport:
     """What became of the optimizer's state on this rank; names are `FQN.state name`.
 
-    loaded       have the checkpoint's values now
-    copied       of these, those whose codes moved as bytes
-    cast         loaded in another dtype
-    recoded      decoded, or encoded anew, with the error
-    derived      made of another optimizer's state
-    initialised  begin anew, and why
-    left         in the checkpoint, but not used, and why
-    settings     hyper-parameters that were different here, and what was done; by which order the
-                 parameters are named, where the file only numbers them
+    loaded       entries that have the checkpoint's values now
+    copied       those of them whose codes were copied as bytes
+    cast         entries that were loaded in another dtype
+    recoded      entries that were decoded or quantized anew, with the error
+    derived      entries that were computed from another optimizer's state
+    initialised  entries that begin anew, and why
+    left         entries of the checkpoint that were not used, and why
+    settings     hyper-parameters that differed here, and what was done; the order that named the
+                 parameters, where the file only numbers them
     """
 
     loaded: tuple[str, ...] = ()
@@ -128,23 +129,23 @@ class LoadReport:
 
     loaded        names that have the checkpoint's values now
     missing       names of the model that the checkpoint does not have
-    left          left as they are, because the source need not have them: the adapter of a model
-                  that peft has wrapped, where a base was loaded; the base, where an adapter was
+    left          names that keep their values, because the checkpoint need not have them: those of
+                  a peft adapter where a base was loaded, those of the base where an adapter was
     unexpected    names of the checkpoint that the model does not have
-    mismatched    not loaded, because shapes or kinds of dtype differ
-    cast          loaded in the model's dtype
-    encoded       loaded as quantized tensors
-    decoded       quantized in the checkpoint, dense in the model, with what that costs
-    quantized     dense in the checkpoint, quantized because the model's weight is
+    mismatched    tensors that were not loaded, because shapes or kinds of dtype differ
+    cast          tensors that were cast to the model's dtype
+    encoded       weights that were loaded as quantized tensors
+    decoded       weights that are quantized in the checkpoint and dense in the model
+    quantized     names of weights that were quantized here, because the model's weight is
     tied          (name, the name it shares one tensor with)
-    left_on_meta  non-persistent buffers, and tensors that were not loaded, that still have no data
+    left_on_meta  names of tensors without data: non-persistent buffers, and what was not loaded
     state         what became of the optimizer's state; None: no optimizer was given
-    streams       "restored", "left as they are", or how they were made anew
-    inexact       why training does not go on bit for bit; empty: it does
-    step, extra   what `ckptmap.save` was given
-    names         from which scheme of names to which; empty: they are the model's
-    peak_*_nbytes most bytes that load held at once: buffers, and the tensor in the making until it
-                  is in the model
+    streams       random streams: "restored", "left as they are", or how they were made anew
+    inexact       reasons why training does not go on bit for bit; empty: it does
+    step, extra   the arguments of `ckptmap.save`
+    names         the schemes of names that were translated; empty: the names are the model's
+    peak_*_nbytes the most bytes that the load held at once: buffers, and a tensor until it is in
+                  the model
     """
 
     loaded: tuple[str, ...]
@@ -169,7 +170,8 @@ class LoadReport:
 
     def __str__(self) -> str:
         lines = [f"loaded {len(self.loaded)} tensors"]
-        lines += [f"  names: {self.names}"] * bool(self.names)
+        if self.names:
+            lines.append(f"  names: {self.names}")
         for title, items in (
             ("missing", self.missing),
             ("left as they are", self.left),
@@ -197,13 +199,13 @@ class LoadReport:
 
 
 def listed(items: Sequence[object], shown: int = SHOWN) -> str:
-    """The first few, and how many more there are."""
+    """Return the first `shown` items as one text, and how many more there are."""
     more = f" and {len(items) - shown} more" if len(items) > shown else ""
     return ", ".join(map(str, items[:shown])) + more
 
 
 class Meter:
-    """Bytes that load holds now and held at most, host and device apart."""
+    """Counts the bytes that a load holds now and held at most, for host and device."""
 
     def __init__(self) -> None:
         self._now = {True: 0, False: 0}

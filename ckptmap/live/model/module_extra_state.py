@@ -1,9 +1,9 @@
-"""What modules keep beside tensors: `get_extra_state()`, `set_extra_state()` of torch.nn.Module.
+"""State of modules that is no tensor: `get_extra_state()`, `set_extra_state()` of torch.nn.Module.
 
     save   {"0._extra_state": {...}}  -> ("extra", "module_extra_state", "0._extra_state", ...), of rank 0
-    load   the same, or what a state dict that was saved whole has under such a key
+    load   the same, or the value of such a key in a state dict that was saved whole
 
-torch writes it into every state dict, so a model without it is not the one that was saved.
+torch writes extra state into every state dict, so a model without it is not the one that was saved.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["KEY", "getters", "recorded", "setters", "without"]
 
 
 def getters(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules that have some to save, by plain key."""
+    """Return the modules that have extra state to save, by plain key."""
     return _modules(model, "get_extra_state")
 
 
 def setters(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules that take some back, by plain key."""
+    """Return the modules that take extra state back, by plain key."""
     return _modules(model, "set_extra_state")
 
 
 def _modules(model: torch.nn.Module, method: str) -> dict[str, torch.nn.Module]:
-    """Those of a class that has its own method: torch's raises."""
+    """Return the modules whose class defines `method` itself: that of torch.nn.Module raises."""
     from torch import nn
 
     found = {
@@ -47,9 +47,10 @@ def _modules(model: torch.nn.Module, method: str) -> dict[str, torch.nn.Module]:
 
 
 def recorded(checkpoint: Checkpoint) -> dict[str, Any]:
-    """By plain key, tensors as LazyTensors: what `ckptmap.save` put there, and what the model's state
-    dict holds; not what has an object of an unknown class in it, for a part of it is another
-    state."""
+    """Return the extra state in a checkpoint by plain key, tensors as LazyTensors.
+
+    `ckptmap.save` stores it apart, other checkpoints in the model's state dict. A state that holds
+    an object of an unknown class is left out: the rest of it would be another state."""
     found: dict[str, Any] = {k: checkpoint[k] for k in checkpoint if is_extra_state(k)}
     values = {**checkpoint.plain, **checkpoint.other}
     places, keys = found_in(values, checkpoint.roles.model_root)
@@ -63,6 +64,6 @@ def recorded(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def without(values: Mapping[Path, Any], checkpoint: Checkpoint) -> dict[Path, Any]:
-    """Extra values that are no state of the model's modules."""
+    """Return the extra values that are no state of the model's modules."""
     states, _ = found_in(values, checkpoint.roles.model_root)
     return {path: value for path, value in values.items() if path not in states}

@@ -1,10 +1,10 @@
-"""A checkpoint by the live model's names, where it has those of another scheme.
+"""A checkpoint whose names are of another scheme than the live model's, translated to the model's.
 
     model.layers.0.block_sparse_moe.experts.{0,1}.w2.weight      as transformers saves Mixtral
     -> model.layers.0.mlp.experts.down_proj                      as transformers 5 holds it
 
-Tried only where the model lacks names and the checkpoint has others; what then has more of the
-model's names is taken, and said.
+A translation is tried only where the checkpoint lacks names of the model and has others. The first
+that has more of the model's names is taken, and the report says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NamedCheckpoint:
-    """`names` is from which scheme to which, `unmapped` the keys that no rule knows."""
+    """A checkpoint by the model's names.
+
+    names     the schemes that were translated, "meta -> hf"; empty: none were
+    unmapped  keys that no rule of the mapping knows
+    """
 
     checkpoint: Checkpoint
     names: str = ""
@@ -37,8 +41,8 @@ class NamedCheckpoint:
 def by_the_models(
     checkpoint: Checkpoint, model: torch.nn.Module, targets: Sequence[LiveTensor]
 ) -> NamedCheckpoint:
-    """The checkpoint as the model can take it; itself where that is as it is, or no scheme brings
-    it nearer."""
+    """Return the checkpoint by the model's names; the checkpoint itself where its names are the
+    model's, or no scheme has more of them."""
     lacking = lacking_in(targets, checkpoint)
     if not lacking or not strange_to(targets, checkpoint):
         return NamedCheckpoint(checkpoint)
@@ -58,19 +62,19 @@ def by_the_models(
 
 
 def lacking_in(targets: Sequence[LiveTensor], source: Collection[str]) -> int:
-    """How many tensors of the model it has under none of their names."""
+    """Return how many tensors of the model `source` does not have."""
     return sum(not target.named_in(source) for target in targets)
 
 
 def strange_to(targets: Sequence[LiveTensor], source: Collection[str]) -> bool:
-    """Has it names that no tensor of the model has?"""
+    """Return whether `source` has names that no tensor of the model has."""
     known = {name for target in targets for name in target.known}
     return any(name not in known for name in source)
 
 
 def schemes_for(targets: Sequence[LiveTensor], config: Mapping[str, Any] | None) -> Iterator[str]:
-    """Schemes that the model's own names may be in: the hub's, transformers' in memory, and those
-    that the names are recognised by."""
+    """Yield the schemes that the model's names may follow: that of Hugging Face files, that of
+    transformers in memory, and those that the names are recognised by."""
     yield HUB
     yield MEMORY
     wanted = sorted({name for target in targets for name in target.known})
@@ -78,7 +82,7 @@ def schemes_for(targets: Sequence[LiveTensor], config: Mapping[str, Any] | None)
 
 
 def config_of(model: torch.nn.Module) -> dict[str, Any] | None:
-    """transformers' config of the model, whatever wraps it."""
+    """Return the transformers config of the model inside its wrappers; None: it has none."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(config, "model_type") and hasattr(config, "to_dict"):

@@ -1,4 +1,4 @@
-"""A live model that peft has wrapped: what its tensors are called in a base, and in an adapter's file.
+"""A live model that peft has wrapped: the names of its tensors in a base checkpoint and in an adapter.
 
     live                                                  base        adapter's file
     base_model.model.X.weight                             X.weight
@@ -10,8 +10,8 @@
     base_model.model.X.token_adapter.base_layer.weight    X.weight
     base_model.model.X.modules_to_save.default.weight     X.weight    base_model.model.X.weight
 
-Names of `get_peft_model` and `get_peft_model_state_dict`, peft 0.21. A file has no adapter's name: it
-is taken to be of the one that is active.
+Source: `get_peft_model` and `get_peft_model_state_dict` of peft 0.21. An adapter's file does not name
+the adapter: it is taken to be the active one.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
 
 BASE_LAYER, ORIGINAL, SAVED = "base_layer", "original_module", "modules_to_save"
 TOKENS = "token_adapter"
-"""Around an embedding of which single rows are trained."""
+"""Wraps an embedding of which single rows are trained."""
 MAGNITUDE = "lora_magnitude_vector"
-"""A module in memory, a bare tensor in a file."""
+"""A module in memory, a tensor of its own in a file."""
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
-"""`init_lora_weights` that leave the base's weights as they are."""
+"""Values of `init_lora_weights` that do not change the base's weights."""
 SETTINGS = (
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora",
     "fan_in_fan_out",
 )  # fmt: skip
-"""What decides how much an adapter's tensors add, beside the tensors."""
+"""Settings of an adapter that decide how much its tensors add to the base."""
 
 
 @dataclass(frozen=True)
 class PeftWrapping:
-    """What peft has put into a model.
+    """The adapters that peft has put into a model.
 
-    layers  names of the dicts that hold an adapter's tensors: `lora_A`, ...
-    active  the adapter that a file without a name is of; empty: none, or several
-    config  adapter's name -> peft's config
+    layers  names of the module dicts that hold an adapter's tensors: `lora_A`, ...
+    active  name of the active adapter; empty: none is, or several are
+    config  name of an adapter -> peft's config
     """
 
     layers: frozenset[str]
@@ -66,7 +66,7 @@ class PeftWrapping:
 
 
 def wrapped(model: torch.nn.Module) -> PeftWrapping | None:
-    """None: peft has no part in it."""
+    """Return the adapters of a model; None: peft has not wrapped it."""
     layers, active, config = set[str](), set[str](), dict[str, Any]()
     for module in model.modules():
         if not any(cls.__module__.split(".")[0] == "peft" for cls in type(module).__mro__):
@@ -86,8 +86,8 @@ def wrapped(model: torch.nn.Module) -> PeftWrapping | None:
 
 
 def _holders(module: Any) -> list[str]:
-    """Of what peft keeps beside its layers the dicts that hold tensors: VeRA's shared matrices,
-    AdaLoRA's ranks, VeLoRA's buffers."""
+    """Return the names of a layer's further dicts that hold tensors: VeRA's shared matrices, AdaLoRA's
+    ranks, VeLoRA's buffers."""
     from torch import nn
 
     def holds(place: Any) -> bool:
@@ -102,7 +102,7 @@ def _holders(module: Any) -> list[str]:
 
 
 def named(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> list[LiveTensor]:
-    """The targets with their other names, where peft has wrapped the model."""
+    """Return the targets with their names in bases and adapters, where peft has wrapped the model."""
     found = wrapped(model)
     if found is None:
         return list(targets)
@@ -119,7 +119,7 @@ def _adapted(target: LiveTensor, found: PeftWrapping) -> PeftNames:
 
 
 def _forms(name: str, found: PeftWrapping) -> tuple[str, str, str]:
-    """(name in a base, name in an adapter's file, adapter), empty where there is none."""
+    """Return (name in a base, name in an adapter's file, adapter), each empty where there is none."""
     inside = name.removeprefix(HEAD)
     beside = inside == name and name.startswith("base_model.")  # as what all layers share
     head, path = "" if beside else HEAD, inside.split(".")
@@ -137,7 +137,7 @@ def _forms(name: str, found: PeftWrapping) -> tuple[str, str, str]:
 
 
 def _begun(config: Any) -> str:
-    """How an adapter's first values came from the base that it was put on; empty: they did not."""
+    """Return the setting by which an adapter's first values came from its base; empty: none did."""
     if getattr(config, "use_dora", False):
         return "use_dora=True"
     if getattr(config, "kasa_config", None) is not None:
@@ -150,8 +150,8 @@ def _begun(config: Any) -> str:
 
 
 def left_as_they_are(targets: Sequence[LiveTensor], found: Mapping[str, str]) -> list[LiveTensor]:
-    """Of the targets that a source lacks those that it need not have: an adapter, where it is a base;
-    the base, where it is an adapter. `found`: FQN -> the name that the source has of it."""
+    """Return the targets that the source lacks and need not have: those of the adapter where the
+    source is a base, those of the base where it is an adapter. `found` is FQN -> the source's name."""
     base, in_file, adapters = False, False, set[str]()
     for target in targets:
         adapted, name = target.adapted, found.get(target.fqn)
@@ -178,7 +178,7 @@ def left_as_they_are(targets: Sequence[LiveTensor], found: Mapping[str, str]) ->
 
 
 def refuse_begun(left: Sequence[LiveTensor], path: str) -> None:
-    """Raise LoadError CKM514 where an adapter stays that began with values of another base."""
+    """Raise LoadError CKM514 where an adapter keeps values that peft computed from another base."""
     for target in left:
         if target.adapted is not None and target.adapted.begun:
             raise LoadError(
@@ -196,10 +196,10 @@ def refuse_begun(left: Sequence[LiveTensor], path: str) -> None:
 def opened(
     path: str | os.PathLike[str] | Checkpoint, model: torch.nn.Module, strict: bool
 ) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint at a path, an adapter's directory too where peft has wrapped the model; and
-    what is set otherwise in its config.
+    """Return the checkpoint at a path, which may be an adapter's directory where peft has wrapped the
+    model, and the settings by which its config differs from the model's.
 
-    Raises LoadError CKM515 where that is so and `strict`, SourceError as `ckptmap.open` does.
+    Raises LoadError CKM515 for such a difference if `strict`, SourceError as `ckptmap.open` does.
     """
     if isinstance(path, Checkpoint):
         return path, []
@@ -218,7 +218,7 @@ def opened(
 
 
 def _weights(path: str | os.PathLike[str]) -> Path | None:
-    """The file of an adapter that lies without its base."""
+    """Return the weights file of an adapter's directory; None: the path is something else."""
     place = locate(path).path
     if not place.is_dir() or not (place / CONFIG).is_file() or registry.knows(look(place)):
         return None
@@ -226,7 +226,7 @@ def _weights(path: str | os.PathLike[str]) -> Path | None:
 
 
 def _differences(file: Path, live: Any) -> list[str]:
-    """Settings of the adapter that are not the model's, as one phrase each."""
+    """Return the settings of an adapter's config that differ from the model's, a phrase each."""
     try:
         text = json.loads(local_copy(file).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""The process groups over which torch's wrappers spread a module, as far as no mesh tells them.
+"""The process groups of torch's wrappers, DDP and FSDP1 for two, which no device mesh describes.
 
-FSDP1's and `replicate()`'s are not public: where torch has changed them, none is found, and errors
-of one rank are not told to the ranks of that group.
+The groups of FSDP1 and `replicate()` are not public. Where torch has moved them none is returned,
+and an error of one rank is not told to the other ranks of the group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REPLICATE = "torch.distributed._composable.replicate"
 
 
 def wrapped_groups(model: torch.nn.Module) -> Iterator[Any]:
-    """Those of DDP, of FSDP1 (with HYBRID_SHARD the one between its replicas, too), of `replicate()`."""
+    """Yield the groups of DDP, of FSDP1 (with HYBRID_SHARD also that of its replicas), of `replicate()`."""
     import torch
 
     for module in model.modules():
@@ -32,7 +32,7 @@ def wrapped_groups(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def _replicates(module: torch.nn.Module) -> Any:
-    """That of the DDP which `replicate()` makes at the first forward, or will make."""
+    """Return the group of the DDP that `replicate()` makes at the first forward."""
     import torch
 
     try:

@@ -1,6 +1,7 @@
-"""What the ranks of a live run tell each other: small objects, on the CPU, apart from training.
+"""The ranks of a live run as one group, which exchanges small Python objects over gloo.
 
-A group of its own, so that a save in the background cannot come between the collectives of a step.
+Each purpose has a process group of its own, so that a save in the background cannot come between
+the collectives of a training step.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from ckptmap.errors import CkptmapError, RunError
 T = TypeVar("T")
 
 _GROUPS: dict[str, tuple[Any, Any]] = {}
-"""Purpose -> (torch's default group, ours beside it); made anew when torch's is."""
+"""Purpose -> (torch's default group, our group); a new default group gets a new one of ours."""
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """This rank among all; alone where torch.distributed is not in use."""
+    """This rank and all others; a group of one where torch.distributed is not initialized."""
 
     rank: int = 0
     world: int = 1
@@ -28,7 +29,7 @@ class RankGroup:
 
     @classmethod
     def join(cls, purpose: str) -> RankGroup:
-        """Every rank calls it, the first time together."""
+        """Return the group for a purpose. All ranks make the first call together."""
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
@@ -40,7 +41,7 @@ class RankGroup:
         return cls(dist.get_rank(), dist.get_world_size(), known[1])
 
     def all(self, value: T) -> list[T]:
-        """What each rank has, by rank."""
+        """Return the value of every rank, in order of rank."""
         if self.world == 1:
             return [value]
         import torch.distributed as dist
@@ -51,8 +52,8 @@ class RankGroup:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Raise on every rank what any rank raised within: its own error there, a RunError that
-        names that rank elsewhere."""
+        """Raise on every rank what one rank raised inside the context: the error itself on that
+        rank, a RunError that names the rank on the others."""
         error: BaseException | None = None
         try:
             yield
@@ -78,7 +79,7 @@ class RankGroup:
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Of torch's default group; (0, 1) without one."""
+    """Return rank and size of torch's default group; (0, 1) without one."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

@@ -1,14 +1,13 @@
-"""Random streams of a run: a rank's generators, saved under its own name and restored last.
+"""The state of a rank's random generators, saved under the rank's number and restored last.
 
     extra.rng.rank0.cpu  u8 [5056]      torch's CPU generator
     extra.rng.rank0.cuda u8 [16]        that of the rank's current CUDA device
     extra.rng.rank0.python              random.getstate()
 
-Where nothing is recorded that fits, an optimizer that rounds stochastically gets fresh streams:
-the seed is a hash of (base, shard), the base being the recorded streams of another world size or a
-number that the caller gives, and the shard this rank's place along the mesh dims that cut every
-trained tensor. Ranks that hold the same part of one thus draw the same bits, all others independent
-ones.
+Where no recorded state fits, an optimizer that rounds stochastically gets fresh streams. Their seed
+is a hash of (base, shard). The base is the recorded state of another world size, or a number that
+the caller gives. The shard is this rank's coordinate along the mesh dims that cut every trained
+tensor. Ranks that hold the same shard thus draw the same bits, all others independent ones.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ KEY = "rng"
 
 
 def captured() -> dict[str, Any]:
-    """This rank's streams now: torch tensors and plain values, copies."""
+    """Return a copy of the state of this rank's generators: torch tensors and plain values."""
     import torch
 
     found: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": _listed(random.getstate())}
@@ -44,7 +43,7 @@ def _listed(state: tuple[Any, ...]) -> list[Any]:
 
 
 def restore(state: Mapping[str, Any]) -> None:
-    """Set this rank's generators. Raises LoadError CKM511 where a state is none of this torch's."""
+    """Set this rank's generators. Raises LoadError CKM511 for a state that this torch cannot take."""
     import torch
 
     try:
@@ -65,7 +64,7 @@ def restore(state: Mapping[str, Any]) -> None:
 def recorded(
     tensors: Mapping[tuple[Any, ...], LazyTensor], plain: Mapping[tuple[Any, ...], Any], rank: int
 ) -> dict[str, Any]:
-    """What a checkpoint has of this rank's streams; empty where it has none."""
+    """Return the state of this rank's generators in a checkpoint; empty where it has none."""
     head = (KEY, f"rank{rank}")
     found: dict[str, Any] = {
         str(path[2]): lazy.read()
@@ -81,7 +80,7 @@ def recorded(
 
 
 def fresh(base: bytes, shard: Sequence[int]) -> int:
-    """Seed every generator of this rank by the documented rule; returns the seed."""
+    """Seed every generator of this rank by the rule of the module's docstring, and return the seed."""
     import torch
 
     text = b"ckptmap stream|" + base + b"|" + ",".join(map(str, shard)).encode()
@@ -92,8 +91,8 @@ def fresh(base: bytes, shard: Sequence[int]) -> int:
 
 
 def shard_of(targets: Sequence[LiveTensor]) -> tuple[int, ...]:
-    """This rank's place along the mesh dims that cut every trained tensor; () where every rank
-    holds all of one: its replicas must be rounded alike."""
+    """Return this rank's coordinate along the mesh dims that cut every trained tensor; () where some
+    tensor is whole on every rank, whose replicas must be rounded alike."""
     trained = [target for target in targets if target.tensor.requires_grad] or targets
     places = [_place(target) for target in trained]
     first = places[0] if places else {}
@@ -101,7 +100,8 @@ def shard_of(targets: Sequence[LiveTensor]) -> tuple[int, ...]:
 
 
 def _place(target: LiveTensor) -> dict[str, int]:
-    """Mesh dim that cuts it -> this rank's place there; dims of several meshes are one by name."""
+    """Return mesh dim that cuts the tensor -> this rank's coordinate; the dims of several meshes are
+    one where they have one name."""
     tensor: Any = target.tensor
     if isinstance(target, FlatParamTensor):
         return {"flat": int(target.handle.rank)} if target.handle.uses_sharded_strategy else {}

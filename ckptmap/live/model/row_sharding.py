@@ -1,4 +1,4 @@
-"""How FSDP2 holds a parameter of which each rank is to have whole rows, quantized."""
+"""Whether FSDP2 cuts a parameter by rows, so that each rank can hold quantized rows of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ckptmap.live.model.live_tensor import LiveTensor
 
 
 def row_shard(target: LiveTensor, kind: str) -> tuple[int, int] | str:
-    """(rank, world size) of a DTensor that FSDP2 cuts by rows; a text: why `kind` cannot be so."""
+    """Return (rank, world size) of a DTensor that FSDP2 cuts by rows; a text: why a weight of the form
+    `kind` cannot be cut so."""
     tensor: Any = target.tensor
     if target.fsdp_param is None:
         return f"a DTensor outside of fully_shard has no way to compute with {kind}"

@@ -1,6 +1,6 @@
-"""Tensors of a model that lie on each other without being one: a slice of another, a transposed one.
+"""Tensors of a model that share memory without being one object: a slice, or a transposed view.
 
-What is loaded last would be the value of all.
+The tensor that is loaded last would set the values of all of them, so that their sources must agree.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import torch
 
 MANY = 255
-"""Of so many tensors on each other the first are told apart."""
+"""The most tensors of one cluster whose bytes are compared."""
 
 
 def clusters(targets: Sequence[LiveTensor]) -> Iterator[list[LiveTensor]]:
-    """Of dense ones in memory those, two or more, that have bytes in common."""
+    """Yield each set of two or more dense tensors that have bytes of memory in common."""
     spans = sorted(((str(t.local.device), *_span(t.local), n) for n, t in enumerate(targets)))
     for _, some in groupby(spans, lambda span: span[0]):
         cluster: list[LiveTensor] = []
@@ -36,7 +36,8 @@ def clusters(targets: Sequence[LiveTensor]) -> Iterator[list[LiveTensor]]:
 
 
 def _sharing(cluster: list[LiveTensor]) -> Iterator[list[LiveTensor]]:
-    """Columns of one matrix run through each other, and have nothing in common."""
+    """Yield the tensors of a cluster that do share bytes: the columns of one matrix span the same
+    memory, and share none."""
     if len(cluster) < 2:
         return
     taken = _Bytes(cluster)
@@ -51,7 +52,7 @@ def _sharing(cluster: list[LiveTensor]) -> Iterator[list[LiveTensor]]:
 def conflict(
     reader: TensorReader, cluster: Sequence[tuple[LiveTensor, LazyTensor]]
 ) -> tuple[LazyTensor, LazyTensor] | None:
-    """Two sources that give some byte of memory different values; None: all agree."""
+    """Return two sources that give a byte of memory different values; None: all agree."""
     import torch
 
     memory = _Bytes([target for target, _ in cluster])
@@ -70,7 +71,7 @@ def conflict(
 
 
 class _Bytes:
-    """The memory that these tensors span, as bytes: whose each is, and its value."""
+    """The memory that a cluster of tensors spans: the owner of each byte, and its value."""
 
     def __init__(self, targets: Sequence[LiveTensor]) -> None:
         import torch
@@ -82,7 +83,7 @@ class _Bytes:
         self._values: torch.Tensor | None = None
 
     def owners_of(self, target: LiveTensor) -> torch.Tensor:
-        """A view, [*shape, itemsize]: 0, or 1 and up."""
+        """Return the number of the owner of each byte of a tensor, [*shape, itemsize]; 0: none."""
         return self._view(self._owners, target.local)
 
     def values_of(self, target: LiveTensor) -> torch.Tensor:
@@ -100,7 +101,7 @@ class _Bytes:
 
 
 def _span(local: torch.Tensor) -> tuple[int, int]:
-    """First byte, and the one behind the last."""
+    """Return the address of the first byte, and that behind the last."""
     last = sum((size - 1) * step for size, step in zip(local.shape, local.stride(), strict=True))
     start = local.data_ptr()
     return start, start + (last + 1) * local.element_size()

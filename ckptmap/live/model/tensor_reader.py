@@ -1,4 +1,4 @@
-"""Bytes from a checkpoint into live tensors, through buffers of bounded size."""
+"""Reads boxes of a checkpoint's tensors into live tensors, through host buffers of bounded size."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     import torch
 
 DECODE_COPIES = 4
-"""Buffers of a box's logical size that decoding holds at once: parts, scales, values, result."""
+"""Buffers of the size of a decoded box that decoding holds at once: codes, scales, values, result."""
 
 
 class TensorReader:
-    """Fills tensors on any device; host buffers of at most `max_memory` bytes at a time."""
+    """Fills tensors on any device, with at most `max_memory` bytes of host buffers at a time."""
 
     def __init__(self, files: Files, max_memory: int) -> None:
         self.files = files
@@ -26,12 +26,12 @@ class TensorReader:
         self.meter = Meter()
 
     def dense(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
-        """`box` of a dense tensor -> `out` (box.sizes, any floating or equal dtype, any device)."""
+        """Read `box` of a dense tensor into `out` (box.sizes, any floating or the same dtype)."""
         self._stored(source.parts[""], box, out)
 
     def rounded(self, source: LazyTensor, box: Box, out: torch.Tensor, seed: int) -> None:
-        """`box` of a float32 tensor -> `out` in bfloat16, up or down by chance, as often as it is
-        near: the mean error is zero. The bits of a box depend on the seed alone."""
+        """Read `box` of a float32 tensor into `out` in bfloat16, rounded stochastically, so that the
+        mean error is zero. The bits of a box depend on the seed alone."""
         import torch
 
         generator = torch.Generator().manual_seed(seed)
@@ -44,7 +44,7 @@ class TensorReader:
                 view.copy_(stochastic(values, generator))
 
     def part(self, source: LazyTensor, name: str, box: Box, device: torch.device) -> torch.Tensor:
-        """A box of one stored part as a new tensor, as it is stored."""
+        """Return a box of one stored part, `qdata` for one, as a new tensor in its stored dtype."""
         import torch
 
         stored = source.parts[name]
@@ -53,7 +53,8 @@ class TensorReader:
         return out
 
     def _stored(self, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
-        """Straight into `out` where its bytes are the file's, else cast and moved on the way."""
+        """Read straight into `out` where its bytes are those of the file, else through a buffer that
+        is cast and copied to the device."""
         import torch
 
         dtype: torch.dtype = getattr(torch, stored.info.dtype)
@@ -69,7 +70,7 @@ class TensorReader:
                 window(out, part.relative_to(box.offsets)).copy_(values.view(part.sizes))
 
     def decoded(self, source: LazyTensor, box: Box, out: torch.Tensor) -> None:
-        """`box` of a tensor of any encoding -> `out`, decoded where `out` is, then cast."""
+        """Read `box` of a tensor of any encoding into `out`: decode on its device, then cast."""
         import torch
 
         itemsize = source.info.itemsize
@@ -81,7 +82,7 @@ class TensorReader:
                 window(out, part.relative_to(box.offsets)).copy_(values)
 
     def same(self, first: LazyTensor, other: LazyTensor, box: Box) -> bool:
-        """Are the boxes of two tensors of one shape and dtype the same bits, decoded?"""
+        """Return whether the box has the same decoded bits in two tensors of one shape and dtype."""
         import torch
 
         most = max(1, self.max_memory // (2 * DECODE_COPIES * first.info.itemsize))
@@ -93,24 +94,26 @@ class TensorReader:
 
 
 def is_as_it_lies(tensor: torch.Tensor) -> bool:
-    """Are its bytes in memory its values, row-major? Of a conjugate or a negative view they are
-    not: torch changes the sign when it reads them."""
+    """Return whether the tensor's memory is its values in row-major order. The memory of a conjugate
+    or negative view is not: torch changes the sign when it reads it."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def window(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The part of a tensor that a box names, as a view; 0-d tensors have one part."""
+    """Return the box of a tensor as a view; a 0-d tensor has one box."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        if offset or size != tensor.shape[dim]:  # not every subclass has a view of all of itself
+        if (
+            offset or size != tensor.shape[dim]
+        ):  # not every tensor subclass supports a narrow to all of itself
             tensor = tensor.narrow(dim, offset, size)
     return tensor
 
 
 def stochastic(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """float32 -> bfloat16: up with the probability that the 16 bits dropped say, else down.
+    """Round float32 to bfloat16: up with the probability (dropped 16 bits) / 2^16, else down.
 
-    As torchao's `_fp32_to_bf16_sr`, on the CPU and with a generator of its own; infinities and NaN
-    stay what they are.
+    Source: `_fp32_to_bf16_sr` of torchao; here on the CPU, with a generator of its own. Infinities
+    and NaN are kept.
     """
     import torch
 
@@ -121,5 +124,5 @@ def stochastic(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 
 def as_bytes(values: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, row-major; without a copy where it is so on the CPU."""
+    """Return the bytes of a tensor in row-major order, not copied where the tensor is so on the CPU."""
     return tensor_bytes(values.detach().cpu().contiguous().resolve_conj().resolve_neg())
