@@ -1,5 +1,5 @@
-"""What a continuation needs beside weights and optimizer state: scheduler, random streams, and the
-judgement whether it is exact."""
+"""The rest of a resumed run: scheduler, random streams, modules' extra state, and whether training
+goes on bit for bit as it would have."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     import torch
 
 SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
-"""Names under which a scheduler's state is saved, ours first."""
+"""Keys under which programs save a scheduler's state, that of `ckptmap.save` first."""
 LISTED = "lr_schedulers"
-"""Lightning's: a list; of one, that one."""
+"""Lightning's key, which holds a list of scheduler states; a list of one is loaded."""
 
 
 class Continuation:
-    """One load's: judged before anything is touched, finished after all else."""
+    """The continuation of one load: judged before anything is touched, restored after all else."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Continuation:
     # ------------------------------------------------------------------ before
 
     def judge(self, plan: LoadPlan, state: StatePlan | None, precision: str) -> None:
-        """Gather why it would not be exact."""
+        """Collect the reasons why training would not go on bit for bit."""
         self._live["layout"] = settings.layout_digest(self._targets, plan.becomes)
         why = self.inexact
         if not self._saved:
@@ -103,15 +103,17 @@ class Continuation:
         why += [f"no {name}" for name in self._takers if name not in self._states]
 
     def _own(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What was recorded of this rank."""
+        """Return the recorded settings with the layout of this rank alone."""
         layouts = saved.get("layout")
         if isinstance(layouts, list) and self._rank < len(layouts):
             return {**saved, "layout": layouts[self._rank]}
         return {key: value for key, value in saved.items() if key != "layout"}
 
     def choose_streams(self, wanted: str, seed: int, exact: bool) -> None:
-        """Raises LoadError CKM507 where an exact continuation is wanted and is not to be had,
-        CKM511 where the recorded streams are, and there are none for this rank."""
+        """Decide where this rank's random streams come from.
+
+        Raises LoadError CKM507 where `exact` is asked for and impossible, CKM511 where `wanted` is
+        "recorded" and no state is recorded for this rank."""
         own = streams.recorded(self._checkpoint.other, self._checkpoint.plain, self._rank)
         fits = bool(own) and self._saved.get("world_size") == self._live["world_size"]
         if not fits and wanted != "leave":
@@ -143,7 +145,7 @@ class Continuation:
             )
 
     def _base(self, seed: int) -> bytes:
-        """What fresh streams of all ranks come from: the streams of the saved rank 0, and a seed."""
+        """Return the base of every rank's fresh streams: the recorded state of rank 0, and the seed."""
         first = streams.recorded(self._checkpoint.other, self._checkpoint.plain, 0)
         recorded = bytes(first["cpu"].numpy().tobytes()) if first else b""
         return recorded + seed.to_bytes(8, "big", signed=True)
@@ -151,8 +153,8 @@ class Continuation:
     # ------------------------------------------------------------------ after
 
     def finish(self) -> None:
-        """Modules' extra state, the scheduler, and last of all the random streams: what comes
-        before may draw."""
+        """Restore modules' extra state, the scheduler, and last the random streams: the steps before
+        may draw random numbers."""
         for name, module in self._takers.items():
             if name in self._states:
                 module.set_extra_state(_read(self._states[name]))
@@ -178,14 +180,14 @@ class Continuation:
 
 
 def _taken(everything: dict[str, Any], name: str) -> Mapping[str, Any]:
-    """A dict that is taken out; what has its name and is none stays an extra value."""
+    """Remove and return the dict `name`; another value of that name stays, and {} is returned."""
     found = everything.get(name)
     return everything.pop(name) if isinstance(found, Mapping) else {}
 
 
 def _scheduler(everything: dict[str, Any]) -> Mapping[str, Any]:
-    """A scheduler's state, taken out: at the root, the one of a list, or inside of the one dict that
-    has such a name, as verl's `extra_state`."""
+    """Remove and return the scheduler's state: at the root, the one of a list, or inside of the only
+    dict that has such a key, as verl's `extra_state`."""
     found = next((name for name in SCHEDULERS if name in everything), SCHEDULERS[0])
     state = _taken(everything, found) or _only(everything, LISTED)
     inside = [
@@ -206,7 +208,7 @@ def _scheduler(everything: dict[str, Any]) -> Mapping[str, Any]:
 
 
 def _only(everything: dict[str, Any], name: str) -> Mapping[str, Any]:
-    """The one dict of a list, taken out; a list of several stays an extra value."""
+    """Remove and return the dict of a list of one; a list of several stays an extra value."""
     match everything.get(name):
         case [Mapping() as found]:
             del everything[name]
@@ -215,7 +217,7 @@ def _only(everything: dict[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _read(value: Any) -> Any:
-    """Nested values with their tensors read."""
+    """Return nested values with their lazy tensors read."""
     from ckptmap.storage.lazy_tensor import LazyTensor
 
     if isinstance(value, LazyTensor):

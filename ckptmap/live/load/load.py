@@ -1,10 +1,11 @@
-"""load(): any checkpoint into a live model, whatever wraps it, each rank reading only its part.
+"""load(): any checkpoint into a live model, whatever wraps it; each rank reads only its own shards.
 
-    model -> targets by plain FQN -> matched with the checkpoint -> one step a tensor -> run
+    find the model's tensors -> match them with the checkpoint -> match the optimizer's state
+    -> judge the continuation -> read -> restore scheduler and random streams
 
 Everything that can be refused is refused before the first parameter is touched, on all ranks or on
-none: the ranks that hold a model together agree on errors after planning and at the end. Nothing
-else is communicated.
+none: the ranks that hold a model together agree on errors after planning and at the end. They
+communicate nothing else.
 """
 
 from __future__ import annotations
@@ -97,10 +98,10 @@ def load(
 
 @dataclass(frozen=True)
 class PlannedLoad:
-    """A load that nothing stands against any more.
+    """A load that passed every check.
 
     homeless  names of non-persistent buffers on meta, which no checkpoint has
-    names     from which scheme of names to which
+    names     the schemes of names that were translated; empty: none were
     """
 
     checkpoint: Checkpoint
@@ -153,10 +154,10 @@ def _plan(
     facts: dict[str, str],
     closing: ExitStack,
 ) -> PlannedLoad:
-    """Return what will be done, decided from headers. Raises for all that can be refused.
+    """Return the plan of a load, decided from headers. Raises for all that can be refused.
 
-    facts    takes what must be equal on every rank
-    closing  closes the checkpoint that is opened here
+    facts    receives the fingerprints of files, which must be equal on every rank
+    closing  will close the checkpoint that is opened here
     """
     if options.fix and optimizer is not None:
         fix_lowbit.apply()
@@ -181,7 +182,7 @@ def _plan(
 
 
 def _leave_to_modules(weights: LoadPlan, model: torch.nn.Module, unmapped: Sequence[str]) -> None:
-    """Take names off the unexpected ones that modules load by `set_extra_state`."""
+    """Drop the names that modules load by `set_extra_state` from the unexpected ones."""
     taken = module_state.setters(model)
     weights.unexpected = [name for name in (*weights.unexpected, *unmapped) if name not in taken]
 

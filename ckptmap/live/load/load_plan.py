@@ -1,4 +1,4 @@
-"""What a load will do with the weights, what stands against it, and how far it came."""
+"""The plan of a load of weights: a step for every tensor, and what does not match."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ Step = Callable[[TensorReader], None]
 
 @dataclass
 class LoadPlan:
-    """What will be done, and what stands against it.
+    """The steps of a load, and the tensors that it cannot fill.
 
-    steps  one for each of `targets`
-    unfit  targets that are `mismatched`
+    steps      one for each of `targets`, in order
+    unfit      the targets of `mismatched`
+    left       targets that keep their values, because the source need not have them
+    refused    keys of the checkpoint that cannot be read, with the reason
     becomes    (class, dtype) of the local tensors that take the place of others, by FQN
     trainable  names of weights that require gradients and must not, by the form that holds them
     """
@@ -50,7 +52,7 @@ class LoadPlan:
     refused: list[str] = field(default_factory=list)
 
     def add(self, target: LiveTensor, step: LoadStep) -> None:
-        """Add what loads one tensor."""
+        """Add the step of one tensor."""
         self.targets.append(target)
         self.steps.append(step.run)
         if step.cast is not None:
@@ -67,7 +69,7 @@ class LoadPlan:
     def refuse(
         self, path: str, strict: bool, strict_encoding: bool, homeless: Sequence[str]
     ) -> None:
-        """Raise for what must not be loaded, the most basic first."""
+        """Raise LoadError for what must not be loaded: names first, then shapes, then encodings."""
         if strict:
             self._refuse_names(path, homeless)
             peft_live.refuse_begun(self.left, path)
@@ -90,11 +92,13 @@ class LoadPlan:
     def _refuse_names(self, path: str, homeless: Sequence[str]) -> None:
         missing = [target.fqn for target in self.missing]
         if missing or self.unexpected:
-            seen = [f"{len(missing)} missing: {listed(missing)}"] * bool(missing)
-            seen += [f"{len(self.unexpected)} unexpected: {listed(self.unexpected)}"] * bool(
-                self.unexpected
-            )
-            seen += [f"not readable: {listed(self.refused)}"] * bool(self.refused)
+            seen = []
+            if missing:
+                seen.append(f"{len(missing)} missing: {listed(missing)}")
+            if self.unexpected:
+                seen.append(f"{len(self.unexpected)} unexpected: {listed(self.unexpected)}")
+            if self.refused:
+                seen.append(f"not readable: {listed(self.refused)}")
             raise LoadError(
                 "CKM501",
                 f"{path}: keys do not match the model, {'; '.join(seen)}",
@@ -117,7 +121,7 @@ class LoadPlan:
             )
 
     def run(self, reader: TensorReader) -> None:
-        """Load them all. An error says which tensors have the checkpoint's values by then."""
+        """Run every step. An error says which tensors have the checkpoint's values by then."""
         done = 0
         try:
             for step in self.steps:
@@ -152,8 +156,8 @@ class LoadPlan:
 
 
 def _way_out(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """peft puts `base_model.model.` before all names; a model that it has not wrapped has no place
-    for an adapter's."""
+    """Return the hint for names that do not match. peft puts `base_model.model.` before all names, and
+    a model that it has not wrapped has no module for an adapter's tensors."""
     live, saved = (any(n.startswith(HEAD) for n in ns) for ns in (missing, unexpected))
     if saved and not live:
         return "wrap the model by get_peft_model first, or load what `ckptmap merge` makes of it"

@@ -1,6 +1,7 @@
-"""What tells one checkpoint from another, cheaply: sizes and last bytes of a few of its files.
+"""Cheap fingerprints of a checkpoint: the sizes and last bytes of a few of its files.
 
-Not paths or times: each node may have a copy of its own.
+Ranks compare them to notice that they load different checkpoints. Paths and times do not count:
+each node may have a copy of its own.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 
 FILES = 8
 TAIL_NBYTES = 4096
-"""In zips, CRCs of all that is in them; elsewhere values."""
+"""In a zip these bytes hold the CRCs of all records; elsewhere values."""
 
 
 def content_facts(checkpoint: Checkpoint) -> dict[str, str]:
-    """By name inside of the checkpoint; empty for one on the Hub, whose commit is pinned."""
+    """Return file name -> size and digest; empty for a checkpoint on the Hub, whose commit is pinned."""
     if checkpoint.origin:
         return {}
     found = {}
     for file in sorted(checkpoint.fingerprints)[:FILES]:
         inside = os.path.relpath(file, checkpoint.path)
-        with suppress(OSError):  # one that has gone says so when it is read
+        with suppress(OSError):  # a file that is gone raises its own error when it is read
             found["the file" if inside == "." else inside] = _fact(file)
     return found
 

@@ -1,6 +1,6 @@
-"""A live model matched with a checkpoint: what is done with each tensor, and what stands against it.
+"""A live model matched with a checkpoint: the step that fills each tensor, and what does not match.
 
-Every tensor gets one step, decided from headers alone; nothing is touched before all are.
+Each step is decided from headers alone, and all are decided before the first tensor is touched.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 class TensorMatcher:
-    """Matches targets with the checkpoint and decides the step of each; reads no weight, save to
-    compare two that are one tensor in the model."""
+    """Matches targets with the checkpoint and decides the step of each. It reads weights only to compare
+    two that are one tensor in the model."""
 
     def __init__(
         self,
@@ -98,8 +98,9 @@ class TensorMatcher:
     # ------------------------------------------------------------------ checks
 
     def _compare_views(self, found: Mapping[str, str]) -> None:
-        """The same for parameters apart on one memory, as `b.weight.data = a.weight.data` makes
-        them, or `.t()` or a slice of it: what is loaded last would be the value of both."""
+        """Compare the sources of parameters that are different objects on the same memory, as
+        `b.weight.data = a.weight.data` makes them, or `.t()`, or a slice: the tensor that is loaded
+        last would set the values of both."""
         seen: dict[object, LiveTensor] = {}
         for target in self._plan.targets:
             place = _memory(target)
@@ -110,7 +111,7 @@ class TensorMatcher:
         self._compare_parts([t for t in seen.values() if t.fqn not in self._plan.becomes], found)
 
     def _compare_parts(self, targets: Sequence[LiveTensor], found: Mapping[str, str]) -> None:
-        """Raise LoadError CKM208 where two that share some bytes differ in them."""
+        """Raise LoadError CKM208 where two tensors that share some bytes of memory differ in them."""
         filled = [target for target in targets if _is_filled(target.local)]
         for cluster in shared_memory.clusters(filled):
             sources = [(target, self._checkpoint[found[target.fqn]]) for target in cluster]
@@ -145,7 +146,8 @@ def _one_storage(first: LazyTensor, other: LazyTensor) -> bool:
 
 
 def _mismatch(target: LiveTensor, source: LazyTensor) -> Mismatch | None:
-    """A difference that no cast bridges: shape, or floating against integer and the like."""
+    """Return a difference that no cast bridges: of shape, or floating against integer; None: they
+    match."""
     import torch
 
     live = logical_info(target) or TensorInfo(tuple(target.tensor.shape), target.dtype)
@@ -156,7 +158,8 @@ def _mismatch(target: LiveTensor, source: LazyTensor) -> Mismatch | None:
 
 
 def _memory(target: LiveTensor) -> object:
-    """Where a dense tensor of this rank lies; None: nowhere that another could."""
+    """Return the address, shape, strides and dtype of a dense tensor of this rank; None: no other
+    tensor can share its memory."""
     import torch
 
     local = target.local
@@ -166,5 +169,5 @@ def _memory(target: LiveTensor) -> object:
 
 
 def _is_filled(local: torch.Tensor) -> bool:
-    """Do its own bytes become the checkpoint's?"""
+    """Return whether the load writes the checkpoint's values into the tensor's own bytes."""
     return local.data_ptr() > 0 and not (expanded(local) or local.is_conj() or local.is_neg())

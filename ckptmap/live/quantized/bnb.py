@@ -1,12 +1,12 @@
-"""An NF4 weight of a checkpoint in a live bitsandbytes model: Params4bit with its quant state.
+"""bitsandbytes' Params4bit in a live model: NF4 and FP4 weights of a Linear4bit.
 
     codes u8 [n/2] (the same nibbles, torchao's order is bitsandbytes')   -> data u8 [n/2, 1]
     scales decoded, in float32 [n/64]                                      -> quant_state.absmax
     torchao's table of 16 values                                           -> quant_state.code
 
-No code changes and nothing is quantized anew; nor are bitsandbytes' own codes. The values are
-torchao's up to the rounding of one product: bitsandbytes multiplies in float32, torchao in the
-weight's dtype. Into a weight that is quantized already, all else is quantized as that one is.
+Codes of NF4, and bitsandbytes' own, are copied bit for bit. The decoded values are torchao's up to
+the rounding of one product: bitsandbytes multiplies in float32, torchao in the weight's dtype. Any
+other source is quantized with the settings of the live weight.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ class BnbForm(LiveForm):
 
 
 def is_live(target: LiveTensor) -> bool:
-    """Is it, or is it to be, a bitsandbytes 4-bit weight?"""
+    """Return whether the weight is a Params4bit, quantized or not yet."""
     return type(target.tensor).__name__ == LIVE_CLASS
 
 
 def can_hold(target: LiveTensor) -> str:
-    """Why bitsandbytes cannot hold the weight here; empty: it can."""
+    """Return why bitsandbytes cannot hold the weight in its module; empty: it can."""
     if is_dtensor(target.tensor) or target.is_flat:
         return "it is cut over ranks, and Params4bit is loaded whole"
     for module, _ in target.places:
@@ -121,20 +121,20 @@ def refuse(target: LiveTensor, reason: str) -> LoadError:
 
 
 def live_state(target: LiveTensor) -> Any:
-    """The quant state of a weight that is quantized already; None: it is not yet."""
+    """Return the QuantState of a quantized weight; None: it is not quantized yet."""
     return getattr(target.tensor, "quant_state", None) if is_live(target) else None
 
 
 def holds_codes(target: LiveTensor) -> bool:
-    """Is it, or this rank's part of it, quantized already?"""
+    """Return whether the weight, or this rank's shard of it, is quantized already."""
     if is_dtensor(target.tensor):
         return type(target.local).__name__ == LIVE_CLASS
     return live_state(target) is not None
 
 
 def is_rounded(target: LiveTensor) -> bool:
-    """Has bitsandbytes put the codes in another order, for a forward on the CPU, and rounded the
-    scales? It computes with those, and saves others."""
+    """Return whether a forward on the CPU has reordered the codes and rounded the scales: bitsandbytes
+    computes with the rounded scales, and saves them in float32."""
     state = live_state(target)
     if state is None:
         return False
@@ -145,7 +145,7 @@ def is_rounded(target: LiveTensor) -> bool:
 
 
 def logical(target: LiveTensor) -> TensorInfo | None:
-    """Shape and dtype of the weight that the live codes stand for; None: it has none."""
+    """Return shape and dtype of the weight that the codes stand for; None: it is not quantized yet."""
     state = live_state(target)
     if state is None:
         return None
@@ -153,10 +153,10 @@ def logical(target: LiveTensor) -> TensorInfo | None:
 
 
 def stored_parts(target: LiveTensor) -> dict[str, torch.Tensor]:
-    """What bitsandbytes itself saves of the weight, by what stands behind its name: codes "", scales
-    ".absmax", ... Its layer undoes the order of codes that a forward on the CPU has given them.
+    """Return the tensors that bitsandbytes saves of the weight, by the suffix of their names: codes "",
+    scales ".absmax", ... Its layer brings codes that a forward on the CPU has reordered back in order.
 
-    Raises LoadError CKM505 where it is cut over ranks: the scales of all of it are on each.
+    Raises LoadError CKM505 where the weight is cut over ranks: each rank has the scales of all of it.
     """
     module, name = target.places[0]
     if is_dtensor(target.tensor):
@@ -175,7 +175,7 @@ def stored_parts(target: LiveTensor) -> dict[str, torch.Tensor]:
 
 
 def keeps_codes(source: LazyTensor, target: LiveTensor) -> bool:
-    """Are the source's codes those that the live weight has?"""
+    """Return whether the live weight takes the source's codes bit for bit."""
     grid, state = code_grid(source), live_state(target)
     return source.encoding == NF4 or (
         grid is not None and state is not None and grid.name == state.quant_type
@@ -183,8 +183,8 @@ def keeps_codes(source: LazyTensor, target: LiveTensor) -> bool:
 
 
 def put(reader: TensorReader, source: LazyTensor, target: LiveTensor, device: torch.device) -> None:
-    """Set the weight of every module that shares it: codes as they are, or, where the source has
-    none of this kind, quantized as the live weight is. Read whole."""
+    """Set the weight in every module that shares it: codes bit for bit where the source has such codes,
+    else quantized with the live weight's settings. Reads the whole tensor."""
     import bitsandbytes
 
     if source.encoding == NF4:
@@ -224,7 +224,7 @@ def _from_nf4(
 
 
 def _from_codes(source: LazyTensor, live: Any, device: torch.device) -> tuple[torch.Tensor, Any]:
-    """bitsandbytes' own: the same codes, scales as they are decoded, in float32."""
+    """Return bitsandbytes' own codes, and a state with the decoded scales in float32."""
     import torch
     from bitsandbytes.functional import QuantState, get_4bit_type
 
@@ -243,7 +243,7 @@ def _from_codes(source: LazyTensor, live: Any, device: torch.device) -> tuple[to
 def _quantized(
     reader: TensorReader, source: LazyTensor, live: Any, device: torch.device
 ) -> tuple[torch.Tensor, Any]:
-    """By bitsandbytes, with the live weight's own settings."""
+    """Quantize by bitsandbytes, with the live weight's settings."""
     import torch
     from bitsandbytes.functional import quantize_4bit
 

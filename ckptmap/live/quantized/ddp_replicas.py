@@ -1,8 +1,8 @@
-"""NF4 weights under DDP: left to themselves they are quantized again, or refused.
+"""NF4 weights under DDP, which by itself quantizes them again or refuses them.
 
-DDP broadcasts the model when it is built. NF4 weights that share a bucket with other tensors are
-decoded for it and quantized again on every rank, rank 0 included, with other scales; one alone in
-its bucket is refused. `prepare_ddp` lets DDP ignore them and makes the replicas equal itself.
+DDP broadcasts the model when it is built. It decodes an NF4 weight that shares a bucket with other
+tensors and quantizes it again on every rank, rank 0 included, with other scales; it refuses one that
+is alone in its bucket. `prepare_ddp` makes DDP ignore NF4 weights, and broadcasts them itself.
 
     prepare_ddp(model); model = DistributedDataParallel(model)
 """
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 
 def prepare_ddp(model: torch.nn.Module, source: int = 0) -> tuple[str, ...]:
-    """Before `DistributedDataParallel(model)`: NF4 weights of all ranks become those of rank
-    `source`, part by part, and DDP leaves them alone. Every rank calls it.
+    """Broadcast the NF4 weights of rank `source`, make DDP ignore them, and return their names.
 
-    Returns their names. Raises LoadError CKM509 where the replicas differ afterwards: other
-    weights are NF4 on another rank.
+    Every rank calls it before `DistributedDataParallel(model)`. Raises LoadError CKM509 where the
+    ranks have NF4 weights of different names, or the replicas differ afterwards.
     """
     import torch
     from torch.nn.parallel import DistributedDataParallel
@@ -51,9 +50,9 @@ def prepare_ddp(model: torch.nn.Module, source: int = 0) -> tuple[str, ...]:
 
 
 def compare_nf4(model: torch.nn.Module, peers: RankGroup | None = None) -> str:
-    """The digest of all NF4 weights, which all ranks must share; empty where there are none.
+    """Return the digest of all NF4 weights; empty where there are none.
 
-    Raises LoadError CKM509 where they do not."""
+    Raises LoadError CKM509 where the ranks' digests differ."""
     import xxhash
 
     from ckptmap.live.model.tensor_reader import as_bytes

@@ -1,8 +1,8 @@
-"""Dense values into a live tensor: as they are, cast, rounded, or decoded from a quantized weight.
+"""Fills a dense live tensor: values are copied, cast, rounded, or decoded from a quantized weight.
 
     checkpoint [out, in] float32  ->  this rank's box  ->  live [out / world, in] bfloat16
 
-This is what a load does where no other live form answers.
+A load takes this way where no LiveForm answers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fill_step(target: LiveTensor, source: LazyTensor, context: LoadContext) -> L
 def decode_step(
     target: LiveTensor, source: LazyTensor, context: LoadContext, reason: str
 ) -> LoadStep:
-    """Return the step that decodes `source` into `target`, which `reason` keeps from its codes."""
+    """Return the step that decodes `source` into `target`; `reason` says why the codes cannot be kept."""
     numel = target.local.numel()
     share = numel / max(1, source.info.numel)
     encoded = round(source.nbytes * share)

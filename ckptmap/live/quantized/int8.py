@@ -1,13 +1,12 @@
-"""int8 in a live model: this rank's rows of a checkpoint's int8 tensor as torchao's Int8Tensor.
+"""torchao's Int8Tensor in a live model: int8 weights of a linear layer, frozen.
 
     codes i8 [out, in], scales f32 [out, in / g]
         -> rows of this rank as Int8Tensor, frozen        plain models, DDP, compiled
         -> the same with an all-gather, in a DTensor      fully_shard
 
-Whatever int8 the checkpoint holds (torchao, bitsandbytes, compressed-tensors), the codes are kept.
-torchao's class cannot be cut by FSDP2 (0.18: aten.split is missing), so that the shard is one of a
-subclass made here, which gathers codes and scales. An
-integer tensor would fail as a parameter of its own: only floating ones can require gradients.
+The codes of torchao, bitsandbytes and compressed-tensors are kept. FSDP2 cannot cut torchao's class,
+so that a shard is of a subclass (see `int8_sharded`). The codes cannot be a parameter of their own:
+only floating tensors can require gradients.
 """
 
 from __future__ import annotations
@@ -108,10 +107,12 @@ def _kept(target: LiveTensor, source: LazyTensor, rows: Int8Rows, device: torch.
 
 @dataclass(frozen=True)
 class Int8Rows:
-    """The rows of one rank: their box in the whole tensor, and how scales lie over them.
+    """The rows of one rank.
 
-    dtype     of the live weight, which torchao's tensor appears to have
-    sharded   cut by fully_shard
+    grid     the blocks of the whole tensor that share one scale each
+    box      the rows in the whole tensor
+    dtype    dtype of the live weight, which torchao's tensor appears to have
+    sharded  True: fully_shard cuts the weight
     """
 
     grid: Grid
@@ -121,7 +122,7 @@ class Int8Rows:
 
     @property
     def nbytes(self) -> int:
-        """Of codes and scales."""
+        """Bytes of codes and scales."""
         blocks = 1
         for size, block in zip(self.box.sizes, self.grid.block, strict=True):
             blocks *= -(-size // block)
@@ -133,14 +134,14 @@ def is_int8(source: LazyTensor) -> bool:
 
 
 def _grid(source: LazyTensor) -> Grid | None:
-    """That of codes and scales alone; None: another encoding, or one with zero points."""
+    """Return the grid of int8 codes; None: the source is of another encoding."""
     coded = source.encoding_
     grid = coded.grid(source.info) if isinstance(coded, Coded) else None
     return grid if grid is not None and grid.name == "int8" else None
 
 
 def rows_of(target: LiveTensor, source: LazyTensor) -> Int8Rows | str:
-    """This rank's rows as they will be held; a text: why they are decoded instead."""
+    """Return this rank's rows; a text: why the weight must be decoded instead."""
     grid = _grid(source)
     assert grid is not None, f"{source.fqn}: {source.encoding} is not int8"
     reason = _unfit(target, grid)
@@ -184,7 +185,7 @@ def _unfit(target: LiveTensor, grid: Grid) -> str:
 def read_rows(
     reader: TensorReader, source: LazyTensor, rows: Int8Rows, device: torch.device
 ) -> torch.Tensor:
-    """The rows as torchao's tensor: their codes, and of the scales, which are read whole, theirs."""
+    """Return the rows as torchao's tensor. The scales are read whole, and those of the rows kept."""
     import torch
 
     codes = torch.empty(rows.box.sizes, dtype=torch.int8, device=device)
@@ -229,7 +230,8 @@ def _made(
 
 
 def _computing_as(old: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """`made` with activations quantized as those of `old` are: the live model says how it computes."""
+    """Return `made` with the settings of `old` for quantizing activations: the live model decides how
+    it computes."""
     for name in ("act_quant_kwargs", "reduce_range"):
         if hasattr(old, name):
             setattr(made, name, getattr(old, name))
@@ -260,7 +262,7 @@ def _plain_parts(target: LiveTensor) -> tuple[torch.Tensor, torch.Tensor, tuple[
 def quantize_rows(
     reader: TensorReader, source: LazyTensor, target: LiveTensor, device: torch.device
 ) -> torch.Tensor:
-    """Values of the checkpoint as int8 by rows, for a live weight that is int8."""
+    """Quantize values of the checkpoint to int8 with one scale a row, by torchao's rule."""
     import torch
 
     from ckptmap.quantization.blockwise.quantizer import quantize_rows as by_rows

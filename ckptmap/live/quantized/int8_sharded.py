@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @cache
 def torchao_class() -> Any:
-    """torchao's Int8Tensor; None where there is none."""
+    """Return torchao's Int8Tensor; None: it is not installed, or too old."""
     try:
         with quiet_torchao():
             from torchao.quantization import Int8Tensor
@@ -30,7 +30,7 @@ def torchao_class() -> Any:
 
 @cache
 def sharded_class() -> Any:
-    """Int8Tensor with what FSDP2 asks of a shard: views of itself, and an all-gather."""
+    """Return a subclass of Int8Tensor with the methods that FSDP2 calls on a shard."""
     import torch
 
     base, aten = torchao_class(), torch.ops.aten
@@ -39,11 +39,11 @@ def sharded_class() -> Any:
     }  # fmt: skip
 
     class ShardedInt8(base):  # type: ignore[misc, valid-type]
-        """Views that FSDP2 takes of a shard (`view(-1)`, `as_strided`) are the shard itself: it
-        keeps them only to compare and to free memory."""
+        """A shard whose views (`view(-1)`, `as_strided`) are the shard itself: FSDP2 keeps them only
+        to compare and to free memory."""
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            """Pickled as torchao's own: no file should need this class."""
+            """Pickle as torchao's own class, so that no file needs this one."""
             plain = base(self.qdata, self.scale, self.block_size, self.dtype)
             return plain.__reduce_ex__(protocol)
 
@@ -80,13 +80,13 @@ def sharded_class() -> Any:
 
 
 def _is_all(tensor: torch.Tensor, args: Any) -> bool:
-    """Is `slice(dim, start, end)` the whole tensor?"""
+    """Return whether `slice(dim, start, end)` is the whole tensor."""
     dim, start, end = (*args, *(0, 0, tensor.shape[0])[len(args) :])[:3]
     return not start and (end is None or end >= tensor.shape[dim])
 
 
 def problem() -> str:
-    """What is wrong with shards of int8 here, for `doctor`; empty: they can be made."""
+    """Return why int8 shards cannot be made here, for `ckptmap doctor`; empty: they can."""
     import torch
 
     if torchao_class() is None:

@@ -1,10 +1,10 @@
-"""Weights that train in int8: torchao's Int8QuantizedTrainingLinearWeight, filled in place.
+"""torchao's Int8QuantizedTrainingLinearWeight in a live model: weights that train in int8.
 
     codes i8 [rows, in], scale T [rows]     value = code * scale; scale = absmax / 127
 
-Codes of the checkpoint are kept where they have a scale a row that T holds exactly; other values
-are quantized as torchao does when it makes such a weight (`from_float`: to the nearest code), never
-by `copy_`, which rounds stochastically: two loads would give two models.
+Codes of the checkpoint are kept where they have one scale a row that dtype T holds exactly. Other
+values are quantized by torchao's `from_float`, to the nearest code. `copy_` rounds stochastically: two
+loads would give two models.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class TrainedInt8Form(LiveForm):
 
 
 def kept_scales(target: LiveTensor, source: LazyTensor) -> torch.Tensor | None:
-    """The scales of the checkpoint's codes, one a row, in T; None: the codes cannot be kept."""
+    """Return the scales of the checkpoint's codes, one a row, in the live dtype; None: the codes cannot
+    be kept."""
     import torch
 
     coded = source.encoding_
@@ -75,7 +76,7 @@ def kept_scales(target: LiveTensor, source: LazyTensor) -> torch.Tensor | None:
 def fill(
     reader: TensorReader, source: LazyTensor, target: LiveTensor, scales: torch.Tensor | None
 ) -> None:
-    """This rank's rows, from the checkpoint's codes where their `scales` are given."""
+    """Fill this rank's rows: with the checkpoint's codes where `scales` are given, else quantized."""
     live: Any = target.local
     for box, place in held(target):
         first, count = place.offsets[0], place.sizes[0]
@@ -92,7 +93,7 @@ def fill(
 def _quantized(
     reader: TensorReader, source: LazyTensor, box: Box, live: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the rule of the torchao that is installed, which is where the weight's class is from."""
+    """Quantize a box by the rule of the module that defines the live weight's class."""
     import torch
 
     values = torch.empty(box.sizes, dtype=live.scale.dtype, device=live.int_data.device)

@@ -1,4 +1,4 @@
-"""Where live models need more of a library than its public interface gives.
+"""Places where live models depend on the internals of a library.
 
 Each fix names the versions that it was tested with and what it needs of them, so that `doctor` can
 say whether it applies here and whether it would work.
@@ -20,7 +20,7 @@ from ckptmap.tensors import TensorInfo
 
 @dataclass(frozen=True)
 class Fix:
-    """One place that depends on versions: `check` returns what is wrong here, empty: nothing."""
+    """One dependency on internals; `check` returns what is wrong with the installed version, or ""."""
 
     name: str
     library: str
@@ -29,12 +29,12 @@ class Fix:
     why: str
     check: Callable[[], str]
     asks: Callable[[], str] = str
-    """What the user has to do here; empty: nothing."""
+    """Return what the user has to do with the installed version; empty: nothing."""
 
 
 @dataclass(frozen=True)
 class FixState:
-    """A fix on this machine, as `doctor` shows it."""
+    """The state of a fix on this machine, as `ckptmap doctor` shows it."""
 
     name: str
     library: str
@@ -51,7 +51,7 @@ class FixState:
 
 
 def states() -> list[FixState]:
-    """Every fix with the version found here; `problem` is empty where it works."""
+    """Return every fix with the installed version; `problem` is empty where it works."""
     found = []
     for fix in FIXES:
         version = _version(fix.library)
@@ -76,7 +76,7 @@ def _minor(version: str) -> tuple[int, int]:
 
 
 def _check_nf4() -> str:
-    """Builds the smallest one there is: 64 elements."""
+    """Build the smallest NF4Tensor, of 64 elements, and return what went wrong; empty: nothing."""
     import torch
 
     from ckptmap.live.quantized.nf4_torchao import to_torchao

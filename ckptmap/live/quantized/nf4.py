@@ -1,7 +1,7 @@
-"""NF4 in a live model: this rank's rows of a checkpoint's NF4 tensor as torchao's NF4Tensor.
+"""torchao's NF4Tensor in a live model: NF4 weights of a linear layer, frozen.
 
     parts of the whole tensor -> the blocks of this rank's rows, scaler blocks regrouped so that
-    every rank's are whole -> NF4Tensor [rows/world, cols] -> DTensor Shard(0), put in place
+    every rank has whole ones -> NF4Tensor [rows/world, cols] -> DTensor Shard(0)
 
 `scaler_mean` and the table are the whole tensor's on every rank: torchao's all-gather takes them
 from the local shard. `n_blocks` is the whole tensor's count too, as in torchao's own `chunk`.
@@ -157,13 +157,13 @@ def _quantizable(target: LiveTensor, info: TensorInfo, source: LazyTensor) -> NF
 
 @dataclass(frozen=True)
 class NF4Rows:
-    """The rows of one rank under an encoding whose scaler blocks they hold whole.
+    """The rows of one rank, in an encoding whose scaler blocks they fill.
 
-    info      of the rows
-    whole     of the tensor
-    stored    the encoding of the whole tensor
-    live      the encoding of the rows
-    box       the rows in the whole tensor
+    info    shape and dtype of the rows
+    whole   shape and dtype of the tensor
+    stored  encoding of the whole tensor
+    live    encoding of the rows
+    box     the rows in the whole tensor
     """
 
     info: TensorInfo
@@ -174,14 +174,14 @@ class NF4Rows:
 
     @property
     def nbytes(self) -> int:
-        """Of the quantized rows."""
+        """Bytes of the quantized rows."""
         parts = self.live.parts(self.info)
         assert not isinstance(parts, Refusal), parts.reason
         return sum(part.nbytes for part in parts.values())
 
 
 def can_hold(target: LiveTensor) -> str:
-    """Why the place where the tensor sits cannot have an NF4Tensor; empty: it can."""
+    """Return why the module cannot hold an NF4Tensor; empty: it can."""
     if target.is_buffer:
         return "a buffer cannot be an NF4Tensor"
     if target.is_flat:
@@ -195,7 +195,7 @@ def can_hold(target: LiveTensor) -> str:
 
 
 def rows_of(target: LiveTensor, info: TensorInfo, encoding: NF4) -> NF4Rows | str:
-    """This rank's rows as they will be held; a text: why they cannot be."""
+    """Return this rank's rows; a text: why they cannot be held as an NF4Tensor."""
     rank, world = 0, 1
     tensor: Any = target.tensor
     if is_dtensor(tensor):
@@ -219,7 +219,7 @@ def rows_of(target: LiveTensor, info: TensorInfo, encoding: NF4) -> NF4Rows | st
 def read_rows(
     reader: TensorReader, source: LazyTensor, rows: NF4Rows, device: torch.device
 ) -> torch.Tensor:
-    """The rows of an NF4 checkpoint tensor, only their bytes read."""
+    """Read the rows of an NF4 tensor of the checkpoint, and no other bytes, as an NF4Tensor."""
     parts = {}
     for name in source.parts:
         box = rows.stored.part_box(rows.whole, name, rows.box)
@@ -229,7 +229,8 @@ def read_rows(
 
 
 def _build(parts: dict[str, torch.Tensor], rows: NF4Rows) -> torch.Tensor:
-    """Parts cut at the rows' blocks, the factors those that cover them -> the local NF4Tensor."""
+    """Return the local NF4Tensor of parts that are cut at the rows' blocks, and of the factors whose
+    scaler blocks cover the rows."""
     first, count = _blocks(rows)
     parts = regroup(parts, rows.info, rows.stored, rows.live.scaler_block_size)
     unit = rows.live.scaler_block_size
@@ -240,7 +241,7 @@ def _build(parts: dict[str, torch.Tensor], rows: NF4Rows) -> torch.Tensor:
 
 
 def _blocks(rows: NF4Rows) -> tuple[int, int]:
-    """The first block of the rows in the whole tensor, and how many there are."""
+    """Return the number of the rows' first block in the whole tensor, and the count of blocks."""
     width = math.prod(rows.whole.shape[1:])
     block = rows.stored.block_size
     return rows.box.offsets[0] * width // block, rows.info.numel // block
@@ -272,20 +273,20 @@ def stored_form(target: LiveTensor, fqn: str) -> StoredForm:
 
 
 def kept_grid(source: LazyTensor) -> Grid | None:
-    """The grid of NF4 codes that another encoding holds; None: the source has no such codes."""
+    """Return the grid of NF4 codes that another encoding holds; None: the source has no such codes."""
     grid = code_grid(source)
     return grid if grid is not None and grid.name == "nf4" else None
 
 
 def keeps_codes(source: LazyTensor, rows: NF4Rows) -> bool:
-    """Can the source's codes be kept, so that nothing is quantized here?"""
+    """Return whether the source's codes can be kept, so that nothing is quantized here."""
     grid = kept_grid(source)
     return grid is not None and rows.stored.recoder(rows.whole, grid, "cpu") is not None
 
 
 def encoding_for(info: TensorInfo, source: LazyTensor) -> NF4 | str:
-    """How a tensor is held as a live NF4 weight, its codes kept where it has them; a text: why it
-    cannot be."""
+    """Return the encoding of a live NF4 weight that keeps the source's codes where it has them; a text:
+    why the weight cannot be NF4."""
     grid = kept_grid(source)
     kept = NF4Scheme().keeping(info, grid, False) if grid is not None else None
     if isinstance(kept, NF4):
@@ -298,10 +299,10 @@ def encoding_for(info: TensorInfo, source: LazyTensor) -> NF4 | str:
 def quantize_rows(
     reader: TensorReader, source: LazyTensor, rows: NF4Rows, device: torch.device
 ) -> torch.Tensor:
-    """`to_nf4` of the whole dense tensor, of which only these rows are kept; or its codes, where
-    it has them.
+    """Quantize the whole dense tensor as `to_nf4`, and return these rows; keep the codes of a source
+    that has NF4 codes.
 
-    Every rank streams the whole tensor, since the scales depend on all of it; it holds one chunk,
+    Every rank streams the whole tensor, since the scales depend on all of it. It holds one chunk,
     the absmax of every block (1/64 of the elements) and its own rows.
     """
     import torch
@@ -327,7 +328,7 @@ def quantize_rows(
 
 
 def _empty_parts(rows: NF4Rows, device: torch.device) -> dict[str, torch.Tensor]:
-    """Part name -> an uninitialised tensor of the size that `_build` takes."""
+    """Return part name -> an uninitialised tensor of the size that `_build` takes."""
     import torch
 
     parts = {}
@@ -342,7 +343,7 @@ def _empty_parts(rows: NF4Rows, device: torch.device) -> dict[str, torch.Tensor]
 def _keep(
     parts: dict[str, torch.Tensor], rows: NF4Rows, name: str, box: Box, values: torch.Tensor
 ) -> None:
-    """Copy what of a written range of a part falls to these rows."""
+    """Copy the elements of a written range of a part that belong to these rows."""
     wanted = rows.stored.part_box(rows.whole, name, rows.box)
     assert wanted is not None
     wanted = wanted if wanted.sizes else Box((0,), (1,))
@@ -354,7 +355,7 @@ def _keep(
 
 
 def _chunks(info: TensorInfo, block: int, max_memory: int) -> list[tuple[Box, int]]:
-    """Rows at a time, whole blocks each, with their first flat element."""
+    """Return boxes of rows that hold whole blocks, each with the number of its first flat element."""
     width = math.prod(info.shape[1:])
     grain = block // math.gcd(block, width)
     numel = min(CHUNK_NUMEL, max_memory // (2 * info.itemsize))

@@ -1,4 +1,4 @@
-"""NF4 in a live model: parts to torchao's NF4Tensor and back, and scaler blocks for its shards."""
+"""Plain NF4 parts to torchao's NF4Tensor and back, and the scaler blocks of its shards."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _MODULES = (
 
 
 def live_scaler_block(info: TensorInfo, encoding: NF4, world_size: int) -> int | None:
-    """The largest scaler block with which FSDP2 can cut the tensor over dim 0: that of the
-    encoding, or a divisor of it. None where rows do not split evenly, or not at a block."""
+    """Return the largest scaler block with which FSDP2 can cut the tensor over dim 0: that of the
+    encoding, or a divisor of it. None: rows do not split evenly, or not at a block."""
     if not info.shape or info.shape[0] % world_size:
         return None
     blocks, rest = divmod(info.numel // world_size, encoding.block_size)
@@ -38,7 +38,7 @@ def live_scaler_block(info: TensorInfo, encoding: NF4, world_size: int) -> int |
 def regroup(
     parts: Mapping[str, torch.Tensor], info: TensorInfo, encoding: NF4, scaler_block_size: int
 ) -> dict[str, torch.Tensor]:
-    """The parts with a smaller scaler block, which divides the present one: every factor is
+    """Return the parts with a smaller scaler block, which divides the present one. Every factor is
     repeated, `[n/block/s0] -> [n/block/s]`, and the decoded values are the same bits."""
     times, rest = divmod(encoding.scaler_block_size, scaler_block_size)
     if rest:
@@ -61,9 +61,10 @@ def _module() -> ModuleType:
 def to_torchao(
     parts: Mapping[str, torch.Tensor], info: TensorInfo, encoding: NF4, n_blocks: int | None = None
 ) -> torch.Tensor:
-    """An NF4Tensor over these parts, without a copy and without gradient; the installed
-    torchao's class. For a rank's rows pass their `info` and, as torchao's own `chunk` does, the
-    whole tensor's count as `n_blocks`. Raises ValueError where the parts do not fit `info`."""
+    """Return an NF4Tensor of the installed torchao over these parts, not copied, without gradient.
+
+    For a rank's rows pass their `info`, and the whole tensor's count as `n_blocks`, as torchao's own
+    `chunk` does. Raises ValueError where the parts do not fit `info`."""
     import torch
 
     expected = encoding.parts(info)
@@ -94,10 +95,10 @@ def to_torchao(
 
 
 def from_torchao(tensor: torch.Tensor) -> tuple[TensorInfo, NF4, dict[str, torch.Tensor]]:
-    """Shape, encoding and parts, not copied, of a live NF4Tensor (or a rank's rows of one).
+    """Return shape, encoding and parts, not copied, of a live NF4Tensor (or a rank's rows of one).
 
-    Raises LoadError CKM115 where its label and its parts differ: after `module.half()` or
-    `.to(dtype)` an NF4Tensor keeps its old parts under a new dtype.
+    Raises LoadError CKM115 where the tensor's dtype is not that of its parts: after
+    `module.half()` or `.to(dtype)` an NF4Tensor keeps its old parts under a new dtype.
     """
     live: Any = tensor
     dtype, label = live.nf4.dtype, tensor.dtype

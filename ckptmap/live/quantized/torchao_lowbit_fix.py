@@ -1,9 +1,9 @@
-"""torchao's low-bit states under FSDP2 with bf16 parameters: they lose their dtype, and step() fails.
+"""A repair of torchao's low-bit optimizers under FSDP2 with bf16 parameters, where step() fails.
 
-Since 0.17 an OptimState has the parameter's dtype as its label; the handlers of `view`, `detach`,
-`slice` and of the collectives make their results without one, which is float32. DTensor then says
-bfloat16 where its local tensor says float32. The fix wraps those handlers: what comes out has the
-label of what went in. Where a handler keeps it, nothing changes.
+Since 0.17 an OptimState has the dtype of its parameter. The handlers of `view`, `detach`, `slice` and
+of the collectives make their results without it, in float32. DTensor then says bfloat16 where its
+local tensor says float32. The repair wraps those handlers, so that a result has the dtype of the
+input. A handler that keeps the dtype works as before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Handler = Callable[..., Any]
 
 
 def needed() -> bool:
-    """Do the installed handlers lose the label? Tried on a tensor of 256 elements."""
+    """Return whether the installed handlers lose the dtype, tried on a tensor of 256 elements."""
     try:
         return any(_label_lost(cls) for cls in _classes())
     except (ImportError, AttributeError, TypeError):
@@ -31,7 +31,7 @@ def needed() -> bool:
 
 
 def problem() -> str:
-    """Would the fix not work, though it is needed? Empty: it would."""
+    """Return why the repair would not work where it is needed; empty: it would."""
     try:
         classes = _classes()
     except ImportError as error:
@@ -42,7 +42,7 @@ def problem() -> str:
 
 
 def asks() -> str:
-    """For `doctor`: what the user has to do; empty: nothing."""
+    """Return what the user has to do, for `ckptmap doctor`; empty: nothing."""
     if not needed():
         return ""
     return (
@@ -56,7 +56,7 @@ def applied() -> bool:
 
 
 def apply() -> bool:
-    """Wrap the handlers, once a process; True where there was something to mend.
+    """Wrap the handlers, once a process; return whether a repair was needed.
 
     Raises LoadError CKM505 where torchao keeps its handlers elsewhere.
     """
@@ -73,7 +73,7 @@ def apply() -> bool:
         for op in _ops():
             if op in table:
                 table[op] = _keeping(cls, table[op])
-        # DTensor asks what a view to the dtype it already has would be.
+        # DTensor calls `view` with the dtype that the tensor already has.
         if torch.ops.aten.view.dtype not in table:
             table[torch.ops.aten.view.dtype] = _relabelled(cls)
         setattr(cls, MARK, True)

@@ -1,4 +1,4 @@
-"""Who writes what: every rank makes the same plan from what all ranks say that they hold.
+"""Which rank writes which box: every rank computes the same assignment from the offers of all ranks.
 
 offers of all ranks  ->  stored tensors, each box with the one rank that writes it  ->  OutState
 """
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import torch
 
 SMALL_NBYTES = 64 << 10
-"""On a GPU, larger tensors are not copied only to compare replicas."""
+"""A larger tensor is not copied from a GPU only to compare replicas."""
 
 Boxes = list[tuple[int, Box]]
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A Holding without its values, as other ranks are told of it."""
+    """A LocalTensor without its values, as it is sent to the other ranks."""
 
     path: Path
     info: TensorInfo
@@ -41,7 +41,7 @@ class Offer:
 
     @property
     def is_whole(self) -> bool:
-        """Does no mesh say what each rank holds?"""
+        """Does each rank that has the tensor hold all of it?"""
         return self.primary is None
 
 
@@ -60,7 +60,7 @@ def offer(holding: LocalTensor) -> Offer:
 
 
 def _digest(holding: LocalTensor) -> str:
-    """Of the bytes, to compare replicas; empty where that would cost a copy from the device."""
+    """Return the digest that compares replicas; empty where it would cost a copy from the device."""
     for values in itertools.chain.from_iterable(map(tensors_of, holding.pieces)):
         if values.device.type != "cpu" and values.nbytes > SMALL_NBYTES:
             return ""
@@ -72,7 +72,7 @@ def tensors_of(piece: LocalShard | LocalCodes) -> list[torch.Tensor]:
 
 
 def digest_of(pieces: Iterable[LocalShard | LocalCodes]) -> str:
-    """Of their bytes, wherever they are."""
+    """Return the digest of the bytes of these shards, on any device."""
     import xxhash
 
     from ckptmap.live.model.tensor_reader import as_bytes
@@ -85,7 +85,7 @@ def digest_of(pieces: Iterable[LocalShard | LocalCodes]) -> str:
 
 
 def drifted_buffers(offers: Sequence[Sequence[Offer]]) -> list[str]:
-    """Names of those that are not the same on every rank."""
+    """Return the names of the buffers that differ between ranks."""
     first: dict[Path, Offer] = {}
     found: dict[str, None] = {}
     for some in offers:
@@ -96,13 +96,13 @@ def drifted_buffers(offers: Sequence[Sequence[Offer]]) -> list[str]:
 
 
 def _differ(one: Offer, other: Offer) -> bool:
-    """As far as it is known."""
+    """Return whether the digests differ, where both are known."""
     return bool(one.digest and other.digest) and one.digest != other.digest
 
 
 @dataclass
 class Assignment:
-    """`mine` are the values that this rank writes, by stored path and box."""
+    """The stored tensors, and in `mine` the values that this rank writes, by stored path and box."""
 
     tensors: list[OutTensor] = field(default_factory=list)
     records: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Assignment:
 
 
 class Assigner:
-    """Gives every box to one rank, the least loaded where several hold it."""
+    """Assigns every box to one rank that holds it, the one with the fewest bytes so far."""
 
     def __init__(self, rank: int, world: int, held: LocalState) -> None:
         self._rank = rank
@@ -122,8 +122,9 @@ class Assigner:
         self._found = Assignment(records=dict(held.records))
 
     def assign(self, offers: Sequence[Sequence[Offer]]) -> Assignment:
-        """`offers` of every rank. Raises RunError CKM509 where replicas differ, CKM510 where boxes
-        do not tile a tensor."""
+        """Return the assignment for the offers of all ranks, in order of rank.
+
+        Raises RunError CKM509 where replicas differ, CKM510 where boxes do not tile a tensor."""
         by_path: dict[Path, list[tuple[int, Offer]]] = {}
         for rank, some in enumerate(offers):
             for one in some:
@@ -137,7 +138,7 @@ class Assigner:
         return self._found
 
     def _check(self, path: Path, found: Sequence[tuple[int, Offer]]) -> None:
-        """Replicas that must be the same are."""
+        """Raise RunError where replicas differ in values, shape, dtype or in how a mesh cuts them."""
         name = ".".join(map(str, path))
         rank, first = found[0]
         for other, one in found[1:]:
@@ -176,7 +177,7 @@ class Assigner:
         info = found[0][1].info
         owned = self._owned(found, info.nbytes)
         by_box: dict[Box, int] = {}
-        for rank, one in owned:  # meshes of one dim each know nothing of the other's replicas
+        for rank, one in owned:  # of two meshes, neither knows the replicas of the other
             for box in one.boxes:
                 by_box.setdefault(box, rank)
         chunks = [(rank, box) for box, rank in by_box.items()]
@@ -200,7 +201,7 @@ class Assigner:
     # ------------------------------------------------------------------ moments in codes
 
     def _moment(self, path: Path, found: Sequence[tuple[int, Offer]]) -> None:
-        """Cells of all ranks as one encoding, and each rank's codes as runs of its parts."""
+        """Join the cells of all ranks into one encoding, and assign each rank's runs of its parts."""
         info = TensorInfo(found[0][1].info.shape, "float32")
         owned = self._owned(found, info.numel)
         scheme, block, signed = next(one.coded for _, one in found if one.coded)
@@ -241,7 +242,7 @@ class Assigner:
 
 
 def _places(encoding: LowBit, info: TensorInfo, cell: LowBitCell) -> Mapping[str, Box]:
-    """Where a cell's values lie in each part."""
+    """Return the box of a cell's codes and scales in each stored part."""
     if encoding.cells:
         return encoding.place(encoding.cells.index(cell))
     start, stop = flat_span(info.shape, cell.box)

@@ -1,10 +1,10 @@
-"""Boxes that ranks of different meshes hold under one name: no mesh says that they are equal.
+"""Boxes of one tensor that ranks of different meshes hold: no mesh says that their values are equal.
 
     mesh ("tp", "dp"), a norm sharded over "dp" alone   -> each tp rank has computed the same
     mesh ("ep", "dp"), experts sharded over "dp" alone  -> other weights under one name: refused
 
-A mesh names one rank for each of its boxes, so that only ranks of different meshes collide; where
-one mesh has everything, nothing is digested or exchanged.
+One mesh names one rank for each box, so that two ranks that would save the same box are of different
+meshes. Only then are digests computed and exchanged.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Claim = tuple[Path, Box]
 
 
 def require_alike(held: LocalState, offers: Sequence[Sequence[Offer]], peers: RankGroup) -> None:
-    """Every rank calls it with the offers of all. Raises RunError CKM509, on all ranks, where the
-    values differ."""
+    """Raise RunError CKM509, on all ranks, where ranks of different meshes hold different values of one
+    box. Every rank calls it with the offers of all."""
     claims = _claimed(offers)
     if not claims:
         return
@@ -40,7 +40,7 @@ def require_alike(held: LocalState, offers: Sequence[Sequence[Offer]], peers: Ra
 
 
 def _claimed(offers: Sequence[Sequence[Offer]]) -> dict[Claim, list[int]]:
-    """Ranks that would each save a box, where there are several."""
+    """Return the boxes that several ranks would save, with these ranks."""
     found: dict[Claim, list[int]] = {}
     for rank, some in enumerate(offers):
         for one in some:

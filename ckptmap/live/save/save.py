@@ -1,9 +1,9 @@
-"""save(): a live model, its optimizer and all that a continuation needs, as one atomic checkpoint.
+"""save(): a live model, its optimizer and the state of the run, as one atomic checkpoint.
 
-    model, optimizer -> what each rank holds -> who writes what -> files of all ranks -> one rename
+    model, optimizer -> boxes of this rank -> which rank writes which -> files -> one rename
 
-Every rank writes its own boxes; nothing is gathered but descriptions and digests. The result is a
-DCP directory that torch's own `dcp.load` reads, too, with ckptmap's manifest.
+Every rank writes its own boxes; only descriptions and digests are exchanged. The result is a DCP
+directory with ckptmap's manifest, which torch's own `dcp.load` reads too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _last: list[SaveHandle] = []
 
 
 class SaveHandle:
-    """A save under way. `wait()` returns its notes once it is published, or raises its error."""
+    """A save that may still run. `wait()` returns its notes once it is published, or raises its error."""
 
     def __init__(
         self, path: FilePath, run: Callable[[], tuple[str, ...]], background: bool
@@ -70,7 +70,7 @@ class SaveHandle:
     def _work(self) -> None:
         try:
             self._notes = self._run()
-        except BaseException as error:  # raised again by whoever waits
+        except BaseException as error:  # `wait` raises it again
             self._error = error
 
     @property
@@ -78,13 +78,15 @@ class SaveHandle:
         return self._thread is None or not self._thread.is_alive()
 
     def settle(self) -> None:
-        """Until it has ended, whether or not it failed."""
+        """Wait until the save has ended, whether or not it failed."""
         if self._thread is not None:
             self._thread.join()
 
     def wait(self) -> tuple[str, ...]:
-        """Until it is published on all ranks. Raises DestinationError or RunError on each of them
-        where it failed on one; the destination is then as it was."""
+        """Wait until the save is published, and return its notes.
+
+        Raises DestinationError or RunError on all ranks where the save failed on one; the
+        destination is then as it was."""
         self.settle()
         if self._error is not None:
             raise self._error
@@ -106,17 +108,18 @@ def save(
     """Save a model, its optimizer, its scheduler and every rank's random streams.
 
     Every rank calls it, whatever wraps the model: plain, DDP, compiled, FSDP1, FSDP2, HSDP, TP.
-    Names are plain FQNs, optimizer state is keyed by them. Values are copied to the CPU before it
-    returns (`background=False`: written before it returns, and not copied); `wait()` tells when
-    they are published. Low-bit state is stored as plain parts with a record.
+    Names are plain FQNs, and optimizer state is keyed by them. Low-bit state is stored as plain
+    tensors with a record.
 
     step, extra  plain values and tensors of rank 0; `ckptmap.load` returns them in its report
-    overwrite    replace the checkpoint that is there
+    overwrite    True: replace the checkpoint at `path`
     replicas     "check": parameters that several ranks hold whole, or several meshes hold, must be
                  equal; "first": those of the lowest rank are saved
+    background   True: copy values to the CPU, return, and write in a thread; the handle's `wait()`
+                 returns once they are published. False: write before returning, without a copy
 
     Buffers may differ between ranks, as statistics of BatchNorm do under FSDP: those of the lowest
-    rank are saved, and a note of `wait()` says so (under DDP, rank 0's are everybody's).
+    rank are saved, and a note of `wait()` says so. Under DDP rank 0's buffers are broadcast.
 
     Raises, on all ranks: DestinationError before a byte is written, LoadError CKM505 or CKM508 for
     what cannot be saved, ArgumentError CKM516 for values that cannot, RunError CKM509 where
@@ -202,7 +205,8 @@ def _share(
 
 
 def _broadcasts_buffers(model: torch.nn.Module) -> bool:
-    """Under DDP each forward begins with rank 0's: nothing is lost with the others'."""
+    """Return whether DDP broadcasts rank 0's buffers before each forward, so that those of other ranks
+    need not be saved."""
     return any(getattr(module, "broadcast_buffers", False) for module in model.modules())
 
 
@@ -258,7 +262,7 @@ def _held(
 
 
 def _groups(mine: Any) -> list[dict[str, Any]]:
-    """Hyper-parameters with `params` by FQN."""
+    """Return the parameter groups: hyper-parameters, and `params` by FQN."""
     groups: dict[int, dict[str, Any]] = {}
     for owner in mine:
         group = owner.part.group
@@ -274,7 +278,7 @@ def _groups(mine: Any) -> list[dict[str, Any]]:
 
 
 def _values(held: LocalState, path: Path, value: Any, private: bool = False) -> None:
-    """A value of any nesting: its tensors beside the plain rest."""
+    """Add a nested value to what this rank holds: tensors as tensors, the rest as plain values."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -294,7 +298,7 @@ def _values(held: LocalState, path: Path, value: Any, private: bool = False) -> 
 
 
 def _require_plain(path: Path, value: Any) -> None:
-    """Raises ArgumentError CKM516 for a tensor whose values are not bytes of this rank."""
+    """Raise ArgumentError CKM516 for a tensor whose values are not plain bytes on this rank."""
     import torch
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -314,9 +318,10 @@ def _require_plain(path: Path, value: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """The same of Python's own types, as far as subclasses go: Counter -> dict, TorchVersion -> str.
+    """Return a nested value with Python's own types in place of subclasses: Counter -> dict,
+    TorchVersion -> str.
 
-    What is no plain value stays as it is, and is refused by the writer under its name.
+    Anything else stays as it is, and the writer refuses it by name.
     """
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}

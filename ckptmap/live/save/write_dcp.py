@@ -1,4 +1,4 @@
-"""A save on disk: each rank writes its own file of a DCP directory, rank 0 publishes the whole.
+"""Writes a save: each rank its own file of a DCP directory, and rank 0 publishes the directory.
 
 snapshot -> files of all ranks in one work directory -> manifest -> read back -> one rename
 """
@@ -35,7 +35,8 @@ WRITER = "dcp"
 
 
 def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> dict[Any, Any]:
-    """Values on the CPU, row-major; `copied`: apart from the live ones, which go on changing."""
+    """Return the values on the CPU in row-major order; with `copied` always as copies, since training
+    goes on changing the live ones."""
     import torch
 
     found: dict[Any, Any] = {}
@@ -55,7 +56,7 @@ def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> dic
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Files of all ranks, which every rank lays out alike."""
+    """The files of all ranks: every rank computes the same."""
 
     state: OutState
     files: Sequence[OutFile]
@@ -75,7 +76,7 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """Digests of one file's slots, in order."""
+    """A file that was written, with the digests of its slots in order."""
 
     name: str
     digests: tuple[str, ...]
@@ -85,8 +86,9 @@ def write(
     layout: FileLayout, values: Mapping[tuple[Path, Box], Any], dst: FilePath, overwrite: bool,
     peers: RankGroup,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Write and publish; every rank calls it, and gets what rank 0 notes. The destination is
-    complete or as it was. Raises DestinationError, RunError on all ranks."""
+    """Write and publish the files; return the notes of rank 0. Every rank calls it.
+
+    Raises DestinationError or RunError on all ranks; the destination is then as it was."""
     work: Workspace | None = None
     try:
         with peers.together():
@@ -117,7 +119,7 @@ def _open(layout: FileLayout, dst: FilePath, overwrite: bool) -> Workspace:
 
 
 def _mine(files: Sequence[OutFile], rank: int) -> list[OutFile]:
-    """The data file of this rank; rank 0 writes what has no rank's name, too."""
+    """Return the files that this rank writes: its data file, and on rank 0 the files of no rank."""
     own = f"__{rank}_"
     return [
         file
@@ -157,7 +159,7 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
 
 
 def _finish(layout: FileLayout, out_dir: FilePath, written: Sequence[WrittenFile]) -> None:
-    """The manifest, and the proof: our own reader finds every tensor where it was put."""
+    """Write the manifest, then open the directory and check that every tensor is where it was put."""
     document = _document(layout, {one.name: one.digests for one in written})
     (out_dir / manifest.NAME).write_bytes(manifest.emit(document))
     with open_checkpoint(out_dir) as ckpt:
@@ -171,7 +173,7 @@ def _finish(layout: FileLayout, out_dir: FilePath, written: Sequence[WrittenFile
 
 
 def _document(layout: FileLayout, digests: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """A manifest as a conversion's: a live run is its source."""
+    """Return the manifest, as of a conversion whose source is a live run."""
     tensors: dict[str, Any] = {}
     for file in layout.files:
         for slot, digest in zip(file.slots, digests[file.name], strict=True):
@@ -200,5 +202,5 @@ def _document(layout: FileLayout, digests: Mapping[str, Sequence[str]]) -> dict[
 
 
 def _fqn(path: Path) -> str:
-    """As a plan names it: below its role."""
+    """Return the FQN of a stored path: the path below its role."""
     return ".".join(map(str, path[2:] if path[0] == "optimizer" else path[1:]))
