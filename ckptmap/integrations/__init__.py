@@ -1,4 +1,4 @@
-"""Thin glue for training frameworks; none of them is imported before its module's function is called.
+"""Adapters for training frameworks. A framework is imported when a function of its module is called.
 
 ckptmap.integrations.accelerate.install(accelerator)      save_state, load_state
 ckptmap.integrations.transformers.callback(...)           a TrainerCallback

@@ -3,9 +3,9 @@
     handle = ckptmap.integrations.accelerate.install(accelerator)     # after prepare()
     accelerator.load_state("runs/step-2000")                          # FSDP, DDP, compiled, Trainer's
 
-accelerate's own FSDP loader reads the names and shards of its own setup alone, and FSDP2 with
-compiled layers under activation checkpointing writes `_orig_mod.` into names. Schedulers, random
-states, samplers and custom objects stay accelerate's.
+accelerate's own FSDP loader reads only the names and shards of its own setup. FSDP2 with compiled
+layers under activation checkpointing writes `_orig_mod.` into names. accelerate goes on loading
+schedulers, random states, samplers and custom objects.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from ckptmap.mapping.wrappers import strip_wrappers
 
 WHERE = "accelerate"
 OWN = "random_states_*.pkl"
-"""What every directory of accelerate's holds beside the model."""
+"""Files in every directory of accelerate's, beside the model."""
 
 
 def install(
     accelerator: Any, *, strict: bool = True, precision: str = "keep", max_memory: int = MAX_MEMORY
 ) -> Handle:
-    """Take over models and optimizers of `accelerator.load_state`, and their names in `save_state`,
-    until `remove()` of the handle; call it after `prepare()`.
+    """Load models and optimizers for `accelerator.load_state`, and write plain names in `save_state`,
+    until `remove()` of the handle. Call it after `prepare()`.
 
-    Registers a save and a load pre-hook. The report of a load is `handle.reports["model"]`; of
-    several models those of `"model"`, `"model_1"`, as accelerate names them, each with the optimizer
-    of its parameters.
-    strict, precision, max_memory: as in `ckptmap.load`.
+    Registers a save and a load pre-hook. The report of a load is `handle.reports["model"]`; several
+    models have `"model"`, `"model_1"`, as accelerate names them, each with the optimizer of its
+    parameters. `strict`, `precision` and `max_memory` are those of `ckptmap.load`.
     """
     handle = Handle()
     made = _Installed(accelerator, handle, {
@@ -66,14 +65,14 @@ class _Installed:
             return self._save(*args, **kwargs)
 
     def before_save(self, models: Sequence[Any], weights: list[Any], output_dir: str) -> None:
-        """Weights that accelerate gathered, and is about to write."""
+        """Rename the weights that accelerate has gathered, before it writes them."""
         weights[:] = [_plain(state) for state in weights]
 
     # ------------------------------------------------------------------ loading
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Models and optimizers by `before_load`; the rest as accelerate does, where the directory
-        is of its kind."""
+        """Load models and optimizers by `before_load`, and the rest by accelerate, where the directory
+        is one of accelerate's."""
         owner = self._accelerator
         self._prepared = prepared(owner)
         try:
@@ -86,7 +85,7 @@ class _Installed:
             self._prepared = []
 
     def before_load(self, models: list[Any], input_dir: str) -> None:
-        """accelerate has found the directory; what it would load itself is taken from its list."""
+        """Load from the directory that accelerate has chosen, and empty its list of models."""
         folder = Path(input_dir).expanduser()
         for one in self._prepared:
             self._load_one(one, folder)
@@ -108,7 +107,7 @@ class _Installed:
 
 @contextmanager
 def _without(owner: Any, *names: str) -> Iterator[None]:
-    """Inside, accelerate has none of these to load."""
+    """Empty these lists of accelerate's while the context lasts, so that it does not load them."""
     kept = {name: getattr(owner, name) for name in names}
     try:
         for name in names:
@@ -126,8 +125,10 @@ def _plain(state: Any) -> Any:
 
 @contextmanager
 def _plain_names() -> Iterator[None]:
-    """Inside, what accelerate saves of an FSDP model has plain names. Harmless where its function
-    is another: names are then as it writes them, and `load_state` above reads them all the same."""
+    """Make accelerate save an FSDP model by plain names while the context lasts.
+
+    Where accelerate has moved its function, the names are those that it writes, and `load_state`
+    above reads them too."""
     from accelerate.utils import fsdp_utils
 
     original = getattr(fsdp_utils, "_get_model_state_dict", None)

@@ -1,4 +1,4 @@
-"""One of several models that accelerate has prepared and saved together.
+"""The files of one model, of several that accelerate has prepared and saved together.
 
     accelerator.prepare(m1, m2, o1, o2)  ->  (0, m1, 0, o1), (1, m2, 1, o2)
     out/model.safetensors, optimizer.bin           number 0
@@ -30,7 +30,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model by its number, and the optimizer of its parameters by its own; None: it has none."""
+    """A model with its number, and the optimizer of its parameters with its own; None: none."""
 
     number: int
     model: Any
@@ -39,12 +39,13 @@ class Prepared:
 
     @property
     def title(self) -> str:
-        """As accelerate names its file."""
+        """The name that accelerate gives to the model's file."""
         return f"model_{self.number}" if self.number else "model"
 
 
 def prepared(accelerator: Any) -> list[Prepared]:
-    """Raises LoadError CKM505 where an optimizer is not that of one model, or a model has two."""
+    """Return the prepared models with their optimizers. Raises LoadError CKM505 where an optimizer has
+    parameters of several models, or a model has two optimizers."""
     models = list(accelerator._models)
     optimizers = [unwrapped(one) for one in accelerator._optimizers]
     of: dict[int, int] = {}
@@ -53,7 +54,7 @@ def prepared(accelerator: Any) -> list[Prepared]:
         mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
         owners = [place for place, params in enumerate(known) if mine & params]
         if len(models) == 1:
-            owners = [0]  # whose parameters they are is for load to say
+            owners = [0]  # `load` refuses parameters of another model
         if len(owners) != 1 or owners[0] in of:
             raise LoadError(
                 "CKM505",
@@ -69,7 +70,7 @@ def prepared(accelerator: Any) -> list[Prepared]:
 
 
 class NumberedStates:
-    """accelerate's directory as that of one model of `count`, and of its optimizer."""
+    """Reads accelerate's directory of `count` models as the checkpoint of one of them."""
 
     name = "accelerate"
 
@@ -80,7 +81,7 @@ class NumberedStates:
         return True
 
     def members(self, place: Place) -> Members:
-        """Raises LoadError CKM505 where there is another number of models."""
+        """Return the members of the model. Raises LoadError CKM505 for another number of models."""
         names = _numbered(place.names)
         found = {number for head, number, _ in names if head != OPTIMIZER}
         if found != set(range(self.count)):
@@ -97,7 +98,7 @@ class NumberedStates:
 
 
 def _numbered(names: Sequence[str]) -> list[tuple[str, int, str]]:
-    """(head, number, name); the first model's number may be left out."""
+    """Return (head, number, name) of every file; a name without a number is of the first model."""
     found = [(name, match) for name in names if (match := _NAME.fullmatch(name)) is not None]
     return [(match["head"], int(match["number"] or 0), name) for name, match in found]
 
@@ -105,7 +106,8 @@ def _numbered(names: Sequence[str]) -> list[tuple[str, int, str]]:
 def _members(
     place: Place, names: Sequence[tuple[str, int, str]], number: int, role: str
 ) -> Iterator[Member]:
-    """Of one model or optimizer: files of ranks together, each other by itself."""
+    """Yield the members of one model or optimizer: files of ranks as one member, any other file by
+    itself."""
     mine = [name for head, n, name in names if n == number and (head == OPTIMIZER) is (
         role == OPTIMIZER
     )]  # fmt: skip

@@ -1,11 +1,11 @@
-"""Planners for torch.distributed.checkpoint: plain `dcp.save` and `dcp.load`, quantized tensors too.
+"""Planners for torch.distributed.checkpoint, so that `dcp.save` and `dcp.load` take quantized tensors.
 
     dcp.save(state, checkpoint_id=path, planner=save_planner())
     dcp.load(state, checkpoint_id=path, planner=load_planner())
 
-DCP stores an NF4Tensor or a low-bit moment as one pickle a rank, which no other world size can cut.
-These planners store plain parts, `P.quantized_data`, ..., and a record `P.__ckptmap__`, as every
-ckptmap checkpoint of this kind does; everything else goes torch's own way.
+DCP stores an NF4Tensor or a low-bit moment as one pickle on each rank, which cannot be resharded.
+These planners store plain tensors, `P.quantized_data`, ..., and a record `P.__ckptmap__`, as
+`ckptmap.save` does. torch plans everything else.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ PURPOSE = "planner"
 
 
 def save_planner(**options: Any) -> Any:
-    """A SavePlanner; `options` are those of torch's DefaultSavePlanner. Every rank makes one.
+    """Return a SavePlanner; `options` are those of torch's DefaultSavePlanner. Every rank makes one.
 
-    While planning, the ranks agree on what each holds of quantized tensors, over gloo.
+    While planning, the ranks exchange the boxes of their quantized tensors over gloo.
     """
     return _save_class()(**options)
 
 
 def load_planner(max_memory: int = MAX_MEMORY, **options: Any) -> Any:
-    """A LoadPlanner; `options` are those of torch's DefaultLoadPlanner.
+    """Return a LoadPlanner; `options` are those of torch's DefaultLoadPlanner.
 
-    Quantized tensors of the live state dict, and those stored quantized that are dense here, are
-    filled in place by ckptmap from the same directory, this rank's boxes alone, whatever the world
-    size was. Raises LoadError CKM504 where scale blocks do not fit.
+    ckptmap fills in place the tensors that are quantized in the live state dict or in the directory,
+    each with this rank's boxes alone, whatever the world size of the save was. The planner raises
+    LoadError CKM504 where scale blocks do not fit.
     """
     return _load_class()(max_memory, **options)
 
@@ -64,7 +64,7 @@ def _save_class() -> Any:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     class SavePlanner(DefaultSavePlanner):
-        """torch's, with quantized tensors taken apart."""
+        """torch's planner, which stores quantized tensors as plain ones."""
 
         def set_up_planner(
             self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
@@ -73,7 +73,7 @@ def _save_class() -> Any:
             peers = RankGroup.join(PURPOSE)
             taken = {key: v for key, v in self.state_dict.items() if _is_quantized(v)}
             everybody = {key for keys in peers.all(list(taken)) for key in keys}
-            # A moment may be in codes on one rank and plain on another: both are taken.
+            # A moment may be quantized on one rank and plain on another: both are stored so.
             taken = {key: v for key, v in self.state_dict.items() if key in everybody}
             self.state_dict = {k: v for k, v in self.state_dict.items() if k not in everybody}
             whole = {key: self.mappings.get(key, (key,)) for key in taken}
@@ -105,7 +105,7 @@ def _key(path: Path) -> str:
 
 
 def _box(planner: Any, index: Any) -> Any:
-    """The box that begins where an index says."""
+    """Return the box at the offset of an index."""
     offset = tuple(index.offset) if index.offset is not None else ()
     return next(
         (box for key, box in planner.parts if key == index.fqn and box.offsets == offset), None
@@ -113,7 +113,7 @@ def _box(planner: Any, index: Any) -> Any:
 
 
 def _items(planner: Any) -> Iterator[Any]:
-    """A write for each part's box of this rank."""
+    """Yield a WriteItem for the box of each part that this rank writes."""
     import torch
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -143,7 +143,7 @@ def _load_class() -> Any:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     class LoadPlanner(DefaultLoadPlanner):
-        """torch's, for all but what is quantized here or there."""
+        """torch's planner, for all tensors that are quantized neither live nor in the directory."""
 
         def __init__(self, max_memory: int, **options: Any) -> None:
             super().__init__(**options)
@@ -167,7 +167,7 @@ def _load_class() -> Any:
 
 
 def _filled(values: Mapping[str, Any], path: str, max_memory: int) -> None:
-    """Raises LoadError CKM501 where the checkpoint has no such tensor."""
+    """Fill the tensors in place. Raises LoadError CKM501 where the checkpoint has no such tensor."""
     import torch
 
     from ckptmap.checkpoint.open import open as open_checkpoint
@@ -183,7 +183,7 @@ def _filled(values: Mapping[str, Any], path: str, max_memory: int) -> None:
 
 
 def by_key(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
-    """Weights and moments by the keys of the flattened state dict."""
+    """Return weights and moments by the keys of the flattened state dict."""
     roles = checkpoint.roles
     root = "".join(f"{segment}." for segment in roles.model_root)
     found = {root + stored: checkpoint[fqn] for fqn, stored in checkpoint.names.items()}

@@ -1,11 +1,11 @@
-"""Hooks in the style of Lightning: a checkpoint is a dict that the trainer saves, and gives back.
+"""Hooks for Lightning, where a checkpoint is a dict that the trainer saves and later passes back.
 
     class Module(LightningModule):
         def on_save_checkpoint(self, checkpoint): hooks.on_save_checkpoint(checkpoint)
         def on_load_checkpoint(self, checkpoint): hooks.on_load_checkpoint(checkpoint)
 
-Lightning itself is not needed: any trainer that keeps `{"state_dict": ..., "optimizer_states":
-[...]}` can call them.
+Lightning need not be installed: any trainer that keeps `{"state_dict": ..., "optimizer_states":
+[...]}` can call the hooks.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Hooks:
         self._model, self._config, self._max_memory = model, config, max_memory
 
     def on_save_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
-        """Plain names in what is about to be saved: any run can load them."""
+        """Give the tensors that will be saved their plain names, so that any run can load them."""
         state = checkpoint[WEIGHTS]
         names = strip_wrappers(list(state), WEIGHTS)
         checkpoint[WEIGHTS] = {plain: state[key] for key, plain in names.items()}
 
     def on_load_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
-        """The weights by the names, in the encodings and shards that the model's own
-        `load_state_dict` takes; the model is not touched. Raises as `ckptmap.translate` does."""
+        """Replace the weights by those that the model's own `load_state_dict` takes: its names,
+        encodings and shards. The model is not changed. Raises as `ckptmap.translate`."""
         checkpoint[WEIGHTS] = translate(
             checkpoint[WEIGHTS],
             like=self._model,

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resumed:
-    """What `resume` did: load's report, and what `trainer.train` returned."""
+    """The result of `resume`: the report of the load, and the result of `trainer.train`."""
 
     report: LoadReport
     output: Any
@@ -64,11 +64,11 @@ def resume(
     load_options: Mapping[str, Any] | None = None,
     **train_options: Any,
 ) -> Resumed:
-    """`trainer.train(resume_from_checkpoint=path)` where `path` is a checkpoint of any setup.
+    """Run `trainer.train(resume_from_checkpoint=path)`, where `path` is a checkpoint of any setup.
 
-    Step and epoch are counted on, and the batches that were seen are skipped, by Trainer's own rule
-    (`ignore_data_skip` holds); the random streams are put back after that, as Trainer does. Steps
-    are those of this run's batch size and world size, whatever they were in the other.
+    Trainer continues its count of steps and epochs, and skips the batches that were seen, as
+    `ignore_data_skip` says. The random streams are restored after that. A step is one of this run's
+    batch size and world size, whatever those of the other run were.
 
     load_options   of `ckptmap.load`: strict, precision, rounding, ...
     train_options  of `trainer.train`
@@ -92,7 +92,7 @@ def resume(
 
 
 class _TrainerLoader:
-    """In the place of the trainer's own methods that load, while it is resumed."""
+    """Replaces the trainer's own methods for loading while it resumes."""
 
     def __init__(self, trainer: Any, path: Any, options: dict[str, Any]) -> None:
         self._trainer, self._path, self._options = trainer, path, options
@@ -100,7 +100,7 @@ class _TrainerLoader:
         self.report: LoadReport | None = None
 
     def put_state(self, folder: Path) -> None:
-        """trainer_state.json: the checkpoint's own, or one that has its step alone."""
+        """Write trainer_state.json: that of the checkpoint, or one with its step alone."""
         from transformers import TrainerState
 
         args = self._trainer.args
@@ -137,7 +137,7 @@ class _TrainerLoader:
                 delattr(self._trainer, name)
 
     def _load(self, folder: str | None) -> None:
-        """All but the random streams: the batches that are skipped are those of this run's seed."""
+        """Load everything except the random streams: this run's seed decides the skipped batches."""
         trainer, before = self._trainer, streams.captured()
         self.report, _ = resumed(
             self._path, trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler,
@@ -148,7 +148,7 @@ class _TrainerLoader:
         streams.restore(before)
 
     def _streams(self, folder: str | None) -> None:
-        """After the batches were skipped, which draws."""
+        """Restore the random streams, after skipping batches, which draws random numbers."""
         if self._random is not None:
             streams.restore(self._random)
         else:
@@ -158,7 +158,7 @@ class _TrainerLoader:
         self._own("_load_scaler")
 
     def _own(self, name: str) -> None:
-        """Trainer's own method, for a checkpoint of Trainer's."""
+        """Call Trainer's own method, for a checkpoint of Trainer's."""
         place = locate(self._path).path
         if (place / STATE).is_file():
             getattr(type(self._trainer), name)(self._trainer, str(place))
@@ -174,17 +174,16 @@ def callback(
     load_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A TrainerCallback.
+    """Return a TrainerCallback. Every rank has one.
 
-    resume_from   loaded when training begins, after Trainer has built model and optimizer; steps
-                  are counted on from its own, where it has them. No callback can skip the data that
-                  was seen: it begins anew, with epoch 0, and `callback.report` says so beside what
-                  was loaded. Where that matters, call `resume` in place of `trainer.train`
-    export_dir    `export_dir/step-N` is written every `every` steps, and when training ends, as
-    export_to     a setup of `ckptmap convert --to`; `options` are those of `ckptmap.convert`
-    load_options  of `ckptmap.load`: strict, precision, rounding, ...
-
-    On many ranks each of them has one.
+    resume_from   checkpoint that is loaded when training begins, after Trainer has built model and
+                  optimizer; its step continues. A callback cannot skip the data that was seen, so
+                  that the data starts again at epoch 0, and `callback.report` says so. Call `resume`
+                  in place of `trainer.train` where that matters
+    export_dir    directory in which `step-N` is written every `every` steps, and when training ends
+    export_to     the setup of these exports, as of `ckptmap convert --to`
+    options       keywords of `ckptmap.convert`
+    load_options  keywords of `ckptmap.load`: strict, precision, rounding, ...
     """
     return _callback_class()(
         resume_from, export_dir, export_to, every, max_memory, load_options or {}, options
@@ -247,7 +246,7 @@ def resumed(
     scheduler: Any,
     **options: Any,
 ) -> tuple[LoadReport, int | None]:
-    """The report and the step that the checkpoint is of; weights alone where it has no more."""
+    """Load a checkpoint; return the report and the step. Without optimizer state only weights load."""
     checkpoint, other = peft_live.opened(path, model, options.get("strict", True))
     with checkpoint:
         optimizer = unwrapped(optimizer) if optimizer is not None else None
@@ -267,7 +266,7 @@ def resumed(
 
 
 def _told(extra: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """(Trainer's own state, the step), where a checkpoint has them."""
+    """Return (Trainer's own state, the step) of a checkpoint, each where it has one."""
     found = extra.get("trainer_state")
     known = dict(found) if isinstance(found, Mapping) else {}
     step = extra.get("step", known.get("global_step"))
@@ -277,10 +276,10 @@ def _told(extra: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
 def export(
     model: torch.nn.Module, dst: Path, to: str, overwrite: bool = False, **options: Any
 ) -> None:
-    """The live model as a checkpoint of another setup; every rank calls it.
+    """Write the live model as a checkpoint of another setup. Every rank calls it.
 
-    Each rank writes its shards into a directory beside the destination, rank 0 converts that.
-    Raises what `ckptmap.save` and `ckptmap.convert` do, on all ranks.
+    Each rank writes its shards into a directory beside the destination, and rank 0 converts it.
+    Raises as `ckptmap.save` and `ckptmap.convert`, on all ranks.
     """
     peers = RankGroup.join(PURPOSE)
     live = dst.parent / f".{dst.name}.live"
@@ -298,7 +297,7 @@ def export(
 
 
 def _put_config(live: Path, model: Any) -> None:
-    """Where the model has a config, it lies beside the weights, to be carried along."""
+    """Save the model's config, if it has one, beside the weights, so that it is copied too."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.save_pretrained(live)

@@ -1,4 +1,4 @@
-"""Which kind of optimizer state and hyper-parameters are for, and in whose words they are.
+"""The algorithm that optimizer state and hyper-parameters belong to, and their names in each library.
 
 torch.optim.SGD        lr, momentum, dampening, ...       state momentum_buffer
 bitsandbytes' SGD      lr, betas = (momentum, dampening)  state momentum_buffer
@@ -18,9 +18,9 @@ STATES = (
     ("SGD", {"momentum_buffer"}),
     ("Adagrad", {"sum"}),
 )
-"""Told by state that only it keeps, the more telling first."""
+"""Algorithm -> state that identifies it; the more specific ones first."""
 LION = {"exp_avg"}
-"""All that Lion keeps; others keep it beside more."""
+"""All state of Lion; other algorithms keep it beside more."""
 MARKS = {
     "betas": "Adam",
     "beta2_decay": "Adafactor",
@@ -28,26 +28,26 @@ MARKS = {
     "lr_decay": "Adagrad",
     "momentum": "SGD",
 }
-"""Told by a hyper-parameter, where there is no state."""
+"""Hyper-parameter -> the algorithm that it identifies, where there is no state."""
 MUON = {"ns_steps", "ns_coefficients"}
-"""Told by any of these before all state: torch keeps it under SGD's name."""
+"""Hyper-parameters that identify Muon before any state, whose name in torch is SGD's."""
 OTHERS = "another optimizer"
 
 FIRST_BETA = {"SGD": "momentum", "RMSprop": "alpha", "Adagrad": ""}
-"""What bitsandbytes passes as the first of its betas, of optimizers that have none. The second is
-not read by its kernels."""
+"""Hyper-parameter that bitsandbytes passes as the first of its betas, for algorithms without betas.
+Its kernels do not read the second."""
 SHARED = {
     "SGD": ("lr", "initial_lr", "weight_decay"),
     "RMSprop": ("lr", "initial_lr", "weight_decay", "eps"),
     "Adagrad": ("lr", "initial_lr", "weight_decay", "eps"),
 }
 WITHOUT = ("nesterov", "dampening", "centered", "lr_decay", "maximize")
-"""Hyper-parameters of torch's that bitsandbytes has no counterpart for."""
+"""Hyper-parameters of torch.optim that bitsandbytes does not have."""
 
 
 def algorithm(group: Mapping[str, Any], state: Collection[str] = ()) -> str:
-    """What kind of optimizer such hyper-parameters are for; those of another mean other things.
-    `state`: canonical names of what a parameter of the group has."""
+    """Return the algorithm of a parameter group: hyper-parameters of one name mean different things in
+    different algorithms. `state` has the canonical names of a parameter's state."""
     if MUON & group.keys():
         return "Muon"
     kept = set(state) - {"step"}
@@ -60,7 +60,7 @@ def algorithm(group: Mapping[str, Any], state: Collection[str] = ()) -> str:
 
 
 def spoken(kind: str, values: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's hyper-parameters in the words of the live group, of the same algorithm."""
+    """Return the checkpoint's hyper-parameters by the names of the live group, of the same algorithm."""
     theirs, ours = "betas" in values, "betas" in live
     if kind not in SHARED or theirs == ours:
         return dict(values)
@@ -74,7 +74,7 @@ def spoken(kind: str, values: Mapping[str, Any], live: Mapping[str, Any]) -> dic
 
 
 def unspoken(kind: str, values: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
-    """Settings in use there that the live group has no word for."""
+    """Return the settings of the checkpoint that the live group does not have."""
     if kind not in SHARED or "betas" in values or "betas" not in live:
         return []
     return [f"{key}: was {values[key]}, is not known here" for key in WITHOUT if values.get(key)]

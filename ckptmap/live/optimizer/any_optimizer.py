@@ -1,4 +1,4 @@
-"""An optimizer that no other family knows: a step of a small copy shows what state it keeps."""
+"""An optimizer that no other family knows: one step of a small copy shows its state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AnyOptimizer(OptimizerFamily):
-    """Any other optimizer of torch's kind: what it keeps is seen from one step of a copy."""
+    """Any subclass of torch.optim.Optimizer, whose state is learnt from one step of a copy."""
 
     name = "other"
 
@@ -50,10 +50,10 @@ class AnyOptimizer(OptimizerFamily):
         return found
 
     def _kept(self, part: OptimizerParam) -> Mapping[str, Any]:
-        """State of a small parameter of the same dtype and group after one step without gradient:
-        what has its shape then has the parameter's here, cut as it is.
+        """Return the state of a small parameter of the same dtype and group after one step with a zero
+        gradient. An entry of its shape has the parameter's own shape here.
 
-        Raises LoadError CKM508 where the optimizer cannot step so."""
+        Raises LoadError CKM508 where such a step fails."""
         import torch
 
         probe = torch.nn.Parameter(torch.zeros(_probed(part), dtype=part.param.dtype))
@@ -78,5 +78,6 @@ class AnyOptimizer(OptimizerFamily):
 
 
 def _probed(part: OptimizerParam) -> tuple[int, ...]:
-    """A small shape of as many dims, which tell some optimizers what to keep; no two sizes alike."""
+    """Return a small shape with as many dims as the parameter, which decide what some optimizers keep.
+    All sizes differ."""
     return tuple(range(3, 3 + part.param.dim()))

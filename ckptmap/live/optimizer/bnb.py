@@ -26,8 +26,8 @@ BLOCK_SIZE = 256
 
 
 class Bnb(OptimizerFamily):
-    """Optimizers of some of bitsandbytes' algorithms; `first` and `second` are the moments that it
-    keeps in `state1`, row by row where they are several, and in `state2`."""
+    """bitsandbytes' optimizers of some algorithms. `first` are the moments in `state1`, one a row where
+    there are several, and `second` is the moment in `state2`."""
 
     name = "bitsandbytes"
     mixed = True
@@ -57,7 +57,7 @@ class Bnb(OptimizerFamily):
         return found
 
     def _moments(self, number: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Views of what is there, by canonical name."""
+        """Return views of the moments by canonical name."""
         names, value = self._names[number], state[f"state{number}"]
         absmax = state.get(f"absmax{number}")
         if len(names) == 1:
@@ -74,13 +74,13 @@ class Bnb(OptimizerFamily):
         return Codes("bnb8bit", BLOCK_SIZE, signed, value, absmax, table, shape, _encode)
 
     def named(self, source: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A moment that the checkpoint could not name is this optimizer's, if it has but one."""
+        """Return the source with a moment without a name as this optimizer's, where it has only one."""
         if UNNAMED not in source or len(self.moments) != 1 or self.moments[0] in source:
             return source
         return {self.moments[0] if k == UNNAMED else k: value for k, value in source.items()}
 
     def plain(self, part: OptimizerParam, dtype: torch.dtype) -> torch.Tensor:
-        """In float32 whatever is asked: with any other dtype its step does nothing, silently."""
+        """Return a moment in float32: with any other dtype bitsandbytes' step does nothing, silently."""
         import torch
 
         return super().plain(part, torch.float32)
@@ -96,10 +96,10 @@ class Bnb(OptimizerFamily):
         return self.entries(optimizer.state[part.param])
 
     def install(self, part: OptimizerParam, values: Mapping[str, Any]) -> None:
-        """Codes were filled in place; a count, or moments that became plain, are put there. One
-        plain moment makes all plain: the dtype of `state1` decides for both."""
+        """Set the step and the moments that became plain; codes were filled in place. One plain
+        moment makes all plain: the dtype of `state1` decides for both."""
         state = part.optimizer.state[part.param]
-        # SGD's first step overwrites the moment: torch's, which counts none, is past it.
+        # The first step of bitsandbytes' SGD overwrites the moment; torch's SGD counts no steps.
         state[STEP] = max(int(values.get(STEP, 0)), int("momentum_buffer" in values))
         if all(isinstance(values[name], Codes) for name in self.moments):
             return
@@ -111,7 +111,7 @@ class Bnb(OptimizerFamily):
             state.pop(f"qmap{number}", None)
 
     def _is_there(self, found: list[Any], live: Any) -> bool:
-        """Were its own rows filled?"""
+        """Return whether the live rows themselves were filled."""
         rows = [live] if len(found) == 1 else list(live)
         pairs = zip(found, rows, strict=True)
         return all(a.data_ptr() == b.data_ptr() and a.dtype == b.dtype for a, b in pairs)

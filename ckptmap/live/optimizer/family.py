@@ -1,4 +1,4 @@
-"""What a family of live optimizers must say: which state it keeps, under which names, in which form.
+"""The interface to a family of live optimizers: the state that they keep, its names and its classes.
 
 torchao AdamW8bit   state[p] = {step, exp_avg: OptimState8bit, exp_avg_sq: OptimState8bit}
 bitsandbytes        state[p] = {step, state1, absmax1, qmap1, state2, ...}
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 STEP = "step"
 KINDS = {"OptimState8bit": "adam8bit", "OptimState4bit": "adam4bit", "OptimStateFp8": "adamfp8"}
-"""torchao's classes -> our schemes."""
+"""torchao's classes -> the schemes of `ckptmap.optim`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """A moment of a live optimizer in codes: tensors of this rank, not copied."""
+    """A quantized moment of a live optimizer: codes and scales of this rank, not copied."""
 
     scheme: str
     block_size: int
@@ -37,13 +37,13 @@ class Codes:
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
-        """By the names under which they are stored."""
+        """The tensors by the names under which they are stored."""
         found = {"codes": self.codes, "scale": self.scale}
         return found if self.qmap is None else {**found, "qmap": self.qmap}
 
 
 def local_of(value: Any) -> Any:
-    """This rank's part of a state tensor."""
+    """Return this rank's shard of a state tensor."""
     import torch
 
     with torch.no_grad():
@@ -51,7 +51,7 @@ def local_of(value: Any) -> Any:
 
 
 def codes_of(value: Any) -> Codes | None:
-    """The codes of a torchao state, or of what a family already made Codes of; None: plain."""
+    """Return the codes of a quantized moment; None: it is not quantized."""
     if isinstance(value, Codes):
         return value
     local = local_of(value)
@@ -66,8 +66,8 @@ def codes_of(value: Any) -> Codes | None:
 
 @dataclass(frozen=True, eq=False)
 class OptimizerParam:
-    """One parameter as an optimizer has it. `model` is the model's own tensor, which differs from
-    `param` where the optimizer works on a copy of it."""
+    """One parameter of an optimizer. `model` is the model's own tensor, which differs from `param` where
+    the optimizer steps a copy of it."""
 
     optimizer: Any
     family: OptimizerFamily
@@ -82,67 +82,69 @@ class OptimizerParam:
 
 
 class OptimizerFamily:
-    """What is the same for most: state by its own names, all of the parameter's dtype."""
+    """A family of optimizers. The defaults are those of most: state by its own names, in the dtype of
+    the parameter."""
 
     name = "torch"
     mixed = False
-    """Can it step with moments of another dtype than the parameter's?"""
+    """Can the optimizer step with moments of another dtype than the parameter's?"""
     moments: tuple[str, ...] = ()
-    """Canonical names that it cannot do without."""
+    """Canonical names of the moments that the optimizer needs."""
     scratch: tuple[str, ...] = ()
-    """Entries that each step makes anew: it is nothing to begin without them."""
+    """Entries that each step computes anew, so that they need not be loaded."""
 
     def claims(self, optimizer: Any) -> bool:
         return True
 
     def flags(self, optimizer: Any) -> dict[str, Any]:
-        """Constructor arguments that its state dict does not hold."""
+        """Return the constructor arguments that the state dict does not hold."""
         return {}
 
     def rounds(self, optimizer: Any) -> bool:
-        """Does it round stochastically?"""
+        """Return whether the optimizer rounds stochastically."""
         return False
 
     def entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Canonical name -> tensor (of any kind), Codes or plain value."""
+        """Return canonical name -> tensor of any class, Codes or plain value."""
         return {name: value for name, value in state.items() if value is not None}
 
     def named(self, source: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The checkpoint's state of one parameter, where this family knows a name that it lacks."""
+        """Return the checkpoint's state of one parameter, with names that only this family knows."""
         return source
 
     def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
-        """Fresh state by canonical name; `source` is what the checkpoint has: LazyTensors and
-        plain values."""
+        """Return fresh state by canonical name. `source` is the checkpoint's: LazyTensors and plain
+        values."""
         raise NotImplementedError
 
     def present(self, part: OptimizerParam) -> dict[str, Any]:
-        """The state that is there, where it can be filled as it is; empty: where not."""
+        """Return the live state, where it can be filled in place; empty: it cannot."""
         return {}
 
     def install(self, part: OptimizerParam, values: Mapping[str, Any]) -> None:
         part.optimizer.state[part.param] = dict(values)
 
     def needs(self, part: OptimizerParam) -> tuple[str, ...]:
-        """Canonical names of the moments that it cannot do without."""
-        third = ("max_exp_avg_sq",) * bool(part.group.get("amsgrad"))
-        return (*self.moments, *third) if self.moments else ()
+        """Return the canonical names of the moments that the optimizer needs for this parameter."""
+        if self.moments and part.group.get("amsgrad"):
+            return (*self.moments, "max_exp_avg_sq")
+        return self.moments
 
     def dtype_of(self, part: OptimizerParam, name: str) -> torch.dtype:
-        """Of a moment that is not quantized, where the optimizer leaves no choice (`mixed`)."""
+        """Return the dtype of a moment that is not quantized, where the optimizer leaves no choice."""
         found: torch.dtype = part.param.dtype
         return found
 
     def like_param(self, part: OptimizerParam, name: str) -> bool:
-        """Has this moment the parameter's shape?"""
+        """Return whether the moment has the parameter's shape."""
         return True
 
     def coded(self, part: OptimizerParam, scheme: str, signed: bool) -> Any:
-        """A moment in codes where the optimizer itself would have none; None: it cannot be."""
+        """Return a quantized moment where the optimizer itself would not quantize; None: impossible."""
         return None
 
     def plain(self, part: OptimizerParam, dtype: torch.dtype) -> torch.Tensor:
-        """A moment that is not quantized, in this dtype."""
+        """Return a moment of zeros in `dtype`, not quantized."""
         import torch
 
         with torch.no_grad():

@@ -1,14 +1,14 @@
-"""Low-bit moments of FSDP1's flat shards as they are, beside their decoded values.
+"""Quantized moments of FSDP1's flat shards, saved as they are beside their decoded values.
 
-Blocks of a flat shard straddle parameters, so that by name a moment is stored in float32, for any
-other layout. Codes quantized anew from it are not those that were decoded; to go on bit for bit a
-rank needs its own, which are saved under its own name and used where it holds the same again:
+A block of codes in a flat shard may span two parameters, so that a moment by FQN is stored decoded, in
+float32. Quantizing that again gives other codes. To go on bit for bit a rank needs its own codes,
+which are saved under its number, and used where the rank holds the same elements again:
 
     extra.flat_state.rank0.<FQN>.exp_avg.form     ["adam8bit", 256, true, numel]
     extra.flat_state.rank0.<FQN>.exp_avg.codes    u8 [numel], with .scale and .qmap
     extra.flat_state.rank0.<FQN>.exp_avg.plain    of an entry too small for codes, in its dtype
 
-FQN is the first of the parameters that the optimizer's tensor holds.
+FQN is that of the first parameter in the flat shard.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ FORM = "form"
 
 @dataclass(frozen=True)
 class FlatCodes:
-    """One entry: its form, [scheme, block size, signed, numel] or [dtype, numel], and its parts."""
+    """One saved entry: its form, [scheme, block size, signed, numel] or [dtype, numel], and its tensors."""
 
     form: Sequence[Any]
     parts: Mapping[str, LazyTensor]
 
 
 def held(owners: Sequence[ParamOwner]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Of this rank: {FQN: {entry: {part: tensor}}} of all that is saved decoded."""
+    """Return {FQN: {entry: {part: tensor}}} for all entries of this rank that are saved decoded."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for owner in owners:
         for name, value in owner.part.family.entries(owner.part.state).items():
@@ -79,8 +79,8 @@ def _plain_form(value: torch.Tensor) -> list[Any]:
 def recorded(
     checkpoint: Checkpoint, targets: Sequence[LiveTensor], rank: int, world: int
 ) -> dict[str, dict[str, FlatCodes]] | None:
-    """What the checkpoint has of this rank, {FQN: {entry: Kept}}; None where it has none of any
-    rank, or this one holds other elements than it did."""
+    """Return {FQN: {entry: FlatCodes}} of this rank in the checkpoint; None: no rank has any, or this
+    rank holds other elements than it did."""
     if not any(path[0] == KEY for path in checkpoint.plain):
         return None
     if not _same_layout(checkpoint, targets, rank, world):
@@ -114,13 +114,13 @@ def _same_layout(
 
 
 def fits(kept: Mapping[str, FlatCodes], part: OptimizerParam) -> bool:
-    """Is it of a tensor of this size?"""
+    """Return whether the saved entries belong to a tensor of this size."""
     numel = local_of(part.param).numel()
     return bool(kept) and all(one.form[-1] == numel for one in kept.values())
 
 
 def filled(kept: FlatCodes, live: Any, part: OptimizerParam, reader: TensorReader) -> Any:
-    """The live entry with what was kept, in the form that it had; None: it cannot have that here."""
+    """Return the live entry filled with the saved one, in its form; None: the optimizer has another."""
     import torch
 
     codes = codes_of(live)

@@ -1,5 +1,5 @@
-"""How a run makes its gradients, as far as that decides the bits of its next step: what is trained,
-who averages over ranks, in which precision. Recorded by `save`, compared by `load(exact=True)`.
+"""The settings of a run that decide the bits of its gradients: the parameters that are trained, the
+wrappers that average over ranks, and precisions. `save` records them, `load(exact=True)` compares them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def described(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str, Any]:
-    """As plain values."""
+    """Return the settings as plain values."""
     import torch
 
     return {
@@ -29,7 +29,7 @@ def described(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str
 
 
 def _averagers(model: torch.nn.Module) -> list[str]:
-    """Wrappers that average over replicas; FSDP's are told by how tensors are cut."""
+    """Return the wrappers that average over replicas; those of FSDP show in how tensors are cut."""
     found = {
         type(module).__name__
         for module in model.modules()
@@ -43,7 +43,7 @@ def _is_ddp(module: torch.nn.Module) -> bool:
 
 
 def _policies(module: torch.nn.Module) -> list[str]:
-    """What a module's mixed precision sets, one text for all; empty where it has none."""
+    """Return the mixed-precision settings of a module as one text; empty: it has none."""
     from torch import distributed
 
     if not distributed.is_available():
@@ -60,11 +60,11 @@ def _policies(module: torch.nn.Module) -> list[str]:
     plain = type(policy)()
     found = {field.name: getattr(policy, field.name) for field in fields(policy)}
     texts = [f"{name}={value}" for name, value in found.items() if value != getattr(plain, name)]
-    return [" ".join(texts)] * bool(texts)
+    return [" ".join(texts)] if texts else []
 
 
 def _trained(targets: Sequence[LiveTensor]) -> str:
-    """How many, and which, in one word."""
+    """Return the count of the trained parameters, and a digest of their names."""
     names = sorted(target.fqn for target in targets if _is_trained(target))
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4).hexdigest()
     return f"{len(names)} ({digest})"

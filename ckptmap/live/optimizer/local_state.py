@@ -1,10 +1,10 @@
-"""What this rank holds of a live model and its optimizer, named as it will be stored.
+"""The tensors of a live model and its optimizer that this rank holds, by their stored names.
 
     model      layers.0.weight, Shard(0) of 2    -> ("model", "layers.0.weight"), rows 0..64
     optimizer  state[p]["exp_avg"] of 8 bits     -> cells of codes, with their scales
                state[p]["step"]                  -> ("optimizer", "state", FQN, "step")
 
-Nothing is copied: a piece is a view of the live tensor.
+Nothing is copied: a LocalShard is a view of the live tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STATE: Path = ("optimizer", "state")
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """A box of a stored tensor, and the live values that fill it."""
+    """A box of a stored tensor, and a view of the live values."""
 
     box: Box
     values: torch.Tensor
@@ -40,7 +40,7 @@ class LocalShard:
 
 @dataclass(frozen=True, eq=False)
 class LocalCodes:
-    """A box of a moment that is held in codes."""
+    """A box of a moment, and its quantized values."""
 
     box: Box
     codes: Codes
@@ -48,12 +48,12 @@ class LocalCodes:
 
 @dataclass(frozen=True, eq=False)
 class LocalTensor:
-    """A stored tensor, and what this rank holds of it.
+    """A stored tensor, and the boxes of it that this rank holds.
 
-    primary  of ranks that hold the same part, the one that saves it; None: all hold all of it, and
-             who saves it is agreed on
-    checked  must all ranks that hold it hold the same?
-    is_buffer  of the model: each rank may have its own, of which one is saved, and that is said
+    primary    does this rank save its boxes, of all ranks that hold them? None: each rank holds the
+               whole tensor, and the ranks agree on the one that saves it
+    checked    must all ranks that hold the tensor hold the same values?
+    is_buffer  a buffer of the model: ranks may differ, one is saved, and a note says so
     """
 
     path: Path
@@ -66,16 +66,16 @@ class LocalTensor:
 
 @dataclass
 class LocalState:
-    """All of it."""
+    """Everything that this rank holds."""
 
     holdings: list[LocalTensor] = field(default_factory=list)
     records: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
-    """Plain values: those of the lowest rank that has them are stored."""
+    """Plain values; those of the lowest rank that has them are stored."""
     decoded: list[str] = field(default_factory=list)
-    """Moments that are stored decoded, since their codes cannot be told apart by parameter."""
+    """Moments that are stored decoded, since a block of their codes may span two parameters."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What an exact continuation depends on, of this rank."""
+    """Settings of this rank that an exact continuation depends on."""
 
 
 def info_of(shape: Sequence[int], values: torch.Tensor) -> TensorInfo:
@@ -96,7 +96,7 @@ def hold_model(held: LocalState, targets: Sequence[LiveTensor]) -> None:
 
 
 def hold_tensor(held: LocalState, target: LiveTensor, path: Path) -> None:
-    """Add what this rank holds of one tensor: the parts of a quantized weight, or its boxes."""
+    """Add the boxes of one tensor; of a quantized weight, those of its codes and scales."""
     stored = stored_form(target, str(path[-1]))
     if stored is None:
         held.holdings.append(_dense(target, path, target.local))
@@ -110,7 +110,7 @@ def hold_tensor(held: LocalState, target: LiveTensor, path: Path) -> None:
 
 
 def _dense(target: LiveTensor, path: Path, local: torch.Tensor) -> LocalTensor:
-    """The model's tensor, or one that is cut as it is."""
+    """Return the boxes of a dense tensor."""
     info = info_of(target.tensor.shape, local)
     pieces = [LocalShard(box, view) for box, view in target.windows(local)]
     if not target.is_cut and not pieces:
@@ -128,7 +128,8 @@ def _primary(target: LiveTensor) -> bool | None:
 
 @dataclass(frozen=True, eq=False)
 class ParamOwner:
-    """Whose state an optimizer's tensor is: targets, and where each begins in a flat one."""
+    """A parameter of the optimizer, and the tensors of the model that it holds: one, or those of a flat
+    parameter, each with its offset there."""
 
     part: OptimizerParam
     members: Sequence[tuple[LiveTensor, int | None]]
@@ -136,7 +137,8 @@ class ParamOwner:
     def windows(
         self, local: torch.Tensor
     ) -> Iterator[tuple[LiveTensor, list[tuple[Box, torch.Tensor]]]]:
-        """`local` is this rank's part of the parameter, or of a moment of it."""
+        """Yield each tensor with the (box, view) pairs of `local`, which is this rank's shard of the
+        parameter or of a moment of it."""
         for target, at in self.members:
             mine = local
             if at is not None and isinstance(target, FlatParamTensor):
@@ -153,7 +155,7 @@ class ParamOwner:
 
 
 def owners(optimizer: Any, targets: Sequence[LiveTensor]) -> list[ParamOwner]:
-    """Every parameter of the optimizer with the model's names for it, in its order.
+    """Return every parameter of the optimizer, in its order, with the model's tensors.
 
     Raises LoadError CKM508 for a parameter that is not the model's.
     """
@@ -185,13 +187,13 @@ def owners(optimizer: Any, targets: Sequence[LiveTensor]) -> list[ParamOwner]:
 def hold_optimizer(held: LocalState, mine: Sequence[ParamOwner]) -> None:
     for owner in mine:
         if owner.is_flat and not owner.part.param.numel():
-            continue  # all of it is on other ranks: here no step is counted
+            continue  # all of it is on other ranks: this rank counts no step
         for name, value in owner.part.family.entries(owner.part.state).items():
             _hold_entry(held, owner, name, value)
 
 
 def _hold_entry(held: LocalState, owner: ParamOwner, name: str, value: Any) -> None:
-    """One entry of a parameter's state, under every member's name."""
+    """Add one entry of a parameter's state, under the FQN of every tensor in it."""
     import torch
 
     codes = codes_of(value)
@@ -216,7 +218,8 @@ def _hold_entry(held: LocalState, owner: ParamOwner, name: str, value: Any) -> N
 
 
 def _refuse_nested(owner: ParamOwner, name: str, value: Any) -> None:
-    """LBFGS keeps lists of directions over all parameters, under the name of the first."""
+    """Raise LoadError CKM508 for a list or dict of tensors: LBFGS keeps directions over all parameters
+    under the name of the first."""
     if holds_tensor(value):
         kind = type(owner.part.optimizer).__name__
         raise LoadError(
@@ -238,8 +241,8 @@ def holds_tensor(value: Any) -> bool:
 
 
 def is_decoded(owner: ParamOwner, value: Any) -> bool:
-    """Is an entry stored in float32 by name, since its codes straddle parameters, or, of one that
-    is narrow, since it may be in codes on another rank?"""
+    """Return whether an entry is stored decoded, in float32: one of a flat parameter that is quantized,
+    whose blocks may span parameters, or one in 16 bits, which another rank may have quantized."""
     import torch
 
     if not owner.is_flat:
@@ -253,7 +256,7 @@ def _paths(owner: ParamOwner, name: str) -> list[Path]:
 
 
 def _is_like_param(owner: ParamOwner, value: Any) -> bool:
-    """Has it an element for each of the parameter's?"""
+    """Return whether the entry has one element for each element of the parameter."""
     if owner.is_flat:
         counts = {int(local_of(one).numel()) for one in (value, owner.part.param)}
         return bool(value.dim()) and len(counts) == 1
@@ -261,7 +264,7 @@ def _is_like_param(owner: ParamOwner, value: Any) -> bool:
 
 
 def _apart(value: Any, path: Path) -> LocalTensor:
-    """A tensor with a shape, and where sharded a mesh, of its own: a step, a row of a matrix."""
+    """Return the boxes of an entry with a shape and mesh of its own: a step, a row of a matrix."""
     local = local_of(value)
     info = info_of(value.shape, local)
     if not is_dtensor(value):
@@ -291,5 +294,5 @@ def _hold_codes(held: LocalState, owner: ParamOwner, name: str, codes: Codes) ->
 
 
 def decoded(codes: Codes) -> torch.Tensor:
-    """Flat float32 values."""
+    """Return the decoded values, float32 and flat."""
     return LowBit(codes.scheme, codes.block_size, codes.signed).values(codes.parts)

@@ -1,7 +1,7 @@
-"""Hyper-parameters of a live optimizer and its scheduler, set to the checkpoint's.
+"""Sets the hyper-parameters of a live optimizer and its scheduler to the checkpoint's.
 
-They keep the form that the live optimizer needs: torchao's `lr` stays the tensor it is, bitsandbytes'
-a number. What an implementation chooses (foreach, fused, ...) stays the live one's.
+Each keeps the type of the live value: torchao's `lr` stays a tensor, bitsandbytes' a number. Choices
+of implementation (foreach, fused, ...) are not loaded.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ CHOICES = (
     "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "amsgrad",
     "centered",
 )  # fmt: skip
-"""Not hyper-parameters: how the optimizer computes, or which optimizer it is."""
+"""No hyper-parameters: how the optimizer computes, or which variant it is."""
 NAMES = ("params", "param_names")
 
 
 class ParamGroups:
-    """The live groups matched with the checkpoint's, by the parameters that are in them."""
+    """The live parameter groups, matched with the checkpoint's by the parameters in them."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ParamGroups:
         stored: Sequence[Mapping[str, Any]],
         state: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """`state` is the checkpoint's, by FQN: what is kept tells what a group is for."""
+        """`state` is the checkpoint's by FQN: its entries identify the algorithm of a group."""
         self._state = state
         self.settings: list[str] = []
         self.choices: list[str] = []
@@ -48,14 +48,14 @@ class ParamGroups:
             self._match(number, members)
 
     def betas(self, owner: ParamOwner) -> Sequence[float]:
-        """Those of the checkpoint's group that the parameter was in."""
+        """Return the betas of the checkpoint's group that has the parameter; () where it has none."""
         group = self._group(owner)
         found = None if group is None else plain(group.get("betas"))
         return found if isinstance(found, list | tuple) else ()
 
     def meant_else(self, owner: ParamOwner) -> str:
-        """Why state of the name that this optimizer has, too, cannot be its own; empty: it can.
-        SGD's momentum_buffer is a sum, Muon's an average, RMSprop's one of scaled steps."""
+        """Return why the checkpoint's momentum_buffer is of another meaning than this optimizer's;
+        empty: it is the same. SGD's is a sum, Muon's an average, RMSprop's a sum of scaled steps."""
         name, stored = "momentum_buffer", self._group(owner)
         if stored is None or name not in owner.part.family.needs(owner.part):
             return ""
@@ -100,7 +100,8 @@ class ParamGroups:
                 self.inexact.append(self.settings[-1])
 
     def _note_unlisted(self, number: int, members: Sequence[ParamOwner]) -> None:
-        """State whose group was not saved: DCP keeps the list of one rank, a stage's parameters."""
+        """Report parameters with state whose group was not saved: under pipeline parallelism DCP keeps
+        the groups of one rank, which has one stage."""
         names = [target.fqn for owner in members for target, _ in owner.members
                  if any(self._state.get(name) for name in target.known)
                  and not any(name in self._of for name in target.known)]  # fmt: skip
@@ -119,7 +120,8 @@ class ParamGroups:
         return next(filter(None, states), ())
 
     def _live_kind(self, part: OptimizerParam, stored: Iterable[Mapping[str, Any]]) -> str:
-        """What an optimizer that is not known keeps is tried only where there is state to compare."""
+        """Return the algorithm of the live optimizer. An unknown one must step to show its state, which
+        is done only where the checkpoint has state to compare."""
         stateful = any(self._state.get(fqn) for group in stored for fqn in group["params"])
         known = part.family.name != "other"
         return algorithm(part.group, part.family.needs(part) if known or stateful else ())
@@ -130,21 +132,22 @@ class ParamGroups:
                 self.choices.append(f"{title}: was {value}, is {live[key]}")
             return
         if key not in live:
-            if key == "initial_lr":  # a scheduler's, which begins from it
+            if key == "initial_lr":  # from a scheduler, which starts from it
                 self._set.append(lambda: live.__setitem__(key, value))
             else:
                 self.inexact.append(f"{title}: was {value}, is not there")
             return
         if isinstance(plain(live[key]), list | tuple) != isinstance(value, list | tuple):
-            return  # another thing of the same name
+            return  # another hyper-parameter of the same name
         made = fitted(live[key], value)
         if plain(live[key]) != plain(made):
             self.settings.append(f"{title}: was {plain(live[key])} here, now {plain(made)}")
         self._set.append(lambda: self._put(live, key, made))
 
     def _put(self, group: dict[str, Any], key: str, value: Any) -> None:
-        """In place where a tensor is: a compiled step and a scheduler hold the object. One that
-        several groups share, as torch gives them a default, would become the last one's."""
+        """Set a value, of a tensor in place: a compiled step and a scheduler hold the object. A tensor
+        that several groups share, as torch's defaults are, is replaced, or all would get the value
+        of the last group."""
         import torch
 
         shared = any(one.get(key) is group[key] for one in self._groups if one is not group)
@@ -158,7 +161,8 @@ class ParamGroups:
 def _forms(
     number: int, live: Mapping[str, Any], stored: Iterable[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Numbers that were tensors, or are: an optimizer computes with them in their own precision."""
+    """Yield the values that were a tensor and are a number, or the reverse: the optimizer computes with
+    a tensor in the tensor's precision."""
     for group in stored:
         for key in sorted(live.keys() & group.keys() - {*NAMES, *CHOICES}):
             was, now = _form(group[key]), _form(live[key])
@@ -176,8 +180,8 @@ def _form(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A tensor of one element as its number, in a list, too: betas may be two tensors. A list that a
-    file takes apart, since tensors lie in it, is one again."""
+    """Return a value without tensors: a tensor of one element is its number, in a list too, as betas
+    may be. A dict of 0, 1, ... is the list that a file with tensors in it has taken apart."""
     import torch
 
     if isinstance(value, Mapping) and value and [*value] == [*range(len(value))]:
@@ -194,7 +198,8 @@ def plain(value: Any) -> Any:
 
 
 def _shortest(number: float) -> float:
-    """The shortest decimal that is this float32: 0.001, where `item` gives 0.0010000000474974513."""
+    """Return the shortest decimal that rounds to this float32: 0.001, where `item` returns
+    0.0010000000474974513."""
     import torch
 
     for digits in (6, 7, 8):
@@ -205,7 +210,7 @@ def _shortest(number: float) -> float:
 
 
 def fitted(live: Any, value: Any) -> Any:
-    """The checkpoint's value in the live one's form."""
+    """Return the checkpoint's value in the type of the live one."""
     import torch
 
     value = plain(value)
@@ -224,7 +229,7 @@ def fitted(live: Any, value: Any) -> Any:
 
 
 def load_scheduler(scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Set a scheduler to its saved state, in the form of its present one.
+    """Set a scheduler to its saved state, each value in the type of the live one.
 
     Raises LoadError CKM508 where it is another scheduler's."""
     live = scheduler.state_dict()

@@ -1,7 +1,7 @@
-"""What the live optimizer says of parameters that a file only numbers.
+"""Checks the order by which numbered optimizer state got its FQNs against the live optimizer.
 
-It is mostly built by the program that built the one of the file: where its groups are not in the
-model's order (names that were sorted, 10 before 2), the file's need not be either.
+Mostly the same program built the optimizer of the file. Where its groups are not in the order of the
+model (names that were sorted, 10 before 2), those of the file may not be either.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ckptmap.optim.index_order import MODEL_ORDER, fits
 def refuse_other_order(
     checkpoint: Checkpoint, owners: Sequence[ParamOwner], targets: Sequence[LiveTensor]
 ) -> None:
-    """Raises LoadError CKM506 where the state was given names in the order of the model's dict, and
-    a live optimizer in an order of its own says others."""
+    """Raise LoadError CKM506 where the state got its FQNs by the order of the model's state dict, and
+    the live optimizer has another order."""
     other = _other(checkpoint, owners)
     if other is None or not _of_its_own(owners, targets):
         return
@@ -35,13 +35,13 @@ def refuse_other_order(
 
 
 def says_others(checkpoint: Checkpoint, owners: Sequence[ParamOwner]) -> bool:
-    """Would the state, taken one by one as torch takes it, be that of other parameters than in the
-    order of the model's dict?"""
+    """Return whether the order of the live optimizer gives other FQNs than that of the model's state
+    dict."""
     return _other(checkpoint, owners) is not None
 
 
 def _other(checkpoint: Checkpoint, owners: Sequence[ParamOwner]) -> tuple[int, str, str] | None:
-    """(number, name by the model's dict, live name) of the first that differs, where all fit."""
+    """Return (number, FQN by the model's order, live FQN) of the first difference, where all shapes fit."""
     if checkpoint.optimizer_order != MODEL_ORDER or any(owner.is_flat for owner in owners):
         return None
     live = _grouped(owners)
@@ -71,7 +71,7 @@ def _fits(state: Mapping[str, Any], target: LiveTensor) -> bool:
 
 
 def _of_its_own(owners: Sequence[ParamOwner], targets: Sequence[LiveTensor]) -> bool:
-    """Is a live group not in the order of the model?"""
+    """Return whether a live group is not in the order of the model."""
     place = {id(target): at for at, target in enumerate(targets)}
     groups = [[place[id(owner.members[0][0])] for owner in group] for group in _grouped(owners)]
     return any(a > b for group in groups for a, b in pairwise(group))

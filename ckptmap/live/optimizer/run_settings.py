@@ -1,6 +1,7 @@
-"""What a state dict does not hold but an exact continuation depends on: recorded, and compared.
+"""Settings of a run that no state dict holds and an exact continuation depends on.
 
-Constructor arguments of the optimizer, compile mode, how gradients are made, versions, world size, how every tensor is cut.
+Constructor arguments of the optimizer, compile mode, settings of gradients, versions, world size, and
+how every tensor is cut. `save` records them, and `load` compares them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
 
 VERSION = 1
 KEY = "ckptmap"
-"""Where it is kept among the extra values."""
+"""Key of the settings among the extra values."""
 
 
 def describe(
     model: torch.nn.Module, optimizer: Any, targets: Sequence[LiveTensor], world: int
 ) -> dict[str, Any]:
-    """Of this rank, as plain values."""
+    """Return the settings of this rank as plain values."""
     import torch
 
-    elsewhere = fallback_device(targets)  # of what is on meta until it is loaded
+    elsewhere = fallback_device(targets)  # for tensors that are on meta until they are loaded
     devices = sorted({device_for(target, elsewhere).type for target in targets})
     found: dict[str, Any] = {
         "version": VERSION,
@@ -80,7 +81,7 @@ def _version(library: str) -> str:
 
 
 def meshes(targets: Sequence[LiveTensor]) -> list[list[Any]]:
-    """[shape, dim names, placements] of every kind of placing that occurs."""
+    """Return [mesh shape, dim names, placements] of every combination that occurs."""
     seen: dict[str, list[Any]] = {}
     for target in targets:
         tensor: Any = target.tensor
@@ -95,8 +96,8 @@ def meshes(targets: Sequence[LiveTensor]) -> list[list[Any]]:
 def layout_digest(
     targets: Sequence[LiveTensor], becomes: Mapping[str, tuple[str, str]] | None = None
 ) -> str:
-    """What of which tensor this rank holds, and in which dtype, in one number. `becomes`: (class,
-    dtype) of what is not yet what it will be, by FQN."""
+    """Return a digest of the boxes, classes and dtypes that this rank holds. `becomes` has the (class,
+    dtype) of tensors that a load will replace, by FQN."""
     becomes = becomes or {}
     digest = hashlib.blake2b(digest_size=8)
     for target in sorted(targets, key=lambda target: target.fqn):
@@ -104,7 +105,7 @@ def layout_digest(
         if isinstance(target, FlatParamTensor):
             boxes = (target.first, target.count, target.at)
         elif whole := logical_info(target):
-            boxes = whole.shape  # a forward on the CPU gives its codes another
+            boxes = whole.shape  # a forward on the CPU changes the shape of the codes
         else:
             boxes = [box for box, _ in target.windows(target.local)]
         kind, dtype = becomes.get(target.fqn, (type(target.local).__name__, target.dtype))
@@ -113,7 +114,7 @@ def layout_digest(
 
 
 def compile_mode(model: torch.nn.Module) -> dict[str, Any]:
-    """What decides whether a step is compiled, and draws its random numbers in a kernel."""
+    """Return the settings that decide whether a step is compiled, and draws random numbers in kernels."""
     import torch
 
     names = [name for name, module in model.named_modules() if _is_compiled(module)]
@@ -133,7 +134,7 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 
 def _stance() -> str:
-    """`default`, `force_eager`, ...; `disabled` by the environment."""
+    """Return torch.compile's stance: `default`, `force_eager`, ...; `disabled` by the environment."""
     import torch._dynamo
 
     if torch._dynamo.config.disable:
@@ -146,7 +147,7 @@ def _stance() -> str:
 
 
 def differences(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
-    """Every setting that is not what it was, as one phrase each: what, recorded, found."""
+    """Return a phrase for every setting that differs: its name, the recorded value, the live value."""
     found = []
     titles = {
         "world_size": "world size", "mesh": "mesh", "layout": "how tensors are cut",

@@ -1,9 +1,9 @@
-"""One parameter's optimizer state: what is done with each entry, decided from headers alone.
+"""Loads one parameter's optimizer state, entry by entry.
 
-checkpoint exp_avg (any encoding, any cut)  ->  the live optimizer's own kind of exp_avg
-    codes     same scheme, same block boundaries: codes and scales move as bytes
-    values    plain, in the dtype that the optimizer steps with
-    recoded   decoded, and encoded by the optimizer's own library; the error is measured
+checkpoint exp_avg (any encoding, any sharding)  ->  exp_avg in the live optimizer's class
+    codes     scheme and block boundaries agree: codes and scales are copied
+    values    dense, in the dtype that the optimizer steps with
+    recoded   decoded, and quantized by the optimizer's own library; the error is measured
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     import torch
 
 Source = Mapping[str, Any]
-"""Canonical state name -> LazyTensor or plain value, of one parameter."""
+"""State of one parameter: canonical name -> LazyTensor or plain value."""
 
 
 @dataclass
 class StateNotes:
-    """What was done, for the report."""
+    """Names of the entries that were loaded, by how, for the report."""
 
     loaded: list[str] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)
@@ -46,15 +46,18 @@ class StateNotes:
 
 @dataclass(frozen=True)
 class Policy:
-    """precision  "keep", "target" or "fp32"
-    schemes    low-bit schemes that occur in the checkpoint"""
+    """How moments may be stored.
+
+    precision  "keep", "target" or "fp32"
+    schemes    low-bit schemes that occur in the checkpoint
+    """
 
     precision: str
     schemes: frozenset[str]
 
 
 class StateLoader:
-    """Fills the state of one parameter; `sources` are those of its members, in their order."""
+    """Fills the state of one parameter; `sources` has the state of each of its tensors, in order."""
 
     def __init__(
         self, owner: ParamOwner, sources: Sequence[Source], policy: Policy, notes: StateNotes,
@@ -108,7 +111,8 @@ class StateLoader:
         return tuple(live.shape) == tuple(whole.shape)
 
     def _as_it_was(self, name: str, live: Any, reader: TensorReader) -> Any:
-        """A flat shard's own codes; None: they are of another form than this optimizer's."""
+        """Return the live entry with the codes that this flat shard had; None: the optimizer's form is
+        another."""
         import torch
 
         with torch.no_grad():
@@ -122,7 +126,8 @@ class StateLoader:
     # ------------------------------------------------------------------ which form
 
     def _form(self, name: str, live: Any) -> Any:
-        """The optimizer's own, or, as `precision` asks, another that it can step with."""
+        """Return the live entry in the form that `precision` asks for: the optimizer's own, or another
+        that it can step with."""
         import torch
 
         part = self.owner.part
@@ -134,20 +139,21 @@ class StateLoader:
             return live if plain else family.plain(part, torch.float32)
         stored = self._stored_form(name)
         if codes is None:
-            if isinstance(stored, str):  # it was in codes, and would not be here
+            if isinstance(stored, str):  # quantized in the checkpoint, and not by this optimizer
                 again = family.coded(part, stored, name != "exp_avg_sq" and "max" not in name)
                 if again is None or not self._places(name, _codes(again)):
                     return family.plain(part, torch.float32)
                 return again
             return live if stored is None else family.plain(part, stored)
         if codes.scheme in self.policy.schemes and isinstance(stored, torch.dtype):
-            return family.plain(part, stored)  # it was too small to be in codes
+            return family.plain(part, stored)  # it was too small to be quantized
         if codes.scheme in self.policy.schemes and not self._places(name, codes):
             return family.plain(part, torch.float32)  # its blocks are not this rank's
         return live
 
     def _stored_form(self, name: str) -> Any:
-        """Of this rank's part in the checkpoint: a scheme, a dtype, "mixed"; None: nothing."""
+        """Return the form of this rank's boxes in the checkpoint: a scheme, a dtype or "mixed"; None:
+        the checkpoint has none."""
         import torch
 
         forms: set[Any] = set()
@@ -182,7 +188,7 @@ class StateLoader:
             lazy, title = self._lazy(name, source), f"{target.fqn}.{name}"
             if lazy is None:
                 self.notes.initialised.append(f"{title}: the checkpoint has none")
-                if not source:  # its flat parameter may have been stepped here
+                if not source:  # the flat parameter may have been stepped before
                     _zero(view for _, view in boxes)
                 continue
             _, factor = derivation(name, source, self.betas)
@@ -201,7 +207,7 @@ class StateLoader:
         if isinstance(lazy.encoding_, LowBit) and not isinstance(
             self._stored_form(title.rpartition(".")[2]), str
         ):
-            stored = lazy.encoding_.plain  # on this rank it is not in codes
+            stored = lazy.encoding_.plain  # this rank's boxes are not quantized
         elif lazy.encoding != "dense":
             error = None if dtype == "float32" else 2.0**-9
             notes.recoded.append(Recoded(title, lazy.encoding, dtype, error or 0.0))
@@ -210,7 +216,7 @@ class StateLoader:
             notes.cast.append(CastTensor(title, stored, dtype))
 
     def _copy(self, name: str, codes: Codes, reader: TensorReader) -> bool:
-        """Codes as bytes, where scheme, table and block boundaries agree."""
+        """Copy codes and scales where scheme, table and block boundaries agree; return whether."""
         import torch
 
         (target, _), source = self.owner.members[0], self.sources[0]
@@ -229,7 +235,7 @@ class StateLoader:
         return True
 
     def _places(self, name: str, codes: Codes) -> Mapping[str, Box] | None:
-        """Where exactly this rank's blocks are stored; None: nowhere."""
+        """Return the boxes of the stored codes and scales of this rank's blocks; None: they do not fit."""
         (target, _), source = self.owner.members[0], self.sources[0]
         lazy = self._lazy(name, source)
         if lazy is None or self.owner.is_flat or name not in source:
@@ -237,7 +243,7 @@ class StateLoader:
         return code_places(lazy, codes, held(target))
 
     def _recode(self, name: str, live: Any, codes: Codes, reader: TensorReader) -> None:
-        """Through float32 values of this rank's part, by the optimizer's own library."""
+        """Decode this rank's boxes to float32, and quantize them by the optimizer's own library."""
         import torch
 
         local = local_of(self.owner.part.param)
@@ -266,7 +272,7 @@ class StateLoader:
                 self.notes.recoded.append(Recoded(title, form, codes.scheme, error))
 
     def _apart(self, name: str, live: Any, reader: TensorReader) -> Any:
-        """A tensor of a shape of its own, cut as it is here."""
+        """Load a tensor of a shape of its own, a step or a row, cut as the live one."""
         lazy = self._lazy(name, self.lead)
         title = f"{self.owner.fqn}.{name}"
         if lazy is None and name in self.owner.part.family.scratch:
@@ -291,7 +297,7 @@ def _zero(views: Iterable[torch.Tensor]) -> None:
 
 
 def step_of(source: Source) -> float | None:
-    """How many steps were counted; None: they are not."""
+    """Return the count of steps; None: the state has none."""
     step = source.get(STEP)
     value = step.read() if isinstance(step, LazyTensor) else step
     return None if value is None else float(value)
@@ -305,8 +311,8 @@ def leading(sources: Sequence[Source]) -> Source:
 
 
 def counted(live: Any, number: float) -> Any:
-    """A step count in the live optimizer's form, wider where that does not hold it: in bfloat16
-    1001 is 1000, and stays it."""
+    """Return a step count in the live optimizer's type, or in a wider one where that cannot hold it: in
+    bfloat16 1001 would be 1000, and stay 1000."""
     import torch
 
     if isinstance(live, torch.Tensor):
@@ -318,7 +324,8 @@ def counted(live: Any, number: float) -> Any:
 
 
 def derivation(name: str, source: Source, betas: Sequence[float] = ()) -> tuple[str, float | None]:
-    """The state that a moment is made from, and the factor; itself, and None, where it is there.
+    """Return the entry that a moment is computed from, and the factor; (name, None) where the checkpoint
+    has it.
 
     max_exp_avg_sq <- exp_avg_sq, its value if this were the first step with amsgrad.
     momentum_buffer <- exp_avg / (1 - beta1): both sum past gradients with weights beta1^k, and
@@ -337,7 +344,8 @@ def derivation(name: str, source: Source, betas: Sequence[float] = ()) -> tuple[
 def code_places(
     lazy: LazyTensor, codes: Codes, boxes: Sequence[tuple[Box, Box]]
 ) -> Mapping[str, Box] | None:
-    """Where the parts hold exactly this rank's blocks; None: other blocks, or another scheme."""
+    """Return the boxes of the stored codes and scales that are exactly this rank's blocks; None: blocks
+    or scheme differ."""
     encoding = lazy.encoding_
     same = isinstance(encoding, LowBit) and (
         (encoding.name, encoding.block_size, encoding.signed)
@@ -359,7 +367,7 @@ def code_places(
 
 
 def _run(shape: Sequence[int], box: Box, encoding: LowBit) -> Mapping[str, Box] | None:
-    """Codes and scales of a box of whole blocks that follow each other; None: it is none."""
+    """Return the boxes of codes and scales of a box that is a run of whole blocks; None: it is not."""
     start, stop = flat_span(shape, box)
     block, packed = encoding.block_size, encoding.kind.packed
     whole = stop % block == 0 or stop == math.prod(shape)
@@ -389,6 +397,6 @@ def _codes(value: Any) -> Codes:
 
 
 def relative_error(values: torch.Tensor, found: torch.Tensor) -> float:
-    """Root mean square of the difference over that of the values."""
+    """Return the root mean square of the difference, divided by that of the values."""
     whole = values.norm()
     return float((found - values).norm() / whole) if float(whole) else 0.0

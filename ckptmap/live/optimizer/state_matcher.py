@@ -1,4 +1,4 @@
-"""Optimizer state of a checkpoint matched with a live optimizer, parameter by parameter."""
+"""Matches a checkpoint's optimizer state with a live optimizer, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from ckptmap.storage.lazy_tensor import LazyTensor
 
 @dataclass
 class StatePlan:
-    """What will be done with the optimizer, and what stands against it.
+    """The steps that load the optimizer's state, and the state that does not match.
 
-    lossy  entries that cannot be the same bits here
-    kept   is all that was saved decoded there as it was, and used?
+    lossy  entries that cannot be loaded bit for bit, and why
+    kept   True: every entry that was saved decoded is loaded from its own codes
     """
 
     steps: list[Callable[[TensorReader], None]] = field(default_factory=list)
@@ -57,10 +57,11 @@ class StatePlan:
                 "build the model of this checkpoint, or load the model alone",
             )
         if strict and (self.missing or self.unexpected):
-            seen = [f"{len(self.missing)} missing: {listed(self.missing)}"] * bool(self.missing)
-            seen += [f"{len(self.unexpected)} unexpected: {listed(self.unexpected)}"] * bool(
-                self.unexpected
-            )
+            seen = []
+            if self.missing:
+                seen.append(f"{len(self.missing)} missing: {listed(self.missing)}")
+            if self.unexpected:
+                seen.append(f"{len(self.unexpected)} unexpected: {listed(self.unexpected)}")
             raise LoadError(
                 "CKM506",
                 f"{path}: optimizer state does not match the optimizer's parameters,"
@@ -69,7 +70,7 @@ class StatePlan:
             )
 
     def run(self, reader: TensorReader) -> None:
-        """Load it all, after the weights."""
+        """Run every step, after the weights are loaded."""
         try:
             for step in self.steps:
                 step(reader)
@@ -90,7 +91,7 @@ class StatePlan:
 
 
 class StateMatcher:
-    """Decides what is done with the state of every parameter; reads no state."""
+    """Decides the step for the state of every parameter, without reading any."""
 
     def __init__(
         self, checkpoint: Checkpoint, targets: Sequence[LiveTensor], optimizer: Any, precision: str
@@ -110,7 +111,7 @@ class StateMatcher:
         self._plan = StatePlan()
 
     def plan(self) -> StatePlan:
-        """Raises LoadError CKM506 where the checkpoint's state cannot be read or named."""
+        """Return the plan. Raises LoadError CKM506 where the state cannot be read, or has no FQNs."""
         plan = self._plan
         self._refuse_unnamed()
         refuse_other_order(self._checkpoint, self._owners, self._targets)
@@ -136,7 +137,7 @@ class StateMatcher:
         return plan
 
     def _by_order(self) -> list[str]:
-        """How parameters that the file only numbers got their names, where nobody has said them."""
+        """Return the order by which numbered parameters got their FQNs, where no caller stated it."""
         order = self._checkpoint.optimizer_order
         said = order in ("", AS_GIVEN, BY_GROUPS)
         return [] if said else [f"parameters are named by {order}: the file has no names"]
@@ -154,7 +155,7 @@ class StateMatcher:
         )
 
     def _source(self, target: LiveTensor, used: set[str]) -> Source:
-        """Everything the checkpoint has of one parameter, under the first of its names."""
+        """Return the checkpoint's state of one parameter, under the first of its names."""
         found: dict[str, Any] = {}
         for name in target.known:
             state = {**self._values.get(name, {}), **self._tensors.get(name, {})}
@@ -172,7 +173,7 @@ class StateMatcher:
             plan.steps.append(lambda reader: _forget(owner))
             return
         if owner.is_flat and not owner.part.param.numel():
-            return  # all of it is on other ranks: none of it is stepped here
+            return  # all of it is on other ranks: this rank does not step it
         betas = groups.betas(owner)
         reason = self._unfit(owner, sources, betas) or groups.meant_else(owner)
         if reason:
@@ -193,7 +194,7 @@ class StateMatcher:
         return kept
 
     def _unfit(self, owner: ParamOwner, sources: Sequence[Source], betas: Sequence[float]) -> str:
-        """Why the state cannot be this optimizer's; empty: it can. Shapes are checked, too."""
+        """Return why this optimizer cannot use the state; empty: it can. Notes shapes that differ."""
         family = owner.part.family
         for (target, _), source in zip(owner.members, sources, strict=True):
             for name in family.needs(owner.part) if source else ():
@@ -210,7 +211,7 @@ class StateMatcher:
         return ""
 
     def _foresee(self, owner: ParamOwner, sources: Sequence[Source]) -> None:
-        """Entries that will not be the same bits, as far as headers tell."""
+        """Note the entries that will not be the same bits, as far as headers show."""
         family = owner.part.family
         self._foresee_shared(owner, sources)
         for (target, _), source in zip(owner.members, sources, strict=True):
@@ -226,7 +227,7 @@ class StateMatcher:
                     self._plan.lossy.append(f"{target.fqn}.{name}: {lazy.dtype} becomes {dtype}")
 
     def _foresee_shared(self, owner: ParamOwner, sources: Sequence[Source]) -> None:
-        """A flat parameter counts one step, its members had one each."""
+        """Note step counts that differ between the tensors of a flat parameter, which counts once."""
         found = sorted({number for number in map(step_of, sources) if number is not None})
         if len(found) > 1:
             seen = ", ".join(f"{number:g}" for number in found)
@@ -235,7 +236,7 @@ class StateMatcher:
             self._plan.lossy.append(why)
 
     def _refresh_copies(self, reader: TensorReader) -> None:
-        """CPUOffloadOptimizer steps on copies that it made of the weights before they were loaded."""
+        """Copy the loaded weights to CPUOffloadOptimizer's own copies, which it steps."""
         import torch
 
         with torch.no_grad():
@@ -244,7 +245,8 @@ class StateMatcher:
 
 
 def _unlisted(owner: ParamOwner, sources: Sequence[Source], known: set[str]) -> list[str]:
-    """Its members without state that no group of the checkpoint knows: the others had not made any."""
+    """Return the tensors without state that are in no group of the checkpoint; a tensor that is in one
+    had no state yet when it was saved."""
     if not owner.part.model.requires_grad:
         return []
     members = zip(owner.members, sources, strict=True)
@@ -254,7 +256,7 @@ def _unlisted(owner: ParamOwner, sources: Sequence[Source], known: set[str]) -> 
 
 
 def _require_replicas(owner: ParamOwner, sources: Sequence[Source]) -> None:
-    """Raise RunError CKM310 where ranks have saved other values of the same state."""
+    """Raise RunError CKM310 where ranks saved different values of one entry."""
     for (target, _), source in zip(owner.members, sources, strict=True):
         like = tuple(target.tensor.shape)
         for lazy in source.values():
@@ -264,5 +266,5 @@ def _require_replicas(owner: ParamOwner, sources: Sequence[Source]) -> None:
 
 
 def _forget(owner: ParamOwner) -> None:
-    """Without state; the optimizer makes it at its next step."""
+    """Drop the state of a parameter; the optimizer makes it at its next step."""
     owner.part.optimizer.state.pop(owner.part.param, None)

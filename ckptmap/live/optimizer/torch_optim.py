@@ -37,17 +37,16 @@ class TorchAdam(OptimizerFamily):
         on_device = group.get("capturable") or group.get("fused")
         device = part.param.device if on_device else torch.device("cpu")
         found: dict[str, Any] = {STEP: torch.zeros((), dtype=step_dtype(group), device=device)}
-        third = ("max_exp_avg_sq",) * bool(group.get("amsgrad"))
-        for name in (*self.moments, *third):
+        for name in self.needs(part):
             found[name] = self.plain(part, part.param.dtype)
         return found
 
 
 class TorchSgd(OptimizerFamily):
-    """torch.optim.SGD: one buffer, where it has momentum."""
+    """torch.optim.SGD: one moment, where it has momentum."""
 
     def needs(self, part: OptimizerParam) -> tuple[str, ...]:
-        return ("momentum_buffer",) * bool(part.group.get("momentum"))
+        return ("momentum_buffer",) if part.group.get("momentum") else ()
 
     def claims(self, optimizer: Any) -> bool:
         return is_a(optimizer, "torch.optim", "SGD")
@@ -59,7 +58,7 @@ class TorchSgd(OptimizerFamily):
 
 
 class TorchAdafactor(OptimizerFamily):
-    """torch.optim.Adafactor: a factored second moment, a column and a row a matrix."""
+    """torch.optim.Adafactor: for a matrix, a row and a column in place of the second moment."""
 
     def needs(self, part: OptimizerParam) -> tuple[str, ...]:
         return ("variance",) if part.param.dim() < 2 else ("row_var", "col_var")

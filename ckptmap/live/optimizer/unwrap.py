@@ -1,4 +1,4 @@
-"""A live optimizer taken apart: below its wrappers, by family, parameter by parameter."""
+"""The parameters of a live optimizer, inside of its wrappers and by family."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptmap.live.optimizer.family import OptimizerFamily, OptimizerParam, is_a
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Below what accelerate and the like put around it."""
+    """Return the optimizer inside of the wrappers of accelerate and other frameworks."""
     import torch
 
     inner = getattr(optimizer, "optimizer", None)
@@ -27,20 +27,21 @@ def family_of(optimizer: Any) -> OptimizerFamily:
 
 
 def is_offloaded(optimizer: Any) -> bool:
-    """torchao's CPUOffloadOptimizer: one optimizer a parameter, each on a copy in host memory."""
+    """Return whether this is torchao's CPUOffloadOptimizer, which has one optimizer for each parameter,
+    on a copy of it in host memory."""
     return is_a(optimizer, "torchao", "CPUOffloadOptimizer")
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Those that keep the state: itself, or the many of CPUOffloadOptimizer."""
+    """Return the optimizers that keep the state: itself, or those inside of CPUOffloadOptimizer."""
     if not is_offloaded(optimizer):
         return [optimizer]
-    on_device = [optimizer.d_opt] * (optimizer.d_opt is not None)
-    return [*optimizer.optim_dict.values(), *on_device]
+    inner = [*optimizer.optim_dict.values()]
+    return inner if optimizer.d_opt is None else [*inner, optimizer.d_opt]
 
 
 def parts_of(optimizer: Any) -> Iterator[OptimizerParam]:
-    """Every parameter of it, in the order of its groups."""
+    """Yield every parameter of the optimizer, in the order of its groups."""
     if not hasattr(optimizer, "param_groups"):
         raise LoadError(
             "CKM508",

@@ -1,4 +1,4 @@
-"""The encodings of a state dict in memory: decoded, cast, or quantized into torchao's tensors."""
+"""Changes the encoding of a state dict in memory: decode, cast, or quantize into torchao's tensors."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def quantizing_schemes() -> tuple[str, ...]:
 
 
 def decoded(state: State, peers: RankGroup, max_memory: int) -> dict[str, torch.Tensor]:
-    """Quantized tensors, bitsandbytes' with the tensors beside them, as plain ones of their own
-    dtype, cut as they were; others as they are. Every one of `peers` calls it."""
+    """Return the state dict with quantized tensors decoded into plain ones of their dtype, cut as they
+    were. bitsandbytes' are decoded by the entries beside them. All ranks of `peers` call it."""
     import torch
 
     live = opened(state, peers, "model")
@@ -53,7 +53,7 @@ def decoded(state: State, peers: RankGroup, max_memory: int) -> dict[str, torch.
 
 
 def _decoding(source: LazyTensor, given: torch.Tensor | None) -> tuple[ReshardTask, torch.Tensor]:
-    """What decodes one tensor into a new one, and that."""
+    """Return the task that decodes one tensor into a new one, and the new tensor."""
     import torch
 
     whole = given is None or tuple(given.shape) != source.shape
@@ -72,7 +72,7 @@ def _decoding(source: LazyTensor, given: torch.Tensor | None) -> tuple[ReshardTa
 
 
 def cast(state: State, encoding: str) -> dict[str, torch.Tensor]:
-    """Floating tensors in another dtype, as `torch.Tensor.to`."""
+    """Return the state dict with floating tensors cast by `torch.Tensor.to`."""
     import torch
 
     dtype: torch.dtype = getattr(torch, DTYPES[encoding])
@@ -80,10 +80,10 @@ def cast(state: State, encoding: str) -> dict[str, torch.Tensor]:
 
 
 def quantized(state: State, encoding: str, max_memory: int) -> dict[str, torch.Tensor]:
-    """The matrices that a conversion to this scheme quantizes, as torchao's tensors.
+    """Return the state dict with those matrices as torchao's tensors that a conversion quantizes.
 
-    Raises LoadError CKM504 for DTensors: which rows a rank holds of a quantized weight, its model
-    says.
+    Raises LoadError CKM504 for DTensors: only a model says which rows of a quantized weight a rank
+    holds.
     """
     import torch
 

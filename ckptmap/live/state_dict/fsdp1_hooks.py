@@ -1,8 +1,8 @@
-"""`load_state_dict` of a model that FSDP1 wraps, in place of FSDP1's own.
+"""A `load_state_dict` for a model that FSDP1 wraps, which replaces FSDP1's own.
 
-FSDP1's hooks gather every unit before any other hook can look at the state dict, and read it as
-their state dict type says. So the method is replaced on the instance: what arrives goes straight
-into the flat shards. Flat shards themselves, as LOCAL_STATE_DICT has them, go to FSDP1.
+FSDP1's hooks gather every unit before any other hook sees the state dict, and expect its state dict
+type. So the method is replaced on the instance, and loads straight into the flat shards. A state dict
+of flat shards, as LOCAL_STATE_DICT has them, goes to FSDP1.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     import torch
 
 FLAT = ("_flat_param", "flat_param")
-"""What LOCAL_STATE_DICT calls a unit's flat parameter."""
+"""The key of a unit's flat parameter in a LOCAL_STATE_DICT."""
 
 
 class Fsdp1Hooks:
-    """Installed until `handle.remove()`; every rank loads together."""
+    """The replaced method, until `handle.remove()`. All ranks load together."""
 
     def __init__(
         self, handle: Handle, model: torch.nn.Module, config: object, max_memory: int
@@ -42,8 +42,8 @@ class Fsdp1Hooks:
     def _load(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As `torch.nn.Module.load_state_dict`; parameters are filled in place, also with `assign`.
-        Raises RuntimeError as it does, with what fits loaded."""
+        """Load as `torch.nn.Module.load_state_dict`, but fill parameters in place also with `assign`.
+        Raises RuntimeError as torch does, after loading what fits."""
         from torch.nn.modules.module import _IncompatibleKeys
 
         model = self._model
@@ -81,7 +81,7 @@ def _refuse(
 def set_extra_state(
     model: torch.nn.Module, state: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Give each module of its own extra state what it has there; (missing, unexpected) plain keys."""
+    """Set the extra state of modules; return the (missing, unexpected) plain keys."""
     from torch import nn
 
     paths = {
@@ -103,8 +103,8 @@ def set_extra_state(
 def is_own_state(
     optimizer: Any, state_dict: Mapping[str, Any], owners: Sequence[ParamOwner], peers: RankGroup
 ) -> bool:
-    """Is it what this very optimizer's `state_dict()` gives on each rank: state of local shards,
-    by index? torch loads that, and only it."""
+    """Return whether the state dict is one that the optimizer itself makes on each rank: state of local
+    shards by index, which torch alone can load."""
     flat = any(owner.is_flat for owner in owners)
     return all(peers.all(flat and _is_local(optimizer, state_dict)))
 
@@ -118,14 +118,14 @@ def _is_local(optimizer: Any, state_dict: Mapping[str, Any]) -> bool:
 
 
 def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
-    """Is any tensor of it so?"""
+    """Return whether any tensor of a nested value has the shape."""
     if isinstance(value, Mapping):
         return any(_has_shape(item, shape) for item in value.values())
     return tuple(getattr(value, "shape", (-1,))) == shape
 
 
 def in_module_order(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> list[LiveTensor]:
-    """As the model had them before FSDP1 made units of them: what an index in optimizer state means
-    to everybody but itself."""
+    """Return the targets in the order of the model before FSDP1 made units of it, in which other
+    programs number optimizer state."""
     position = {id(module): number for number, module in enumerate(model.modules())}
     return sorted(targets, key=lambda target: position[id(target.places[0][0])])

@@ -1,9 +1,9 @@
-"""What FSDP1's own `load_state_dict` takes, made beside the model and without gathering it.
+"""Tensors as FSDP1's own `load_state_dict` takes them, made without gathering a unit.
 
 FULL_STATE_DICT      every rank has all of a tensor
 SHARDED_STATE_DICT   the rows that torch.chunk gives a rank: a ShardedTensor, or a DTensor where the
                      model was wrapped with a device mesh
-LOCAL_STATE_DICT     flat shards by unit, which are no tensors of the model's names: refused
+LOCAL_STATE_DICT     flat shards by unit, which have no FQNs: refused
 
 Source: torch 2.13, torch/distributed/fsdp/_state_dict_utils.py and _shard_utils.py.
 """
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     import torch
 
 OWN_SEGMENTS = (SEGMENTS["fsdp1"], SEGMENTS["checkpoint"])
-"""What FSDP1 and checkpoint wrappers put into module paths, and leave out of state dicts."""
+"""Segments that FSDP1 and checkpoint wrappers add to module paths, and leave out of state dicts."""
 
 WHOLE_SCALAR = Box((), ())
 
 
 @dataclass(frozen=True, eq=False)
 class FlatShadow(ShadowTensor):
-    """A tensor of a flat parameter as a state dict of the model's type has it.
+    """A tensor of a flat parameter, as a state dict of the model's state dict type holds it.
 
     flat   the tensor in the model
-    owner  the FSDP1 module that holds it
-    rows   what of it this rank has in the state dict
+    owner  the FSDP1 module that holds the tensor
+    rows   box of the tensor that this rank has in the state dict
     """
 
     flat: Any = None
@@ -45,7 +45,7 @@ class FlatShadow(ShadowTensor):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """A stand-in without data."""
+        """A tensor on meta, with shape and dtype."""
         found: torch.Tensor = self.flat.tensor
         return found
 
@@ -78,8 +78,8 @@ class FlatShadow(ShadowTensor):
 
 
 def shadows(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> list[ShadowTensor]:
-    """A shadow of every target. Raises LoadError CKM505 where no state dict can hold one, and for
-    LOCAL_STATE_DICT."""
+    """Return a shadow of every target. Raises LoadError CKM505 for a tensor that no state dict can hold,
+    and for LOCAL_STATE_DICT."""
     owners = {id(handle): module for module, handle in handles(model)}
     return [
         _flat_shadow(target, owners[id(target.handle)])
@@ -107,7 +107,7 @@ def _flat_shadow(flat: FlatParamTensor, owner: Any) -> FlatShadow:
 
 
 def is_sharded_type(owner: Any) -> bool:
-    """Has the module's state dict rows alone? NO_SHARD always has whole tensors."""
+    """Return whether the module's state dict has only this rank's rows; with NO_SHARD it never does."""
     return _type(owner) == "SHARDED_STATE_DICT" and owner.sharding_strategy.name != "NO_SHARD"
 
 
@@ -117,7 +117,7 @@ def _type(owner: Any) -> str:
 
 
 def _sharded(local: torch.Tensor, shape: Sequence[int], rows: Box, owner: Any) -> torch.Tensor:
-    """A ShardedTensor over the ranks that share the module; nothing is communicated."""
+    """Return a ShardedTensor over the ranks that share the module, made without communication."""
     import torch
     from torch.distributed import get_global_rank
     from torch.distributed._shard.metadata import ShardMetadata
@@ -145,7 +145,7 @@ def _sharded(local: torch.Tensor, shape: Sequence[int], rows: Box, owner: Any) -
 
 
 def own_keys(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str, str]:
-    """Plain name -> the name in FSDP1's state dict, which is not asked: it would gather."""
+    """Return plain name -> the name in FSDP1's state dict, without making one, which would gather."""
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(path)

@@ -1,4 +1,4 @@
-"""What `install` gives back: it removes the hooks, and holds the reports of the last loads."""
+"""The handle that `install` returns: it removes the hooks, and keeps the reports of the last loads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ckptmap.live.model.load_report import LoadReport
 
 
 class Handle:
-    """What was installed; `remove()` takes it away, as leaving a `with` does. `reports` are those
-    of the last load of the model and of the optimizer."""
+    """Installed hooks. `remove()` removes them, and so does leaving a `with` block. `reports` has the
+    report of the last load of the model and of the optimizer."""
 
     def __init__(self) -> None:
         self.reports: dict[str, LoadReport] = {}

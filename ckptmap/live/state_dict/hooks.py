@@ -1,10 +1,10 @@
 """hooks.install(): plain `load_state_dict` that takes foreign names, encodings and shardings.
 
-    model.load_state_dict(anything)      pre-hook: put into the model as `ckptmap.translate` would,
-                                         post-hook: what was missing is told as torch tells it
+    model.load_state_dict(anything)      a pre-hook loads it as `ckptmap.translate` would,
+                                         a post-hook reports missing names in torch's own way
     optimizer.load_state_dict(anything)  state keyed by FQN or index, of any optimizer, into this one
 
-A state dict that fits as it is goes its way through torch alone.
+A state dict that fits the model goes through torch alone.
 """
 
 from __future__ import annotations
@@ -45,25 +45,27 @@ def install(
     precision: str = "keep",
     max_memory: int = MAX_MEMORY,
 ) -> Handle:
-    """From now on `model.load_state_dict` and `optimizer.load_state_dict` take state dicts of any
-    setup that `ckptmap.translate` takes, until `remove()` of the handle.
+    """Let `model.load_state_dict` and `optimizer.load_state_dict` take state dicts of any setup that
+    `ckptmap.translate` takes, until `remove()` of the handle.
 
     model       as it is trained, in its outermost wrapper: plain, DDP, compiled, `fully_shard`ed,
-                FSDP1. Where it is spread over ranks, all of them load together
-    optimizer   built from its parameters
+                FSDP1. The ranks that hold it together load together
+    optimizer   built from the model's parameters
     config      the model's config, where names of another scheme need sizes
     precision   of moments, as in `ckptmap.load`
     max_memory  bytes of messages a rank
 
-    A state dict that fits as it is goes to torch alone; of FSDP1 only flat shards do, as its
-    LOCAL_STATE_DICT and its optimizer's own `state_dict()` have them. All else goes into the shards
-    without gathering a unit.
+    A state dict that fits the model goes to torch alone. Under FSDP1 only flat shards do, as its
+    LOCAL_STATE_DICT and its optimizer's own `state_dict()` have them; everything else is loaded into
+    the shards without gathering a unit.
     """
     argument_checks.module("model", model)
     argument_checks.choice("precision", precision, PRECISIONS)
     argument_checks.integer("max_memory", max_memory, 1)
     if optimizer is not None:
-        owners(unwrapped(optimizer), find_targets(model)[0])  # those of another model are refused
+        owners(
+            unwrapped(optimizer), find_targets(model)[0]
+        )  # refuses an optimizer of another model
     handle = Handle()
     if any(is_fsdp1(module) for module in model.modules()):
         Fsdp1Hooks(handle, model, config, max_memory)
@@ -84,8 +86,8 @@ class _ModuleHooks:
     def _before(
         self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
     ) -> None:
-        """torch does not say here whether it is strict: names that do not match are left to its
-        own message, as is usual with what does match already loaded."""
+        """Load what matches. torch does not tell a pre-hook whether `strict` is set, so that its own
+        message reports the names that do not match."""
         self._prefix = None
         own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         weights = {k: v for k, v in own.items() if not k.endswith(EXTRA_STATE)}
@@ -106,7 +108,7 @@ class _ModuleHooks:
             del state_dict[prefix + key]
 
     def _after(self, module: torch.nn.Module, incompatible: Any) -> None:
-        """torch counts everything as missing that it was not given; we know better."""
+        """Correct torch's missing keys: it was not given the tensors that are loaded already."""
         if self._prefix is None:
             return
         prefix, report = self._prefix, self._handle.reports["model"]
@@ -119,7 +121,8 @@ class _ModuleHooks:
 
 
 def _fits(state: Mapping[str, Any], module: torch.nn.Module) -> bool:
-    """Is it what torch takes as it is? Nothing quantized, the same names, kinds, meshes."""
+    """Return whether torch can take the state dict alone: nothing quantized, the same names, shapes,
+    meshes and placements."""
     live = {k: v for k, v in module.state_dict().items() if not k.endswith(EXTRA_STATE)}
     return set(live) == set(state) and all(_alike(live[key], state[key]) for key in live)
 
@@ -139,8 +142,8 @@ def _alike(live: Any, given: Any) -> bool:
 
 
 class _OptimizerHooks:
-    """Torch's own `load_state_dict` casts moments to the parameter's dtype, and would undo what was
-    loaded: it is given groups alone, and the state is put in its place afterwards."""
+    """Hooks around the optimizer's own `load_state_dict`, which casts moments to the parameter's dtype.
+    It gets the parameter groups alone, and the loaded state is put back afterwards."""
 
     def __init__(
         self,
@@ -158,7 +161,7 @@ class _OptimizerHooks:
         if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
             handle.add(optimizer.register_load_state_dict_pre_hook(self._before).remove)
             handle.add(optimizer.register_load_state_dict_post_hook(self._after).remove)
-        else:  # bitsandbytes and torchao's offloading one have their own, without hooks
+        else:  # the optimizer's class has a method of its own that calls no hooks
             optimizer.load_state_dict = self._in_place_of
             handle.add(lambda: optimizer.__dict__.pop("load_state_dict", None))
 
@@ -178,7 +181,7 @@ class _OptimizerHooks:
             type(self._optimizer).load_state_dict(self._optimizer, state_dict)
 
     def _load(self, state_dict: Mapping[str, Any]) -> bool:
-        """False: there is no state in it, only groups, or it is FSDP1's own local state."""
+        """Load the state; False: the state dict has groups alone, or is FSDP1's own local state."""
         targets, _ = find_targets(self._model)
         tensors = list(_tensors(state_dict))
         spread = bool(peer_groups(self._model)) or is_spread(tensors)
@@ -231,9 +234,9 @@ def _tensors(value: Any) -> list[Any]:
 def live_order(
     optimizer: Any, targets: Sequence[LiveTensor], model: torch.nn.Module
 ) -> list[list[str]]:
-    """What an index means here: the live optimizer's own parameters, as torch takes it; those of
-    a flat parameter one by one, where the model had them. A group may be empty, as Trainer's for
-    no decay is of an adapter."""
+    """Return the FQNs of the live optimizer's parameters by group, in the order in which torch numbers
+    them. The tensors of a flat parameter come in the order of the model. A group may be empty, as
+    Trainer's group without weight decay is for an adapter."""
     inner = unwrapped(optimizer)
     listed = [] if is_offloaded(inner) else inner.param_groups
     by_group: dict[int, list[LiveTensor]] = {id(group): [] for group in listed}
@@ -248,7 +251,7 @@ def live_order(
 
 
 def _groups_alone(optimizer: Any) -> dict[str, Any]:
-    """The optimizer's own groups as a state dict, parameters by number, no state."""
+    """Return a state dict of the optimizer's own groups, with parameters by number and no state."""
     groups, first = [], 0
     for group in optimizer.param_groups:
         count = len(group["params"])

@@ -1,7 +1,7 @@
-"""A state dict of a live run as a checkpoint: what every rank holds of it, nothing moved.
+"""A state dict in memory as a Checkpoint: every rank learns who holds which box, and no value moves.
 
-{"layers.0.weight": DTensor, ...} of each rank  ->  pieces  ->  stored tensors that all ranks know,
-each box with the ranks that hold it  ->  Checkpoint
+{"layers.0.weight": DTensor, ...} of each rank  ->  boxes of this rank  ->  stored tensors that all
+ranks know, each box with the ranks that hold it  ->  Checkpoint
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ MODEL: Path = ("model",)
 OPTIMIZER: Path = ("optimizer",)
 WHERE = "state dict"
 Sources = Mapping[Path, tuple[TensorInfo, Sequence[tuple[int, Box]]]]
-"""Stored path -> what it is, and (rank, box) of all that is held of it."""
+"""Stored path -> shape and dtype, and (rank, box) for every box that a rank holds."""
 
 
 @dataclass(frozen=True, eq=False)
 class StateDictTensor(LiveTensor):
-    """A tensor of a state dict; it sits in no module."""
+    """A tensor of a state dict, which no module holds."""
 
     value: Any = None
 
@@ -58,7 +58,7 @@ class StateDictTensor(LiveTensor):
 
 @dataclass(frozen=True, eq=False)
 class LiveStateDict:
-    """A state dict of all ranks; `memory` has this rank's part of it."""
+    """A state dict of all ranks; `memory` has the boxes of this rank."""
 
     checkpoint: Checkpoint
     memory: Memory
@@ -72,10 +72,11 @@ def opened(
     role: str,
     weights: Mapping[str, TensorInfo] | None = None,
 ) -> LiveStateDict:
-    """Every one of `peers` calls it with what it has: shards, or all, or nothing.
+    """Return the state dicts of all ranks as one checkpoint. Every rank of `peers` calls it with what
+    it has: shards, everything, or nothing.
 
-    role     "model" or "optimizer": what the state dict is
-    weights  of the model that optimizer state is of
+    role     what the state dict is: "model" or "optimizer"
+    weights  shapes and dtypes of the model that the optimizer state belongs to
 
     Raises, on all ranks: LoadError CKM505 for tensors that cannot be read, RunError CKM510 where
     the ranks' parts do not make whole tensors.
@@ -101,8 +102,8 @@ def opened(
 
 
 def assigned(state: Mapping[Path, Any], peers: RankGroup) -> Assignment:
-    """Tensors by path as stored tensors, each box with the one rank that writes it, of replicas the
-    lowest. Raises as `opened` does."""
+    """Return tensors by path as stored tensors, each box with the one rank that writes it: of replicas,
+    the lowest. Raises as `opened` does."""
     mine = LocalState()
     with peers.together():
         for path, value in state.items():
@@ -173,7 +174,7 @@ def _refuse(path: Path, leaf: StateDictTensor, coded: bool) -> None:
 
 
 def _ties(holdings: Sequence[LocalTensor]) -> dict[Path, object]:
-    """Path -> the first path whose values are the same bytes of memory."""
+    """Return path -> the first path whose values are the same bytes of memory."""
     first: dict[object, Path] = {}
     found: dict[Path, object] = {}
     for holding in holdings:
@@ -199,7 +200,7 @@ def _memory(mine: LocalState, assignment: Assignment) -> Memory:
                 memory.hold(holding.path, piece.box, piece.values)
     known = {holding.path for holding in mine.holdings}
     for (path, box), values in assignment.mine.items():
-        if path not in known:  # a part of a moment in codes
+        if path not in known:  # a part of a quantized moment
             memory.hold(path, box, values.view(box.sizes))
     return memory
 
@@ -220,7 +221,7 @@ def _index(
 
 
 def _roles(index: Index, role: str) -> Roles:
-    """Who says what it is need not have it guessed."""
+    """Return the roles of the paths, which the caller states instead of having them guessed."""
     below = {path[1:]: leaf for path, leaf in index.leaves.items() if len(path) > 1}
     if role == "model":
         tensors = {path: leaf for path, leaf in below.items() if isinstance(leaf, LiveStored)}
@@ -229,7 +230,7 @@ def _roles(index: Index, role: str) -> Roles:
 
 
 def _sources(offers: Sequence[Sequence[Offer]], assignment: Assignment) -> Sources:
-    """Every rank's copies: of replicas the nearest is taken, not the one that would be saved."""
+    """Return every box of every rank, replicas too: the reader takes the nearest."""
     held_by: dict[Path, dict[tuple[int, Box], None]] = {}
     for rank, some in enumerate(offers):
         for one in some:
@@ -242,5 +243,5 @@ def _sources(offers: Sequence[Sequence[Offer]], assignment: Assignment) -> Sourc
 
 
 def is_spread(tensors: Sequence[Any]) -> bool:
-    """Is it said of any of them what each rank holds?"""
+    """Return whether any tensor is cut over ranks: a DTensor or a ShardedTensor."""
     return any(is_dtensor(tensor) or sharded.is_sharded(tensor) for tensor in tensors)

@@ -1,8 +1,7 @@
-"""From a state dict in memory into targets: load() without files.
+"""Loads a state dict in memory into live tensors, as load() loads a checkpoint.
 
-targets matched with the state dict as with a checkpoint -> what each tensor needs of which rank
--> exchanged batch by batch -> dense boxes straight into their places, the rest through the
-steps that load() takes
+match the state dict with the targets -> list the boxes that each tensor needs -> exchange them batch
+by batch -> dense boxes go straight to their tensor, all others through the steps of load()
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ShadowTensor(LiveTensor):
-    """A tensor beside the model's, of the same kind and cut alike; the model stays as it is."""
+    """A new tensor of the class, mesh and placements of the model's; the model stays as it is."""
 
     made: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, target: LiveTensor) -> ShadowTensor:
-        """Raises LoadError CKM505 where the model keeps the tensor in a way of its own."""
+        """Return the shadow of a target. Raises LoadError CKM505 for one that no state dict can hold."""
         form = form_of(target)
         if form is not None:
             form.require_in_state_dict(target)
@@ -56,14 +55,14 @@ class ShadowTensor(LiveTensor):
         return found
 
     def refuse_lost_hooks(self) -> None:
-        """The model's own tensor stays."""
+        """Refuse nothing: the model's own tensor stays."""
 
     def put(self, local: torch.Tensor) -> None:
         self.made[""] = local
 
     @property
     def result(self) -> torch.Tensor | None:
-        """What was made, as a tensor of the model's mesh; None: nothing was."""
+        """The new tensor, on the model's mesh; None: none was made."""
         made = self.made.get("")
         return None if made is None else like(self.tensor, made)
 
@@ -82,12 +81,12 @@ def load_live(
 ) -> LoadReport:
     """Fill the targets, and the optimizer's state, from a state dict of all ranks.
 
-    order       of the optimizer's parameters, for state that is keyed by index
+    order       FQNs of the optimizer's parameters by group, for state that is keyed by index
     weights     False: the state dict has optimizer state alone
-    max_memory  bytes of messages at once, and of what waits for a step at once, on each rank; a
-                tensor that must be re-encoded as a whole may take more
+    max_memory  bytes of messages at once, and of tensors that wait for a step, on each rank; a
+                tensor that must be quantized as a whole may take more
 
-    Raises what `ckptmap.load` does, on all ranks, before anything is touched.
+    Raises as `ckptmap.load`, on all ranks, before anything is touched.
     """
     import torch
 
@@ -115,8 +114,8 @@ def load_live(
 
 
 class _Matcher(TensorMatcher):
-    """The form of the model's weights stays: what is dense in it is decoded, where `load` would
-    put a quantized tensor in its place."""
+    """Keeps the class of the model's tensors: a dense weight gets decoded values, where `load` would
+    replace it by a quantized tensor."""
 
     def _decide(self, target: LiveTensor, source: LazyTensor) -> None:
         if _kept_form(target) is not None or source.encoding == "dense":
@@ -125,7 +124,7 @@ class _Matcher(TensorMatcher):
         self._decode(target, source, "the model's weight is dense")
 
     def _compare_parts(self, targets: Sequence[LiveTensor], found: Mapping[str, str]) -> None:
-        """No rank has all values to compare."""
+        """Compare nothing: no rank has all values."""
 
 
 def _kept_form(target: LiveTensor) -> LiveForm | None:
@@ -135,7 +134,8 @@ def _kept_form(target: LiveTensor) -> LiveForm | None:
 
 
 def _unit(target: LiveTensor, source: LazyTensor, step: Step, device: torch.device) -> ReshardTask:
-    """Dense into dense goes straight to its place, cast on arrival; all else waits for its step."""
+    """Return the task of one tensor. Dense values go straight into a dense tensor, and are cast on
+    arrival; in all other cases the boxes are kept for the step."""
     form, where = _kept_form(target), device_for(target, device)
     stored = source.parts.get("")
     if source.encoding == "dense" and form is None and isinstance(stored, LiveStored):
@@ -163,7 +163,7 @@ def _places(target: LiveTensor, stored: LiveStored, device: torch.device) -> Ite
 
 
 def needs(source: LazyTensor, boxes: Sequence[Box], device: torch.device) -> Iterator[Need]:
-    """Of every part what these boxes of the logical tensor need."""
+    """Yield the boxes of every stored part that these boxes of the logical tensor need."""
     whole = set[str]()
     encoding = source.encoding_
     own_scales = any(form.reads_own_scales(source) for form in live_forms())
@@ -171,7 +171,7 @@ def needs(source: LazyTensor, boxes: Sequence[Box], device: torch.device) -> Ite
         whole.update(encoding.scale_parts(source.info))
     for name, part in source.parts.items():
         if not isinstance(part, LiveStored):
-            continue  # stored otherwise than held: all of it is on this rank
+            continue  # a part that this rank has in full
         for box in boxes:
             found = None if name in whole else encoding.part_box(source.info, name, box)
             cut = Box.whole(part.info.shape) if found is None else found
@@ -213,7 +213,7 @@ def _state(
 
 
 def _is_by_position(checkpoint: Checkpoint, targets: Sequence[LiveTensor], optimizer: Any) -> bool:
-    """Does an index mean the live optimizer's own parameter, as torch takes it?"""
+    """Return whether an index means a parameter of the live optimizer, as torch takes it."""
     if checkpoint.optimizer_by_index:
         return True
     return says_others(checkpoint, owners(unwrapped(optimizer), targets))
@@ -226,7 +226,8 @@ def _state_units(plan: StatePlan, device: torch.device) -> Iterator[ReshardTask]
 
 
 def _state_needs(step: StateLoader, device: torch.device) -> Iterator[Need]:
-    """All entries of a parameter's state: this rank's boxes of those of its shape, others whole."""
+    """Yield the boxes of a parameter's state: those of this rank for an entry of the parameter's shape,
+    all of any other entry."""
     for (target, _), source in zip(step.owner.members, step.sources, strict=True):
         boxes = [box for box, _ in target.windows(target.local)]
         where = device_for(target, device)

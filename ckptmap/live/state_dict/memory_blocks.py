@@ -1,6 +1,6 @@
-"""Tensors of a live run as the stored tensors of a checkpoint that lies in memory.
+"""Live tensors as the stored tensors of a checkpoint in memory.
 
-path, box, tensor  ->  a block: read like a file by everything that reads checkpoints
+path, box, tensor  ->  a block, which readers of checkpoints read as if it were a file
 LiveStored         ->  all blocks of one path that this rank has now: its own, and those that
                        other ranks have sent
 """
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 _NUMBERS = itertools.count()
 Block = tuple[Box, "torch.Tensor", str]
-"""Box of the whole tensor, its values, and the name of the file that they stand for."""
+"""Box of the whole tensor, its values, and the name of the file that they appear as."""
 
 
 class Memory:
-    """The blocks of this rank, by stored path; `held` are its own, `landed` came from others.
+    """The blocks of this rank by stored path: its own, and those that came from other ranks.
 
     It is the `ckptmap.storage.file_systems.FileSystem` of its blocks.
     """
@@ -59,7 +59,7 @@ class Memory:
         return box, self._files[name], name
 
     def clear(self) -> None:
-        """Forget what came from others."""
+        """Drop the blocks that came from other ranks."""
         for blocks in self._landed.values():
             for _, _, name in blocks:
                 del self._files[name]
@@ -68,8 +68,8 @@ class Memory:
     # ------------------------------------------------------------------ boxes
 
     def blocks(self, path: Path, box: Box) -> list[Block]:
-        """Blocks that fill the box: one that has all of it, else this rank's own, which are
-        apart from each other."""
+        """Return blocks that cover the box: one that contains it, else this rank's own, which do not
+        overlap."""
         found = [*self._landed.get(path, ()), *self._blocks.get(path, ())]
         for block in found:
             if block[0].intersect(box) == box:
@@ -77,12 +77,13 @@ class Memory:
         return [block for block in self._blocks.get(path, ()) if block[0].intersect(box)]
 
     def has(self, path: Path, box: Box) -> bool:
-        """Is all of the box in one block?"""
+        """Return whether one block contains the box."""
         found = self.blocks(path, box)
         return len(found) == 1 and found[0][0].intersect(box) == box
 
     def copy(self, path: Path, box: Box, out: torch.Tensor) -> None:
-        """`box` -> `out` (box.sizes, any device and dtype). Raises RunError CKM513."""
+        """Copy `box` into `out` (box.sizes, any device and dtype). Raises RunError CKM513 where this
+        rank does not have all of it."""
         count = 0
         for own, values, _ in self.blocks(path, box):
             common = own.intersect(box)
@@ -102,7 +103,7 @@ class Memory:
 
     @contextmanager
     def readable(self) -> Iterator[None]:
-        """Inside, whatever reads files reads blocks, too."""
+        """Let readers of files read the blocks while the context lasts."""
         MOUNTS.mount(self.root, self)
         try:
             yield
@@ -132,14 +133,14 @@ class Memory:
         self.fetch(", ".join(files))
 
     def discard(self, file: str) -> None:
-        """No copy was made."""
+        """Do nothing: blocks are never fetched from elsewhere."""
 
     def close(self) -> None:
         self._files.clear()
 
 
 def _span(values: torch.Tensor, offset: int, nbytes: int) -> memoryview:
-    """Bytes of a tensor in row-major order; of one on a device these alone are copied."""
+    """Return a range of a tensor's row-major bytes; from a device only the range is copied."""
     import torch
 
     if values.device.type == "cpu":
@@ -149,7 +150,7 @@ def _span(values: torch.Tensor, offset: int, nbytes: int) -> memoryview:
 
 
 class LiveStored(StoredTensor):
-    """The stored tensor at `path`, of which the blocks that are here can be read."""
+    """The stored tensor at `path`; the blocks that this rank has can be read."""
 
     __slots__ = ("memory", "path")
 
@@ -160,7 +161,7 @@ class LiveStored(StoredTensor):
 
     @property
     def place(self) -> Sequence[Chunk]:
-        """What is here now; nothing is remembered."""
+        """The chunks that this rank has at the moment."""
         return self.near(Box.whole(self.info.shape))
 
     def near(self, box: Box) -> Sequence[Chunk]:
@@ -171,7 +172,7 @@ class LiveStored(StoredTensor):
 
 
 class LiveReader(TensorReader):
-    """Reads blocks where they are: nothing passes through the host that is not there already."""
+    """Reads blocks on their device, without a copy through the host."""
 
     def __init__(self, files: Files, max_memory: int, memory: Memory) -> None:
         super().__init__(files, max_memory)
@@ -184,7 +185,7 @@ class LiveReader(TensorReader):
         fill_through(self.files, stored, box, out)
 
     def same(self, first: LazyTensor, other: LazyTensor, box: Box) -> bool:
-        """Where this rank has both; other ranks compare the rest."""
+        """Compare where this rank has both boxes; other ranks compare the rest."""
         for lazy in (first, other):
             for part in lazy.parts.values():
                 if isinstance(part, LiveStored) and not self._memory.has(part.path, box):
@@ -193,7 +194,7 @@ class LiveReader(TensorReader):
 
 
 def fill_through(files: Files, stored: StoredTensor, box: Box, out: torch.Tensor) -> None:
-    """By way of the host: a tensor that is stored otherwise than it is held."""
+    """Fill `out` through the host, from a stored tensor that is no live block."""
     import torch
 
     values = torch.empty(box.sizes, dtype=getattr(torch, stored.info.dtype))

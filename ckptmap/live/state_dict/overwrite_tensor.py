@@ -1,6 +1,7 @@
-"""A stored tensor into a live one that stays the object it is: codes and scales are overwritten.
+"""Writes a stored tensor into a live one in place: also its codes and scales, where it is quantized.
 
-For callers that hold the state dict themselves; `load` replaces quantized tensors.
+The planners of torch.distributed.checkpoint need this, whose caller holds the tensors. `load` replaces
+quantized tensors instead.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from ckptmap.storage.lazy_tensor import LazyTensor
 
 
 def fill(reader: TensorReader, source: LazyTensor, target: LiveTensor) -> None:
-    """This rank's part of `source`, of any encoding, into the live tensor of `target`.
+    """Write this rank's boxes of `source`, of any encoding, into the live tensor of `target`.
 
-    Same encoding, same boundaries of blocks: codes as they are; scale blocks of NF4 are regrouped;
-    else decoded, and encoded anew where the live tensor is quantized. Raises LoadError CKM502 for
-    another shape, CKM504 where blocks do not fit.
+    Codes are copied where encoding and block boundaries agree, and scale blocks of NF4 regrouped.
+    Other values are decoded, and quantized anew where the live tensor is quantized. Raises LoadError
+    CKM502 for another shape, CKM504 where blocks do not fit.
     """
     live: Any = target.tensor
     if tuple(live.shape) != source.shape:

@@ -1,9 +1,10 @@
-"""Boxes of live tensors from the ranks that hold them to those that want them, device to device.
+"""Moves boxes of live tensors from the ranks that hold them to the ranks that need them.
 
-    wants of all ranks -> parts (box, source, target) -> rounds under the byte budget, the same on
-    every rank and proven so by digest -> each round one message a pair of ranks
+    needs of all ranks -> transfers (box, source, target) -> rounds within the byte budget
+    -> in each round one message between a pair of ranks, device to device
 
-Nothing is gathered: a rank receives what it wants and no more. What it holds itself is copied.
+Every rank computes the same rounds, which a digest proves. Nothing is gathered: a rank receives the
+boxes that it needs, and copies those that it holds itself.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     import torch
 
 ALIGN = 16
-"""Bytes to which a part is aligned in a message, so that it can be viewed in its own dtype."""
+"""Alignment in bytes of a box in a message, so that it can be viewed in its own dtype."""
 
 
 @dataclass(eq=False)
 class Need:
-    """A box that this rank wants: into `out` (any dtype and device), or, without one, to be kept
-    on `device` while its unit's step runs."""
+    """A box that this rank needs: in `out` (any dtype and device), or, where that is None, kept on
+    `device` while the step of its task runs."""
 
     path: Path
     box: Box
@@ -42,14 +43,14 @@ class Need:
 
 @dataclass(eq=False)
 class ReshardTask:
-    """What belongs to one tensor of the model: boxes, and what is done once they are here."""
+    """The boxes that one tensor of the model needs, and the step that runs once they are here."""
 
     needs: list[Need] = field(default_factory=list)
     step: Callable[[TensorReader], None] | None = None
 
 
 class Transfer(NamedTuple):
-    """One box on its way: for need number `need` of unit number `unit` of rank `target`."""
+    """One box that moves from rank `source` to rank `target`, for need `need` of its task `unit`."""
 
     path: Path
     box: Box
@@ -61,17 +62,17 @@ class Transfer(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Bytes that it takes in a message."""
+        """Bytes of the box in a message, padding included."""
         return -(-self.nbytes // ALIGN) * ALIGN
 
 
 Round = Sequence[Transfer]
 Wants = Sequence[Sequence[tuple[Path, Box, bool]]]
-"""Unit by unit, of one rank: path, box, and is it kept for the step?"""
+"""Of one rank, task by task: path, box, and whether the box is kept for the step."""
 
 
 Outs = Mapping[tuple[int, int], tuple[Need, "torch.Tensor"]]
-"""(unit, need) -> the need, and the tensor that it goes into."""
+"""(task number, need number) -> the need, and the tensor that receives it."""
 
 
 # ------------------------------------------------------------------------------- the plan
@@ -80,8 +81,9 @@ Outs = Mapping[tuple[int, int], tuple[Need, "torch.Tensor"]]
 def batches(
     wants: Sequence[Wants], sources: Sources, budget: int
 ) -> list[tuple[int, int, list[Round]]]:
-    """(first unit, end, rounds): what is kept at once fits the budget on every rank, save that one
-    unit may exceed it. Raises RunError CKM513 where nobody holds what is wanted."""
+    """Return (first task, end, rounds) of every batch. The boxes that a batch keeps fit the budget on
+    every rank, except that a single task may exceed it. Raises RunError CKM513 where no rank holds a
+    box."""
     count = max(map(len, wants), default=0)
     found, first, load = [], 0, [0] * len(wants)
     kept = [0] * len(wants)
@@ -122,8 +124,8 @@ def _parts(
 def routes(
     sources: Sources, path: Path, box: Box, rank: int, load: Sequence[int]
 ) -> Iterator[tuple[Box, int]]:
-    """Pieces that tile `box`, each with a rank that holds it: this one first, then the one that has
-    least to send. Raises RunError CKM513."""
+    """Yield boxes that tile `box`, each with a rank that holds it: rank `rank` itself first, then the
+    rank with the least to send. Raises RunError CKM513 where no rank holds a part."""
     near = [(source, own) for source, own in sources[path][1] if own.intersect(box)]
     near.sort(key=lambda found: (found[0] != rank, load[found[0]], found[0]))
     rest = [box] if box.numel else []
@@ -149,7 +151,7 @@ def routes(
 
 
 def around(box: Box, hole: Box) -> list[Box]:
-    """What is left of a box without a part of it, as boxes."""
+    """Return the boxes that tile `box` without `hole`."""
     found: list[Box] = []
     for dim, (low, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         start, stop = hole.offsets[dim], hole.offsets[dim] + hole.sizes[dim]
@@ -162,13 +164,14 @@ def around(box: Box, hole: Box) -> list[Box]:
 
 
 def _interleaved(routed: Sequence[Sequence[Transfer]]) -> Iterator[Transfer]:
-    """The first of each rank, the second of each, ...: all ranks are busy in every round."""
+    """Yield the first transfer of each rank, then the second, so that all ranks are busy in every
+    round."""
     for some in itertools.zip_longest(*routed):
         yield from (part for part in some if part is not None)
 
 
 def rounds(parts: Iterator[Transfer], budget: int) -> Iterator[Round]:
-    """Parts in their order, cut so that no rank has more than `budget` bytes in messages at once."""
+    """Yield rounds of transfers in which no rank has more than `budget` bytes in messages."""
     limit = max(ALIGN, budget // 2 // ALIGN * ALIGN)
     current: list[Transfer] = []
     used: dict[int, int] = {}
@@ -198,14 +201,14 @@ def _cut(part: Transfer, limit: int) -> Iterator[Transfer]:
 
 @dataclass(frozen=True)
 class Transport:
-    """Over which group, and on which device, messages go."""
+    """The process group and the device of messages."""
 
     group: Any
     device: torch.device
 
     @classmethod
     def agreed(cls, peers: RankGroup, device: torch.device) -> Transport:
-        """The device itself where every rank has such a one and a backend that sends from it, else
+        """Return a transport on `device` where every rank has a backend that sends from it, else on
         the host."""
         import torch
         import torch.distributed as dist
@@ -221,8 +224,8 @@ class Transport:
 
 
 class Exchange:
-    """Brings what units need, batch by batch, and runs their steps. Every rank makes and runs one,
-    with units of the same tensors in the same order."""
+    """Exchanges the boxes that tasks need, batch by batch, and runs their steps. Every rank makes and
+    runs one, with tasks of the same tensors in the same order."""
 
     def __init__(self, live: LiveStateDict, budget: int, device: torch.device) -> None:
         self._memory, self._sources, self._peers = live.memory, live.sources, live.peers
@@ -230,8 +233,8 @@ class Exchange:
         self._transport = Transport.agreed(live.peers, device)
 
     def run(self, units: Sequence[ReshardTask], reader: TensorReader) -> None:
-        """Raises RunError on all ranks: CKM513 where the plan is not theirs or has a hole, and what
-        a step raises on one of them."""
+        """Run all tasks. Raises RunError on all ranks: CKM513 where the ranks' plans differ or no rank
+        holds a box, and the error of a step on any of them."""
         for first, end, moves in self._planned(units):
             with self._peers.together():
                 self._bring(units, first, min(end, len(units)), moves)
@@ -242,7 +245,7 @@ class Exchange:
 
     @contextmanager
     def kept(self, units: Sequence[ReshardTask]) -> Iterator[None]:
-        """Inside, what these units need is here."""
+        """Keep the boxes that these tasks need on this rank while the context lasts."""
         for first, end, moves in self._planned(units):
             with self._peers.together():
                 self._bring(units, first, min(end, len(units)), moves)
@@ -252,7 +255,7 @@ class Exchange:
             self._memory.clear()
 
     def _planned(self, units: Sequence[ReshardTask]) -> list[tuple[int, int, list[Round]]]:
-        """The same batches on every rank."""
+        """Return the batches, which are the same on every rank."""
         for unit in units:
             unit.needs = [need for need in unit.needs if not self._is_here(need)]
         mine = [[(n.path, n.box, n.out is None) for n in unit.needs] for unit in units]
@@ -273,7 +276,7 @@ class Exchange:
                 self._memory.land(need.path, need.box, out)
 
     def _is_here(self, need: Need) -> bool:
-        """May the step read it where it is?"""
+        """Return whether the step can read the box from this rank's memory."""
         return need.out is None and (not need.box.numel or self._memory.has(need.path, need.box))
 
     def _agree(self, plan: Any) -> None:
@@ -287,7 +290,7 @@ class Exchange:
                 )
 
     def _outs(self, units: Sequence[ReshardTask], first: int, end: int) -> Outs:
-        """Where each need goes; what is kept for a step gets a tensor of its own."""
+        """Return the tensor that receives each need; a box that is kept for a step gets a new one."""
         import torch
 
         found = {}
@@ -301,7 +304,7 @@ class Exchange:
         return found
 
     def _move(self, parts: Round, outs: Outs) -> None:
-        """One round: one message a pair of ranks; what is here already is copied meanwhile."""
+        """Run one round: one message between a pair of ranks; boxes of this rank are copied meanwhile."""
         rank = self._peers.rank
         sent: dict[int, list[Transfer]] = {}
         received: dict[int, list[Transfer]] = {}
@@ -349,7 +352,7 @@ class Exchange:
     def _values(
         self, parts: Sequence[Transfer], message: torch.Tensor
     ) -> Iterator[tuple[Transfer, torch.Tensor]]:
-        """Each part with its place in the message, in its own dtype and shape."""
+        """Yield each transfer with the view of the message that holds it, in its dtype and shape."""
         import torch
 
         at = 0

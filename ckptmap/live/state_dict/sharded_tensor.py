@@ -1,4 +1,4 @@
-"""torch's ShardedTensor, which FSDP1's sharded state dicts hold: boxes that ranks have of a tensor."""
+"""torch's ShardedTensor, of which FSDP1's sharded state dicts are made: the boxes of each rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def holding(path: Path, tensor: Any) -> LocalTensor:
-    """What this rank has of it. Ranks of HYBRID_SHARD that have the same are told by their boxes."""
+    """Return the boxes of this rank. Replicas of HYBRID_SHARD are recognised by equal boxes."""
     pieces = [
         LocalShard(
             Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)),

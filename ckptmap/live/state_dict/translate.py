@@ -1,4 +1,4 @@
-"""translate(): a state dict in memory as another setup wants it. No file is read or written.
+"""translate(): a state dict in memory for another setup. No file is read or written.
 
 state_dict, like=model   names, encodings and shards of a live model, DTensors resharded
 state_dict, to="meta"    names of another scheme, wrappers off and on
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     State = Mapping[str, torch.Tensor]
 
 MAX_MEMORY = 64 << 20
-"""Bytes of messages a rank by default."""
+"""Bytes of messages on each rank by default."""
 PURPOSE = "translate"
 EXTRA_STATE = "_extra_state"
 
 
 class Translation(dict[str, "torch.Tensor"]):
-    """The state dict; `report` says what was cast, decoded or quantized, None where names alone
-    were changed."""
+    """The new state dict; `report` lists what was cast, decoded or quantized. None: only names
+    changed."""
 
     report: LoadReport | None = None
 
@@ -63,24 +63,23 @@ def translate(
     strict: bool = True,
     max_memory: int = MAX_MEMORY,
 ) -> Translation:
-    """The same weights by other names, in other encodings, in other shards.
+    """Return the weights of a state dict by other names, in other encodings, in other shards.
 
-    like        a live model, which stays as it is: what comes out is what its own
-                `load_state_dict` takes, name by name, in its dtypes, NF4 or int8 where it is so, on
-                its mesh with its placements. The ranks that hold the model together call it
-                together, each with what it has: its shards of any mesh, everything, or nothing.
-                An FSDP1 model's state dict type says whether that is whole tensors or rows.
-                Where live DTensors are on another mesh their boxes move from device to device, in
-                messages of at most `max_memory` bytes a rank; what is here is not sent
+    like        a live model, which stays as it is. The result is a state dict that its own
+                `load_state_dict` takes: its names, dtypes, NF4 or int8 tensors, mesh and
+                placements. The ranks that hold the model together call it together, each with its
+                shards of any mesh, with everything, or with nothing. An FSDP1 model's state dict
+                type decides between whole tensors and rows. DTensors of another mesh move from
+                device to device, in messages of at most `max_memory` bytes on each rank
     to          a scheme of names: `hf`, `auto`, `meta`, `llama/torchtune`, a mapping file. None:
                 the names as they are, without wrapper segments
     config      the model's config, for `to`: a dict, a transformers config, a path
-    source      the scheme of the state dict's names; None: told by its keys
-    wrap        wrapper segments to put on, outermost first: `("ddp", "compile")`
-    encoding    "dense": what is quantized is decoded; "bf16", "fp16", "fp32": and cast; "nf4",
-                "int8": the matrices that a conversion would quantize become torchao's tensors.
+    source      the scheme of the state dict's names; None: recognised by its keys
+    wrap        wrapper segments to add, outermost first: `("ddp", "compile")`
+    encoding    "dense": decode quantized tensors; "bf16", "fp16", "fp32": decode and cast; "nf4",
+                "int8": quantize the matrices that a conversion would, as torchao's tensors.
                 None: as they are
-    strict      names must match `like`; False: what matches is made, `report` has the rest
+    strict      True: names must match `like`; False: make what matches, `report` has the rest
 
     Raises LoadError as `ckptmap.load` does; PlanError CKM601 to CKM617 for names; RunError CKM510
     and CKM513 where the ranks' parts do not make whole tensors.
@@ -97,8 +96,10 @@ def translate(
         prefix = wrap_prefix(wrap)
         return Translation({prefix + name: tensor for name, tensor in named.items()})
     if to is not None or wrap or encoding:
-        given = [f"to={to!r}"] * (to is not None) + [f"wrap={wrap!r}"] * bool(wrap)
-        given += [f"encoding={encoding!r}"] * bool(encoding)
+        beside = {"to": to, "wrap": wrap, "encoding": encoding}
+        given = [
+            f"{name}={value!r}" for name, value in beside.items() if value not in (None, (), [])
+        ]
         raise ArgumentError(
             "CKM516",
             f"{', '.join(given)}, expected nothing beside like=: the model says names, wrappers and"
@@ -116,8 +117,8 @@ def _named(
     encoding: str | None,
     max_memory: int,
 ) -> dict[str, torch.Tensor]:
-    """Decoded before names change, which may rearrange elements; quantized after. A module's extra
-    state goes along as it is."""
+    """Return the state dict by other names. Tensors are decoded before names change, which may
+    rearrange elements, and quantized after. A module's extra state stays as it is."""
     plain = _plain(state_dict)
     extra = {name: value for name, value in plain.items() if name.endswith(EXTRA_STATE)}
     made = {name: tensor for name, tensor in plain.items() if name not in extra}
@@ -176,14 +177,14 @@ def _like(
 
 
 def joined(state_dict: State, model: torch.nn.Module) -> RankGroup:
-    """All ranks, where the model or the state dict is spread over them; else this one alone."""
+    """Return all ranks where the model or the state dict is cut over them, else this rank alone."""
     if peer_groups(model) or is_spread(list(state_dict.values())):
         return RankGroup.join(PURPOSE)
     return RankGroup()
 
 
 def live_keys(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str, str]:
-    """Plain name -> the name that the model's own state dict has."""
+    """Return plain name -> the name in the model's own state dict."""
     if any(map(is_fsdp1, model.modules())):
         return own_keys(model, targets)
     keys = [key for key in model.state_dict() if not key.endswith(EXTRA_STATE)]
@@ -193,8 +194,8 @@ def live_keys(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str
 def renamed(
     state_dict: State, targets: Sequence[LiveTensor], config: object, source: str | None
 ) -> dict[str, torch.Tensor]:
-    """By the model's names, where the state dict has those of another scheme that is known; else
-    without wrapper segments. What does not match after all is for the matcher to say."""
+    """Return the state dict by the model's names, where its names are of another known scheme; else
+    without wrapper segments. The matcher reports names that still do not match."""
     plain = _plain({k: v for k, v in state_dict.items() if not k.endswith(EXTRA_STATE)})
     lacking = lacking_in(targets, plain)
     if not plain or not lacking or not strange_to(targets, plain):
