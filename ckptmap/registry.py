@@ -53,7 +53,7 @@ LAYOUTS = (
     "ckptmap.formats.rank_files.sharded_tensor_layout:ShardedTensorLayout",
     "ckptmap.formats.rank_files.dtensor_layout:DTensorLayout",
     "ckptmap.sharding.device_mesh:Mesh",
-    "ckptmap.sharding.fsdp1_units:FlatCut",
+    "ckptmap.sharding.fsdp1_layout:FlatCut",
 )
 KEY_FORMS = (  # of optimizer state, asked in this order
     "ckptmap.optim.keys_flattened:Flattened",

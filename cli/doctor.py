@@ -184,7 +184,7 @@ def _devices() -> list[str]:
         import torch
     except ImportError:
         return []
-    from ckptmap.core.text import human
+    from ckptmap.core.formatting import human
 
     found = ["cpu"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.columns import distinct, each
-from ckptmap.core.name_table import Look, table
+from ckptmap.core.formatting import counted, human
 from ckptmap.core.state_paths import join
-from ckptmap.core.text import counted, human
+from ckptmap.core.tensor_table import TensorSummary, table
 from ckptmap.errors import CkptmapError
 from ckptmap.mapping.catalog import CatalogEntry
 from ckptmap.mapping.detect import recognise
@@ -210,8 +210,8 @@ def _entry(role: str, lazy: LazyTensor, ckpt: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _row(role: str, look: _Look) -> Look:
-    return Look(role, look.shape, look.kind, "", look.nbytes)
+def _row(role: str, look: _Look) -> TensorSummary:
+    return TensorSummary(role, look.shape, look.kind, "", look.nbytes)
 
 
 def _plain(info: TensorInfo) -> _Look:

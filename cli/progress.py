@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from ckptmap.core.text import human
+from ckptmap.core.formatting import human
 
 from .printer import printable
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from ckptmap import registry
 from ckptmap.checkpoint.logical_tensors import LogicalTensors
-from ckptmap.core.code_grids import Repairs
 from ckptmap.core.columns import distinct
+from ckptmap.core.quantized_codes import Repairs
 from ckptmap.core.state_paths import class_of, described, join, opaques
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError

@@ -18,7 +18,7 @@ from typing import overload
 from ckptmap.tensors import Box, Chunk, Region, TensorInfo
 
 
-class Rows(Sequence[Chunk]):
+class RowChunks(Sequence[Chunk]):
     """Chunks of whole rows, one after the other from row 0 to the last; each is contiguous in its
     file, and none is empty.
 
@@ -42,7 +42,7 @@ class Rows(Sequence[Chunk]):
         self.row_nbytes = prod(info.shape[1:]) * info.itemsize
 
     @classmethod
-    def of(cls, info: TensorInfo, chunks: Sequence[Chunk]) -> Rows | None:
+    def of(cls, info: TensorInfo, chunks: Sequence[Chunk]) -> RowChunks | None:
         """The same as these chunks; None where they lie otherwise, or one is all there is."""
         bounds, shape = [0], info.shape
         if len(chunks) < 2 or not shape:

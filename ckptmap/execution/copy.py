@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, repeat
 
-from ckptmap.core.bool_bytes import check_bools
+from ckptmap.core.bool_check import check_bools
 from ckptmap.core.slot_columns import Slots
 from ckptmap.errors import SourceError
 from ckptmap.planning.file_plan import FilePlan, SlotRef

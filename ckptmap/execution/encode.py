@@ -11,7 +11,7 @@ from itertools import chain, starmap
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckptmap.core.code_grids import CoarseScales, CountsFlips, Grid
+from ckptmap.core.quantized_codes import CoarseScales, CodeGrid, CountsFlips
 from ckptmap.errors import Interrupted, RunError
 from ckptmap.execution import cuda_ring as ring
 from ckptmap.execution.copy import Context, recorded
@@ -114,7 +114,7 @@ def _part_streams(
     }
 
 
-def _recode(context: Context, step: Encode, grid: Grid, buffer: Buffer) -> Sequence[Written]:
+def _recode(context: Context, step: Encode, grid: CodeGrid, buffer: Buffer) -> Sequence[Written]:
     """Codes move as they are; scales are read first, whole."""
     parts = step.encoding.parts(step.tensor.info)
     assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"

@@ -23,18 +23,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ckptmap.core.code_grids import CoarseScales
 from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.errors import Interrupted, RunError, SourceError
-from ckptmap.execution.assign_ranks import Share, split
-from ckptmap.execution.coalesce import SMALL, spans, streams
 from ckptmap.execution.copy import Context, copy_span, copy_stream, key_of
+from ckptmap.execution.copy_units import SMALL, spans, streams
 from ckptmap.execution.encode import compare, encode
+from ckptmap.execution.fetch_sources import batches, read_by_compare, read_by_copies, read_by_encode
+from ckptmap.execution.finish_files import seal
 from ckptmap.execution.heartbeat import Stopped
-from ckptmap.execution.prefetch import batches, read_by_compare, read_by_copies, read_by_encode
 from ckptmap.execution.ranks import ALONE, Ranks
-from ckptmap.execution.results import Executed, Tally
-from ckptmap.execution.seal import seal
+from ckptmap.execution.split_by_rank import Share, split
+from ckptmap.execution.written_slots import Executed, WrittenSlots
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan
 from ckptmap.planning.options import Progress, RunOptions
 from ckptmap.protocols import Slot
@@ -148,7 +148,7 @@ class _Run:
         self._errors: list[BaseException] = []
         self.coarse: list[CoarseScales] = []
         self._sizes = [item.slots.sizes for item in plan]
-        self._tally = Tally([len(sizes) for sizes in self._sizes])
+        self._tally = WrittenSlots([len(sizes) for sizes in self._sizes])
         self._nbytes = [0, 0]  # written now, kept from an earlier run
         self.bring_torch: Callable[[], object] | None = None
         """Imports torch, which takes as long as to copy a gigabyte: so threads copy meanwhile."""

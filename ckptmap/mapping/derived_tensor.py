@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.core.code_grids import Coded, Grid
-from ckptmap.core.lattice import Lattice, Piece
+from ckptmap.core.quantized_codes import Coded, CodeGrid
+from ckptmap.core.strided_boxes import Piece, StridedBox
 from ckptmap.mapping import value_ops
 from ckptmap.mapping.resolve import MappedTensor
 from ckptmap.mapping.row_blocks import part_piece, rows_together
@@ -65,9 +65,9 @@ class DerivedCodesEncoding(DerivedEncoding):
     """The same where the codes could be kept: what `Coded` asks without data; `PulledCodes` has the
     data."""
 
-    codes_grid: Grid | None = None
+    codes_grid: CodeGrid | None = None
 
-    def grid(self, info: TensorInfo) -> Grid | None:
+    def grid(self, info: TensorInfo) -> CodeGrid | None:
         return self.codes_grid
 
     def scale_parts(self, info: TensorInfo) -> Sequence[str]:
@@ -209,7 +209,7 @@ def _title(made: MappedTensor, sources: Mapping[str, LazyTensor]) -> str:
     return " ".join([*(encoded or ["dense"]), *(ops or ["rearranged"])])
 
 
-def _grid(made: MappedTensor, lazies: Sequence[LazyTensor]) -> Grid | None:
+def _grid(made: MappedTensor, lazies: Sequence[LazyTensor]) -> CodeGrid | None:
     """The grid of the tensor that is made; None: blocks of codes would be torn."""
     encoding, unit = lazies[0].encoding_, rows_together(made)
     if unit is None or any(lazy.encoding_ != encoding for lazy in lazies):
@@ -220,7 +220,7 @@ def _grid(made: MappedTensor, lazies: Sequence[LazyTensor]) -> Grid | None:
     return None if grid is None or _in_units(grid, made.info, unit) is None else grid
 
 
-def _in_units(grid: Grid, info: TensorInfo, unit: int) -> tuple[int, int] | None:
+def _in_units(grid: CodeGrid, info: TensorInfo, unit: int) -> tuple[int, int] | None:
     """Rows of codes and rows of scales for each unit of rows; None: a block is torn."""
     units, torn = divmod(info.shape[0], unit)
     if torn or not units:
@@ -274,10 +274,10 @@ def _gather(
     place.copy_(taken)
 
 
-def _weight(src: Lattice, bounds: Box, axis: int) -> int:
+def _weight(src: StridedBox, bounds: Box, axis: int) -> int:
     """Elements of the bounds that one step of an axis is apart."""
     return src.steps[axis] * prod(bounds.sizes[src.dims[axis] + 1 :])
 
 
-def _strides(lattice: Lattice, strides: Sequence[int]) -> list[int]:
-    return [strides[dim] * step for dim, step in zip(lattice.dims, lattice.steps, strict=True)]
+def _strides(strided: StridedBox, strides: Sequence[int]) -> list[int]:
+    return [strides[dim] * step for dim, step in zip(strided.dims, strided.steps, strict=True)]

@@ -1,7 +1,7 @@
 """From what a tensor is made of to a tensor that can be moved or read.
 
-Dense sources are woven: bytes move from where they lie to where they go. Of quantized sources the
-parts (codes, scales) are woven, if whole blocks move together; if not, or if values change, the
+Dense sources are rearranged: bytes move from where they lie to where they go. Of quantized sources the
+parts (codes, scales) are rearranged, if whole blocks move together; if not, or if values change, the
 tensor is read through its sources, decoded, box by box.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptmap.core.woven import woven
+from ckptmap.core.rearranged_tensors import rearranged
 from ckptmap.mapping.derived_tensor import DerivedTensor, derive
 from ckptmap.mapping.resolve import MappedTensor
 from ckptmap.mapping.row_blocks import part_piece, rows_together
@@ -28,7 +28,7 @@ def mapped_tensor(
         return group.parts[""] if group.encoding == dense else group._replace(fqn=made.name)
     if not made.ops and all(lazy.encoding_ == dense for lazy in sources.values()):
         stored = {key: lazy.parts[""] for key, lazy in sources.items()}
-        return woven(made.info, made.pieces, stored, made.zeros)
+        return rearranged(made.info, made.pieces, stored, made.zeros)
     parts = None if made.ops else _parts(made, sources)
     if parts is None:
         return derive(made, sources, dense)
@@ -59,7 +59,7 @@ def _parts(made: MappedTensor, sources: Mapping[str, LazyTensor]) -> dict[str, S
         if per_unit or rows is None or info.shape[0] * unit != made.info.shape[0] * rows:
             return None
         pieces = [part_piece(piece, unit, rows, info.shape) for piece in made.pieces]
-        found[part] = woven(info, pieces, stored)
+        found[part] = rearranged(info, pieces, stored)
     return found
 
 

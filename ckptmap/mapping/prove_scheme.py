@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import combinations, count
 
-from ckptmap.core.lattice import Piece, compose
+from ckptmap.core.strided_boxes import Piece, compose
 from ckptmap.errors import PlanError
 from ckptmap.mapping import value_ops
 from ckptmap.mapping.dims_table import KNOWN, Dims

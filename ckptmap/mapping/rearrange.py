@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
 
-from ckptmap.core.lattice import Piece
+from ckptmap.core.strided_boxes import Piece
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import PlanError
 from ckptmap.mapping.axes import Axes, Slice
@@ -315,7 +315,7 @@ class _Space:
         met.append(Box(tuple(low[a] for a in order), tuple(sizes[a] for a in order)))
         moving = [axis for axis in order if sizes[axis] > 1]
         return Piece(
-            source.key, theirs.lattice(low, sizes, moving), mine.lattice(low, sizes, moving)
+            source.key, theirs.strided(low, sizes, moving), mine.strided(low, sizes, moving)
         )
 
     def _cell(self, term: Term, stack: Mapping[str, int], sheet: int) -> AxisBox:

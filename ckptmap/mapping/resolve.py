@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckptmap.core.lattice import Piece
+from ckptmap.core.strided_boxes import Piece
 from ckptmap.errors import PlanError
 from ckptmap.mapping import value_ops
 from ckptmap.mapping.completeness import check_complete

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd, prod
 
-from ckptmap.core.lattice import Lattice, Piece
+from ckptmap.core.strided_boxes import Piece, StridedBox
 from ckptmap.mapping.resolve import MappedTensor
 
 
@@ -43,16 +43,16 @@ def part_piece(piece: Piece, unit: int, rows: int, shape: Sequence[int]) -> Piec
     """The same units of a part, which has `rows` rows for each."""
     inner = [(n, dim, 1) for dim, n in enumerate(shape[1:], 1)]
 
-    def part(lattice: Lattice) -> Lattice:
+    def part(strided: StridedBox) -> StridedBox:
         outer = []
-        for n, dim, step in zip(lattice.sizes, lattice.dims, lattice.steps, strict=True):
+        for n, dim, step in zip(strided.sizes, strided.dims, strided.steps, strict=True):
             if dim == 0 and step == 1 and unit > 1:
                 outer.append((n // unit, 0, rows))
             elif dim == 0:
                 outer.append((n, 0, step // unit * rows))
         axes = [*outer, (rows, 0, 1), *inner]
-        return Lattice(
-            (lattice.offsets[0] // unit * rows, *(0 for _ in shape[1:])),
+        return StridedBox(
+            (strided.offsets[0] // unit * rows, *(0 for _ in shape[1:])),
             tuple(axis[0] for axis in axes),
             tuple(axis[1] for axis in axes),
             tuple(axis[2] for axis in axes),

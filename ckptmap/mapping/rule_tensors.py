@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptmap.core.lattice import Lattice, Piece
+from ckptmap.core.strided_boxes import Piece, StridedBox
 from ckptmap.mapping.rules import Term
 from ckptmap.tensors import Box, TensorInfo
 
@@ -54,14 +54,14 @@ class AxisBox:
     def box(self) -> Box:
         return Box(tuple(self.low.values()), tuple(self.size.values()))
 
-    def lattice(
+    def strided(
         self, low: Mapping[str, int], sizes: Mapping[str, int], moving: Sequence[str]
-    ) -> Lattice:
+    ) -> StridedBox:
         """The elements of a part of the space, walked by the axes in `moving`."""
         offsets = list(self.offsets)
         for axis, (dim, step) in self.axes.items():
             offsets[dim] += (low[axis] - self.low[axis]) * step
-        return Lattice(
+        return StridedBox(
             tuple(offsets),
             tuple(sizes[axis] for axis in moving),
             tuple(self.axes[axis][0] for axis in moving),

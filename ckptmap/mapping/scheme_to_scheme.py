@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ckptmap.core.lattice import Lattice, Piece, compose
+from ckptmap.core.strided_boxes import Piece, StridedBox, compose
 from ckptmap.errors import PlanError
 from ckptmap.mapping.resolve import MappedTensor, Resolution, resolve
 from ckptmap.mapping.rule_tensors import is_whole
@@ -114,5 +114,5 @@ def pieces_of(made: MappedTensor, infos: Mapping[str, TensorInfo]) -> Sequence[P
     """Its pieces; a tensor that is only renamed is one."""
     if made.source is None:
         return made.pieces
-    whole = Lattice.of_box(Box.whole(infos[made.source].shape))
+    whole = StridedBox.of_box(Box.whole(infos[made.source].shape))
     return (Piece(made.source, whole, whole),)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.core.lattice import Lattice
+from ckptmap.core.strided_boxes import StridedBox
 from ckptmap.errors import PlanError
 from ckptmap.mapping import value_ops
 from ckptmap.mapping.detect import choose
@@ -87,7 +87,7 @@ def _put_together(made: MappedTensor, state_dict: Mapping[str, Any]) -> torch.Te
     for key, tensor in sources.items():
         if hasattr(tensor, "__tensor_flatten__"):
             raise _cannot(made, f"{key} is a {type(tensor).__name__}, whose elements it hides")
-    return _woven(made, {key: tensor.detach() for key, tensor in sources.items()})
+    return _rearranged(made, {key: tensor.detach() for key, tensor in sources.items()})
 
 
 def _over_ranks(made: MappedTensor, sources: Mapping[str, Any]) -> torch.Tensor:
@@ -107,7 +107,7 @@ def _over_ranks(made: MappedTensor, sources: Mapping[str, Any]) -> torch.Tensor:
         if placement.is_shard() and placement.dim >= len(made.info.shape):
             raise _cannot(made, f"{first.placements} cuts a dim that {made.info} has not")
     whole = {key: tensor.detach().full_tensor() for key, tensor in sources.items()}
-    out = _woven(made, whole)
+    out = _rearranged(made, whole)
     return distribute_tensor(out, first.device_mesh, first.placements, src_data_rank=None)
 
 
@@ -119,7 +119,7 @@ def _cannot(made: MappedTensor, what: str) -> PlanError:
     )
 
 
-def _woven(made: MappedTensor, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _rearranged(made: MappedTensor, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
     import torch
 
     first = next(iter(sources.values()))
@@ -131,9 +131,9 @@ def _woven(made: MappedTensor, sources: Mapping[str, torch.Tensor]) -> torch.Ten
     return out
 
 
-def _walk(tensor: torch.Tensor, lattice: Lattice) -> torch.Tensor:
-    """The elements of a lattice, one dim an axis."""
+def _walk(tensor: torch.Tensor, strided: StridedBox) -> torch.Tensor:
+    """The elements of a strided, one dim an axis."""
     strides = tensor.stride()
-    start = sum(at * step for at, step in zip(lattice.offsets, strides, strict=True))
-    steps = [strides[d] * s for d, s in zip(lattice.dims, lattice.steps, strict=True)]
-    return tensor.as_strided(lattice.sizes, steps, tensor.storage_offset() + start)
+    start = sum(at * step for at, step in zip(strided.offsets, strides, strict=True))
+    steps = [strides[d] * s for d, s in zip(strided.dims, strided.steps, strict=True)]
+    return tensor.as_strided(strided.sizes, steps, tensor.storage_offset() + start)

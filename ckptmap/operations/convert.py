@@ -20,14 +20,14 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import sampled_error
 from ckptmap.checkpoint.open import open
 from ckptmap.core import argument_checks, requirements
-from ckptmap.core.code_grids import CoarseScales
+from ckptmap.core.formatting import counted, human
 from ckptmap.core.gc_pause import paused_gc
-from ckptmap.core.text import counted, human
+from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.errors import CkptmapError, DestinationError, RunError
 from ckptmap.execution import manifest as manifests
 from ckptmap.execution.execute import execute
 from ckptmap.execution.ranks import ALONE, Ranks
-from ckptmap.execution.results import Executed
+from ckptmap.execution.written_slots import Executed
 from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.overwrite import manifest_at, refuse_stranger
 from ckptmap.operations.verify import NO_DIGESTS, sha256_of, verify

@@ -13,9 +13,9 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import difference, same_parts
 from ckptmap.checkpoint.compare_values import matched, unequal_values
 from ckptmap.checkpoint.open import open
-from ckptmap.core.name_table import Look, fold
+from ckptmap.core.formatting import counted
 from ckptmap.core.state_paths import join
-from ckptmap.core.text import counted
+from ckptmap.core.tensor_table import TensorSummary, fold
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path
 
@@ -74,7 +74,7 @@ class DiffReport:
 def _alike(names: Sequence[str], whys: Sequence[str] = ()) -> Iterator[tuple[str, str, str]]:
     """Pattern, how many times, and reason, of names that differ by numbers alone and have one
     reason: a model's optimizer, missing, is a screen and not a thousand lines."""
-    looks = {why: Look(why, (), (), "", 0) for why in {"", *whys}}
+    looks = {why: TensorSummary(why, (), (), "", 0) for why in {"", *whys}}
     for found in fold(names, [looks[why] for why in whys or [""] * len(names)]):
         yield found.pattern, f"  {found.count}x" if found.count > 1 else "", found.look.role
 

@@ -16,8 +16,8 @@ from ckptmap.checkpoint.compare_values import beside_pair, named_beside, optimiz
 from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.open import open
 from ckptmap.checkpoint.translate_names import named_alike, tied_away
+from ckptmap.core.formatting import counted
 from ckptmap.core.state_paths import differing, role_and_fqn
-from ckptmap.core.text import counted
 from ckptmap.errors import AnswerNo, CkptmapError, SourceError
 from ckptmap.execution import manifest as manifests
 from ckptmap.operations.check_structure import check_structure, chunks_of, nbytes_of

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from ckptmap.mapping.wrappers import ANYWHERE
 from ckptmap.sharding.dtensor_spec import is_dtensor, read_placed
-from ckptmap.sharding.flat_slices import InUnit, Slices
+from ckptmap.sharding.flat_range_boxes import InUnit, Slices
 from ckptmap.sharding.reference_model import Plain
 from ckptmap.sharding.sharded_tensor_spec import is_sharded, read_sharded
 from ckptmap.storage.files import Files

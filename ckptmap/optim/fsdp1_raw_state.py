@@ -31,7 +31,7 @@ from ckptmap.optim.fsdp1_index_meaning import (
 from ckptmap.optim.index_order import MODEL_ORDER
 from ckptmap.optim.nested_keys import read_nested
 from ckptmap.optim.state import GROUPS, NAMES, PARAMS, STATE, StateKeys, expanded
-from ckptmap.sharding.flat_slices import InUnit, Slices, rectangles
+from ckptmap.sharding.flat_range_boxes import InUnit, Slices, rectangles
 from ckptmap.sharding.reference_model import Like, Plain, Units
 from ckptmap.sharding.sharded_tensor_spec import is_sharded
 from ckptmap.tensors import (

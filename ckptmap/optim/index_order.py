@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
-from ckptmap.core.text import counted
+from ckptmap.core.formatting import counted
 from ckptmap.errors import SourceError
 from ckptmap.optim.align_order import align_named
 from ckptmap.optim.state import NAMES, PARAMS, Optimizer

@@ -28,7 +28,7 @@ from ckptmap.optim.state import (
     expanded,
     plain_names,
 )
-from ckptmap.sharding.parameter_order import find_config, from_config
+from ckptmap.sharding.transformers_param_order import find_config, from_config
 from ckptmap.tensors import Leaf, Path, StateNote, TensorInfo
 
 AS_GIVEN = "as given"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core.code_grids import KeepsCodes, Repairs, ScalesExactly, TakesModules
+from ckptmap.core.quantized_codes import KeepsCodes, Repairs, ScalesExactly, TakesModules
 from ckptmap.errors import PlanError
 from ckptmap.planning.kept_codes import code_grid
 from ckptmap.planning.options import Options

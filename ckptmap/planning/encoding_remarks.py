@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core.name_table import listed
+from ckptmap.core.tensor_table import listed
 from ckptmap.planning.conversion import Steps
 from ckptmap.planning.options import Options
 from ckptmap.planning.remarks import Remarks, Unresolved

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from ckptmap.core.bool_bytes import BOOL
-from ckptmap.core.code_grids import Grid
+from ckptmap.core.bool_check import BOOL
 from ckptmap.core.columns import Columns
+from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.core.slot_columns import Slots
 from ckptmap.core.tensor_columns import Extents
 from ckptmap.protocols import Encoding, OutFile
@@ -113,7 +113,7 @@ class Encode:
     encoding: Encoding
     targets: Mapping[str, Sequence[SlotRef]]
     fidelity: str
-    keeps: Grid | None = None
+    keeps: CodeGrid | None = None
 
 
 @dataclass(frozen=True)

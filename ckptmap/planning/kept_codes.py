@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckptmap.core.code_grids import Coded, Grid, Recodes
+from ckptmap.core.quantized_codes import Coded, CodeGrid, Recodes
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoding, Write
 from ckptmap.storage.gather import row_major_boxes
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import torch
 
 
-def code_grid(lazy: LazyTensor) -> Grid | None:
+def code_grid(lazy: LazyTensor) -> CodeGrid | None:
     """Return the codes and blocks of a quantized tensor; None where no other encoding could keep them."""
     encoding = lazy.encoding_
     return encoding.grid(lazy.info) if isinstance(encoding, Coded) else None
 
 
-def kept_fidelity(lazy: LazyTensor, encoding: Encoding, grid: Grid | None) -> str | None:
+def kept_fidelity(lazy: LazyTensor, encoding: Encoding, grid: CodeGrid | None) -> str | None:
     """Return the fidelity at which `encoding` keeps these codes, from headers alone.
 
     None: it cannot keep them.
@@ -38,7 +38,7 @@ def kept_fidelity(lazy: LazyTensor, encoding: Encoding, grid: Grid | None) -> st
 
 
 def writes_keeping_codes(
-    tensor: LazyTensor, encoding: Encoding, grid: Grid, limit: int
+    tensor: LazyTensor, encoding: Encoding, grid: CodeGrid, limit: int
 ) -> Iterator[Write]:
     """Yield everything to be written, at most `limit` codes at a time.
 
@@ -66,7 +66,7 @@ def _finite_scales(tensor: LazyTensor) -> torch.Tensor:
 
 
 def _steps(
-    tensor: LazyTensor, grid: Grid, step: int, limit: int
+    tensor: LazyTensor, grid: CodeGrid, step: int, limit: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (flat offset, flat codes) in row-major order, each a multiple of `step` but the last."""
     import torch

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ckptmap.core.woven import Pieced
+from ckptmap.core.rearranged_tensors import Assembled
 from ckptmap.errors import CkptmapError
 from ckptmap.protocols import Group
-from ckptmap.sharding.flat_slices import InUnit, Slices
+from ckptmap.sharding.flat_range_boxes import InUnit, Slices
 from ckptmap.tensors import FLOATING, PARAMETERS, StoredTensor
 
 if TYPE_CHECKING:
@@ -97,4 +97,4 @@ def _is_flat(stored: StoredTensor) -> bool:
 def _stored(group: Group) -> Iterable[StoredTensor]:
     """Yield the stored tensors beneath a logical one."""
     for part in group.parts.values():
-        yield from part.sources if isinstance(part, Pieced) else (part,)
+        yield from part.sources if isinstance(part, Assembled) else (part,)

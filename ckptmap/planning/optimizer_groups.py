@@ -14,7 +14,7 @@ from ckptmap.optim.flat_param_state import by_unit
 from ckptmap.optim.state import PARAMS, Optimizer
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.protocols import Setup
-from ckptmap.sharding.parameter_order import find_config
+from ckptmap.sharding.transformers_param_order import find_config
 
 if TYPE_CHECKING:
     from ckptmap.planning.options import Options

@@ -18,8 +18,8 @@ from typing import Any, Unpack
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.columns import each
-from ckptmap.core.name_table import Look, listed, renamed, table
-from ckptmap.core.text import counted, human
+from ckptmap.core.formatting import counted, human
+from ckptmap.core.tensor_table import TensorSummary, listed, renamed, table
 from ckptmap.errors import DestinationError, PlanError
 from ckptmap.planning.conversion import Conversion, Steps
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan
@@ -243,10 +243,12 @@ def _digested(conversion: Conversion) -> str:
     return str((conversion.source, conversion.target, conversion.fidelity))
 
 
-def _look(conversion: Conversion) -> Look:
+def _look(conversion: Conversion) -> TensorSummary:
     """Return what the table shows of a conversion."""
     kind = (conversion.source, "->", conversion.target)
-    return Look(conversion.role, conversion.shape, kind, conversion.fidelity, conversion.nbytes_out)
+    return TensorSummary(
+        conversion.role, conversion.shape, kind, conversion.fidelity, conversion.nbytes_out
+    )
 
 
 def _lines(form: str, *columns: Sequence[object]) -> Iterator[bytes]:

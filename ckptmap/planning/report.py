@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptmap.checkpoint.compare_tensors import worst
-from ckptmap.core.name_table import listed
-from ckptmap.core.text import counted, human
+from ckptmap.core.formatting import counted, human
+from ckptmap.core.tensor_table import listed
 
 SAMPLE_NUMEL = 1 << 14
 """Values of a quantized tensor whose error is measured."""

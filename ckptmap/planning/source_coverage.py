@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
 
-from ckptmap.core.row_chunks import Rows
+from ckptmap.core.rearranged_tensors import Assembled
+from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.tensor_columns import Extents, nbytes_of
 from ckptmap.core.tiling import prove_rows, prove_tiling
-from ckptmap.core.woven import Pieced
 from ckptmap.errors import SourceError
 from ckptmap.planning.file_plan import Compare
 from ckptmap.storage.file_systems import Fingerprint
@@ -46,18 +46,18 @@ class SourceCoverage:
         Raises SourceError CKM112 where its chunks do not tile it, CKM104 where one ends behind its
         file.
         """
-        if isinstance(stored, Pieced):  # that its pieces tile it was proven when it was mapped
+        if isinstance(stored, Assembled):  # that its pieces tile it was proven when it was mapped
             return [compare for one in stored.sources for compare in self._prove_piece(fqn, one)]
         place = stored.place
         if type(place) is Extent and not stored.replicas:
             self._require_inside(fqn, place.file, place.offset + stored.info.nbytes)
             return []
         self._prove_tiling(fqn, stored)
-        chunks = stored.replicas if type(place) is Rows else (*stored.chunks, *stored.replicas)
+        chunks = stored.replicas if type(place) is RowChunks else (*stored.chunks, *stored.replicas)
         for chunk in chunks:
             region = chunk.region
             self._require_inside(fqn, region.file, region.offset + region.span_nbytes)
-        if type(place) is Rows:
+        if type(place) is RowChunks:
             for file, end in place.ends():
                 self._require_inside(fqn, file, end)
         return [Compare(fqn, stored, replica) for replica in stored.replicas]
@@ -70,7 +70,7 @@ class SourceCoverage:
 
     def _prove_tiling(self, fqn: str, stored: StoredTensor) -> None:
         shape, place = stored.info.shape, stored.place
-        if type(place) is Rows:
+        if type(place) is RowChunks:
             wrong = prove_rows(shape, tuple(place.bounds))
         else:
             wrong = prove_tiling(shape, [chunk.box for chunk in stored.chunks])

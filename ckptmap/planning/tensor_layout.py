@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptmap import registry
-from ckptmap.core.code_grids import Grid
 from ckptmap.core.columns import each
-from ckptmap.core.row_chunks import Rows
+from ckptmap.core.quantized_codes import CodeGrid
+from ckptmap.core.rearranged_tensors import Assembled
+from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.slot_columns import Form, OutTensors
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_columns import Extents
-from ckptmap.core.woven import Pieced
 from ckptmap.errors import PlanError
 from ckptmap.planning.conversion import Conversion, Steps
 from ckptmap.planning.file_plan import Compare, Sources
@@ -44,7 +44,7 @@ class EncodedTensor:
     encoding: Encoding
     paths: Mapping[str, Path]
     fidelity: str
-    keeps: Grid | None
+    keeps: CodeGrid | None
     """The codes that are kept bit for bit; None: it is decoded and encoded."""
 
 
@@ -272,9 +272,9 @@ def _unchanged(role: str, info: TensorInfo) -> Conversion:
 
 def _is_rearranged(stored: StoredTensor) -> bool:
     """Are its bytes written in another order than they are stored in?"""
-    if isinstance(stored, Pieced):
+    if isinstance(stored, Assembled):
         return True
-    if type(stored.place) in (Extent, Rows):
+    if type(stored.place) in (Extent, RowChunks):
         return False
     return not all(chunk.region.is_contiguous for chunk in stored.chunks)
 

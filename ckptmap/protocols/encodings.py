@@ -81,7 +81,7 @@ class Encoding(Protocol):
         """JSON that says how to read the parts again; None where the parts say it themselves."""
 
 
-# Encodings whose codes another can keep bit for bit, and how: see `ckptmap.core.code_grids`.
+# Encodings whose codes another can keep bit for bit, and how: see `ckptmap.core.quantized_codes`.
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ckptmap.core.code_grids import Grid
+from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.blockwise.block_geometry import fits, grid_shape
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
@@ -102,7 +102,7 @@ class Fp8Scheme:
         encoding = Fp8(BLOCK)
         return encoding.refusal(info) or encoding
 
-    def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
+    def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
         """Tiles of its own size."""
         return Fp8(BLOCK).keeping(info, grid)
 

@@ -22,7 +22,7 @@ from typing import Any
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Placement
 from ckptmap.sharding.dtensor_spec import cut_rows
-from ckptmap.sharding.mesh_boxes import held_boxes
+from ckptmap.sharding.mesh_rank_boxes import held_boxes
 from ckptmap.tensors import BUFFERS, FLOATING, PARAMETERS, Box, Leaf, TensorInfo
 
 STYLES: Mapping[str, tuple[int | None, int | None]] = {

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ckptmap.core.state_paths import by_rank
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import SourceError
-from ckptmap.sharding.flat_slices import InUnit, Slices, rectangles
+from ckptmap.sharding.flat_range_boxes import InUnit, Slices, rectangles
 from ckptmap.sharding.reference_model import Like, Plain, Units
 from ckptmap.sharding.sharded_tensor_spec import Sharded, is_sharded, read_sharded
 from ckptmap.tensors import Box, Chunk, Leaf, Path, Region, StoredTensor, TensorInfo

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from ckptmap import registry
 from ckptmap.core.state_paths import role_and_fqn
 from ckptmap.errors import SourceError
-from ckptmap.sharding.meta_model import on_meta
+from ckptmap.sharding.transformers_meta_model import on_meta
 from ckptmap.storage.file_systems import local_copy
 from ckptmap.tensors import Leaf, Path
 

@@ -14,8 +14,8 @@ from itertools import islice
 from math import gcd, prod
 from typing import Literal, NamedTuple, TypeAlias
 
-from ckptmap.core.row_chunks import Rows
-from ckptmap.core.woven import ZEROS, Woven
+from ckptmap.core.rearranged_tensors import ZEROS, Rearranged
+from ckptmap.core.row_chunks import RowChunks
 from ckptmap.errors import SourceError
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, Extent, Region, StoredTensor, contiguous_strides
@@ -61,9 +61,9 @@ def fill(files: Files, stored: StoredTensor, box: Box, out: memoryview) -> None:
     nbytes = box.numel * stored.info.itemsize
     assert out.nbytes == nbytes, f"buffer of {out.nbytes} bytes for a box of {nbytes}"
     filled = 0
-    if isinstance(stored, Woven):
+    if isinstance(stored, Rearranged):
         filled = _weave(files, stored, box, out)
-    elif type(held := stored.place) is Rows and box.sizes[1:] == stored.info.shape[1:]:
+    elif type(held := stored.place) is RowChunks and box.sizes[1:] == stored.info.shape[1:]:
         reads = held.reads(box.offsets[0], box.sizes[0], out)
         files.read_each(reads)
         filled = sum([part.nbytes for _, _, part in reads])
@@ -94,7 +94,7 @@ def run_of(stored: StoredTensor, box: Box) -> Run | None:
         place = stored.place
         extent = place if type(place) is Extent else stored.extent
         return extent and Run(extent[0], extent[1], stored.info.nbytes)
-    if isinstance(stored, Woven):
+    if isinstance(stored, Rearranged):
         return None
     pieces = list(islice(stored.pieces(box), 2))
     if len(pieces) != 1 or pieces[0][0].sizes != box.sizes:
@@ -134,10 +134,10 @@ def _indices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 # ------------------------------------------------------------------------- one piece
 
 
-def _weave(files: Files, stored: Woven, box: Box, out: memoryview) -> int:
+def _weave(files: Files, stored: Rearranged, box: Box, out: memoryview) -> int:
     """Bring what fills a box of a rearranged tensor to its places; the bytes brought."""
     filled, itemsize = 0, stored.info.itemsize
-    for file, offset, start, dims, nbytes in stored.landings(box):
+    for file, offset, start, dims, nbytes in stored.copies(box):
         axes = sorted(dims, key=lambda axis: axis[2], reverse=True)
         sizes, src, dst = (tuple(axis[i] for axis in axes) for i in range(3))
         collapsed = _collapse(sizes, src, dst)

@@ -8,7 +8,7 @@ from operator import index
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptmap.core import requirements
-from ckptmap.core.code_grids import Coded
+from ckptmap.core.quantized_codes import Coded
 from ckptmap.errors import ArgumentError
 from ckptmap.protocols import Group
 from ckptmap.storage.files import Files

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ckptmap.core.woven import Pieced
+from ckptmap.core.rearranged_tensors import Assembled
 from ckptmap.errors import RunError
 from ckptmap.storage.files import Files
 from ckptmap.storage.gather import fill, row_major_boxes
@@ -23,7 +23,7 @@ def require_alike(
 ) -> None:
     """Raise RunError CKM310 where a replica of what is read differs from it; where only bytes can
     tell, those in the boxes `within` do (default: all)."""
-    if isinstance(stored, Pieced):
+    if isinstance(stored, Assembled):
         for source in stored.sources:
             require_alike(files, key, source)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from ckptmap.core.code_grids import Coded, Grid, Recodes
+from ckptmap.core.quantized_codes import Coded, CodeGrid, Recodes
 from ckptmap.protocols import Encoding, Refusal
 from ckptmap.storage.lazy_tensor import info_of
 from ckptmap.tensors import Box, TensorInfo
@@ -44,7 +44,7 @@ def check_codes(what: str, encoding: Encoding, info: TensorInfo, parts: Parts) -
 
 
 def _codes(
-    what: str, encoding: Coded, info: TensorInfo, parts: Parts, grid: Grid, box: Box
+    what: str, encoding: Coded, info: TensorInfo, parts: Parts, grid: CodeGrid, box: Box
 ) -> torch.Tensor:
     import torch
 
@@ -63,7 +63,7 @@ def _check_taken(
     encoding: Encoding,
     info: TensorInfo,
     parts: Parts,
-    grid: Grid,
+    grid: CodeGrid,
     codes: torch.Tensor,
     scales: torch.Tensor,
 ) -> None:

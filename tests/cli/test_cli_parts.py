@@ -15,7 +15,7 @@ from ckptmap_cli.progress import Progress
 from ckptmap_cli.sizes import parse_nbytes
 from ckptmap_cli.typer_app import COMMANDS, build
 
-from ckptmap.core.name_table import Look, fold
+from ckptmap.core.tensor_table import TensorSummary, fold
 from ckptmap.error_codes import CODES
 from tests.support.paths import ROOT
 
@@ -62,7 +62,7 @@ def test_json_holds_what_json_has_no_word_for() -> None:
 
 def test_names_alike_but_for_numbers_are_one_line() -> None:
     names = ["a.0.w", "a.10.w", "a.x1.w", "a.2.w", "b.1.2", "b.1.5", "c\n.3", "#.1", "\0.1"]
-    folded = fold(names, [Look("model", (2,), ("int8",), "", 4) for _ in names])
+    folded = fold(names, [TensorSummary("model", (2,), ("int8",), "", 4) for _ in names])
     assert [(group.pattern, group.count, group.nbytes) for group in folded] == [
         ("a.{0..10, 3 of them}.w", 3, 12), ("a.x1.w", 1, 4), ("b.1.{2..5, 2 of them}", 2, 8),
         ("c\n.3", 1, 4), ("#.1", 1, 4), ("\0.1", 1, 4),

@@ -29,7 +29,7 @@ from ckptmap.errors import DestinationError, Interrupted, RunError, SourceError
 from ckptmap.execution import copy as copying
 from ckptmap.execution import execute as execute_module
 from ckptmap.execution.execute import execute
-from ckptmap.execution.results import Executed
+from ckptmap.execution.written_slots import Executed
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan, SlotRef
 from ckptmap.planning.options import RunOptions
 from ckptmap.protocols import Encoding, Group, OutFile, Slot, Write

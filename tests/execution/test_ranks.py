@@ -23,9 +23,9 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 import ckptmap
 from ckptmap.errors import DestinationError, PlanError
-from ckptmap.execution.assign_ranks import Share, split
 from ckptmap.execution.heartbeat import Heartbeat, Stopped
 from ckptmap.execution.ranks import ALONE, GlooRanks, Ranks, join
+from ckptmap.execution.split_by_rank import Share, split
 from ckptmap.operations.convert import run
 from ckptmap.planning.plan import Plan
 from ckptmap.storage.journal import Journal, Written

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmap.core.row_chunks import Rows
+from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.tiling import prove_rows
 from ckptmap.errors import RunError, SourceError
 from ckptmap.storage import files, gather
@@ -151,15 +151,15 @@ def test_rows_are_chunks_of_rows(folder: Path, data: st.DataObject) -> None:
         region = store(part, folder / f"rows{start}", part, start)
         chunks.append(Chunk(box, region, start or None))
     info = TensorInfo(tuple(shape), str(tensor.dtype).removeprefix("torch."))
-    rows = Rows.of(info, chunks)
+    rows = RowChunks.of(info, chunks)
     assert rows is not None
     assert list(rows) == chunks == rows[:]
     assert list(rows.ends()) == [(c.region.file, c.region.offset + c.region.nbytes) for c in chunks]
     assert prove_rows(info.shape, tuple(rows.bounds)) is None
     check(tensor, StoredTensor(info, rows), data.draw(boxes(shape)))
     check(tensor, StoredTensor(info, rows), Box.whole(shape))
-    assert Rows.of(info, chunks[1:]) is None
-    assert Rows.of(info, chunks[::-1]) is None
+    assert RowChunks.of(info, chunks[1:]) is None
+    assert RowChunks.of(info, chunks[::-1]) is None
 
 
 def test_rows_are_read_whole_or_not_at_all(folder: Path) -> None:
@@ -170,7 +170,7 @@ def test_rows_are_read_whole_or_not_at_all(folder: Path) -> None:
         Chunk(Box((i, 0), (1, 4)), store(part, folder / f"each{i}", part, i))
         for i, part in enumerate(parts)
     ]
-    rows = Rows.of(TensorInfo((10, 4), "uint8"), chunks)
+    rows = RowChunks.of(TensorInfo((10, 4), "uint8"), chunks)
     assert rows is not None
     stored, files, out = StoredTensor(TensorInfo((10, 4), "uint8"), rows), Files(3), bytearray(40)
     fill(files, stored, Box.whole((10, 4)), memoryview(out))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.core.lattice import Lattice
+from ckptmap.core.strided_boxes import StridedBox
 from ckptmap.mapping.catalog import CatalogEntry, available
 from ckptmap.mapping.resolve import MappedTensor, Resolution
 from ckptmap.mapping.rules import HUB, NamingScheme
@@ -99,8 +99,8 @@ def _made(made: MappedTensor, state: State) -> Tensor:
     return result
 
 
-def _view(tensor: Tensor, lattice: Lattice) -> Tensor:
+def _view(tensor: Tensor, strided: StridedBox) -> Tensor:
     strides = tensor.contiguous().stride()
-    start = sum(at * stride for at, stride in zip(lattice.offsets, strides, strict=True))
-    steps = [n * strides[dim] for n, dim in zip(lattice.steps, lattice.dims, strict=True)]
-    return tensor.contiguous().as_strided(lattice.sizes, steps, start)
+    start = sum(at * stride for at, stride in zip(strided.offsets, strides, strict=True))
+    steps = [n * strides[dim] for n, dim in zip(strided.steps, strided.dims, strict=True)]
+    return tensor.contiguous().as_strided(strided.sizes, steps, start)

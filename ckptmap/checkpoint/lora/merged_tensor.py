@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from ckptmap.core.code_grids import Repairs
+from ckptmap.core.quantized_codes import Repairs
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
 from ckptmap.storage.files import Files

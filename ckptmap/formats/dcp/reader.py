@@ -12,7 +12,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap.core.gc_pause import paused_gc
-from ckptmap.core.row_chunks import Rows
+from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.state_tree import flatten, holds_tensor
 from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.errors import SourceError
@@ -280,7 +280,7 @@ class _Leaves:
             file = self._files[item.file]
             region = Region.contiguous(file, item.offset, sizes, info.itemsize)
             chunks.append(Chunk(Box(offsets, sizes), region))
-        return Rows.of(info, chunks) or chunks
+        return RowChunks.of(info, chunks) or chunks
 
 
 @dataclass(frozen=True)

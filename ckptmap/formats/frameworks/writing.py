@@ -23,7 +23,7 @@ from ckptmap.core.state_tree import nest
 from ckptmap.errors import PlanError
 from ckptmap.formats.frameworks.extra_files import STATE, AccelerateFiling, TrainerFiling
 from ckptmap.protocols import CarriedFile, Carrier, Filing, OutFile, OutState, OutTensor, Setup
-from ckptmap.sharding.parameter_order import decay_groups
+from ckptmap.sharding.transformers_param_order import decay_groups
 from ckptmap.tensors import Box, Path, TensorInfo
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"

@@ -14,7 +14,7 @@ from typing import Any
 from ckptmap.formats.pickle.reader import Device, DType, Size
 from ckptmap.formats.pickle.writer import Call, Global, Instance, StorageTensor
 from ckptmap.protocols import Placement
-from ckptmap.sharding.mesh_boxes import coordinate
+from ckptmap.sharding.mesh_rank_boxes import coordinate
 from ckptmap.tensors import TensorInfo, contiguous_strides
 
 _SPEC = "torch.distributed.tensor._dtensor_spec"

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
-from ckptmap.core.row_chunks import Rows
+from ckptmap.core.row_chunks import RowChunks
 from ckptmap.errors import SourceError
 from ckptmap.formats.rank_files.rank_trees import Parsed, RankSet, RankTree, RankValues
 from ckptmap.formats.torch_save.reader import ReadTensor
@@ -188,9 +188,9 @@ class _Held(NamedTuple):
         return made
 
 
-def _rows(info: TensorInfo, held: _Held, bounds: tuple[int, ...]) -> Rows:
+def _rows(info: TensorInfo, held: _Held, bounds: tuple[int, ...]) -> RowChunks:
     places = [held.place(index) for index in range(len(held.parts))]
-    return Rows(
+    return RowChunks(
         info,
         bounds,
         tuple([tree.records.file for tree, _ in places]),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path as FilePath
 
+from ckptmap.core.formatting import counted
 from ckptmap.core.gc_pause import paused_gc
-from ckptmap.core.text import counted
 from ckptmap.errors import SourceError
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.formats.zip.reader import is_zip

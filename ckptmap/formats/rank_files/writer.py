@@ -20,7 +20,7 @@ from ckptmap.formats.pickle.writer import StorageTensor, dump, way_out
 from ckptmap.formats.rank_files.dtensor_pickle import RankMesh, dtensor
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
 from ckptmap.protocols import OutFile, OutState, OutTensor, Placement, Setup, Slot
-from ckptmap.sharding.mesh_boxes import held_boxes
+from ckptmap.sharding.mesh_rank_boxes import held_boxes
 from ckptmap.storage.crc32 import crc32
 from ckptmap.tensors import Box, Path, TensorInfo, contiguous_strides
 

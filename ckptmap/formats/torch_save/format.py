@@ -11,11 +11,11 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from ckptmap.core.columns import distinct, each
+from ckptmap.core.formatting import counted
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.slot_columns import Form, OutTensors, Slots
 from ckptmap.core.state_tree import flatten, nest
 from ckptmap.core.tensor_columns import nbytes_of
-from ckptmap.core.text import counted
 from ckptmap.errors import PlanError
 from ckptmap.formats.pickle.writer import Numbered, StorageTensor, dump, way_out
 from ckptmap.formats.torch_save.columns import plain_tensors

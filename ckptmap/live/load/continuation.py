@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import as_live
+from ckptmap.core.formatting import counted
 from ckptmap.core.state_paths import nest
-from ckptmap.core.text import counted
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load_plan import LoadPlan
 from ckptmap.live.model import module_extra_state as module_state

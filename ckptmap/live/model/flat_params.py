@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_tensor import LiveTensor
-from ckptmap.sharding.flat_slices import rectangles
+from ckptmap.sharding.flat_range_boxes import rectangles
 from ckptmap.tensors import Box
 
 if TYPE_CHECKING:

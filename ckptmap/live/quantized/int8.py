@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.core.code_grids import Coded, Grid
+from ckptmap.core.quantized_codes import Coded, CodeGrid
 from ckptmap.errors import LoadError, RunError
 from ckptmap.live.model.live_form import (
     Decode,
@@ -115,7 +115,7 @@ class Int8Rows:
     sharded  True: fully_shard cuts the weight
     """
 
-    grid: Grid
+    grid: CodeGrid
     box: Box
     dtype: torch.dtype
     sharded: bool
@@ -133,7 +133,7 @@ def is_int8(source: LazyTensor) -> bool:
     return _grid(source) is not None
 
 
-def _grid(source: LazyTensor) -> Grid | None:
+def _grid(source: LazyTensor) -> CodeGrid | None:
     """Return the grid of int8 codes; None: the source is of another encoding."""
     coded = source.encoding_
     grid = coded.grid(source.info) if isinstance(coded, Coded) else None
@@ -164,7 +164,7 @@ def rows_of(target: LiveTensor, source: LazyTensor) -> Int8Rows | str:
     return Int8Rows(grid, box, target.tensor.dtype, is_dtensor(target.tensor))
 
 
-def _unfit(target: LiveTensor, grid: Grid) -> str:
+def _unfit(target: LiveTensor, grid: CodeGrid) -> str:
     if target.tensor.requires_grad:
         return "the live weight is trainable, and int8 codes cannot be"
     if target.is_buffer or target.is_flat:

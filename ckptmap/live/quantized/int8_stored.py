@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptmap import registry
-from ckptmap.core.code_grids import Grid, KeepsCodes
+from ckptmap.core.quantized_codes import CodeGrid, KeepsCodes
 from ckptmap.live.model.live_form import StoredForm, StoredPart
 from ckptmap.live.model.live_tensor import LiveTensor, held, is_dtensor
 from ckptmap.protocols import Encoding, Refusal, part_key
@@ -48,7 +48,7 @@ def stored_int8(
 
 def _encoding(fqn: str, info: TensorInfo, block: tuple[int, ...], scale: torch.dtype) -> Encoding:
     """Return the encoding that stores torchao's int8 of such blocks and scales."""
-    grid = Grid("int8", TensorInfo(info.shape, "int8"), block)
+    grid = CodeGrid("int8", TensorInfo(info.shape, "int8"), block)
     scheme = next(scheme for scheme in registry.schemes() if scheme.name == "int8")
     made: Any = scheme.keeping(info, grid, exact=True) if isinstance(scheme, KeepsCodes) else None
     assert made is not None, f"{fqn}: {info} in blocks of {block}"

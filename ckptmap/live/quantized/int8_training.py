@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.core.code_grids import Coded
+from ckptmap.core.quantized_codes import Coded
 from ckptmap.errors import LoadError, RunError
 from ckptmap.live.model.live_form import LiveForm, LoadContext, LoadStep, StoredForm
 from ckptmap.live.model.live_tensor import LiveTensor, held

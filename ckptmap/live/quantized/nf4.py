@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from ckptmap.core.code_grids import Grid
+from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_form import (
     Decode,
@@ -272,7 +272,7 @@ def stored_form(target: LiveTensor, fqn: str) -> StoredForm:
 # ------------------------------------------------------------------------------- from dense
 
 
-def kept_grid(source: LazyTensor) -> Grid | None:
+def kept_grid(source: LazyTensor) -> CodeGrid | None:
     """Return the grid of NF4 codes that another encoding holds; None: the source has no such codes."""
     grid = code_grid(source)
     return grid if grid is not None and grid.name == "nf4" else None

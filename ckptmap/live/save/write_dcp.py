@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap import registry
 from ckptmap.checkpoint.open import open as open_checkpoint
-from ckptmap.core.text import counted
+from ckptmap.core.formatting import counted
 from ckptmap.errors import RunError
 from ckptmap.execution import manifest
 from ckptmap.live.model.rank_group import RankGroup

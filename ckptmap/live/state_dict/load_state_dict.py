@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.core.code_grids import Coded
+from ckptmap.core.quantized_codes import Coded
 from ckptmap.live.load.load_plan import Step
 from ckptmap.live.load.tensor_matcher import TensorMatcher
 from ckptmap.live.model.live_form import LiveForm, form_of, live_forms

@@ -14,7 +14,7 @@ from typing import Any
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.framework_members import left_behind
 from ckptmap.checkpoint.open import open
-from ckptmap.core.text import human
+from ckptmap.core.formatting import human
 from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.storage.destination import named_place

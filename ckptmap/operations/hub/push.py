@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
-from ckptmap.core.text import human
+from ckptmap.core.formatting import human
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.operations.convert import run
 from ckptmap.operations.hub import model_card as cards

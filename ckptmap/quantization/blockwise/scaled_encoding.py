@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from ckptmap.core.code_grids import Grid, Recoder
+from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Refusal
 from ckptmap.quantization.blockwise import block_geometry as geometry
@@ -142,12 +142,12 @@ class ScaledEncoding:
 
     # ------------------------------------------------------------------ codes as they are
 
-    def grid(self, info: TensorInfo) -> Grid | None:
+    def grid(self, info: TensorInfo) -> CodeGrid | None:
         """One of zero points that are known to be none, or that `scales` finds to be zero."""
         if self.zero_dtype and not self.is_symmetric:
             return None
         codes = TensorInfo(info.shape, self.codes_dtype)
-        return Grid(self.codes_dtype, codes, self.block_of(info), self.values_name)
+        return CodeGrid(self.codes_dtype, codes, self.block_of(info), self.values_name)
 
     @property
     def is_symmetric(self) -> bool:
@@ -182,12 +182,12 @@ class ScaledEncoding:
     ) -> None:
         out.copy_(parts[self.codes_part])
 
-    def keeping(self, info: TensorInfo, grid: Grid) -> Self | None:
+    def keeping(self, info: TensorInfo, grid: CodeGrid) -> Self | None:
         """Itself, where it can take these codes as they are."""
         fits = not self.refusal(info) and self.recoder(info, grid, "cpu") is not None
         return self if fits else None
 
-    def recoder(self, info: TensorInfo, grid: Grid, device: str) -> Recoder | None:
+    def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
         """Takes any codes of its dtype in its own blocks; exact where their scales mean the same."""
         mine = self.grid(info)
         same = mine is not None and (mine.name, mine.codes, mine.block) == (

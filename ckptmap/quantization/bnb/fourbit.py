@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.core.code_grids import Grid, Recoder
+from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.protocols import Encoder, Refusal
 from ckptmap.quantization.blockwise import fourbit
 from ckptmap.quantization.bnb import double_quant as bnb_nested
@@ -242,12 +242,12 @@ class FourBit:
 
     # ------------------------------------------------------------------ codes
 
-    def grid(self, info: TensorInfo) -> Grid | None:
+    def grid(self, info: TensorInfo) -> CodeGrid | None:
         """None for the payload of a transpose: its codes are in another order."""
         if self.transposed:
             return None
         codes = TensorInfo((-(-info.numel // 2),), "uint8")
-        return Grid(self.kind, codes, (self.block // 2,), VALUES)
+        return CodeGrid(self.kind, codes, (self.block // 2,), VALUES)
 
     def scale_parts(self, info: TensorInfo) -> Sequence[str]:
         if self.nested is None:
@@ -275,7 +275,7 @@ class FourBit:
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
         return FourBitEncoder(self, info, device)
 
-    def recoder(self, info: TensorInfo, grid: Grid, device: str) -> Recoder | None:
+    def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
         mine = self.grid(info)
         if isinstance(self.parts(info), Refusal) or mine is None or self.storage != "uint8":
             return None

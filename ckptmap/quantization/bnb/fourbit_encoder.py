@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from ckptmap.core.code_grids import CoarseScales
+from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.errors import RunError
 from ckptmap.protocols import Refusal, Write
 from ckptmap.quantization.blockwise import fourbit

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptmap.core.code_grids import Grid
+from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.bnb.fourbit import BLOCKS, FourBit, Nested
 from ckptmap.quantization.bnb.fourbit_reader import find_fourbit
@@ -57,7 +57,7 @@ class FourBitScheme:
             return False
         return not CONV1D.intersection(segments[-2:-1])
 
-    def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
+    def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
         """The same blocks, where bitsandbytes has them; `exact`: single quantized."""
         block = grid.block[0] * 2
         if grid.name != self.kind or block not in BLOCKS:

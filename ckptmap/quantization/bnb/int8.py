@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ckptmap.core.code_grids import Grid
+from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
@@ -80,7 +80,7 @@ class BnbInt8(ScaledEncoding):
         if self.transposed:
             out.copy_(values.transpose(0, 1))
 
-    def grid(self, info: TensorInfo) -> Grid | None:
+    def grid(self, info: TensorInfo) -> CodeGrid | None:
         """None where the codes lie across: a grid's are those of the weight as it is."""
         return None if self.transposed else super().grid(info)
 
@@ -147,7 +147,7 @@ class BnbInt8Scheme:
         """No expert and none held in fp32: see `selection.is_expert`, `is_wide`."""
         return not is_expert(fqn) and not is_wide(fqn)
 
-    def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
+    def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
         return BnbInt8(extra=_FORMAT_PART).keeping(info, grid)
 
     def quantization_config(

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ckptmap.core.code_grids import Grid, Recoder
+from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.protocols import Encoder, Refusal, Write
 from ckptmap.quantization.blockwise import block_geometry as geometry
 from ckptmap.quantization.blockwise import dequantize as values
@@ -162,11 +162,11 @@ class Packed(ScaledEncoding):
         )
         return PackedEncoder(inner, info.shape[1])
 
-    def grid(self, info: TensorInfo) -> Grid | None:
+    def grid(self, info: TensorInfo) -> CodeGrid | None:
         if self.zero_dtype or self.ordered:
             return None
         name = "int8" if self.bits == 8 else f"int{self.bits}"
-        return Grid(name, TensorInfo(info.shape, "int8"), self.block_of(info), self.values_name)
+        return CodeGrid(name, TensorInfo(info.shape, "int8"), self.block_of(info), self.values_name)
 
     def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
         return self.part_box(info, part, box) if part == "packed" else None
@@ -177,7 +177,7 @@ class Packed(ScaledEncoding):
         if box.numel:
             out.copy_(self.packing.unpacked(parts["packed"], box.offsets[1], box.sizes[1]))
 
-    def recoder(self, info: TensorInfo, grid: Grid, device: str) -> Recoder | None:
+    def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
         inner = super().recoder(info, grid, device)
         if self.bits != 8 or not isinstance(inner, ScaledRecoder):
             return None

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ckptmap.core.code_grids import Grid
+from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
 from ckptmap.quantization.blockwise.read_config import quantization_config
@@ -112,7 +112,7 @@ class _Target:
         encoding = self._fresh((1, max(1, info.shape[1])), info.dtype)
         return encoding.refusal(info) or encoding
 
-    def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
+    def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
         """Rows, whole groups of columns, tiles of float8, the tensor; scales in float32."""
         if len(info.shape) != 2 or len(grid.block) != 2:
             return None

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.core.code_grids import Grid, Recoder
+from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Refusal, Write
 from ckptmap.quantization.blockwise import fourbit
@@ -137,10 +137,10 @@ class NF4:
 
     # ------------------------------------------------------------------ codes
 
-    def grid(self, info: TensorInfo) -> Grid | None:
+    def grid(self, info: TensorInfo) -> CodeGrid | None:
         codes = TensorInfo((info.numel // 2,), "uint8")
         values = "float32 products, rounded once" if self.exact else f"torchao's, {info.dtype}"
-        return Grid("nf4", codes, (self.block_size // 2,), values)
+        return CodeGrid("nf4", codes, (self.block_size // 2,), values)
 
     def scale_parts(self, info: TensorInfo) -> Sequence[str]:
         return (SCALERS, FACTOR, MEAN)
@@ -165,7 +165,7 @@ class NF4:
     ) -> None:
         out.copy_(parts[DATA])
 
-    def recoder(self, info: TensorInfo, grid: Grid, device: str) -> Recoder | None:
+    def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
         mine = self.grid(info)
         if isinstance(self.parts(info), Refusal) or mine is None:
             return None

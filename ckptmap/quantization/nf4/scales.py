@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ckptmap.core.code_grids import CoarseScales
+from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.errors import RunError
 from ckptmap.protocols import Write
 from ckptmap.quantization.blockwise import fourbit

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from ckptmap.core.code_grids import Grid
+from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.linear_weights import is_linear_weight
@@ -60,7 +60,7 @@ class NF4Scheme:
         parts = encoding.parts(info)
         return parts if isinstance(parts, Refusal) else encoding
 
-    def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
+    def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
         """The same blocks; `exact`: scaler blocks of 1 in float32, else the largest up to 256."""
         block = grid.block[0] * 2
         if grid.name != "nf4" or info.numel % block:

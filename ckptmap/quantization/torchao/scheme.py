@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ckptmap.core.code_grids import Grid
+from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME, parts_of
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
@@ -123,7 +123,7 @@ class TorchaoScheme:
     def outdated(self, config: Mapping[str, Any]) -> bool:
         return torchao_config.is_outdated(config)
 
-    def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
+    def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
         """Any blocks that torchao has, which are all whole; scales in float32, so without loss."""
         encoding = self._fresh(grid.block)
         whole = not any(n % b for n, b in zip(info.shape, grid.block, strict=False))

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptmap
-from ckptmap.core.row_chunks import Rows
+from ckptmap.core.row_chunks import RowChunks
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.dcp.entries import Item, Metadata, TensorEntry
 from ckptmap.formats.dcp.metadata_reader import read_metadata
@@ -177,7 +177,7 @@ def test_reads_fsdp2_of_two_ranks(ranks: Callable[[int], FilePath]) -> None:
     for key, tensor in weights.items():
         assert same(read_leaf(index.leaves["model", key]), tensor), key
     assert len(index.leaves["model", "0.weight"].chunks) == 2
-    assert type(index.leaves["model", "0.weight"].place) is Rows
+    assert type(index.leaves["model", "0.weight"].place) is RowChunks
     for fqn, values in state["state"].items():
         for name, value in values.items():
             leaf = index.leaves["optimizer", "state", fqn, name]

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import ckptmap
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import SourceError
-from ckptmap.sharding.flat_slices import rectangles
+from ckptmap.sharding.flat_range_boxes import rectangles
 from ckptmap.sharding.reference_model import is_alphabetical
 from tests.corpus import Case, names
 from tests.corpus.case import CASES

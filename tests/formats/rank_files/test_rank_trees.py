@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptmap.core.row_chunks import Rows
+from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.state_tree import flatten
 from ckptmap.errors import SourceError
 from ckptmap.formats.pickle.reader import load as read_pickle
@@ -93,7 +93,7 @@ def test_the_quick_join_is_the_general_one(corpus: Any, name: str) -> None:
         assert isinstance(general, StoredTensor)
         if mine is not None:
             quick += 1
-            by_rows += type(mine.place) is Rows
+            by_rows += type(mine.place) is RowChunks
             assert mine.info == general.info
             assert list(mine.chunks) == list(general.chunks)
             assert list(mine.replicas) == list(general.replicas)

@@ -18,7 +18,7 @@ import ckptmap
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Placement
 from ckptmap.sharding.device_mesh import Mesh
-from ckptmap.sharding.mesh_boxes import held_boxes
+from ckptmap.sharding.mesh_rank_boxes import held_boxes
 from ckptmap.tensors import TensorInfo
 from tests.corpus import names
 from tests.corpus.ranks import run_ranks

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from ckptmap.core.woven import ZEROS, Woven
+from ckptmap.core.rearranged_tensors import ZEROS, Rearranged
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan
 from ckptmap.storage.file_systems import FileSystem
 from ckptmap.storage.files import Files, verified_copies
@@ -113,7 +113,7 @@ def read_by_compare(step: Compare) -> Iterator[str]:
 
 def _files_of(stored: StoredTensor, box: Box) -> Iterator[str]:
     """Files that hold a box; of a rearranged tensor all of its files."""
-    if isinstance(stored, Woven):
-        yield from (s.region.file for s in stored.strands if s.region.file != ZEROS)
+    if isinstance(stored, Rearranged):
+        yield from (s.region.file for s in stored.regions if s.region.file != ZEROS)
     else:
         yield from (chunk.region.file for chunk in stored.near(box))

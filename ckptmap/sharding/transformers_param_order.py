@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import SourceError
-from ckptmap.sharding.meta_model import on_meta
+from ckptmap.sharding.transformers_meta_model import on_meta
 from ckptmap.tensors import TensorInfo
 
 if TYPE_CHECKING:

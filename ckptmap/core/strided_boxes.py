@@ -1,9 +1,10 @@
-"""Elements of a tensor that several axes walk through: the algebra of rearranged tensors.
+"""Elements of a tensor at regular steps: the algebra of tensors that are rearranged without being read.
 
-A lattice has `sizes[k]` steps of `steps[k]` elements along dim `dims[k]` for each axis k, from
-`offsets` on. A box is the lattice of one axis a dim, of step 1. Rows (h, r, two) of a tensor that
-is (h, two, r) elsewhere are two lattices of the same sizes: where each element comes from, and
-where it goes. Axes of one dim are nested: an outer step is beyond all that the inner ones reach.
+A `StridedBox` has one or more axes. Axis k makes `sizes[k]` steps of `steps[k]` elements along dim
+`dims[k]`; the first element is at `offsets`. A plain Box is the case of one axis a dim and steps of 1.
+Where a tensor of rows (h, r, two) is stored as (h, two, r), two strided boxes of the same sizes say
+where each element comes from and where it goes. Several axes may walk along one dim: they are nested,
+one step of the outer axis is longer than all that the inner ones reach.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ckptmap.tensors import Box
 
 
 @dataclass(frozen=True)
-class Lattice:
+class StridedBox:
     """`offsets` has one entry a dim; `sizes`, `dims` and `steps` one an axis."""
 
     offsets: tuple[int, ...]
@@ -28,7 +29,7 @@ class Lattice:
     steps: tuple[int, ...]
 
     @classmethod
-    def of_box(cls, box: Box) -> Lattice:
+    def of_box(cls, box: Box) -> StridedBox:
         ndim = len(box.sizes)
         return cls(box.offsets, box.sizes, tuple(range(ndim)), (1,) * ndim)
 
@@ -38,7 +39,7 @@ class Lattice:
 
     @cached_property
     def bounds(self) -> Box:
-        """The least box that holds it."""
+        """Return the smallest Box that contains every element."""
         reach = [1] * len(self.offsets)
         for n, dim, step in zip(self.sizes, self.dims, self.steps, strict=True):
             reach[dim] += (n - 1) * step
@@ -46,7 +47,7 @@ class Lattice:
 
     @cached_property
     def is_box(self) -> bool:
-        """Does it fill its bounds, in row-major order of its axes' dims or another?"""
+        """Are its elements all elements of `bounds`, in whatever order of dims?"""
         used = [dim for n, dim in zip(self.sizes, self.dims, strict=True) if n != 1]
         steps = [step for n, step in zip(self.sizes, self.steps, strict=True) if n != 1]
         return len(set(used)) == len(used) and all(step == 1 for step in steps)
@@ -66,7 +67,7 @@ class Lattice:
         return tuple(found)
 
     def cut(self, box: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The part that lies in a box, as index boxes over the axes: (lows, counts)."""
+        """Yield the part that lies in `box` as ranges of indices: (first, count) of every axis."""
         choices = []
         for dim, axes in enumerate(self._by_dim):
             low = box.offsets[dim] - self.offsets[dim]
@@ -80,16 +81,16 @@ class Lattice:
                 lows[axis], counts[axis] = low, count
             yield tuple(lows), tuple(counts)
 
-    def crop(self, lows: Sequence[int], counts: Sequence[int]) -> Lattice:
-        """The lattice of an index box."""
+    def crop(self, lows: Sequence[int], counts: Sequence[int]) -> StridedBox:
+        """Return the strided box of a range of indices: `lows[k]` is the first, of `counts[k]`."""
         offsets = list(self.offsets)
         for low, dim, step in zip(lows, self.dims, self.steps, strict=True):
             offsets[dim] += low * step
-        return Lattice(tuple(offsets), tuple(counts), self.dims, self.steps)
+        return StridedBox(tuple(offsets), tuple(counts), self.dims, self.steps)
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Index boxes that are rectangles of the tensor: of each dim one axis of step 1 is kept
-        whole, the others are counted out."""
+        """Yield ranges of indices that each are a plain box: of each dim one axis of step 1 stays
+        whole, the other axes are taken index by index."""
         kept = {
             axes[-1][0] for axes in self._by_dim if axes and (axes[-1][2] == 1 or axes[-1][1] == 1)
         }
@@ -105,7 +106,7 @@ class Lattice:
 def _cut(
     axes: Sequence[tuple[int, ...]], low: int, high: int
 ) -> Iterator[tuple[tuple[int, int, int], ...]]:
-    """Index ranges (axis, low, count) of nested axes whose positions lie in [low, high)."""
+    """Yield ranges (axis, first, count) of nested axes whose positions lie in [low, high)."""
     if not axes:
         if low <= 0 < high:
             yield ()
@@ -129,18 +130,18 @@ def _cut(
 
 
 class Piece(NamedTuple):
-    """Elements of a tensor `source` that become elements of another: two lattices of one size."""
+    """Elements `src` of the tensor `source` that become elements `dst` of another, in the same order."""
 
     source: str
-    src: Lattice
-    dst: Lattice
+    src: StridedBox
+    dst: StridedBox
 
     @property
     def numel(self) -> int:
         return self.dst.numel
 
     def tidy(self) -> Piece:
-        """The fewest axes that walk the same way on both sides, in the target's order."""
+        """Return the same piece with as few axes as possible, in the order of the target's dims."""
         src, dst = self.src, self.dst
         axes = [
             [n, sd, ss, dd, ds]
@@ -160,14 +161,18 @@ class Piece(NamedTuple):
         sizes = tuple(axis[0] for axis in merged)
         return Piece(
             self.source,
-            Lattice(src.offsets, sizes, tuple(a[1] for a in merged), tuple(a[2] for a in merged)),
-            Lattice(dst.offsets, sizes, tuple(a[3] for a in merged), tuple(a[4] for a in merged)),
+            StridedBox(
+                src.offsets, sizes, tuple(a[1] for a in merged), tuple(a[2] for a in merged)
+            ),
+            StridedBox(
+                dst.offsets, sizes, tuple(a[3] for a in merged), tuple(a[4] for a in merged)
+            ),
         )
 
 
 def compose(first: Sequence[Piece], second: Sequence[Piece]) -> list[Piece]:
-    """Pieces of `first` make a tensor, which the pieces of `second` (all of that one source) take
-    apart: what they take, from the sources of `first`."""
+    """Return pieces that lead from the sources of `first` to the tensors of `second`: `first` makes
+    a tensor, and `second`, whose only source it is, takes it apart."""
     found: list[Piece] = []
     for a in first:
         for b in second:
@@ -177,7 +182,7 @@ def compose(first: Sequence[Piece], second: Sequence[Piece]) -> list[Piece]:
 
 
 def _through(a: Piece, b: Piece) -> Iterator[Piece]:
-    """The elements that `a` brings and `b` takes."""
+    """Yield pieces for the elements that `a` writes and `b` reads."""
     if a.dst.is_box:
         yield from _by_box(a, b)
         return
@@ -192,7 +197,7 @@ def _through(a: Piece, b: Piece) -> Iterator[Piece]:
 
 
 def _by_box(a: Piece, b: Piece) -> Iterator[Piece]:
-    """Where `a` fills a box: its source is walked by the axes of `b`."""
+    """Yield these pieces where `a` fills a plain box: the axes of `b` then walk the source of `a`."""
     axis_of = {
         dim: k for k, (n, dim) in enumerate(zip(a.dst.sizes, a.dst.dims, strict=True)) if n != 1
     }
@@ -207,13 +212,13 @@ def _by_box(a: Piece, b: Piece) -> Iterator[Piece]:
             assert k >= 0 or n == 1, "an axis through a dim of one element"
             dims.append(a.src.dims[k] if k >= 0 else 0)
             steps.append(a.src.steps[k] * step if k >= 0 else 1)
-        src = Lattice(tuple(offsets), tuple(counts), tuple(dims), tuple(steps))
+        src = StridedBox(tuple(offsets), tuple(counts), tuple(dims), tuple(steps))
         yield Piece(a.source, src, b.dst.crop(lows, counts))
 
 
 @dataclass(frozen=True)
 class _Digit:
-    """Elements that two lattices share along one step of one dim: `n` of them, from index `a` of
+    """Elements that two strided boxes share along one step of one dim: `n` of them, from index `a` of
     axis `a_axis` (each index `a_factor` of that axis' own), and likewise `b`."""
 
     n: int
@@ -225,10 +230,10 @@ class _Digit:
     b_factor: int
 
 
-def _digits(a: Lattice, b: Lattice) -> list[_Digit] | None:
-    """The common refinement of two lattices of one tensor, as digits of positions; [] is never
-    returned for lattices that share nothing: a digit of no element is. None: their steps do not
-    divide each other, or a sum would carry."""
+def _digits(a: StridedBox, b: StridedBox) -> list[_Digit] | None:
+    """Return the elements that two strided boxes of one tensor share, as digits of their positions:
+    a position is a sum of steps, as a number is of powers. Boxes that share nothing have a digit of
+    no element. None: their steps do not divide each other, or a sum would carry."""
     found: list[_Digit] = []
     for dim in range(len(a.offsets)):
         steps = {s for k, s in enumerate(a.steps) if a.dims[k] == dim and a.sizes[k] != 1}
@@ -252,11 +257,13 @@ def _digits(a: Lattice, b: Lattice) -> list[_Digit] | None:
     return found
 
 
-def _split(lattice: Lattice, dim: int, chain: Sequence[int]) -> list[tuple[int, int, int]] | None:
-    """For each step of the chain (size, axis, factor): how many steps of it the lattice takes, of
-    which axis, and how many steps of that axis one is; axis -1: it stands still."""
+def _split(
+    strided: StridedBox, dim: int, chain: Sequence[int]
+) -> list[tuple[int, int, int]] | None:
+    """Return (size, axis, factor) for each step of the chain: how many such steps the box takes
+    along which axis, and how many indices of that axis one of them is; axis -1: it takes none."""
     found = [(1, -1, 1)] * len(chain)
-    for k, (n, d, step) in enumerate(zip(lattice.sizes, lattice.dims, lattice.steps, strict=True)):
+    for k, (n, d, step) in enumerate(zip(strided.sizes, strided.dims, strided.steps, strict=True)):
         if d != dim or n == 1:
             continue
         within = [s for s in chain if step <= s < step * n]
@@ -285,6 +292,6 @@ def _by_digits(a: Piece, b: Piece, digits: Sequence[_Digit]) -> Iterator[Piece]:
     sizes = tuple(axis[0] for axis in axes)
     yield Piece(
         a.source,
-        Lattice(tuple(src), sizes, tuple(x[1] for x in axes), tuple(x[2] for x in axes)),
-        Lattice(tuple(dst), sizes, tuple(x[3] for x in axes), tuple(x[4] for x in axes)),
+        StridedBox(tuple(src), sizes, tuple(x[1] for x in axes), tuple(x[2] for x in axes)),
+        StridedBox(tuple(dst), sizes, tuple(x[3] for x in axes), tuple(x[4] for x in axes)),
     )

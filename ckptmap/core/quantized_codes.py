@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Grid:
+class CodeGrid:
     """What quantization codes mean, apart from how their scales are stored.
 
     name    `"nf4"`, `"fp4"`, `"int8"`, `"float8_e4m3fn"`: equal names, equal value of each code,
@@ -49,7 +49,7 @@ class Coded(Protocol):
     """An encoding whose codes lie on a grid with one scale a block and no zero point: another
     encoding of the same grid can take them as they are. `grid` and `scale_parts` import no torch."""
 
-    def grid(self, info: TensorInfo) -> Grid | None:
+    def grid(self, info: TensorInfo) -> CodeGrid | None:
         """None: not so with these parameters."""
 
     def scale_parts(self, info: TensorInfo) -> Sequence[str]:
@@ -88,7 +88,7 @@ class Recoder(Protocol):
 class Recodes(Protocol):
     """An encoding that can be given codes of a grid."""
 
-    def recoder(self, info: TensorInfo, grid: Grid, device: str) -> Recoder | None:
+    def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
         """None: these codes cannot be kept here, the tensor is decoded and encoded anew."""
 
 
@@ -96,7 +96,7 @@ class Recodes(Protocol):
 class KeepsCodes(Protocol):
     """A scheme that chooses its parameters (block size) by the codes that it could keep."""
 
-    def keeping(self, info: TensorInfo, grid: Grid, exact: bool) -> Encoding | None:
+    def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
         """The encoding that takes these codes; `exact`: with its scales unchanged, where the
         scheme has a form for that. None: not this grid, or not these blocks."""
 

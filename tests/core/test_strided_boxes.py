@@ -1,4 +1,4 @@
-"""Lattices and their composition, against plain lists of positions."""
+"""Strided boxes and their composition, against plain lists of positions."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmap.core.lattice import Lattice, Piece, compose
+from ckptmap.core.strided_boxes import Piece, StridedBox, compose
 from ckptmap.tensors import Box
-from tests.support.lattices import positions
+from tests.support.strided_boxes import positions
 
 
 @st.composite
-def laid_out(draw: st.DrawFn) -> tuple[Lattice, Lattice, tuple[int, ...]]:
+def laid_out(draw: st.DrawFn) -> tuple[StridedBox, StridedBox, tuple[int, ...]]:
     """The axes of one space in two orders, each split into dims: source, target, sizes."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     return _laid(draw, sizes), _laid(draw, sizes), tuple(sizes)
 
 
-def _laid(draw: st.DrawFn, sizes: list[int], margin: int = 0) -> Lattice:
+def _laid(draw: st.DrawFn, sizes: list[int], margin: int = 0) -> StridedBox:
     order = draw(st.permutations(range(len(sizes))))
     cuts = sorted(draw(st.sets(st.integers(1, len(sizes)), max_size=2)))
     dims, steps = [0] * len(sizes), [1] * len(sizes)
@@ -31,40 +31,40 @@ def _laid(draw: st.DrawFn, sizes: list[int], margin: int = 0) -> Lattice:
             dims[axis], steps[axis] = ndim, step
             step *= sizes[axis]
         ndim += 1
-    return Lattice((margin,) * ndim, tuple(sizes), tuple(dims), tuple(steps))
+    return StridedBox((margin,) * ndim, tuple(sizes), tuple(dims), tuple(steps))
 
 
 @given(laid_out(), st.data())
 def test_cut_is_what_lies_in_the_box(
-    found: tuple[Lattice, Lattice, tuple[int, ...]], data: st.DataObject
+    found: tuple[StridedBox, StridedBox, tuple[int, ...]], data: st.DataObject
 ) -> None:
-    lattice, _, _ = found
-    reach = lattice.bounds.sizes
+    strided, _, _ = found
+    reach = strided.bounds.sizes
     offsets = tuple(data.draw(st.integers(-1, n)) for n in reach)
     sizes = tuple(data.draw(st.integers(1, n + 1)) for n in reach)
     inside = [
         at
-        for at in positions(lattice)
+        for at in positions(strided)
         if all(o <= p < o + n for p, o, n in zip(at, offsets, sizes, strict=True))
     ]
     parts = [
         at
-        for lows, counts in lattice.cut(Box(offsets, sizes))
-        for at in positions(lattice.crop(lows, counts))
+        for lows, counts in strided.cut(Box(offsets, sizes))
+        for at in positions(strided.crop(lows, counts))
     ]
     assert sorted(parts) == sorted(inside)
 
 
 @given(laid_out())
-def test_boxes_are_the_same_elements(found: tuple[Lattice, Lattice, tuple[int, ...]]) -> None:
-    lattice, _, _ = found
-    parts = [lattice.crop(*index) for index in lattice.boxes()]
-    assert sorted(at for part in parts for at in positions(part)) == sorted(positions(lattice))
+def test_boxes_are_the_same_elements(found: tuple[StridedBox, StridedBox, tuple[int, ...]]) -> None:
+    strided, _, _ = found
+    parts = [strided.crop(*index) for index in strided.boxes()]
+    assert sorted(at for part in parts for at in positions(part)) == sorted(positions(strided))
     assert all(part.bounds.numel == part.numel for part in parts)
 
 
 @given(laid_out())
-def test_tidy_walks_the_same_way(found: tuple[Lattice, Lattice, tuple[int, ...]]) -> None:
+def test_tidy_walks_the_same_way(found: tuple[StridedBox, StridedBox, tuple[int, ...]]) -> None:
     src, dst, _ = found
     piece = Piece("x", src, dst)
     walks = set(zip(positions(src), positions(dst), strict=True))
@@ -111,7 +111,7 @@ def _rearranged(draw: st.DrawFn, source: str, rows: int, at: int, into: bool) ->
     for n in reversed(factors):
         steps.append(step)
         step *= n
-    middle = Lattice((at, 0), tuple(sizes), (*(0 for _ in factors), 1), (*reversed(steps), 1))
+    middle = StridedBox((at, 0), tuple(sizes), (*(0 for _ in factors), 1), (*reversed(steps), 1))
     outer = _laid(draw, sizes)
     return Piece(source, outer, middle) if into else Piece(source, middle, outer)
 
@@ -127,10 +127,10 @@ def test_composition_is_one_walk_after_the_other(found: tuple[list[Piece], list[
 
 def test_there_and_back_is_one_axis_a_dim() -> None:
     """RoPE's permutation and its inverse, [h two r] -> [h r two] -> [h two r]."""
-    halves = Lattice((0, 0), (6, 4, 2, 40), (0, 0, 0, 1), (8, 1, 4, 1))
-    pairs = Lattice((0, 0), (6, 4, 2, 40), (0, 0, 0, 1), (8, 2, 1, 1))
+    halves = StridedBox((0, 0), (6, 4, 2, 40), (0, 0, 0, 1), (8, 1, 4, 1))
+    pairs = StridedBox((0, 0), (6, 4, 2, 40), (0, 0, 0, 1), (8, 2, 1, 1))
     (piece,) = compose([Piece("w", halves, pairs)], [Piece("hub", pairs, halves)])
-    assert piece.src == piece.dst == Lattice((0, 0), (48, 40), (0, 1), (1, 1))
+    assert piece.src == piece.dst == StridedBox((0, 0), (48, 40), (0, 1), (1, 1))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_there_and_back_is_one_axis_a_dim() -> None:
 )
 def test_a_cut_of_many_rows_is_few_boxes(box: Box) -> None:
     """Five at most for three axes a dim: a rearranged tensor does not fall apart into rows."""
-    pairs = Lattice((0, 0), (6, 4, 2, 40), (0, 0, 0, 1), (8, 2, 1, 1))
+    pairs = StridedBox((0, 0), (6, 4, 2, 40), (0, 0, 0, 1), (8, 2, 1, 1))
     parts = list(pairs.cut(box))
     assert len(parts) <= 5
     assert sum(prod(counts) for _, counts in parts) == box.numel

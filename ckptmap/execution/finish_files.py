@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ckptmap.execution.results import Executed
+from ckptmap.execution.written_slots import Executed
 from ckptmap.planning.file_plan import FilePlan
 from ckptmap.protocols import OutFile
 from ckptmap.storage.output_files import Outputs

@@ -15,7 +15,7 @@ _ROW = struct.Struct("<IIQI")
 """A slot as ranks report it: file, slot, digest, CRC-32."""
 
 
-class Hexes(Sequence[str]):
+class HexDigests(Sequence[str]):
     """64-bit digests of a file's slots, in hex; "" where none were taken."""
 
     __slots__ = ("_taken", "values")
@@ -29,18 +29,18 @@ class Hexes(Sequence[str]):
     @overload
     def __getitem__(self, index: int) -> str: ...
     @overload
-    def __getitem__(self, index: slice) -> Hexes: ...
-    def __getitem__(self, index: int | slice) -> str | Hexes:
+    def __getitem__(self, index: slice) -> HexDigests: ...
+    def __getitem__(self, index: int | slice) -> str | HexDigests:
         found = self.values[index]
         if type(found) is int:
             return f"{found:016x}" if self._taken else ""
-        return Hexes(found, self._taken)  # type: ignore[arg-type]
+        return HexDigests(found, self._taken)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[str]:
         return map("%016x".__mod__, self.values) if self._taken else repeat("", len(self.values))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Hexes) and self.values == other.values
+        return isinstance(other, HexDigests) and self.values == other.values
 
     def __hash__(self) -> int:
         return hash(self.values.tobytes())
@@ -58,7 +58,7 @@ class Executed:
     """Bytes of an earlier run that were read back, found good, and kept."""
 
 
-class Tally:
+class WrittenSlots:
     """The slots of some files that are written so far. Not locked: the caller does that."""
 
     def __init__(self, counts: Sequence[int]) -> None:
@@ -104,5 +104,5 @@ class Tally:
         """All of it, when every slot is written."""
         missing = sum(done.count(0) for done in self._done)
         assert not missing, f"{missing} slots were not written: the plan does not cover them"
-        hexes = tuple(Hexes(values, digests) for values in self._digests)
+        hexes = tuple(HexDigests(values, digests) for values in self._digests)
         return Executed(hexes, tuple(self._crcs), written_nbytes, continued_nbytes)

@@ -18,7 +18,7 @@ _NUMBERS = re.compile(r"\.(\d+)(?=[.\n])")
 """The same in a text of names, each begun with a dot: to look for that takes a third of the time."""
 
 
-class Look(NamedTuple):
+class TensorSummary(NamedTuple):
     """What a table shows of a tensor but for its name: shared by thousands."""
 
     role: str
@@ -29,11 +29,11 @@ class Look(NamedTuple):
 
 
 @dataclass
-class Folded:
+class KeyPattern:
     """Tensors that look alike, with names alike but for numbers."""
 
     first: str
-    look: Look
+    look: TensorSummary
     count: int
     nbytes: int
     numbers: list[set[str]]
@@ -45,7 +45,7 @@ class Folded:
         return NUMBER.sub(lambda match: _span(next(spans), match.group()), self.first)
 
 
-def fold(names: Sequence[str], looks: Sequence[Look]) -> list[Folded]:
+def fold(names: Sequence[str], looks: Sequence[TensorSummary]) -> list[KeyPattern]:
     """Tensors by pattern of their names, in order of first appearance."""
     alike: dict[tuple[object, ...], int] = {}
     marks = each(looks, lambda look: alike.setdefault(look[:4], len(alike)))
@@ -59,14 +59,14 @@ def fold(names: Sequence[str], looks: Sequence[Look]) -> list[Folded]:
     return [_folded([names[i] for i in at], [looks[i] for i in at]) for at in found.values()]
 
 
-def _folded(names: list[str], looks: list[Look]) -> Folded:
+def _folded(names: list[str], looks: list[TensorSummary]) -> KeyPattern:
     places = len(NUMBER.findall(names[0]))
     text = _text(names)
     digits = _NUMBERS.findall(text)
     if text.count("\n") != len(names):  # one with a line feed in it
         digits = [number for name in names for number in NUMBER.findall(name)]
     numbers = [set(digits[place::places]) for place in range(places)]
-    return Folded(names[0], looks[0], len(names), sum([look[4] for look in looks]), numbers)
+    return KeyPattern(names[0], looks[0], len(names), sum([look[4] for look in looks]), numbers)
 
 
 def _text(names: Sequence[str]) -> str:
@@ -135,7 +135,7 @@ def _without_tail(key: str, name: str) -> tuple[str, str]:
     return ".".join([*old, "{name}"]), ".".join([*new, "{name}"])
 
 
-def table(names: Sequence[str], looks: Sequence[Look]) -> list[str]:
+def table(names: Sequence[str], looks: Sequence[TensorSummary]) -> list[str]:
     """Aligned lines: name, count, shape, kind, fidelity, bytes."""
     cells = [
         (

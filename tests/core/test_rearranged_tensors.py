@@ -1,4 +1,4 @@
-"""Tensors woven of parts of others, read from files box by box, against plain indexing."""
+"""Tensors rearranged of parts of others, read from files box by box, against plain indexing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptmap.core.lattice import Lattice, Piece
-from ckptmap.core.woven import Pieced, Woven, woven
+from ckptmap.core.rearranged_tensors import Assembled, Rearranged, rearranged
+from ckptmap.core.strided_boxes import Piece, StridedBox
 from ckptmap.storage.files import Files
 from ckptmap.storage.gather import fill, run_of
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
-from tests.support.lattices import positions
+from tests.support.strided_boxes import positions
 
 DTYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
@@ -60,13 +60,13 @@ def test_any_box_of_a_rearranged_tensor(tmp_path: Path, data: st.DataObject) -> 
     rows = h * two * r
     cut = data.draw(st.integers(0, rows))
     source = stored(tmp_path, "s", (rows, width), itemsize, cut)
-    src = Lattice((0, 0), (h, r, two, width), (0, 0, 0, 1), (two * r, 1, r, 1))
+    src = StridedBox((0, 0), (h, r, two, width), (0, 0, 0, 1), (two * r, 1, r, 1))
     transposed = data.draw(st.booleans())
     dims = (1, 1, 1, 0) if transposed else (0, 0, 0, 1)
-    dst = Lattice((0, 0), (h, r, two, width), dims, (two * r, two, 1, 1))
+    dst = StridedBox((0, 0), (h, r, two, width), dims, (two * r, two, 1, 1))
     piece = Piece("s", src, dst)
     shape = (width, rows) if transposed else (rows, width)
-    tensor = woven(TensorInfo(shape, DTYPES[itemsize]), [piece.tidy()], {"s": source})
+    tensor = rearranged(TensorInfo(shape, DTYPES[itemsize]), [piece.tidy()], {"s": source})
     offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     sizes = tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offsets, strict=True))
     box = Box(offsets, sizes)
@@ -79,9 +79,9 @@ def test_any_box_of_a_rearranged_tensor(tmp_path: Path, data: st.DataObject) -> 
 
 def test_what_no_piece_fills_is_zero(tmp_path: Path) -> None:
     source = stored(tmp_path, "s", (5, 3), 4, 2)
-    whole = Lattice.of_box(Box((0, 0), (5, 3)))
+    whole = StridedBox.of_box(Box((0, 0), (5, 3)))
     info = TensorInfo((8, 3), "int32")
-    tensor = woven(info, [Piece("s", whole, whole)], {"s": source}, Box((5, 0), (3, 3)))
+    tensor = rearranged(info, [Piece("s", whole, whole)], {"s": source}, Box((5, 0), (3, 3)))
     assert read(tensor, Box.whole((8, 3))) == [*range(15), *[0] * 9]
     assert read(tensor, Box((4, 1), (3, 2))) == [13, 14, 0, 0, 0, 0]
 
@@ -90,11 +90,11 @@ def test_parts_that_are_boxes_are_plain_chunks(tmp_path: Path) -> None:
     """Fused, split and transposed tensors need no more than what the spine has."""
     source = stored(tmp_path, "s", (4, 3), 4, 4)
     both = [
-        Piece("s", Lattice.of_box(Box((0, 0), (4, 3))), Lattice.of_box(Box((low, 0), (4, 3))))
+        Piece("s", StridedBox.of_box(Box((0, 0), (4, 3))), StridedBox.of_box(Box((low, 0), (4, 3))))
         for low in (0, 4)
     ]
-    tensor = woven(TensorInfo((8, 3), "int32"), both, {"s": source})
-    assert type(tensor) is Pieced and len(tensor.chunks) == 2
+    tensor = rearranged(TensorInfo((8, 3), "int32"), both, {"s": source})
+    assert type(tensor) is Assembled and len(tensor.chunks) == 2
     assert tensor.sources == (source,)
     assert read(tensor, Box.whole((8, 3))) == [*range(12), *range(12)]
 
@@ -102,10 +102,10 @@ def test_parts_that_are_boxes_are_plain_chunks(tmp_path: Path) -> None:
 def test_it_is_never_one_run(tmp_path: Path) -> None:
     """Nobody may take its first region for the whole."""
     source = stored(tmp_path, "s", (4, 3), 4, 4)
-    src = Lattice((0, 0), (2, 2, 3), (0, 0, 1), (1, 2, 1))
-    dst = Lattice((0, 0), (2, 2, 3), (0, 0, 1), (2, 1, 1))
-    tensor = woven(TensorInfo((4, 3), "int32"), [Piece("s", src, dst)], {"s": source})
-    assert isinstance(tensor, Woven)
+    src = StridedBox((0, 0), (2, 2, 3), (0, 0, 1), (1, 2, 1))
+    dst = StridedBox((0, 0), (2, 2, 3), (0, 0, 1), (2, 1, 1))
+    tensor = rearranged(TensorInfo((4, 3), "int32"), [Piece("s", src, dst)], {"s": source})
+    assert isinstance(tensor, Rearranged)
     assert tensor.extent is None and run_of(tensor, Box.whole((4, 3))) is None
 
 
@@ -115,9 +115,9 @@ def test_few_reads_for_many_rows(
 ) -> None:
     """A permutation of long rows is read as the rows lie, many at a time."""
     source = stored(tmp_path, "s", (2 * rows, 32), 4, 2 * rows)
-    src = Lattice((0, 0), (rows, 2, 32), (0, 0, 1), (1, rows, 1))
-    dst = Lattice((0, 0), (rows, 2, 32), (0, 0, 1), (2, 1, 1))
-    tensor = woven(TensorInfo((2 * rows, 32), "int32"), [Piece("s", src, dst)], {"s": source})
+    src = StridedBox((0, 0), (rows, 2, 32), (0, 0, 1), (1, rows, 1))
+    dst = StridedBox((0, 0), (rows, 2, 32), (0, 0, 1), (2, 1, 1))
+    tensor = rearranged(TensorInfo((2 * rows, 32), "int32"), [Piece("s", src, dst)], {"s": source})
     reads = []
     plain = Files.read_into
 

@@ -1,7 +1,7 @@
-"""Stored tensors that are put together of parts of others: fused, split, rearranged.
+"""Stored tensors that are made of parts of other stored tensors: fused, split or with axes rearranged.
 
-They are moved as bytes, box by box, like any other: a box of one is traced to strided regions of
-the files that hold its sources.
+Their bytes are moved as they are, like those of any other tensor: a box of one is traced back to
+strided regions of the files that hold its sources.
 """
 
 from __future__ import annotations
@@ -10,27 +10,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
-from ckptmap.core.lattice import Lattice, Piece
+from ckptmap.core.strided_boxes import Piece, StridedBox
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo, contiguous_strides
 
 ZEROS = ""
-"""The file of a region that lies in none: its bytes are zero."""
+"""The file of a region that lies in no file: its bytes are zero."""
 FEW = 8
-"""Up to here all strands are looked at."""
+"""Up to this number all regions are looked at, not only those near a box."""
 
 
 @dataclass(frozen=True)
-class Strand:
-    """Elements of one region of a file, and the lattice of the tensor that they fill: axis k of
-    the region is axis k of the lattice."""
+class StridedRegion:
+    """Elements of one region of a file, and their place in the tensor: axis k of the region is axis
+    k of the place."""
 
-    lattice: Lattice
+    place: StridedBox
     region: Region
 
 
-class Landing(NamedTuple):
-    """Elements of a file that go to places in a row-major buffer: `offset` and `start` in bytes,
-    for each axis (size, bytes between elements in the file, in the buffer)."""
+class StridedCopy(NamedTuple):
+    """Elements of a file that go into a row-major buffer.
+
+    offset  byte of the first element in the file
+    start   byte of the first element in the buffer
+    dims    of each axis (size, bytes between elements in the file, bytes between them in the buffer)
+    """
 
     file: str
     offset: int
@@ -40,7 +44,7 @@ class Landing(NamedTuple):
 
 
 class Chunks(Sequence[Chunk]):
-    """Chunks that are made when first looked at: asking where a tensor lies costs nothing."""
+    """Chunks that are computed when one is first asked for."""
 
     __slots__ = ("_found", "_make")
 
@@ -64,8 +68,8 @@ class Chunks(Sequence[Chunk]):
         return len(self._all())
 
 
-class Pieced(StoredTensor):
-    """Parts of other tensors, each a box of this one; `sources` are those tensors, whole."""
+class Assembled(StoredTensor):
+    """A tensor made of boxes, each a part of another tensor; `sources` are those tensors, whole."""
 
     __slots__ = ("sources",)
 
@@ -79,10 +83,10 @@ class Pieced(StoredTensor):
         self.sources = tuple(sources)
 
 
-class Woven(Pieced):
-    """Parts of other tensors, whose elements lie between each other in this one.
+class Rearranged(Assembled):
+    """A tensor made of parts of others whose elements alternate, as rotary pairs (r, two) do.
 
-    `chunks` are there for who can think in boxes only: often one a row.
+    `regions` describe it; `chunks` say the same in plain boxes, often one for each row.
     """
 
     __slots__ = ("_found", "_make")
@@ -90,18 +94,18 @@ class Woven(Pieced):
     def __init__(
         self,
         info: TensorInfo,
-        strands: Callable[[], Sequence[Strand]],
+        regions: Callable[[], Sequence[StridedRegion]],
         sources: Sequence[StoredTensor],
     ) -> None:
         super().__init__(info, self._boxes, sources)
-        self._make = strands
-        self._found: Sequence[Strand] | None = None
+        self._make = regions
+        self._found: Sequence[StridedRegion] | None = None
 
     @property
-    def strands(self) -> Sequence[Strand]:
-        """Found when first asked for, in the order of where they begin."""
+    def regions(self) -> Sequence[StridedRegion]:
+        """The strided regions that fill the tensor, by their first element."""
         if self._found is None:
-            self._found = sorted(self._make(), key=lambda strand: strand.lattice.offsets)
+            self._found = sorted(self._make(), key=lambda part: part.place.offsets)
         return self._found
 
     @property
@@ -109,74 +113,75 @@ class Woven(Pieced):
         return None
 
     def _boxes(self) -> list[Chunk]:
-        return [chunk for strand in self.strands for chunk in boxes(strand)]
+        return [chunk for part in self.regions for chunk in boxes(part)]
 
-    def landings(self, box: Box) -> Iterator[Landing]:
-        """What fills a box, a row-major buffer of it being the place."""
+    def copies(self, box: Box) -> Iterator[StridedCopy]:
+        """Yield the copies that fill a row-major buffer of `box`."""
         itemsize = self.info.itemsize
         strides = contiguous_strides(box.sizes, itemsize)
-        for strand in self._near(box):
-            lattice, region = strand.lattice, strand.region
-            for lows, counts in lattice.cut(box):
+        for part in self._near(box):
+            place, region = part.place, part.region
+            for lows, counts in place.cut(box):
                 offset, start, nbytes = region.offset, 0, itemsize
                 dims = []
                 for k, (low, n) in enumerate(zip(lows, counts, strict=True)):
                     offset += low * region.strides[k]
                     nbytes *= n
                     if n > 1:
-                        step = strides[lattice.dims[k]] * lattice.steps[k]
+                        step = strides[place.dims[k]] * place.steps[k]
                         dims.append((n, region.strides[k], step))
-                for d, at in enumerate(lattice.crop(lows, counts).offsets):
+                for d, at in enumerate(place.crop(lows, counts).offsets):
                     start += (at - box.offsets[d]) * strides[d]
-                yield Landing(region.file, offset, start, tuple(dims), nbytes)
+                yield StridedCopy(region.file, offset, start, tuple(dims), nbytes)
 
-    def _near(self, box: Box) -> Sequence[Strand]:
-        strands = self.strands
-        if len(strands) <= FEW or not box.sizes:
-            return strands
-        return [s for s in strands if s.lattice.bounds.intersect(box) is not None]
+    def _near(self, box: Box) -> Sequence[StridedRegion]:
+        regions = self.regions
+        if len(regions) <= FEW or not box.sizes:
+            return regions
+        return [s for s in regions if s.place.bounds.intersect(box) is not None]
 
 
-def boxes(strand: Strand) -> Iterator[Chunk]:
-    """The same elements as rectangles of the tensor."""
-    lattice, region = strand.lattice, strand.region
-    for lows, counts in lattice.boxes():
-        part = lattice.crop(lows, counts)
+def boxes(source: StridedRegion) -> Iterator[Chunk]:
+    """Yield the elements of a strided region as chunks, each a plain box of the tensor."""
+    place, region = source.place, source.region
+    for lows, counts in place.boxes():
+        piece = place.crop(lows, counts)
         offset = region.offset + sum(a * b for a, b in zip(lows, region.strides, strict=True))
-        sizes = part.bounds.sizes
+        sizes = piece.bounds.sizes
         strides = list(contiguous_strides(sizes, region.itemsize))
-        for k, (n, dim) in enumerate(zip(counts, part.dims, strict=True)):
+        for k, (n, dim) in enumerate(zip(counts, piece.dims, strict=True)):
             if n > 1:
                 strides[dim] = region.strides[k]
         yield Chunk(
-            part.bounds, Region(region.file, offset, sizes, tuple(strides), region.itemsize)
+            piece.bounds, Region(region.file, offset, sizes, tuple(strides), region.itemsize)
         )
 
 
-def woven(
+def rearranged(
     info: TensorInfo,
     pieces: Sequence[Piece],
     sources: Mapping[str, StoredTensor],
     zeros: Box | None = None,
-) -> Pieced:
-    """The tensor that pieces of stored tensors make; `zeros` is the box that none of them fills."""
+) -> Assembled:
+    """Return the tensor that `pieces` of the stored tensors `sources` make. `zeros` is a box that no
+    piece fills: its elements are zero."""
 
-    def strands() -> list[Strand]:
-        found = [s for piece in pieces for s in _strands(piece, sources[piece.source])]
+    def regions() -> list[StridedRegion]:
+        found = [s for piece in pieces for s in _regions(piece, sources[piece.source])]
         if zeros is not None:
             nothing = (0,) * len(zeros.sizes)
             region = Region(ZEROS, 0, zeros.sizes, nothing, info.itemsize)
-            found.append(Strand(Lattice.of_box(zeros), region))
+            found.append(StridedRegion(StridedBox.of_box(zeros), region))
         return found
 
     used = [sources[name] for name in dict.fromkeys(piece.source for piece in pieces)]
     if zeros is None and all(piece.dst.is_box for piece in pieces):
-        return Pieced(info, lambda: [c for strand in strands() for c in boxes(strand)], used)
-    return Woven(info, strands, used)
+        return Assembled(info, lambda: [c for part in regions() for c in boxes(part)], used)
+    return Rearranged(info, regions, used)
 
 
-def _strands(piece: Piece, stored: StoredTensor) -> Iterator[Strand]:
-    """The elements of a piece, chunk by chunk of its source."""
+def _regions(piece: Piece, stored: StoredTensor) -> Iterator[StridedRegion]:
+    """Yield the strided regions of a piece, chunk by chunk of its source."""
     for chunk in stored.near(piece.src.bounds):
         region = chunk.region
         for lows, counts in piece.src.cut(chunk.box):
@@ -189,7 +194,7 @@ def _strands(piece: Piece, stored: StoredTensor) -> Iterator[Strand]:
             strides = tuple(
                 step * region.strides[dim] for dim, step in zip(src.dims, src.steps, strict=True)
             )
-            yield Strand(
+            yield StridedRegion(
                 piece.dst.crop(lows, counts),
                 Region(region.file, offset, counts, strides, region.itemsize),
             )

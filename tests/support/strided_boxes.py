@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import product
 
-from ckptmap.core.lattice import Lattice
+from ckptmap.core.strided_boxes import StridedBox
 
 
-def positions(lattice: Lattice) -> list[tuple[int, ...]]:
+def positions(lattice: StridedBox) -> list[tuple[int, ...]]:
     """Every element's place, the last axis fastest."""
     found = []
     for index in product(*map(range, lattice.sizes)):
