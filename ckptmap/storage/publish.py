@@ -36,7 +36,7 @@ _NOREPLACE, _EXCHANGE = 1, 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
-class Workspace:
+class WorkDirectory:
     """A locked place to write one output in: fill `out_dir`, then `publish`.
 
     Use as a context: leaving it releases the lock, and keeps the work unless it was published.
@@ -54,7 +54,7 @@ class Workspace:
     @classmethod
     def open(
         cls, dst: Path, plan_digest: str, one_file: bool, overwrite: bool, nbytes: int = 0
-    ) -> Workspace:
+    ) -> WorkDirectory:
         """Check the destination, lock it, set right what a killed run left, make room to work.
 
         `nbytes` is the output's size, for the check of free space. Raises DestinationError CKM301
@@ -91,7 +91,7 @@ class Workspace:
             raise
         return work
 
-    def __enter__(self) -> Workspace:
+    def __enter__(self) -> WorkDirectory:
         return self
 
     def __exit__(
@@ -209,7 +209,7 @@ def _recover(dst: Path, mine: Path) -> Iterator[str]:
 def clear_published(dst: Path, plan_digest: str, sync: bool) -> Iterator[str]:
     """Remove what a run of this plan left that was killed just after it published; notes of what
     was done. Whoever writes there now, or keeps us from it, will see to it."""
-    dst = Path(os.path.abspath(dst))  # noqa: PTH100 (as `Workspace.open` names it)
+    dst = Path(os.path.abspath(dst))  # noqa: PTH100 (as `WorkDirectory.open` names it)
     work = _work_path(dst, plan_digest)
     done = work.with_name(work.name + _DONE)
     if not (work.is_dir() or done.is_dir()):

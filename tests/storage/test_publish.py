@@ -21,12 +21,12 @@ from ckptmap.storage import publish
 from ckptmap.storage.destination import check_overlap, check_space
 from ckptmap.storage.journal import Journal
 from ckptmap.storage.locks import Owner, read_owner
-from ckptmap.storage.publish import Workspace
+from ckptmap.storage.publish import WorkDirectory
 
 A, B = "a" * 16, "b" * 16
 
 
-def fill_dir(work: Workspace, text: str = "new") -> None:
+def fill_dir(work: WorkDirectory, text: str = "new") -> None:
     (work.out_dir / "part").mkdir(exist_ok=True)
     (work.out_dir / "part" / "x").write_text(text)
     (work.out_dir / "index").write_text(text)
@@ -40,14 +40,14 @@ def code_of(caught: pytest.ExceptionInfo[DestinationError]) -> str:
     return caught.value.code
 
 
-def journaled(work: Workspace) -> None:
+def journaled(work: WorkDirectory) -> None:
     """As if one unit were done: the work is worth keeping."""
     work.journal_path.write_text('{"plan": "x"}\n{"unit": "u", "slots": []}\n')
 
 
 def test_directory_appears_whole(tmp_path: Path) -> None:
     dst = tmp_path / "made" / "here" / "out"
-    with Workspace.open(dst, A, one_file=False, overwrite=False) as work:
+    with WorkDirectory.open(dst, A, one_file=False, overwrite=False) as work:
         fill_dir(work)
         assert not dst.exists()
         work.publish()
@@ -60,7 +60,7 @@ def test_directory_appears_whole(tmp_path: Path) -> None:
 
 def test_file_appears_whole(tmp_path: Path) -> None:
     dst = tmp_path / "model.pt"
-    with Workspace.open(dst, A, one_file=True, overwrite=False) as work:
+    with WorkDirectory.open(dst, A, one_file=True, overwrite=False) as work:
         (work.out_dir / "whatever.pt").write_text("new")
         work.publish()
     assert dst.read_text() == "new"
@@ -70,7 +70,7 @@ def test_file_appears_whole(tmp_path: Path) -> None:
 def test_empty_directory_may_be_used(tmp_path: Path) -> None:
     dst = tmp_path / "out"
     dst.mkdir()
-    with Workspace.open(dst, A, one_file=False, overwrite=False) as work:
+    with WorkDirectory.open(dst, A, one_file=False, overwrite=False) as work:
         fill_dir(work)
         work.publish()
     assert left(dst) == ["index", "part"]
@@ -88,7 +88,7 @@ def test_overwrite_replaces(
         dst.write_text("old")
     else:
         (dst / "stale").mkdir(parents=True)
-    with Workspace.open(dst, A, one_file=one_file, overwrite=True) as work:
+    with WorkDirectory.open(dst, A, one_file=one_file, overwrite=True) as work:
         if one_file:
             (work.out_dir / "f").write_text("new")
         else:
@@ -103,7 +103,7 @@ def test_without_renameat2_a_new_file_is_linked(
 ) -> None:
     monkeypatch.setattr(publish, "_renameat2", lambda *_: False)
     dst = tmp_path / "f"
-    with Workspace.open(dst, A, one_file=True, overwrite=False) as work:
+    with WorkDirectory.open(dst, A, one_file=True, overwrite=False) as work:
         (work.out_dir / "f").write_text("new")
         work.publish()
     assert dst.read_text() == "new"
@@ -121,7 +121,7 @@ def test_existing_is_refused(tmp_path: Path) -> None:
         ("f", False, "is a file, expected a directory"),
     ]:
         with pytest.raises(DestinationError, match=message) as caught:
-            Workspace.open(tmp_path / name, A, one_file=one_file, overwrite=False)
+            WorkDirectory.open(tmp_path / name, A, one_file=one_file, overwrite=False)
         assert code_of(caught) == "CKM301"
     assert left(tmp_path) == ["d", "f"]
 
@@ -134,10 +134,10 @@ def test_links_and_devices_are_never_replaced(tmp_path: Path) -> None:
     for name, message in [("link", "symbolic link"), ("dangling", "symbolic"), ("pipe", "special")]:
         for one_file in (True, False):
             with pytest.raises(DestinationError, match=message) as caught:
-                Workspace.open(tmp_path / name, A, one_file=one_file, overwrite=True)
+                WorkDirectory.open(tmp_path / name, A, one_file=one_file, overwrite=True)
             assert code_of(caught) == "CKM304"
     with pytest.raises(DestinationError, match="null: is a special file"):
-        Workspace.open(Path("/dev/null"), A, one_file=True, overwrite=True)
+        WorkDirectory.open(Path("/dev/null"), A, one_file=True, overwrite=True)
     assert left(tmp_path) == ["dangling", "link", "pipe", "real"]
 
 
@@ -147,13 +147,13 @@ def test_lived_in_directories_are_never_replaced(
     (tmp_path / "home" / "in").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "home" / "in")
     with pytest.raises(DestinationError, match="holds the working directory"):
-        Workspace.open(tmp_path / "home", A, one_file=False, overwrite=True)
+        WorkDirectory.open(tmp_path / "home", A, one_file=False, overwrite=True)
     monkeypatch.setenv("HOME", str(tmp_path / "home" / "in"))
     monkeypatch.chdir("/")
     with pytest.raises(DestinationError, match="holds the home directory"):
-        Workspace.open(tmp_path / "home", A, one_file=False, overwrite=True)
+        WorkDirectory.open(tmp_path / "home", A, one_file=False, overwrite=True)
     with pytest.raises(DestinationError, match="is no place for an output"):
-        Workspace.open(Path("/"), A, one_file=False, overwrite=True)
+        WorkDirectory.open(Path("/"), A, one_file=False, overwrite=True)
 
 
 def test_something_appears_meanwhile(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_something_appears_meanwhile(tmp_path: Path) -> None:
         dst = tmp_path / f"out{one_file}"
         with (
             pytest.raises(DestinationError, match="exists") as caught,
-            Workspace.open(dst, A, one_file=one_file, overwrite=False) as work,
+            WorkDirectory.open(dst, A, one_file=one_file, overwrite=False) as work,
         ):
             (work.out_dir / "f").write_text("new")
             journaled(work)
@@ -179,7 +179,7 @@ def test_something_appears_meanwhile(tmp_path: Path) -> None:
 
 def test_no_space_is_told_with_numbers(tmp_path: Path) -> None:
     with pytest.raises(DestinationError, match=r"needs \d{18} bytes, found \d+ free") as caught:
-        Workspace.open(tmp_path / "out", A, one_file=False, overwrite=False, nbytes=10**17 * 3)
+        WorkDirectory.open(tmp_path / "out", A, one_file=False, overwrite=False, nbytes=10**17 * 3)
     assert code_of(caught) == "CKM303"
     assert left(tmp_path) == []
     check_space(tmp_path, 10**18, present=10**18)
@@ -190,9 +190,9 @@ def test_unwritable_parent(tmp_path: Path) -> None:
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o555)
     code = (
-        "import os; from pathlib import Path; from ckptmap.storage.publish import Workspace\n"
+        "import os; from pathlib import Path; from ckptmap.storage.publish import WorkDirectory\n"
         "if os.getuid() == 0: os.setuid(65534)\n"
-        f"Workspace.open(Path({str(folder / 'new' / 'out')!r}), {A!r}, False, False)"
+        f"WorkDirectory.open(Path({str(folder / 'new' / 'out')!r}), {A!r}, False, False)"
     )
     for place in [tmp_path, *tmp_path.parents][:3]:
         place.chmod(0o755)
@@ -232,13 +232,13 @@ def test_failed_work_is_kept_and_continued(tmp_path: Path) -> None:
     dst = tmp_path / "out"
     with (
         pytest.raises(ZeroDivisionError, match="boom"),
-        Workspace.open(dst, A, one_file=False, overwrite=False) as work,
+        WorkDirectory.open(dst, A, one_file=False, overwrite=False) as work,
     ):
         fill_dir(work)
         journaled(work)
         raise ZeroDivisionError("boom")
     assert left(tmp_path) == [".out.ckptmap-aaaaaaaaaaaa"]
-    with Workspace.open(dst, A, one_file=False, overwrite=False) as again:
+    with WorkDirectory.open(dst, A, one_file=False, overwrite=False) as again:
         assert (again.out_dir / "part" / "x").read_text() == "new"
         assert again.journal_path.exists()
         again.publish()
@@ -248,7 +248,7 @@ def test_failed_work_is_kept_and_continued(tmp_path: Path) -> None:
 def test_a_refusal_before_work_keeps_nothing(tmp_path: Path) -> None:
     with (
         pytest.raises(DestinationError, match="full"),
-        Workspace.open(tmp_path / "out", A, one_file=False, overwrite=False) as work,
+        WorkDirectory.open(tmp_path / "out", A, one_file=False, overwrite=False) as work,
     ):
         (work.out_dir / "reserved").write_text("x")
         raise DestinationError("CKM303", "full")
@@ -259,13 +259,13 @@ def test_leftovers_of_another_plan_go_with_a_note(tmp_path: Path) -> None:
     dst = tmp_path / "out"
     with (
         pytest.raises(ZeroDivisionError, match="boom"),
-        Workspace.open(dst, A, one_file=False, overwrite=False) as work,
+        WorkDirectory.open(dst, A, one_file=False, overwrite=False) as work,
     ):
         journaled(work)
         raise ZeroDivisionError("boom")
     (tmp_path / ".out.ckptmap-other").mkdir()  # not one of ours: 5 letters
     (tmp_path / ".out2.ckptmap-aaaaaaaaaaaa").mkdir()  # another destination's
-    with Workspace.open(dst, B, one_file=False, overwrite=False) as work:
+    with WorkDirectory.open(dst, B, one_file=False, overwrite=False) as work:
         assert any("left by another conversion" in note for note in work.notes)
     assert left(tmp_path) == [".out.ckptmap-other", ".out2.ckptmap-aaaaaaaaaaaa"]
 
@@ -279,7 +279,7 @@ def test_killed_between_two_renames(tmp_path: Path) -> None:
     (work / "publishing").write_text(str((work / "out").stat().st_ino))
     with (
         pytest.raises(DestinationError, match="out: exists"),
-        Workspace.open(dst, B, one_file=False, overwrite=False),
+        WorkDirectory.open(dst, B, one_file=False, overwrite=False),
     ):
         pass
     assert (dst / "precious").read_text() == "old"
@@ -291,7 +291,7 @@ def test_old_content_is_never_lost(tmp_path: Path) -> None:
     (work / "old").mkdir(parents=True)
     dst.mkdir()
     with pytest.raises(DestinationError, match="held what was there before"):
-        Workspace.open(dst, A, one_file=False, overwrite=True)
+        WorkDirectory.open(dst, A, one_file=False, overwrite=True)
     assert (work / "old").exists()
     assert read_owner(tmp_path / ".out.ckptmap-lock") is None
 
@@ -304,7 +304,7 @@ def test_killed_after_the_exchange_does_not_mix(tmp_path: Path) -> None:
     (work / "out").mkdir(parents=True)
     (work / "out" / "old").write_text("old")
     (work / "publishing").write_text(str(dst.stat().st_ino))
-    with Workspace.open(dst, A, one_file=False, overwrite=True) as again:
+    with WorkDirectory.open(dst, A, one_file=False, overwrite=True) as again:
         assert left(again.out_dir) == []
         assert any("just after it published" in note for note in again.notes)
 
@@ -318,7 +318,7 @@ def test_failing_rename_leaves_the_old(tmp_path: Path, monkeypatch: pytest.Monke
 
     with (
         pytest.raises(RunError, match="cannot be published: Input/output error"),
-        Workspace.open(dst, A, one_file=True, overwrite=True) as work,
+        WorkDirectory.open(dst, A, one_file=True, overwrite=True) as work,
     ):
         (work.out_dir / "f").write_text("new")
         journaled(work)
@@ -326,7 +326,7 @@ def test_failing_rename_leaves_the_old(tmp_path: Path, monkeypatch: pytest.Monke
         work.publish()
     monkeypatch.undo()
     assert dst.read_text() == "old"
-    with Workspace.open(dst, A, one_file=True, overwrite=True) as work:
+    with WorkDirectory.open(dst, A, one_file=True, overwrite=True) as work:
         work.publish()
     assert dst.read_text() == "new"
 
@@ -334,10 +334,10 @@ def test_failing_rename_leaves_the_old(tmp_path: Path, monkeypatch: pytest.Monke
 KILLED = """
 import sys
 from pathlib import Path
-from ckptmap.storage.publish import Workspace
+from ckptmap.storage.publish import WorkDirectory
 dst = Path(sys.argv[1])
 for turn in range(100000):
-    with Workspace.open(dst, "{:012x}".format(turn), False, True) as work:
+    with WorkDirectory.open(dst, "{:012x}".format(turn), False, True) as work:
         for name in "abc":
             (work.out_dir / name).write_text(str(turn))
         work.publish()
@@ -360,7 +360,7 @@ def test_killed_at_any_point_of_publishing(tmp_path: Path, exchange: bool) -> No
         time.sleep(0.003 * attempt)
         child.kill()
         child.wait()
-        with Workspace.open(dst, B, one_file=False, overwrite=True):
+        with WorkDirectory.open(dst, B, one_file=False, overwrite=True):
             assert left(dst) == ["a", "b", "c"]
             assert len({(dst / name).read_text() for name in "abc"}) == 1
         assert left(tmp_path) == ["out"]
@@ -371,12 +371,12 @@ def test_killed_at_any_point_of_publishing(tmp_path: Path, exchange: bool) -> No
 
 def test_second_writer_is_told_who_writes(tmp_path: Path) -> None:
     dst = tmp_path / "out"
-    with Workspace.open(dst, A, one_file=False, overwrite=False):
+    with WorkDirectory.open(dst, A, one_file=False, overwrite=False):
         message = f"being written by pid {os.getpid()} on host {socket.gethostname()}"
         with pytest.raises(DestinationError, match=message) as caught:
-            Workspace.open(dst, B, one_file=False, overwrite=False)
+            WorkDirectory.open(dst, B, one_file=False, overwrite=False)
         assert code_of(caught) == "CKM305"
-    with Workspace.open(dst, B, one_file=False, overwrite=False):
+    with WorkDirectory.open(dst, B, one_file=False, overwrite=False):
         pass
     assert left(tmp_path) == []
 
@@ -389,20 +389,20 @@ def test_stale_locks(tmp_path: Path, change: dict[str, object]) -> None:
     value = {"host": this.host, "pid": this.pid, "start": this.start, "token": "t", **change}
     lock.write_text(json.dumps(value))
     if "pid" in change or "start" in change:
-        with Workspace.open(tmp_path / "out", A, one_file=False, overwrite=False):
+        with WorkDirectory.open(tmp_path / "out", A, one_file=False, overwrite=False):
             owner = read_owner(lock)
             assert owner is not None and owner.pid == os.getpid()
         assert not lock.exists()
     else:
         with pytest.raises(DestinationError, match="is being written by pid"):
-            Workspace.open(tmp_path / "out", A, one_file=False, overwrite=False)
+            WorkDirectory.open(tmp_path / "out", A, one_file=False, overwrite=False)
         assert json.loads(lock.read_text()) == value
 
 
 def test_unreadable_lock_is_not_taken_over(tmp_path: Path) -> None:
     (tmp_path / ".out.ckptmap-lock").write_text("{")
     with pytest.raises(DestinationError, match="names no process that can be checked"):
-        Workspace.open(tmp_path / "out", A, one_file=False, overwrite=False)
+        WorkDirectory.open(tmp_path / "out", A, one_file=False, overwrite=False)
 
 
 def test_killed_child_not_yet_waited_for_is_gone(tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_race_for_a_stale_lock(tmp_path: Path) -> None:
     def contend() -> None:
         for _ in range(20):
             try:
-                with Workspace.open(dst, A, one_file=False, overwrite=False):
+                with WorkDirectory.open(dst, A, one_file=False, overwrite=False):
                     with guard:
                         inside[0] += 1
                         entered[0] += 1
@@ -446,10 +446,10 @@ def test_race_for_a_stale_lock(tmp_path: Path) -> None:
 
 def test_race_of_processes(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from ckptmap.storage.publish import Workspace\n"
+        "import sys, time; from pathlib import Path; from ckptmap.storage.publish import WorkDirectory\n"
         "from ckptmap.errors import DestinationError\n"
         "try:\n"
-        f"    with Workspace.open(Path({str(tmp_path / 'out')!r}), {A!r}, False, False) as work:\n"
+        f"    with WorkDirectory.open(Path({str(tmp_path / 'out')!r}), {A!r}, False, False) as work:\n"
         "        (work.out_dir / 'x').write_text(sys.argv[1]); time.sleep(0.5); work.publish()\n"
         "    print('won')\n"
         "except DestinationError as error: print(error.code)\n"
@@ -471,7 +471,7 @@ def test_what_cannot_be_removed_afterwards_is_no_failure(
         raise PermissionError(errno.EPERM, "no", "somewhere")
 
     dst = tmp_path / "out"
-    with Workspace.open(dst, A, one_file=False, overwrite=False) as work:
+    with WorkDirectory.open(dst, A, one_file=False, overwrite=False) as work:
         fill_dir(work)
         monkeypatch.setattr(publish, "_discard", refuse)
         monkeypatch.setattr("ckptmap.storage.locks.Lock.release", refuse)

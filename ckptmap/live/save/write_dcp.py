@@ -24,7 +24,7 @@ from ckptmap.operations.check_structure import check_structure
 from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.protocols import OutFile, OutState
 from ckptmap.storage.crc32 import crc32
-from ckptmap.storage.publish import Workspace
+from ckptmap.storage.publish import WorkDirectory
 from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
 
@@ -89,7 +89,7 @@ def write(
     """Write and publish the files; return the notes of rank 0. Every rank calls it.
 
     Raises DestinationError or RunError on all ranks; the destination is then as it was."""
-    work: Workspace | None = None
+    work: WorkDirectory | None = None
     try:
         with peers.together():
             if peers.rank == 0:
@@ -110,10 +110,10 @@ def write(
             work.__exit__(None, None, None)
 
 
-def _open(layout: FileLayout, dst: FilePath, overwrite: bool) -> Workspace:
+def _open(layout: FileLayout, dst: FilePath, overwrite: bool) -> WorkDirectory:
     if overwrite:
         refuse_stranger(dst)
-    return Workspace.open(
+    return WorkDirectory.open(
         dst, layout.digest, one_file=False, overwrite=overwrite, nbytes=layout.nbytes
     )
 

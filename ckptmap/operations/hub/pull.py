@@ -22,7 +22,7 @@ from ckptmap.storage.hub.entry import Entry
 from ckptmap.storage.hub.mirror import Mirror, mirrored
 from ckptmap.storage.hub.resolve import named_as_asked
 from ckptmap.storage.hub.uri import is_hub, parse
-from ckptmap.storage.publish import Workspace, clear_published, sync_tree
+from ckptmap.storage.publish import WorkDirectory, clear_published, sync_tree
 
 OTHER_WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot",
@@ -100,7 +100,7 @@ def pull(
     else:
         if overwrite:
             refuse_stranger(target, wanted)
-        with Workspace.open(
+        with WorkDirectory.open(
             target, _digest(ckpt.origin, wanted), one_file=one_file, overwrite=overwrite,
             nbytes=nbytes,
         ) as work:  # fmt: skip
@@ -141,7 +141,7 @@ def _has(target: Path, wanted: Mapping[str, Entry], one_file: bool) -> bool:
     return all(file.is_file() and entry.is_in(file) for file, entry in files.items())
 
 
-def _fetch(mirror: Mirror, wanted: Mapping[str, Entry], work: Workspace) -> None:
+def _fetch(mirror: Mirror, wanted: Mapping[str, Entry], work: WorkDirectory) -> None:
     """Each file where it will be published from; what an earlier run brought is kept."""
     coming = work.path / "coming"
     for name, entry in wanted.items():

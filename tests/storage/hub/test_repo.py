@@ -227,7 +227,7 @@ def test_nobody_reads_sources_past_files() -> None:
         if direct.search(line)
         and "local_copy(" not in line
         and '"wb"' not in line
-        and "Workspace" not in line
+        and "WorkDirectory" not in line
         and "ckptmap.open" not in line
     }
     reads_no_source = {

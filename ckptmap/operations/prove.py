@@ -1,0 +1,123 @@
+"""Prove an output before it is published: our own readers open it, every tensor lies where planned.
+
+What was quantized is decoded on a sample, for the error that the report states and to refuse values
+that became NaN or infinite.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.checkpoint.compare_tensors import sampled_error
+from ckptmap.checkpoint.open import open
+from ckptmap.core.formatting import counted
+from ckptmap.core.gc_pause import paused_gc
+from ckptmap.errors import CkptmapError, RunError
+from ckptmap.execution import manifest as manifests
+from ckptmap.execution.written_slots import Executed
+from ckptmap.operations.check_structure import check_structure
+from ckptmap.operations.overwrite import manifest_at
+from ckptmap.operations.verify import NO_DIGESTS, sha256_of, verify
+from ckptmap.planning.options import RunOptions
+from ckptmap.planning.plan import Plan
+from ckptmap.planning.report import SAMPLE_NUMEL
+from ckptmap.storage.limits import short_of
+from ckptmap.storage.publish import sync_tree
+
+LOSSY = ("codes", "quantize", "requantize")
+"""Fidelities of tensors whose error is measured."""
+
+
+def is_complete(plan: Plan, dst: Path, how: RunOptions) -> bool:
+    """Return whether the destination holds the whole output of this plan, and sync it then.
+
+    An output without digests never counts: the run that wrote it may not have waited for the disk.
+    Nor does one with fewer digests than `how` asks for.
+    """
+    manifest = manifest_at(dst)
+    if manifest is None or manifest.get("plan") != plan.digest:
+        return False
+    verified = verify(dst)
+    if not verified.ok or NO_DIGESTS in verified.checks:
+        return False
+    if how.digest == "sha256" and not all("sha256" in file for file in manifest["files"].values()):
+        return False
+    if how.sync:
+        sync_tree(dst)
+    return True
+
+
+def prove_output(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict[str, float]:
+    """Write what completes the output, then check it; return errors of quantized tensors by FQN.
+
+    An error is the rms of the differences over the rms of the values, on at most SAMPLE_NUMEL
+    values. Raises RunError CKM306, CKM309 and CKM401.
+    """
+    with paused_gc():
+        if plan.one_file:  # it holds its manifest already
+            written, manifest = out_dir / plan.files[0].out.name, manifests.build(plan, done)
+        else:
+            written, manifest = out_dir, _finish_directory(plan, done, out_dir, digest)
+        try:
+            with open(written) as ckpt:
+                problems = check_structure(ckpt, manifest)
+                errors, losses = ({}, []) if problems else _measure(plan, ckpt)
+        except CkptmapError as error:
+            problems = [str(error)]
+    if problems:
+        raise RunError(
+            "CKM401",
+            f"the output is not as planned: {problems[0]} ({counted(len(problems), 'problem')})",
+            "nothing was published; this is a defect of ckptmap, please report it",
+        )
+    if losses:
+        more = f" (and {len(losses) - 1} more tensors)" if len(losses) > 1 else ""
+        raise RunError(
+            "CKM309",
+            f"{losses[0]}{more}",
+            "nothing was published; leave it as it is with --no-encode, or choose another encoding",
+        )
+    return errors
+
+
+def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict[str, Any]:
+    """Write the carried files and the manifest; return the manifest. Raises RunError CKM306."""
+    names = [file.out.name for file in plan.files]
+    try:
+        for name, carried in plan.carried.items():
+            (out_dir / name).parent.mkdir(exist_ok=True)
+            with (out_dir / name).open("wb") as stream:
+                stream.writelines(carried.pieces())
+        sha256 = {name: sha256_of(out_dir / name) for name in names} if digest == "sha256" else {}
+        manifest = manifests.build(plan, done, sha256)
+        (out_dir / manifests.NAME).write_bytes(manifests.emit(manifest))
+    except OSError as error:
+        failed = RunError(
+            "CKM306",
+            f"{error.filename or out_dir}: write failed: {error.strerror}",
+            "free some space, then run the same command again to continue",
+        )
+        raise short_of(error, failed) from error
+    return manifest
+
+
+def _measure(plan: Plan, ckpt: Checkpoint) -> tuple[dict[str, float], list[str]]:
+    """Return the error of each quantized tensor, and a sentence for each that lost finite values.
+
+    A sample costs a few milliseconds a tensor; `verify --against` measures every value.
+    """
+    errors, losses = {}, []
+    for step in plan.encodes:
+        if step.fidelity not in LOSSY:
+            continue
+        fqn = step.tensor.fqn
+        written = ckpt[fqn]
+        errors[fqn], lost = sampled_error(step.tensor, written, SAMPLE_NUMEL)
+        if lost:
+            losses.append(
+                f"{fqn}: {written.encoding} would decode {counted(lost, 'finite value')} of a"
+                " sample to NaN or infinity"
+            )
+    return errors, losses

@@ -1,0 +1,182 @@
+"""Workspace: the place of one conversion, from the check of its destination until it is published.
+
+    workspace = Workspace(plan, dst, how, ranks)    checks dst and what the run needs
+    workspace.is_published()                        an earlier run of the plan finished already
+    with workspace:                                 out_dir and journal are there
+        ...                                         write all files of the plan into out_dir
+        workspace.prove(done)                       the source is unchanged, the output is as planned
+        workspace.publish()                         dst appears by one rename
+
+Every rank makes its own and calls the same methods in the same order. Rank 0 holds the work
+directory with its lock, and alone proves and publishes; the others write into that directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ckptmap.core import requirements
+from ckptmap.core.quantized_codes import CoarseScales
+from ckptmap.errors import DestinationError
+from ckptmap.execution.ranks import Ranks
+from ckptmap.execution.written_slots import Executed
+from ckptmap.operations.overwrite import refuse_stranger
+from ckptmap.operations.progress_lines import progress_lines
+from ckptmap.operations.prove import is_complete, prove_output
+from ckptmap.operations.verify import sha256_of
+from ckptmap.planning.options import RunOptions
+from ckptmap.planning.plan import Plan
+from ckptmap.storage.destination import check_overlap, named_place
+from ckptmap.storage.journal import Journal
+from ckptmap.storage.publish import WorkDirectory, clear_published
+from ckptmap.storage.unchanged import require_at_rest
+
+
+class Workspace:
+    """The place of one conversion on one rank.
+
+    Raises DestinationError where `dst` cannot be a destination, PlanError CKM210 or CKM211 where
+    the device or a library does not work here.
+    """
+
+    out_dir: Path
+    """The directory that the plan's files are written into; set inside the context."""
+    journal: Journal
+    """This rank's record of what is written; set inside the context."""
+
+    def __init__(
+        self, plan: Plan, dst: str | os.PathLike[str], how: RunOptions, ranks: Ranks
+    ) -> None:
+        self.plan, self.ranks = plan, ranks
+        self.dst = named_place(dst)
+        check_overlap([plan.ckpt.path, *plan.fingerprints], self.dst)
+        self.how = _on_this_rank(how, plan, ranks)
+        self.notes: list[str] = []
+        """What the user should be told besides the notes of the plan."""
+        self._work: WorkDirectory | None = None
+        self._held = ExitStack()
+
+    # ------------------------------------------------------------------ an earlier run
+
+    def is_published(self) -> bool:
+        """Return on every rank whether the destination holds the whole output of this plan.
+
+        A run that was killed just after it published leaves that.
+        """
+        complete = self.ranks.rank == 0 and is_complete(self.plan, self.dst, self.how)
+        return bool(self.ranks.of_lead(b"complete" if complete else b""))
+
+    def clear(self) -> None:
+        """Remove what the run left that published the destination."""
+        self.notes.append("was complete already")
+        if self.ranks.rank == 0:
+            self._note_sha256(self.dst)
+            self.notes += clear_published(self.dst, self.plan.digest, self.how.sync)
+
+    # ------------------------------------------------------------------ this run
+
+    def __enter__(self) -> Self:
+        """Lock the destination and open the journal; raises DestinationError."""
+        with ExitStack() as held:
+            if self.ranks.rank == 0:
+                self._work = held.enter_context(self._open())
+                held.push(self._discard_if_coarse)
+            self.out_dir, self.journal = self._share()
+            held.enter_context(self.journal)
+            self._held = held.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._held.__exit__(kind, error, trace)
+
+    def _open(self) -> WorkDirectory:
+        plan, overwrite = self.plan, self.how.overwrite
+        if overwrite:
+            refuse_stranger(self.dst, {*(file.out.name for file in plan.files), *plan.carried})
+        return WorkDirectory.open(
+            self.dst, plan.digest, one_file=plan.one_file, overwrite=overwrite,
+            nbytes=plan.nbytes_out,
+        )  # fmt: skip
+
+    def _discard_if_coarse(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remove what was written where scales proved too coarse: another plan takes its place."""
+        if isinstance(error, CoarseScales) and self._work is not None:
+            self._work.discard()
+
+    def _share(self) -> tuple[Path, Journal]:
+        """Return the output directory and this rank's journal; rank 0 opens its own first."""
+        plan, work = self.plan, self._work
+        if work is not None:
+            journal = Journal(work.journal_path, plan.digest)
+            self.ranks.of_lead(json.dumps([str(work.out_dir), str(work.journal_path)]).encode())
+            return work.out_dir, journal
+        out_dir, journal_path = map(Path, json.loads(self.ranks.of_lead(b"")))
+        if not journal_path.is_file():
+            raise DestinationError(
+                "CKM304",
+                f"{out_dir}: rank 0 has made this directory, but this machine does not see it",
+                "choose a destination on a file system that all ranks share",
+            )
+        return out_dir, Journal(journal_path, plan.digest, self.ranks.rank)
+
+    def prove(self, done: Executed) -> dict[str, float]:
+        """Raise RunError where the source changed meanwhile, or the output is not as planned.
+
+        CKM308 the source changed, CKM306 a write failed, CKM401 the output is not as planned,
+        CKM309 quantizing made finite values NaN or infinite. Returns, on rank 0, the measured
+        error of each quantized tensor by FQN. Waits for all ranks.
+        """
+        self.journal.close()
+        hint = "nothing was published; convert again from a source at rest"
+        require_at_rest(self.plan.fingerprints, hint)
+        self.ranks.barrier()
+        if self._work is None:
+            return {}
+        errors = prove_output(self.plan, done, self.out_dir, self.how.digest)
+        self._note_sha256(self.out_dir / self.plan.files[0].out.name)
+        return errors
+
+    def publish(self) -> None:
+        """Let the output appear at the destination. Waits for all ranks.
+
+        Raises DestinationError CKM301 or RunError CKM306; the destination is then as it was.
+        """
+        if self._work is not None:
+            self.ranks.check()
+            self._work.publish(self.how.sync)
+            self.notes += self._work.notes
+        self.ranks.barrier()
+
+    def _note_sha256(self, written: Path) -> None:
+        """Note the sha256 of a one-file output: its manifest lies inside and cannot state it."""
+        if self.how.digest == "sha256" and self.plan.one_file:
+            self.notes.append(f"sha256 of {self.dst}: {sha256_of(written)}")
+
+
+def _on_this_rank(how: RunOptions, plan: Plan, ranks: Ranks) -> RunOptions:
+    """Return the options with this rank's own device, tried if the plan computes, and a progress
+    function. Raises PlanError CKM210 or CKM211."""
+    device, progress = ranks.device(how.device), how.progress
+    requirements.require_libraries("xxhash")
+    if plan.encodes:
+        requirements.require_libraries("torch")
+        requirements.require_device(device, f"--device {device}")
+    if progress is True:
+        progress = progress_lines(plan.nbytes_out)
+    return replace(how, device=device, progress=progress)
