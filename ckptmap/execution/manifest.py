@@ -1,7 +1,8 @@
-"""The manifest: what lies where in an output, with digests, and how each tensor came to be.
+"""The manifest of an output: where each tensor lies, the digest of its bytes, and how it was made.
 
-A directory carries it as `ckptmap.manifest.json`, a one-file output inside its zip. `tensors` are
-stored tensors by their dotted key, `logical` the tensors that they make by plain FQN.
+A directory has it as the file `ckptmap.manifest.json`, a one-file output as a record of its zip. Its
+member `tensors` lists the stored tensors by dotted key, `logical` the tensors that they make by FQN.
+`ckptmap verify` compares an output with its manifest.
 """
 
 from __future__ import annotations
@@ -26,20 +27,22 @@ from ckptmap.version import __version__
 SCHEMA = 1
 NAME = "ckptmap.manifest.json"
 BATCH = 1000
-"""Entries that are turned into JSON at once."""
+"""Entries that are encoded as JSON at once."""
 
 
 class Digests(Protocol):
-    """What was written: `digests[file][slot]`."""
+    """The digests of what was written: `digests[file][slot]`, xxh3 as 16 hex digits."""
 
     @property
     def digests(self) -> Sequence[Sequence[str]]: ...
 
 
 def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The manifest; no absolute path of this machine gets into it, a place on the Hub does. Entries
-    of tensors are made when asked for, and share offsets and sizes with the plan: as tuples, where
-    `parse` gives lists."""
+    """Return the manifest of a plan that was carried out.
+
+    It names no absolute path of this machine, but it does name a source on the Hub. Entries of
+    tensors are made when they are asked for; their offsets and sizes are the plan's own tuples,
+    where `parse` returns lists."""
     return {
         "schema": SCHEMA,
         "ckptmap": __version__,
@@ -94,7 +97,7 @@ _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, check_circul
 
 
 def _files(plan: Plan, sha256: Mapping[str, str]) -> dict[str, Any]:
-    """A file that holds the manifest cannot state its own size."""
+    """Return sizes and digests of the files; a file that holds the manifest cannot state its own size."""
     return {
         file.out.name: {"nbytes": file.out.nbytes} | ({"sha256": sha256[file.out.name]} if file.out.name in sha256 else {})
         for file in plan.files
@@ -233,18 +236,18 @@ def _digest(file: CarriedFile) -> dict[str, Any]:
 
 
 def parse(data: bytes, where: str) -> dict[str, Any]:
-    """Raises SourceError CKM403 where it is no manifest of a version that this release reads."""
+    """Return the manifest in `data`. Raises SourceError CKM403 if it is none, or of another version."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise SourceError(
-            "CKM403", f"{where}: its manifest is no JSON: {error}", "convert again"
+            "CKM403", f"{where}: its manifest is not valid JSON: {error}", "convert again"
         ) from error
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        found = document.get("schema") if isinstance(document, dict) else type(document).__name__
+        schema = document.get("schema") if isinstance(document, dict) else type(document).__name__
         raise SourceError(
             "CKM403",
-            f"{where}: manifest schema {found}, expected {SCHEMA}",
+            f"{where}: manifest schema {schema}, expected {SCHEMA}",
             "use the ckptmap that wrote it",
         )
     place = malformed(document)

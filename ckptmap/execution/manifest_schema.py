@@ -1,5 +1,7 @@
-"""What a manifest must look like before anything in it is believed: it is a file like any other,
-cut, edited or made by somebody else.
+"""The check of a manifest that is read: types, ranges and names of every entry.
+
+A manifest is a file like any other, and may have been cut, edited or made by somebody else; nothing
+in it is used before this check has passed.
 
     {"tensors": {key: {"fqn": str, "chunks": [[file, offset, nbytes, offsets, sizes, digest], ...]}},
      "logical": {key: {"shape": [int, ...], "source": str, "target": str, "fidelity": str}}, ...}
@@ -10,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import PurePosixPath
-from typing import Any
+from typing import TypeGuard
 
 FIDELITIES = frozenset({"bytes", "exact", "codes", "cast", "quantize", "requantize"})
 LIMIT = 1 << 63
-"""Counts of bytes and elements are below it."""
+"""Counts of bytes and elements are below this."""
 
 
-def malformed(document: Mapping[str, Any]) -> str:
-    """Where it is not as ckptmap writes it, the first place; empty: nowhere."""
+def malformed(document: Mapping[str, object]) -> str:
+    """Return the first place where the manifest is not as ckptmap writes it; "" if there is none."""
     for member, sound in MEMBERS.items():
         held = document.get(member)
         if not isinstance(held, dict):
@@ -31,24 +33,24 @@ def malformed(document: Mapping[str, Any]) -> str:
     return next((name for name, sound in OPTIONAL.items() if not sound(document.get(name))), "")
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> TypeGuard[str]:
     return isinstance(value, str)
 
 
-def _is_dict(value: Any) -> bool:
+def _is_dict(value: object) -> TypeGuard[dict[str, object]]:
     return isinstance(value, dict)
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < LIMIT
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and type(value) is int and 0 <= value < LIMIT
 
 
-def _are_counts(value: Any) -> bool:
+def _are_counts(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(map(_is_count, value))
 
 
-def _is_inside(name: Any) -> bool:
-    """Is it a path below the directory of the manifest?"""
+def _is_inside(name: object) -> bool:
+    """Is `name` a path below the directory of the manifest?"""
     return isinstance(name, str) and _leads_inside(name)
 
 
@@ -60,22 +62,22 @@ def _leads_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _is_file(value: Any) -> bool:
+def _is_file(value: object) -> TypeGuard[dict[str, object]]:
     return _is_dict(value) and _is_count(value.get("nbytes")) and _is_text(value.get("sha256", ""))
 
 
-def _is_carried(value: Any) -> bool:
+def _is_carried(value: object) -> bool:
     return _is_file(value) and _is_text(value.get("xxh3"))
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     if not _is_dict(value) or not _is_text(value.get("fqn")):
         return False
     chunks = value.get("chunks")
     return isinstance(chunks, list) and all(map(_is_chunk, chunks))
 
 
-def _is_chunk(value: Any) -> bool:
+def _is_chunk(value: object) -> bool:
     if not isinstance(value, list) or len(value) != 6:
         return False
     name, offset, nbytes, offsets, sizes, digest = value
@@ -90,7 +92,7 @@ def _is_chunk(value: Any) -> bool:
     )
 
 
-def _is_way(value: Any) -> bool:
+def _is_conversion(value: object) -> bool:
     return (
         _is_dict(value)
         and _are_counts(value.get("shape"))
@@ -101,8 +103,8 @@ def _is_way(value: Any) -> bool:
     )
 
 
-def _are_names(value: Any) -> bool:
-    """How names were translated: absent, or the mapping files themselves."""
+def _are_names(value: object) -> bool:
+    """Is it absent, or the record of a translation of names with its mapping files?"""
     if value is None:
         return True
     return (
@@ -114,24 +116,27 @@ def _are_names(value: Any) -> bool:
     )
 
 
-def _is_mapping_file(value: Any) -> bool:
+def _is_mapping_file(value: object) -> bool:
     return _is_dict(value) and _is_text(value.get("title")) and _is_text(value.get("text"))
 
 
-def _is_merged(value: Any) -> bool:
+def _is_merged(value: object) -> bool:
     if value is None:
         return True
     if not _is_dict(value):
         return False
     leave, untied = value.get("leave", []), value.get("untied", {})
-    listed = isinstance(leave, list) and _is_dict(untied)
-    return listed and all(map(_is_text, (*leave, *untied.values())))
+    if not isinstance(leave, list) or not _is_dict(untied):
+        return False
+    return all(map(_is_text, (*leave, *untied.values())))
 
 
-MEMBERS: Mapping[str, Callable[[Any], bool]] = {
+MEMBERS: Mapping[str, Callable[[object], bool]] = {
     "source": _is_text, "files": _is_file, "carried": _is_carried, "tensors": _is_tensor,
-    "logical": _is_way, "records": _is_dict, "dropped": _is_text, "tied": _is_text,
+    "logical": _is_conversion, "records": _is_dict, "dropped": _is_text, "tied": _is_text,
 }  # fmt: skip
-"""Each a dict, with what its values must be."""
+"""Members that are dicts, with the check of each value."""
 NAMED_BY_FILE = ("files", "carried")
-OPTIONAL: Mapping[str, Callable[[Any], bool]] = {"names": _are_names, "merged": _is_merged}
+"""Members whose keys are paths of files."""
+OPTIONAL: Mapping[str, Callable[[object], bool]] = {"names": _are_names, "merged": _is_merged}
+"""Members that may be absent."""

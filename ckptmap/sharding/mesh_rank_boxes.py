@@ -1,4 +1,5 @@
-"""The box that each rank of a mesh holds of a tensor, as fully_shard and parallelize_module cut."""
+"""The box of a tensor that each rank of a device mesh holds, as torch's `fully_shard` and
+`parallelize_module` cut it."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from ckptmap.tensors import Box, TensorInfo
 
 
 def held_boxes(placement: Placement, info: TensorInfo) -> list[Box]:
-    """By rank: replicas are equal boxes, a rank that holds nothing has an empty one. Raises
-    PlanError CKM504 where mesh dims cut one tensor dim so unevenly that torch's placements do not
-    say what fully_shard holds (pytorch#161368)."""
+    """Return the box of each rank, in rank order; replicas have equal boxes, a rank that holds
+    nothing an empty one.
+
+    Raises PlanError CKM504 where two mesh dims cut one tensor dim so unevenly that torch's
+    placements do not say which rows fully_shard holds (pytorch#161368)."""
     if placement.shards is None:
         return [Box.whole(info.shape)] * placement.world_size
     sizes = [size for _, size in placement.mesh]
@@ -26,7 +29,7 @@ def held_boxes(placement: Placement, info: TensorInfo) -> list[Box]:
 
 
 def coordinate(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where a rank is in a row-major mesh."""
+    """Return the coordinate of a rank in a row-major mesh of these sizes."""
     at = []
     for size in reversed(sizes):
         rank, place = divmod(rank, size)
@@ -41,7 +44,7 @@ def _run(
     sizes: Sequence[int],
     at: Sequence[int],
 ) -> tuple[int, int]:
-    """(start, length) along a tensor dim: cut by tp first, then by FSDP, as fully_shard does."""
+    """Return (start, length) along a tensor dim, cut by TP first and then by FSDP, as fully_shard does."""
     axes = [axis for axis, cut in enumerate(shards) if cut == dim]
     start, held = 0, length
     for axis in reversed(axes):
@@ -51,7 +54,9 @@ def _run(
         outer, inner = axes
         said = cut_runs(((0, length),), sizes[outer], at[outer], sizes[inner])
         said = cut_runs(said, sizes[inner], at[inner])
-        if [run for run in said if run[1]] != [(start, held)][: bool(held)]:
+        filled = [run for run in said if run[1]]
+        expected = [(start, held)] if held else []
+        if filled != expected:
             raise PlanError(
                 "CKM504",
                 f"{length} rows over dp {sizes[outer]} x tp {sizes[inner]}: torch's placements"
