@@ -1,8 +1,7 @@
-"""Bytes of BOOL tensors: 0 or 1, and nothing else.
+"""The check of bool tensors: every byte must be 0 or 1.
 
-torch takes any other byte for True when it computes with it, and writes 1 where it copies the tensor;
-numpy, a C++ kernel or a bitwise operation may not. What such bytes mean is not known, so they are not
-passed on.
+torch computes with any other byte as True, and writes 1 when it copies the tensor; numpy, a C++ kernel
+or a bitwise operation may not. What such a byte means is unknown, so it is refused, not copied.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ PIECE_NBYTES = 1 << 20
 
 
 def check_bools(source: StoredTensor, slot: Slot, at: int, data: memoryview) -> None:
-    """`data` are the bytes of a slot from its byte `at` on. Raises RunError CKM318 that names the
-    first element that is neither."""
+    """Raise RunError CKM318, which names the element, if a byte of `data` is neither 0 nor 1.
+
+    `data` are the bytes of the slot from its byte `at` on."""
     for start in range(0, data.nbytes, PIECE_NBYTES):
         piece = bytes(data[start : start + PIECE_NBYTES])
         strange = piece.translate(None, b"\0\1")
@@ -35,7 +35,7 @@ def check_bools(source: StoredTensor, slot: Slot, at: int, data: memoryview) -> 
 
 
 def _place(slot: Slot, element: int) -> tuple[int, ...]:
-    """The place in the tensor of the element of a slot that is counted row-major."""
+    """Return the index in the tensor of an element of a slot, which is counted row-major."""
     place = []
     for offset, extent in zip(reversed(slot.box.offsets), reversed(slot.box.sizes), strict=True):
         place.append(offset + element % extent)

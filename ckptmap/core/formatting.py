@@ -1,15 +1,15 @@
-"""How quantities are said to people."""
+"""Counts and sizes as text."""
 
 from __future__ import annotations
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things: "1 file", "1,024 files"."""
+    """Return a count with its noun: "1 file", "1,024 files"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def human(nbytes: int) -> str:
-    """Bytes for people: 1536 -> "1.5 KiB"."""
+    """Return a number of bytes in binary units: 1536 -> "1.5 KiB"."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

@@ -1,4 +1,4 @@
-"""Parsing makes a tree of small values that hold no cycles: the collector only slows it down.
+"""Garbage collection is paused while a header is parsed: its many small values hold no cycles.
 
 Measured on a header of 100,000 tensors: 0.21 s paused, 0.75 s not.
 """
@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """No cycle collection inside; nests, and leaves it off where it was off.
+    """Turn cycle collection off inside the block. Blocks nest; a collector that was off stays off.
 
-    What was made inside goes to the oldest generation unvisited: else the first allocation after
-    it would have the collector walk all of it.
+    Objects made inside move to the oldest generation unvisited: otherwise the first allocation after
+    the block would make the collector walk all of them.
     """
     was_enabled = gc.isenabled()
     gc.disable()

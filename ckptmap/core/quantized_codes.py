@@ -1,8 +1,8 @@
 """Quantization codes that move from one encoding to another bit for bit.
 
-A source that is `Coded` says on which grid its codes lie and what their scales are; a target that
-`Recodes` takes codes of a grid that it shares. Drafting asks both, without data: where they fit
-the plan says `codes` (or `exact`), else the tensor is decoded and encoded anew (`requantize`).
+An encoding that is `Coded` says what its codes mean (a `CodeGrid`) and what their scales are; one that
+`Recodes` takes the codes of a grid that it shares. Planning asks both, without data: if they fit, the
+plan says `codes` (or `exact`), else the tensor is decoded and encoded anew (`requantize`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A tensor that lies in many files by rows, as the ranks of a job leave it: no object for each part.
+"""The chunks of a tensor that is cut along dim 0 over many ranks' files, as columns.
 
     rank r    [4 of 1024, cols]    at byte offsets[r] of files[r]    rows bounds[r] to bounds[r + 1]
 
-256 ranks make 256 parts of every tensor. Chunks of them are made when somebody looks at one; who
-reads whole rows asks for `reads`.
+256 ranks make 256 chunks of every tensor. A Chunk is made when somebody asks for one; reading whole
+rows needs none (`reads`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ckptmap.tensors import Box, Chunk, Region, TensorInfo
 
 
 class RowChunks(Sequence[Chunk]):
-    """Chunks of whole rows, one after the other from row 0 to the last; each is contiguous in its
-    file, and none is empty.
+    """Chunks of whole rows, in order from row 0 to the last; each is contiguous in its file, and
+    none is empty.
 
-    bounds   where each begins, in rows, and where the last one ends
-    crc32    the container's own checksum of chunk i, where it covers exactly its bytes
+    bounds   the first row of each chunk, and the end of the last one
+    crc32    gives the container's own checksum of chunk i, None if none covers exactly its bytes
     """
 
     __slots__ = ("_crc32", "_info", "bounds", "files", "offsets", "row_nbytes")
@@ -43,7 +43,7 @@ class RowChunks(Sequence[Chunk]):
 
     @classmethod
     def of(cls, info: TensorInfo, chunks: Sequence[Chunk]) -> RowChunks | None:
-        """The same as these chunks; None where they lie otherwise, or one is all there is."""
+        """Return these chunks as columns; None if they are not whole rows in order, or only one."""
         bounds, shape = [0], info.shape
         if len(chunks) < 2 or not shape:
             return None
@@ -59,7 +59,7 @@ class RowChunks(Sequence[Chunk]):
         return cls(info, bounds, files, offsets, crcs.__getitem__)
 
     def ends(self) -> Iterator[tuple[str, int]]:
-        """(file, where the chunk ends in it) of all."""
+        """Yield the file of each chunk, and the byte at which the chunk ends in it."""
         starts, n = self.bounds, self.row_nbytes
         for file, offset, start, stop in zip(
             self.files, self.offsets, starts, starts[1:], strict=False
@@ -67,7 +67,7 @@ class RowChunks(Sequence[Chunk]):
             yield file, offset + (stop - start) * n
 
     def reads(self, row: int, rows: int, out: memoryview) -> list[tuple[str, int, memoryview]]:
-        """(file, offset, its place in `out`) of all that fills `out` with `rows` rows from `row` on."""
+        """Return the (file, offset, buffer) reads that fill `out` with `rows` rows from `row` on."""
         first = bisect_right(self.bounds, row) - 1
         stop = bisect_left(self.bounds, row + rows)
         at = [(bound - row) * self.row_nbytes for bound in self.bounds[first : stop + 1]]

@@ -1,4 +1,4 @@
-"""Many keys in few lines: rows that differ only in a layer number are shown once, with the range.
+"""The table of tensors that `inspect` and `plan` print: keys that differ only in a number share a line.
 
 model.layers.{0..31}.self_attn.q_proj.weight  32x [4096, 4096] bfloat16 -> nf4
 """
@@ -15,11 +15,11 @@ from ckptmap.core.columns import each
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A number that is a segment of a name."""
 _NUMBERS = re.compile(r"\.(\d+)(?=[.\n])")
-"""The same in a text of names, each begun with a dot: to look for that takes a third of the time."""
+"""The same in a text of names that each begin with a dot, where the search takes a third of the time."""
 
 
 class TensorSummary(NamedTuple):
-    """What a table shows of a tensor but for its name: shared by thousands."""
+    """The columns of a table beside the name; thousands of tensors share one."""
 
     role: str
     shape: tuple[int, ...]
@@ -30,14 +30,14 @@ class TensorSummary(NamedTuple):
 
 @dataclass
 class KeyPattern:
-    """Tensors that look alike, with names alike but for numbers."""
+    """Tensors with the same columns and with names that differ only in numbers."""
 
     first: str
     look: TensorSummary
     count: int
     nbytes: int
     numbers: list[set[str]]
-    """The digits at each place, as they are in names."""
+    """The different numbers at each place, as they are written in names."""
 
     @property
     def pattern(self) -> str:
@@ -46,7 +46,7 @@ class KeyPattern:
 
 
 def fold(names: Sequence[str], looks: Sequence[TensorSummary]) -> list[KeyPattern]:
-    """Tensors by pattern of their names, in order of first appearance."""
+    """Return the patterns of the names, in order of first appearance."""
     alike: dict[tuple[object, ...], int] = {}
     marks = each(looks, lambda look: alike.setdefault(look[:4], len(alike)))
     keys = zip(_patterns(names), marks, strict=True)
@@ -74,7 +74,7 @@ def _text(names: Sequence[str]) -> str:
 
 
 def _patterns(names: Sequence[str]) -> list[str]:
-    """Each name without its numbers."""
+    """Return each name without its numbers."""
     found = _NUMBERS.sub(".\0", _text(names)).split("\n")
     if len(found) != len(names) + 1:  # one with a line feed in it
         return [NUMBER.sub("\0", name) for name in names]
@@ -90,11 +90,11 @@ def _span(numbers: set[int], text: str) -> str:
 
 
 FEW = 3
-"""Keys dropped for one reason that are shown one by one."""
+"""Up to so many keys with one reason get a line each."""
 
 
 def listed(title: str, found: Mapping[str, str]) -> list[str]:
-    """A line a key with its reason; many that begin alike and have one reason share a line."""
+    """Return lines of keys with their reasons; many keys that begin alike share a line if they share the reason."""
     alike: dict[tuple[str, str], list[str]] = {}
     for key, why in found.items():
         alike.setdefault((key.partition(".")[0], why), []).append(key)
@@ -108,8 +108,9 @@ def listed(title: str, found: Mapping[str, str]) -> list[str]:
 
 
 def renamed(origins: Mapping[str, Sequence[str]], stripped: bool) -> list[str]:
-    """A line for each way from keys of the source to a name, numbers left out; `stripped`: all that
-    was done is that segments were taken off.
+    """Return a line for each pattern of source keys and the name they get, without numbers.
+
+    `stripped`: names differ only in segments that were taken off.
 
     from: layers.*._orig_mod.{name} -> layers.*.{name}  288x
     from: layers.*.attn.q.weight + ... (3 in all) -> layers.*.attn.qkv.weight  32x
@@ -127,7 +128,7 @@ def renamed(origins: Mapping[str, Sequence[str]], stripped: bool) -> list[str]:
 
 
 def _without_tail(key: str, name: str) -> tuple[str, str]:
-    """What both end in is `{name}`."""
+    """Return both with their common last segments replaced by `{name}`."""
     old, new = key.split("."), name.split(".")
     while old and new and old[-1] == new[-1]:
         old.pop()
@@ -136,7 +137,7 @@ def _without_tail(key: str, name: str) -> tuple[str, str]:
 
 
 def table(names: Sequence[str], looks: Sequence[TensorSummary]) -> list[str]:
-    """Aligned lines: name, count, shape, kind, fidelity, bytes."""
+    """Return aligned lines: name, count, shape, kind, fidelity, bytes."""
     cells = [
         (
             f"{g.look.role}: {g.pattern}" if g.look.role != "model" else g.pattern,

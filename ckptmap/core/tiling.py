@@ -1,4 +1,4 @@
-"""The proof that chunks tile a tensor: every element exactly once, from boxes alone."""
+"""The proof, from their boxes alone, that chunks hold every element of a tensor exactly once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ckptmap.tensors import Box
 
 
 def prove_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """None if the boxes tile `shape` exactly once, else what is wrong, in one clause.
+    """Return None if the boxes tile `shape` exactly once, else what is wrong, in one clause.
 
-    Boxes inside the shape, pairwise disjoint, with the shape's volume in sum: that is a tiling.
+    They do if all lie inside the shape, no two overlap, and their volumes add up to the shape's.
     """
     if len(boxes) == 1 and boxes[0] == Box.whole(shape) and min(shape, default=0) >= 0:
         return None  # the one chunk of nearly every tensor
@@ -21,8 +21,7 @@ def prove_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 @lru_cache(maxsize=64)
 def prove_rows(shape: tuple[int, ...], bounds: tuple[int, ...]) -> str | None:
-    """The same for chunks of whole rows, each from one of `bounds` to the next: those rise from the
-    first row to past the last."""
+    """Return the same for chunks of whole rows, chunk i from row `bounds[i]` to `bounds[i + 1]`."""
     for start, stop in pairwise(bounds):
         if stop <= start:
             return f"a chunk of rows {start} to {stop}"
@@ -33,7 +32,7 @@ def prove_rows(shape: tuple[int, ...], bounds: tuple[int, ...]) -> str | None:
 
 @lru_cache(maxsize=64)
 def _fault(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | None:
-    """Looked for once for the tensors that are cut alike."""
+    """Return what is wrong; computed once for all tensors that are cut alike."""
     whole = Box.whole(shape)
     for box in boxes:
         if len(box.offsets) != len(shape) or any(
@@ -52,7 +51,8 @@ def _fault(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | None:
 
 
 def _first_overlap(boxes: Sequence[Box], ndim: int) -> tuple[Box, Box] | None:
-    """A sweep along the dim with the most cuts, so that few boxes are open at any time."""
+    """Return two boxes that overlap. Sweeps along the dim with the most cuts, where fewest boxes are
+    open at a time."""
     if len(boxes) < 2:
         return None
     if ndim == 0:

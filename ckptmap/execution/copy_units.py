@@ -1,4 +1,8 @@
-"""Which slots of a file are copied together: neighbours in one read and write, or in one stream."""
+"""The units of work of copying: which slots of an output file are read and written together.
+
+A slot is the place of one chunk of a tensor in the file. Small neighbours go as one span, in one read
+and one write; large slots go through one stream, buffer by buffer.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ from ckptmap.execution.copy import MAX_GAP
 from ckptmap.planning.file_plan import FilePlan
 
 SMALL = 1 << 20
-"""Bytes from which a slot is a unit of its own."""
+"""A slot of more bytes than this is a unit of its own."""
 FEW = 16
-"""Small slots that go along with large ones: each is read and summed by itself then."""
+"""At most so many small slots join a stream of large ones, where each is read and summed alone."""
 
 
 def spans(item: FilePlan, limit: int, mine: range) -> Iterator[tuple[int, int]]:
-    """(first, stop) of slots copied together: one large one, or neighbours within `limit`."""
+    """Yield (first, stop) of slots that are copied together: one large slot, or neighbours that span
+    at most `limit` bytes."""
     first: int | None = None
     begin = end = 0  # bytes, of the first slot's start and the last one's end
     small, offsets, sizes = min(SMALL, limit), item.slots.offsets, item.slots.sizes
@@ -40,8 +45,8 @@ def spans(item: FilePlan, limit: int, mine: range) -> Iterator[tuple[int, int]]:
 def streams(
     item: FilePlan, cut: Iterable[tuple[int, int]], small: int, limit: int
 ) -> Iterator[tuple[int, int, bool]]:
-    """(first, stop, is it a stream?): a large slot goes together with large ones, and with few
-    small ones, that follow it without a gap, within `limit` bytes."""
+    """Yield (first, stop, is it a stream?) of `cut`, joined: a large slot forms a stream with the
+    large slots, and the few small ones, that follow it without a gap, up to `limit` bytes."""
     slots, held = item.slots, (0, 0, False)
     for first, stop in cut:
         large = slots[first].nbytes > small

@@ -1,10 +1,11 @@
-"""Sources that are elsewhere, brought whole and verified before the units that read them.
+"""Remote source files are fetched whole, and verified, before the units of work that read them.
 
-    units -> [those that read the same files, ...], each batch once its files are there
+    units -> [the units that read the same files, ...], each batch once its files are here
 
-Without a bound on disk all files come first, in one batch. With one (`staging`), units are sorted
-by the files they read and a file goes as soon as no unit is left for it: one shard at a time, or
-as many as a tensor lies in. Units that an earlier run has done bring nothing.
+Without a bound on disk all files are fetched first, and all units are one batch. With one
+(`staging`), units are sorted by the files that they read, and a file is deleted as soon as no unit
+needs it: one shard is on disk at a time, or as many as a tensor lies in. Nothing is fetched for units
+that an earlier run has done.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ckptmap.tensors import Box, StoredTensor
 
 
 class Unit(Protocol):
-    """Work that reads some files; `name` is "" where it is always done."""
+    """A unit of work that reads some files; `name` is "" if it is done again by every run."""
 
     @property
     def name(self) -> str: ...
@@ -37,9 +38,10 @@ Needs = frozenset[str]
 def batches(
     files: Files, units: Iterator[U], done: Collection[str], staging: Path | None
 ) -> Iterator[Iterator[U]]:
-    """The same units, in an order and in portions in which their sources can be brought.
+    """Yield the units in batches, each when the files that it reads are on local disk.
 
-    Local sources need nothing: then it is one portion, as it came. Raises RunError CKM702 to 710.
+    Local sources need no fetching: then all units are one batch, in their order. Raises RunError
+    CKM702 to 710.
     """
     if not files.mounts:
         yield units
@@ -94,7 +96,7 @@ def _file_system(files: Files, file: str) -> FileSystem:
 
 
 def read_by_copies(item: FilePlan, first: int, stop: int) -> Iterator[str]:
-    """Files that hold the bytes of slots first..stop."""
+    """Yield the files that hold the bytes of slots `first` to `stop`."""
     for index in range(first, stop):
         source = item.sources[index]
         if source is not None:
@@ -102,17 +104,19 @@ def read_by_copies(item: FilePlan, first: int, stop: int) -> Iterator[str]:
 
 
 def read_by_encode(step: Encode) -> Iterator[str]:
+    """Yield the files that hold the tensor to be encoded."""
     for stored in step.tensor.beneath:
         yield from _files_of(stored, Box.whole(stored.info.shape))
 
 
 def read_by_compare(step: Compare) -> Iterator[str]:
+    """Yield the files that hold a replica and what it repeats."""
     yield step.replica.region.file
     yield from _files_of(step.tensor, step.replica.box)
 
 
 def _files_of(stored: StoredTensor, box: Box) -> Iterator[str]:
-    """Files that hold a box; of a rearranged tensor all of its files."""
+    """Yield the files that hold a box; for a rearranged tensor, all of its files."""
     if isinstance(stored, Rearranged):
         yield from (s.region.file for s in stored.regions if s.region.file != ZEROS)
     else:

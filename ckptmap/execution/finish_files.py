@@ -1,4 +1,4 @@
-"""The end of a run: what is not slot data is written, and every file gets its final length."""
+"""The end of a run: headers, indexes and the manifest are written, and files get their final length."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ def seal(
     manifest: Callable[[Executed], bytes] | None,
     joined: Sequence[tuple[int, int, int]],
 ) -> None:
-    """Write what is not slot data, data files first, and set each file's final length; `joined`
-    are the (file, first, stop) of slots between which it is written already."""
+    """Write everything that is not tensor data, data files first, and set each file's final length.
+
+    `manifest` makes the manifest's bytes. `joined` are the (file, first, stop) of slots that were
+    written as one span, with the bytes between them."""
     data = None
     if manifest is not None and any(item.out.holds_manifest for item in plan):
         data = manifest(done)
@@ -37,8 +39,10 @@ def seal(
 def _apart(
     out: OutFile, crcs: Sequence[int], joined: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, bytes]]:
-    """What is between slots that were not written together: large ones, those that an earlier run
-    or another rank wrote, and the last and the first of two spans."""
+    """Yield (offset, bytes) of what lies between slots that were not written as one span.
+
+    Those are large slots, slots that an earlier run or another rank wrote, and the last slot of a
+    span with the first of the next."""
     if out.between is None:
         return
     missing = bytearray(b"\1") * max(0, len(out.slots) - 1)

@@ -1,10 +1,11 @@
-"""Which rank does what: a plan's work dealt out by output file, balanced by bytes.
+"""The work of a plan split over ranks: by output file, balanced by bytes.
 
-A pure function of the plan, so that every rank comes to the same answer by itself. Where whole
-files leave a rank with much more than its part (one file, four files for three ranks), all slots
-are laid in one line, in file order, and cut into stretches of equal bytes: a rank writes at most
-one stretch of a file, and only its two ends can share a page with a neighbour's. A tensor whose
-encoding needs a statistic of the whole stays with one rank, whatever files its parts lie in.
+It is a pure function of the plan, so that every rank computes the same split without talking to the
+others. If whole files would leave one rank with much more than its part (one file, or four files for
+three ranks), all slots are put in one line, in file order, and cut into stretches of equal bytes: a
+rank then writes at most one stretch of a file, and only the two ends of a stretch can share a page
+with a neighbour's. A tensor whose encoding needs a statistic of the whole tensor stays with one rank,
+whatever files its parts lie in.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from ckptmap.planning.file_plan import Compare, Encode, FilePlan, SlotRef
 from ckptmap.protocols import Refusal
 
 UNEVEN = 1.25
-"""The heaviest rank's bytes over the mean, from which files are cut: it is the time of the run."""
+"""Files are cut if the heaviest rank has so many times the mean bytes: it decides how long the run takes."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part. `slots[file]` are the slots it copies (those that are encoded are skipped),
-    `encodes` its encodings by the name of their unit of work."""
+    """The work of one rank.
+
+    slots    of each file, the slots that it copies; those that are encoded are skipped
+    encodes  the encodings, each with the name of its unit of work
+    """
 
     slots: Sequence[range]
     encodes: Sequence[tuple[str, Encode]]
@@ -30,14 +34,14 @@ class Share:
 
     @property
     def files(self) -> list[int]:
-        """Files that this rank may write to."""
+        """The files that this rank may write to."""
         encoded = {target.file for _, step in self.encodes for target in _targets(step)}
         return [file for file, slots in enumerate(self.slots) if slots or file in encoded]
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """An encoding that one rank does as a whole; `at` its first slot where it lies in one file."""
+    """An encoding that one rank does alone; `at` is its first slot if all its slots are in one file."""
 
     name: str
     step: Encode
@@ -51,7 +55,7 @@ def split(
     compares: Sequence[Compare],
     world_size: int,
 ) -> list[Share]:
-    """A share for each rank; together they do everything once."""
+    """Return the share of each rank; together they do all work exactly once."""
     pieces = [piece for index, step in enumerate(encodes) for piece in _pieces(plan, index, step)]
     if world_size == 1:
         everything = [range(len(item.out.slots)) for item in plan]
@@ -65,7 +69,7 @@ def split(
 
 
 _Line = list[list[tuple[int, int, _Piece | None]]]
-"""For each file, in slot order: (bytes, slot, the encoding that begins there or None: a copy)."""
+"""Of each file, in slot order: (bytes, slot, the encoding that begins there; None: a copy)."""
 
 
 def _line(plan: Sequence[FilePlan], pieces: Iterable[_Piece]) -> _Line:
@@ -86,7 +90,7 @@ def _line(plan: Sequence[FilePlan], pieces: Iterable[_Piece]) -> _Line:
 
 
 def _pieces(plan: Sequence[FilePlan], index: int, step: Encode) -> list[_Piece]:
-    """An encoding that needs nothing of the whole tensor is a piece for each file it goes to."""
+    """Return the pieces of an encoding: one a file if it needs no statistic of the whole tensor."""
     files: dict[int, list[SlotRef]] = {}
     for target in _targets(step):
         files.setdefault(target.file, []).append(target)
@@ -109,7 +113,7 @@ def _targets(step: Encode) -> list[SlotRef]:
 
 
 def _splittable(step: Encode) -> bool:
-    """Can each slot be encoded alone? Then there is one part, shaped as the tensor."""
+    """Can each slot be encoded alone? Only with one part that has the shape of the tensor."""
     info = step.tensor.info
     parts = step.encoding.parts(info)
     if isinstance(parts, Refusal) or list(parts) != [""] or parts[""].shape != info.shape:
@@ -118,7 +122,9 @@ def _splittable(step: Encode) -> bool:
 
 
 def _deal(weights: Sequence[int], taken: list[int]) -> list[int]:
-    """Rank of each item, heaviest first to the rank that has least so far; `taken` is updated."""
+    """Return the rank of each item: the heaviest goes first, to the rank that has least so far.
+
+    `taken`, the bytes of each rank, is updated."""
     owners = [0] * len(weights)
     for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
         rank = min(range(len(taken)), key=lambda r: (taken[r], r))
@@ -139,7 +145,7 @@ def _by_file(work: _Line, loose: Sequence[_Piece], world_size: int) -> _Owners:
 
 
 def _by_stretch(work: _Line, loose: Sequence[_Piece], world_size: int) -> _Owners:
-    """An entry goes to the rank that its middle byte belongs to."""
+    """Give each entry to the rank whose stretch holds its middle byte."""
     total = max(1, sum(nbytes for row in work for nbytes, _, _ in row))
     taken, at = [0] * world_size, 0
     ranks: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""What a run has written, slot by slot: numbers in arrays, because there may be millions of them."""
+"""The slots that a run has written, with digest and CRC-32: in arrays, for there may be millions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import overload
 from ckptmap.storage.journal import Written
 
 _ROW = struct.Struct("<IIQI")
-"""A slot as ranks report it: file, slot, digest, CRC-32."""
+"""One slot in the report of a rank: file, slot, digest, CRC-32."""
 
 
 class HexDigests(Sequence[str]):
-    """64-bit digests of a file's slots, in hex; "" where none were taken."""
+    """The 64-bit digests of the slots of a file, as 16 hex digits each; "" if none were taken."""
 
     __slots__ = ("_taken", "values")
 
@@ -31,10 +31,9 @@ class HexDigests(Sequence[str]):
     @overload
     def __getitem__(self, index: slice) -> HexDigests: ...
     def __getitem__(self, index: int | slice) -> str | HexDigests:
-        found = self.values[index]
-        if type(found) is int:
-            return f"{found:016x}" if self._taken else ""
-        return HexDigests(found, self._taken)  # type: ignore[arg-type]
+        if isinstance(index, slice):
+            return HexDigests(self.values[index], self._taken)
+        return f"{self.values[index]:016x}" if self._taken else ""
 
     def __iter__(self) -> Iterator[str]:
         return map("%016x".__mod__, self.values) if self._taken else repeat("", len(self.values))
@@ -59,7 +58,7 @@ class Executed:
 
 
 class WrittenSlots:
-    """The slots of some files that are written so far. Not locked: the caller does that."""
+    """The slots of each file that are written so far. Not locked: the caller holds a lock."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self._counts = counts
@@ -85,7 +84,7 @@ class WrittenSlots:
         self._done[file][first:stop] = b"\1" * len(slots)
 
     def report(self) -> bytes:
-        """What is written, a row a slot."""
+        """Return what is written as bytes, one row a slot, for `merge` on another rank."""
         return b"".join(
             _ROW.pack(file, slot, self._digests[file][slot], self._crcs[file][slot])
             for file, done in enumerate(self._done)
@@ -94,14 +93,14 @@ class WrittenSlots:
         )
 
     def merge(self, report: bytes) -> None:
-        """Add what another rank reports."""
+        """Add what another rank reported."""
         for file, slot, digest, crc in _ROW.iter_unpack(report):
             assert not self._done[file][slot], f"slot {slot} of file {file}: written twice"
             self._digests[file][slot], self._crcs[file][slot] = digest, crc
             self._done[file][slot] = 1
 
     def result(self, digests: bool, written_nbytes: int, continued_nbytes: int) -> Executed:
-        """All of it, when every slot is written."""
+        """Return the result of the run, in which every slot must have been written."""
         missing = sum(done.count(0) for done in self._done)
         assert not missing, f"{missing} slots were not written: the plan does not cover them"
         hexes = tuple(HexDigests(values, digests) for values in self._digests)
