@@ -43,9 +43,9 @@ WRITERS = (
     "ckptmap.formats.rank_files.writer:RankFilesWriter",
     "ckptmap.formats.rank_files.fsdp1_local_writer:Fsdp1LocalWriter",
     "ckptmap.formats.dcp.safetensors_writer:DcpHfWriter",
-    "ckptmap.formats.frameworks.writing:AccelerateWriter",
-    "ckptmap.formats.frameworks.writing:AccelerateFullWriter",
-    "ckptmap.formats.frameworks.writing:TrainerWriter",
+    "ckptmap.formats.frameworks.directory_writers:AccelerateWriter",
+    "ckptmap.formats.frameworks.directory_writers:AccelerateFullWriter",
+    "ckptmap.formats.frameworks.directory_writers:TrainerWriter",
 )
 LAYOUTS = (
     "ckptmap.sharding.full:Full",
@@ -95,9 +95,9 @@ SETUPS = (
     "ckptmap.formats.dcp.writer:FSDP2",
     "ckptmap.formats.rank_files.writer:FSDP2_RANKS",
     "ckptmap.formats.dcp.safetensors_writer:DCP_HF",
-    "ckptmap.formats.frameworks.writing:ACCELERATE",
-    "ckptmap.formats.frameworks.writing:ACCELERATE_FULL",
-    "ckptmap.formats.frameworks.writing:TRAINER",
+    "ckptmap.formats.frameworks.directory_writers:ACCELERATE",
+    "ckptmap.formats.frameworks.directory_writers:ACCELERATE_FULL",
+    "ckptmap.formats.frameworks.directory_writers:TRAINER",
 )
 LIVE_FORMS = (  # of quantized weights in a live model, asked in this order
     "ckptmap.live.quantized.bnb:BnbForm",

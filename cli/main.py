@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from ckptmap.core import requirements
 from ckptmap.errors import CkptmapError, Interrupted
 from ckptmap.storage.file_systems import MOUNTS, close_mounts
-from ckptmap.storage.limits import shortage
+from ckptmap.storage.resource_limits import resource_error
 
 from .inspect_without_typer import at_once
 from .printer import Printer, Unprintable
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, Unprintable):
             out.error("", f"stdout cannot be written: {error}", UNPRINTED)
             return WORKING
-        short = shortage(error) or requirements.import_failure(error)
+        short = resource_error(error) or requirements.import_failure(error)
         if short is not None:
             return _expected(short, args, out)
         refuse = _usage if hasattr(error, "format_message") else _unexpected

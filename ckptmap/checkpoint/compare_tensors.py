@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptmap.protocols import Write
+from ckptmap.storage.box_reader import fill, row_major_boxes
 from ckptmap.storage.files import Files
-from ckptmap.storage.gather import fill, row_major_boxes
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, StoredTensor
 

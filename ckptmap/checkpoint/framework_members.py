@@ -19,7 +19,7 @@ from ckptmap import registry
 from ckptmap.core.state_paths import within
 from ckptmap.core.state_tree import holds_tensor, nest
 from ckptmap.errors import SourceError
-from ckptmap.formats.probe import look, refuse_place
+from ckptmap.formats.detect import look, refuse_place
 from ckptmap.protocols import Directory, Index, Member, Place
 from ckptmap.storage.file_systems import local_copy
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor

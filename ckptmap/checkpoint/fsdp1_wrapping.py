@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptmap import registry
 from ckptmap.checkpoint.framework_members import index_of
 from ckptmap.core.state_paths import by_rank
-from ckptmap.formats.probe import find, look
+from ckptmap.formats.detect import find, look
 from ckptmap.mapping.wrappers import ANYWHERE
 from ckptmap.protocols import Index
 from ckptmap.sharding.sharded_tensor_spec import is_sharded, read_sharded

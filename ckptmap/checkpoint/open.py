@@ -25,7 +25,7 @@ from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
-from ckptmap.formats.probe import find, look
+from ckptmap.formats.detect import find, look
 from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.optim.index_order import Order
 from ckptmap.protocols import Directory, Index, Place
@@ -39,7 +39,7 @@ from ckptmap.sharding.reference_model import (
 )
 from ckptmap.storage.files import Files
 from ckptmap.storage.hub.resolve import locate, named_as_asked
-from ckptmap.storage.unchanged import fingerprints
+from ckptmap.storage.source_changes import fingerprints
 from ckptmap.tensors import Leaf, Opaque, PerRank, StoredTensor
 
 

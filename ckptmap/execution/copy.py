@@ -16,11 +16,11 @@ from ckptmap.core.slot_columns import Slots
 from ckptmap.errors import SourceError
 from ckptmap.planning.file_plan import FilePlan, SlotRef
 from ckptmap.protocols import OutFile, Slot
+from ckptmap.storage.box_reader import Run, fill, row_major_boxes, run_of
 from ckptmap.storage.crc32 import crc32
+from ckptmap.storage.direct_io import ALIGN, Buffer, OutputFile, Outputs, Stream, Sums
 from ckptmap.storage.files import Files
-from ckptmap.storage.gather import Run, fill, row_major_boxes, run_of
 from ckptmap.storage.journal import Written
-from ckptmap.storage.output_files import ALIGN, Buffer, OutputFile, Outputs, Stream, Sums
 from ckptmap.tensors import Box, Extent, StoredTensor
 
 MAX_GAP = 4096

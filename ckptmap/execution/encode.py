@@ -18,10 +18,10 @@ from ckptmap.execution.copy import Context, recorded
 from ckptmap.planning.file_plan import Compare, Encode, SlotRef
 from ckptmap.planning.kept_codes import writes_keeping_codes
 from ckptmap.protocols import Encoder, Refusal, Write
-from ckptmap.storage.gather import fill, row_major_boxes
+from ckptmap.storage.box_reader import fill, row_major_boxes
+from ckptmap.storage.direct_io import Buffer, Stream
 from ckptmap.storage.journal import Written
 from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
-from ckptmap.storage.output_files import Buffer, Stream
 from ckptmap.storage.replicas import require_same
 from ckptmap.tensors import Box, TensorInfo, contiguous_strides
 

@@ -38,10 +38,10 @@ from ckptmap.execution.written_slots import Executed, WrittenSlots
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan
 from ckptmap.planning.options import Progress, RunOptions
 from ckptmap.protocols import Slot
+from ckptmap.storage.direct_io import ALIGN, Buffer, Outputs, Sums
 from ckptmap.storage.files import Files
 from ckptmap.storage.journal import Journal, Written
-from ckptmap.storage.output_files import ALIGN, Buffer, Outputs, Sums
-from ckptmap.storage.process_state import one_torch_thread, stopped_by_sigterm
+from ckptmap.storage.process_guards import one_torch_thread, stopped_by_sigterm
 
 MAX_BUFFER = 8 << 20
 """Bytes of one thread's copy buffer: more does not make direct writes faster."""

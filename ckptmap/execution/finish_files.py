@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ckptmap.execution.written_slots import Executed
 from ckptmap.planning.file_plan import FilePlan
 from ckptmap.protocols import OutFile
-from ckptmap.storage.output_files import Outputs
+from ckptmap.storage.direct_io import Outputs
 
 
 def seal(

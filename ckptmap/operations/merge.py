@@ -32,7 +32,7 @@ from ckptmap.planning.planner import plan
 from ckptmap.planning.report import Report
 from ckptmap.protocols import Encoder, Encoding, Refusal, Write
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.storage.process_state import one_torch_thread
+from ckptmap.storage.process_guards import one_torch_thread
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:

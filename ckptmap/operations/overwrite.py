@@ -20,7 +20,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
 from ckptmap.errors import CkptmapError, DestinationError, SourceError
 from ckptmap.execution import manifest as manifests
-from ckptmap.formats.probe import look
+from ckptmap.formats.detect import look
 from ckptmap.operations.verify import read_manifest
 
 HINT = "--overwrite replaces checkpoints only; remove it yourself, or choose another"

@@ -23,8 +23,8 @@ from ckptmap.operations.verify import NO_DIGESTS, sha256_of, verify
 from ckptmap.planning.options import RunOptions
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.report import SAMPLE_NUMEL
-from ckptmap.storage.limits import short_of
 from ckptmap.storage.publish import sync_tree
+from ckptmap.storage.resource_limits import or_resource_error
 
 LOSSY = ("codes", "quantize", "requantize")
 """Fidelities of tensors whose error is measured."""
@@ -99,7 +99,7 @@ def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) ->
             f"{error.filename or out_dir}: write failed: {error.strerror}",
             "free some space, then run the same command again to continue",
         )
-        raise short_of(error, failed) from error
+        raise or_resource_error(error, failed) from error
     return manifest
 
 

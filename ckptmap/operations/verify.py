@@ -24,12 +24,12 @@ from ckptmap.operations.check_structure import check_structure, chunks_of, nbyte
 from ckptmap.planning.kept_codes import code_grid, kept_fidelity, writes_keeping_codes
 from ckptmap.planning.restored_scales import restored
 from ckptmap.protocols import Write
+from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.files import Files
-from ckptmap.storage.gather import row_major_boxes
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.storage.limits import SHORT
-from ckptmap.storage.process_state import one_torch_thread
+from ckptmap.storage.process_guards import one_torch_thread
+from ckptmap.storage.resource_limits import SHORT
 from ckptmap.tensors import Box
 
 if TYPE_CHECKING:

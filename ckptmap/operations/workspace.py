@@ -35,7 +35,7 @@ from ckptmap.planning.plan import Plan
 from ckptmap.storage.destination import check_overlap, named_place
 from ckptmap.storage.journal import Journal
 from ckptmap.storage.publish import WorkDirectory, clear_published
-from ckptmap.storage.unchanged import require_at_rest
+from ckptmap.storage.source_changes import require_unchanged
 
 
 class Workspace:
@@ -144,7 +144,7 @@ class Workspace:
         """
         self.journal.close()
         hint = "nothing was published; convert again from a source at rest"
-        require_at_rest(self.plan.fingerprints, hint)
+        require_unchanged(self.plan.fingerprints, hint)
         self.ranks.barrier()
         if self._work is None:
             return {}

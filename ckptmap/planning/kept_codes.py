@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptmap.core.quantized_codes import Coded, CodeGrid, Recodes
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoding, Write
-from ckptmap.storage.gather import row_major_boxes
+from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import SourceError
 from ckptmap.storage.file_systems import local_copy
-from ckptmap.storage.process_state import quiet_torchao
+from ckptmap.storage.process_guards import quiet_torchao
 
 if TYPE_CHECKING:
     from torch import nn

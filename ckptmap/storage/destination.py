@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from ckptmap.errors import DestinationError
-from ckptmap.storage.limits import short_of
+from ckptmap.storage.resource_limits import or_resource_error
 
 
 def named_place(dst: str | os.PathLike[str]) -> Path:
@@ -155,4 +155,4 @@ def cannot_write(dst: Path, error: OSError) -> DestinationError:
         failed.hint = (
             "choose a shorter name: while it is made it has a longer one (180 bytes always fit)"
         )
-    return short_of(error, failed)
+    return or_resource_error(error, failed)

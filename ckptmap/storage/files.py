@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckptmap.errors import RunError, SourceError
 from ckptmap.storage.file_systems import MOUNTS, FileSystem, Fingerprint, Mounts
-from ckptmap.storage.limits import short_of
+from ckptmap.storage.resource_limits import or_resource_error
 
 MAX_OPEN = 2048
 OPEN_SHARE = 0.3
@@ -110,7 +110,7 @@ class Files:
                 f"{file}: cannot be read: {error.strerror}",
                 "check the path and its permissions",
             )
-            raise short_of(error, failed) from error
+            raise or_resource_error(error, failed) from error
 
     def _evict(self) -> None:
         while len(self._open) > self._max_open:

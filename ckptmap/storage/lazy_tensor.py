@@ -11,8 +11,8 @@ from ckptmap.core import requirements
 from ckptmap.core.quantized_codes import Coded
 from ckptmap.errors import ArgumentError
 from ckptmap.protocols import Group
+from ckptmap.storage.box_reader import fill
 from ckptmap.storage.files import Files
-from ckptmap.storage.gather import fill
 from ckptmap.storage.replicas import require_alike
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 

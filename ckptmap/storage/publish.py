@@ -26,8 +26,8 @@ from types import TracebackType
 
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.storage.destination import cannot_write, check_destination, check_space
-from ckptmap.storage.limits import short_of
 from ckptmap.storage.locks import Lock
+from ckptmap.storage.resource_limits import or_resource_error
 
 _DONE = ".done"
 """Ends the name of a work directory that is being removed."""
@@ -147,7 +147,7 @@ class WorkDirectory:
                 f"{self.dst}: cannot be published: {error.strerror}",
                 "mend that, then run the same command again to continue",
             )
-            raise short_of(error, failed) from error
+            raise or_resource_error(error, failed) from error
         try:
             _discard(self.path)
         except OSError as error:

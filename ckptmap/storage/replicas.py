@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from ckptmap.core.rearranged_tensors import Assembled
 from ckptmap.errors import RunError
+from ckptmap.storage.box_reader import fill, row_major_boxes
 from ckptmap.storage.files import Files
-from ckptmap.storage.gather import fill, row_major_boxes
 from ckptmap.tensors import Box, Chunk, StoredTensor
 
 COMPARE_NBYTES = 1 << 20

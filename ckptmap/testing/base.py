@@ -12,7 +12,7 @@ from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.framework_members import merged
 from ckptmap.checkpoint.open import open as open_checkpoint
-from ckptmap.formats.probe import look
+from ckptmap.formats.detect import look
 from ckptmap.optim.state import KeyForm
 from ckptmap.protocols import Container, Directory, Index, Layout, Scheme, Setup, Writer
 from ckptmap.sharding.reference_model import Unflattener

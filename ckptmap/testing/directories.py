@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptmap.errors import SourceError
-from ckptmap.formats.probe import look
+from ckptmap.formats.detect import look
 from ckptmap.protocols import Directory, Member, Members, Place
 from ckptmap.testing.base import bytes_read, expect, opened, required
 from ckptmap.testing.strangers import strangers

@@ -12,7 +12,7 @@ import torch
 
 import ckptmap
 from ckptmap.errors import CkptmapError
-from ckptmap.storage.process_state import quiet_torchao
+from ckptmap.storage.process_guards import quiet_torchao
 
 Call = Callable[[Path, Any, Any], Any]
 

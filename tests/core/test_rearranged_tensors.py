@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ckptmap.core.rearranged_tensors import Assembled, Rearranged, rearranged
 from ckptmap.core.strided_boxes import Piece, StridedBox
+from ckptmap.storage.box_reader import fill, run_of
 from ckptmap.storage.files import Files
-from ckptmap.storage.gather import fill, run_of
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 from tests.support.strided_boxes import positions
 

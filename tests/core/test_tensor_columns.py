@@ -19,7 +19,7 @@ from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.execution import manifest
 from ckptmap.formats.safetensors.header import Header, _any, _written
-from ckptmap.formats.torch_save.columns import plain_tensors
+from ckptmap.formats.torch_save.flat_state_dict import plain_tensors
 from ckptmap.formats.torch_save.reader import open_zip, parse
 from ckptmap.formats.zip.reader import Records
 from ckptmap.operations.check_structure import check_structure

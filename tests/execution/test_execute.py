@@ -34,11 +34,11 @@ from ckptmap.planning.file_plan import Compare, Encode, FilePlan, SlotRef
 from ckptmap.planning.options import RunOptions
 from ckptmap.protocols import Encoding, Group, OutFile, Slot, Write
 from ckptmap.quantization.dense import Dense, DenseAs
-from ckptmap.storage import output_files as sink
+from ckptmap.storage import direct_io as sink
+from ckptmap.storage.direct_io import ALIGN, Buffer, OutputFile, Stream, Sums
 from ckptmap.storage.files import Files
 from ckptmap.storage.journal import Journal, Written
 from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
-from ckptmap.storage.output_files import ALIGN, Buffer, OutputFile, Stream, Sums
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo, contiguous_strides
 
 HEAD = b"head" * 5

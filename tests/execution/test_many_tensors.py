@@ -26,7 +26,7 @@ from ckptmap.execution.manifest import emit
 from ckptmap.formats.zip.reader import read_records
 from ckptmap.operations.verify import verify
 from ckptmap.protocols import Group
-from ckptmap.storage import output_files as sink
+from ckptmap.storage import direct_io as sink
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Chunk, Extent, Region, StoredTensor, TensorInfo
 

@@ -20,8 +20,8 @@ from ckptmap.errors import DestinationError
 from ckptmap.execution import execute as execute_module
 from ckptmap.operations.verify import verify
 from ckptmap.storage import publish
-from ckptmap.storage.output_files import ALIGN, Buffer
-from ckptmap.storage.output_files import _address as address
+from ckptmap.storage.direct_io import ALIGN, Buffer
+from ckptmap.storage.direct_io import _address as address
 from tests.support.hub.client import llama
 from tests.support.hub.server import Hub
 from tests.support.merge_cases import LINEARS, saved

@@ -28,8 +28,8 @@ from ckptmap.execution.ranks import ALONE, GlooRanks, Ranks, join
 from ckptmap.execution.split_by_rank import Share, split
 from ckptmap.operations.convert import run
 from ckptmap.planning.plan import Plan
+from ckptmap.storage.direct_io import ALIGN, OutputFile
 from ckptmap.storage.journal import Journal, Written
-from ckptmap.storage.output_files import ALIGN, OutputFile
 from tests.corpus.ranks import ROOT
 from tests.support.files import leftovers, tree
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.formats.probe import look
+from ckptmap.formats.detect import look
 from ckptmap.formats.safetensors.format import SafetensorsFile
 from ckptmap.formats.safetensors.header import NAMES, emit, parse, parse_header
 from ckptmap.storage.files import Files

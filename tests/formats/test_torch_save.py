@@ -17,7 +17,7 @@ from torch import nn
 import ckptmap
 from ckptmap.core.state_tree import ListIndex, nest
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.formats.probe import look
+from ckptmap.formats.detect import look
 from ckptmap.formats.torch_save.format import TorchZip, TorchZipWriter
 from ckptmap.protocols import Index, OutState, OutTensor
 from ckptmap.sharding.full import Full

@@ -41,7 +41,7 @@ def test_any_mesh_is_read_and_converted(name: str, corpus: Any, tmp_path: Path) 
 
 def test_the_corpus_has_strided_shards(corpus: Any) -> None:
     """Else the tests above prove less than they say."""
-    from ckptmap.formats.probe import look
+    from ckptmap.formats.detect import look
     from ckptmap.formats.rank_files.reader import RankFiles
 
     leaves = RankFiles().index(look(corpus["fsdp_tp_ranks_w4"].path)).leaves

@@ -9,8 +9,8 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
 from ckptmap.protocols import Layout, OutFile, OutTensor
+from ckptmap.storage.box_reader import fill
 from ckptmap.storage.files import Files
-from ckptmap.storage.gather import fill
 from ckptmap.storage.lazy_tensor import tensor_bytes
 from ckptmap.tensors import Box, Path, StoredTensor, TensorInfo
 

@@ -13,7 +13,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 
 from ckptmap import registry
-from ckptmap.formats.probe import look
+from ckptmap.formats.detect import look
 from ckptmap.formats.rank_files.reader import RankFiles
 from ckptmap.formats.rank_files.writer import RankFilesWriter
 from ckptmap.optim.state import KeyForm, expanded, key_forms

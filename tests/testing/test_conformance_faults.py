@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptmap import registry
-from ckptmap.formats.probe import look
+from ckptmap.formats.detect import look
 from ckptmap.formats.safetensors.format import SafetensorsFile
 from ckptmap.formats.torch_save.format import FULL, TorchZip, TorchZipWriter
 from ckptmap.protocols import Index, OutFile, OutState, Place

@@ -17,7 +17,7 @@ import torch
 import ckptmap
 from ckptmap import registry
 from ckptmap.errors import SourceError
-from ckptmap.formats.probe import look
+from ckptmap.formats.detect import look
 from ckptmap.protocols import Place
 from ckptmap.testing import ContainerKit, check_container, registered
 from tests.support.paths import EXAMPLES

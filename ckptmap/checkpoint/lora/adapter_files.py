@@ -22,7 +22,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_config import LoraConfig, read_config
 from ckptmap.checkpoint.open import open
 from ckptmap.errors import SourceError
-from ckptmap.formats.probe import ADAPTER_CONFIG, adapters_in, look
+from ckptmap.formats.detect import ADAPTER_CONFIG, adapters_in, look
 from ckptmap.storage.hub.resolve import locate
 from ckptmap.storage.lazy_tensor import LazyTensor
 

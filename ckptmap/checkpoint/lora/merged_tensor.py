@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from ckptmap.core.quantized_codes import Repairs
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal
+from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.storage.files import Files
-from ckptmap.storage.gather import row_major_boxes
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 

@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.errors import SourceError
-from ckptmap.formats.dcp.entries import Item, Metadata, Offsets, TensorEntry, Whole
 from ckptmap.formats.dcp.metadata_classes import (
     ALLOW,
     MARKS,
@@ -32,6 +31,7 @@ from ckptmap.formats.dcp.metadata_classes import (
     Root,
     Tensor,
 )
+from ckptmap.formats.dcp.metadata_records import Item, Metadata, Offsets, TensorEntry, Whole
 from ckptmap.formats.pickle import reader as pickle_read
 from ckptmap.tensors import ITEMSIZE, Opaque, Path, TensorInfo
 
@@ -63,7 +63,7 @@ def read_metadata(data: bytes, where: str) -> Metadata:
 
 def _read_short(data: bytes, where: str) -> Metadata | None:
     """None: it is not as torch writes it."""
-    from ckptmap.formats.dcp.metadata_shortcut import (
+    from ckptmap.formats.dcp.metadata_compaction import (
         shortened,  # its expressions take time to compile
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptmap.formats.dcp.entries import Item, Metadata, Offsets, TensorEntry
 from ckptmap.formats.dcp.metadata_classes import MODULE
+from ckptmap.formats.dcp.metadata_records import Item, Metadata, Offsets, TensorEntry
 from ckptmap.formats.pickle.writer import int_op, int_tuple
 from ckptmap.tensors import Path
 

@@ -16,9 +16,9 @@ from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.state_tree import flatten, holds_tensor
 from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.errors import SourceError
-from ckptmap.formats.dcp.entries import Item, Metadata, TensorEntry, Whole
-from ckptmap.formats.dcp.items import PLAIN_OVERHEAD, Items
+from ckptmap.formats.dcp.item_reader import PLAIN_OVERHEAD, Items
 from ckptmap.formats.dcp.metadata_reader import read_metadata
+from ckptmap.formats.dcp.metadata_records import Item, Metadata, TensorEntry, Whole
 from ckptmap.protocols import Index, Place
 from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.safe_names import inside

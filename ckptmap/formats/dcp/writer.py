@@ -10,7 +10,7 @@ from typing import Any
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_paths import ListIndex, counts
 from ckptmap.errors import PlanError
-from ckptmap.formats.dcp.entries import Item, Metadata, TensorEntry
+from ckptmap.formats.dcp.metadata_records import Item, Metadata, TensorEntry
 from ckptmap.formats.dcp.metadata_writer import emit_metadata
 from ckptmap.formats.pickle.writer import StorageTensor, dump, way_out
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip

@@ -16,7 +16,7 @@ import re
 from shlex import quote
 
 from ckptmap.errors import SourceError
-from ckptmap.formats.frameworks import names as parts
+from ckptmap.formats.frameworks import accelerate_names as parts
 from ckptmap.protocols import Members, Place
 
 _MARK = re.compile(r"random_states_\d+\.pkl|optimizer(_\d+)?\.bin|pytorch_model_fsdp.*")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ckptmap.formats.frameworks.names import matching
+from ckptmap.formats.frameworks.accelerate_names import matching
 from ckptmap.protocols import Member, Members, Place
 
 META = "meta.pt"

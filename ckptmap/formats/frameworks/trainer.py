@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from ckptmap.formats.frameworks import names as parts
+from ckptmap.formats.frameworks import accelerate_names as parts
 from ckptmap.protocols import Members, Place
 
 STATE = "trainer_state.json"

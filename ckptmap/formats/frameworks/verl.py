@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from ckptmap.errors import SourceError
-from ckptmap.formats.frameworks.names import matching
+from ckptmap.formats.frameworks.accelerate_names import matching
 from ckptmap.protocols import Member, Members, Place
 
 _MODEL = re.compile(r"model_world_size_\d+_rank_\d+\.pt")

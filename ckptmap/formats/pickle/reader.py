@@ -21,7 +21,7 @@ from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import SourceError
 from ckptmap.formats.pickle.blocklist import Refused, refuse_dangerous
 from ckptmap.formats.pickle.guard import check_opcodes
-from ckptmap.formats.pickle.known_values import SCALARS, VERSION, number
+from ckptmap.formats.pickle.library_scalars import SCALARS, VERSION, number
 from ckptmap.tensors import ITEMSIZE, Opaque, TensorInfo
 
 MAX_NBYTES = 1 << 30

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from ckptmap.errors import SourceError
-from ckptmap.formats.rank_files.dtensor_shortcut import joined_alike
+from ckptmap.formats.rank_files.dtensor_fast_join import joined_alike
 from ckptmap.formats.rank_files.rank_trees import RankValues
 from ckptmap.sharding.dtensor_spec import (
     Placed,

@@ -18,7 +18,7 @@ from ckptmap.core.state_tree import flatten, nest
 from ckptmap.core.tensor_columns import nbytes_of
 from ckptmap.errors import PlanError
 from ckptmap.formats.pickle.writer import Numbered, StorageTensor, dump, way_out
-from ckptmap.formats.torch_save.columns import plain_tensors
+from ckptmap.formats.torch_save.flat_state_dict import plain_tensors
 from ckptmap.formats.torch_save.reader import open_zip, parse
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
 from ckptmap.formats.zip.directory import bad

@@ -17,7 +17,7 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.pickle.reader import DType, Inert, made_by, standing_for, stub
 from ckptmap.formats.pickle.reader import load as load_pickle
 from ckptmap.formats.pickle.writer import STORAGE_CLASS
-from ckptmap.formats.torch_save.not_torch import before_zip, other_zip
+from ckptmap.formats.torch_save.foreign_archives import before_zip, other_zip
 from ckptmap.formats.zip.directory import bad
 from ckptmap.formats.zip.reader import Records, read_records
 from ckptmap.storage.files import Files

@@ -35,7 +35,7 @@ from ckptmap.live.optimizer.state_matcher import StateMatcher, StatePlan
 from ckptmap.live.options import LoadOptions, spelled_out
 from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
 from ckptmap.storage.files import verified_copies
-from ckptmap.storage.unchanged import require_at_rest
+from ckptmap.storage.source_changes import require_unchanged
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -120,7 +120,7 @@ class PlannedLoad:
             self.weights.run(self.reader)
             if self.state is not None:
                 self.state.run(self.reader)
-            require_at_rest(
+            require_unchanged(
                 self.checkpoint.fingerprints,
                 "the model has values of both: load it again, all of it",
             )
@@ -177,7 +177,7 @@ def _plan(
     continuation.inexact += differences
     continuation.judge(weights, state, options.precision)
     continuation.choose_streams(options.random, options.seed, options.exact)
-    require_at_rest(checkpoint.fingerprints, "open it anew; the model is as it was")
+    require_unchanged(checkpoint.fingerprints, "open it anew; the model is as it was")
     return PlannedLoad(checkpoint, reader, weights, state, continuation, homeless, named.names)
 
 

@@ -28,7 +28,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.adapter_files import CONFIG, HEAD, WEIGHTS
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.errors import LoadError
-from ckptmap.formats.probe import look
+from ckptmap.formats.detect import look
 from ckptmap.live.model.live_tensor import LiveTensor, PeftNames
 from ckptmap.live.model.load_report import listed
 from ckptmap.storage.file_systems import local_copy

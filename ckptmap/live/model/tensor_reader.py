@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptmap.live.model.load_report import Meter
+from ckptmap.storage.box_reader import fill, row_major_boxes
 from ckptmap.storage.files import Files
-from ckptmap.storage.gather import fill, row_major_boxes
 from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
 from ckptmap.tensors import Box, StoredTensor
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.storage.process_state import quiet_torchao
+from ckptmap.storage.process_guards import quiet_torchao
 
 if TYPE_CHECKING:
     import torch

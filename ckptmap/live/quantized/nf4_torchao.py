@@ -12,7 +12,7 @@ from ckptmap.errors import LoadError
 from ckptmap.protocols import Refusal
 from ckptmap.quantization.nf4.encoding import FACTOR, NF4, PARTS, TABLE
 from ckptmap.storage.lazy_tensor import info_of
-from ckptmap.storage.process_state import quiet_torchao
+from ckptmap.storage.process_guards import quiet_torchao
 from ckptmap.tensors import TensorInfo, contiguous_strides
 
 if TYPE_CHECKING:

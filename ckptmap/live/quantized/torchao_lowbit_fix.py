@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.storage.process_state import quiet_torchao
+from ckptmap.storage.process_guards import quiet_torchao
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import RunError, SourceError
 from ckptmap.live.model.tensor_reader import TensorReader, window
+from ckptmap.storage.box_reader import fill
 from ckptmap.storage.file_systems import MOUNTS, Fingerprint
 from ckptmap.storage.files import Files
-from ckptmap.storage.gather import fill
 from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
 from ckptmap.tensors import Box, Chunk, Path, Region, StoredTensor, TensorInfo
 

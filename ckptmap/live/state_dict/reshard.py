@@ -20,7 +20,7 @@ from ckptmap.errors import RunError
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.model.tensor_reader import TensorReader, window
 from ckptmap.live.state_dict.live_checkpoint import LiveStateDict, Sources
-from ckptmap.storage.gather import row_major_boxes
+from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.tensors import ITEMSIZE, Box, Path
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckptmap.storage.gather import row_major_boxes
+from ckptmap.storage.box_reader import row_major_boxes
 from ckptmap.tensors import Box
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.errors import SourceError
+from ckptmap.storage.box_reader import fill
 from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.files import Files
-from ckptmap.storage.gather import fill
 from ckptmap.tensors import Box, StoredTensor
 
 MAX_NBYTES = 16 << 20

@@ -22,9 +22,9 @@ from ckptmap.quantization.bnb.fourbit import (
     Nested,
 )
 from ckptmap.quantization.linear_weights import CONV1D
+from ckptmap.storage.box_reader import fill
 from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.files import Files
-from ckptmap.storage.gather import fill
 from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
 MAX_STATE_NBYTES = 1 << 16

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 import ckptmap
 from ckptmap.core.row_chunks import RowChunks
 from ckptmap.errors import PlanError, SourceError
-from ckptmap.formats.dcp.entries import Item, Metadata, TensorEntry
 from ckptmap.formats.dcp.metadata_reader import read_metadata
+from ckptmap.formats.dcp.metadata_records import Item, Metadata, TensorEntry
 from ckptmap.formats.dcp.metadata_writer import emit_metadata
 from ckptmap.formats.dcp.reader import Dcp
 from ckptmap.formats.dcp.writer import DcpWriter
-from ckptmap.formats.probe import look
+from ckptmap.formats.detect import look
 from ckptmap.protocols import Index, OutState, OutTensor
 from ckptmap.sharding.shard0 import Shard0
 from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo
@@ -806,7 +806,7 @@ def test_a_record_that_is_none(tmp_path: FilePath) -> None:
 
 def test_no_torch_is_imported(good: FilePath) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom ckptmap.formats.probe import look\n"
+        "import sys\nfrom pathlib import Path\nfrom ckptmap.formats.detect import look\n"
         "from ckptmap.formats.dcp.reader import Dcp\nfrom ckptmap.formats.dcp import writer as dcp_write; from ckptmap.formats.huggingface import format as hf\n"
         f"index = Dcp().index(look(Path({str(good)!r})))\n"
         "assert len(index.leaves) == 3 and index.leaves[('w',)].chunks\n"

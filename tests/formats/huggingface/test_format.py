@@ -12,9 +12,9 @@ import pytest
 
 import ckptmap
 from ckptmap.errors import PlanError, SourceError
+from ckptmap.formats.detect import look
 from ckptmap.formats.huggingface.format import HfDirectory, HfWriter
 from ckptmap.formats.huggingface.shard_index import split_shards
-from ckptmap.formats.probe import look
 from ckptmap.formats.safetensors.header import emit
 from ckptmap.protocols import OutState, OutTensor
 from ckptmap.sharding.full import Full

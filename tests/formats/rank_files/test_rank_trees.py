@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.state_tree import flatten
 from ckptmap.errors import SourceError
+from ckptmap.formats.detect import look
 from ckptmap.formats.pickle.reader import load as read_pickle
 from ckptmap.formats.pickle.template import Hole, Template, opcodes
-from ckptmap.formats.probe import look
 from ckptmap.formats.rank_files import rank_trees
+from ckptmap.formats.rank_files.dtensor_fast_join import joined_alike
 from ckptmap.formats.rank_files.dtensor_layout import DTensorLayout
-from ckptmap.formats.rank_files.dtensor_shortcut import joined_alike
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankValues
 from ckptmap.formats.rank_files.reader import RankFiles
 from ckptmap.formats.torch_save.reader import load

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ckptmap
 from ckptmap import registry
 from ckptmap.errors import SourceError
-from ckptmap.formats.probe import look
+from ckptmap.formats.detect import look
 from ckptmap.formats.rank_files.dtensor_layout import DTensorLayout
 from ckptmap.formats.rank_files.reader import RankFiles
 from ckptmap.formats.torch_save.format import TorchZip

@@ -28,13 +28,13 @@ UNMAPPED = ("cannot allocate memory", "failed to map segment", "cannot map", "ca
 E = TypeVar("E", bound=CkptmapError)
 
 
-def short_of(error: BaseException, otherwise: E) -> E:
+def or_resource_error(error: BaseException, otherwise: E) -> E:
     """`otherwise`, or where the process ran out of something, that: of its class and in its words."""
     hint = _hint(error)
     return otherwise if hint is None else type(otherwise)(SHORT, otherwise.message, hint)
 
 
-def shortage(error: BaseException) -> RunError | None:
+def resource_error(error: BaseException) -> RunError | None:
     """An error that nobody expected, where it is the process that ran out of something."""
     hint = _hint(error)
     if hint is None:

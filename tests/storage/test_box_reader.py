@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from ckptmap.core.row_chunks import RowChunks
 from ckptmap.core.tiling import prove_rows
 from ckptmap.errors import RunError, SourceError
-from ckptmap.storage import files, gather
+from ckptmap.storage import box_reader, files
+from ckptmap.storage.box_reader import fill, row_major_boxes, run_of
 from ckptmap.storage.files import Files
-from ckptmap.storage.gather import fill, row_major_boxes, run_of
 from ckptmap.storage.lazy_tensor import tensor_bytes
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
 
@@ -111,7 +111,7 @@ def test_small_spans_and_iovecs_give_the_same(folder: Path, data: st.DataObject)
     limits = {"SCRATCH": 64, "MAX_GAP": 16, "MIN_RUN": data.draw(st.sampled_from([1, 16, 64]))}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**limits, "IOV_MAX": 4}.items():
-            patch.setattr(gather, name, value)
+            patch.setattr(box_reader, name, value)
         check(view, stored, data.draw(boxes(view.shape)))
 
 
@@ -218,8 +218,8 @@ def test_run_of_tells_one_run(folder: Path) -> None:
     region = store(tensor, folder / "run", tensor, 16)
     stored = StoredTensor(TensorInfo((6, 4), "int64"), [Chunk(Box.whole((6, 4)), region)])
     file = str(folder / "run")
-    assert run_of(stored, Box((0, 0), (6, 4))) == gather.Run(file, 16, 192)
-    assert run_of(stored, Box((2, 0), (3, 4))) == gather.Run(file, 16 + 64, 96)
+    assert run_of(stored, Box((0, 0), (6, 4))) == box_reader.Run(file, 16, 192)
+    assert run_of(stored, Box((2, 0), (3, 4))) == box_reader.Run(file, 16 + 64, 96)
     assert run_of(stored, Box((0, 1), (6, 2))) is None
     halves = [Chunk(Box((0, 0), (3, 4)), region), Chunk(Box((3, 0), (3, 4)), region)]
     assert run_of(StoredTensor(stored.info, halves), Box((2, 0), (2, 4))) is None
@@ -280,5 +280,5 @@ def test_large_transpose_in_bounded_memory(folder: Path) -> None:
 def test_no_torch_is_needed() -> None:
     import subprocess
 
-    code = "import sys, ckptmap.storage.gather; sys.exit('torch' in sys.modules)"
+    code = "import sys, ckptmap.storage.box_reader; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

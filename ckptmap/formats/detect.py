@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
 from ckptmap.storage.file_systems import read_head
-from ckptmap.storage.limits import short_of
+from ckptmap.storage.resource_limits import or_resource_error
 
 HEAD_NBYTES = 512
 
@@ -34,7 +34,7 @@ def look(path: Path) -> Place:
         failed = SourceError(
             "CKM101", f"{path}: {(error.strerror or str(error)).lower()}", _way_to(path, error)
         )
-        raise short_of(error, failed) from error
+        raise or_resource_error(error, failed) from error
 
 
 def _way_to(path: Path, error: OSError) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from ckptmap import convert
 from ckptmap.errors import DestinationError, SourceError
-from ckptmap.storage.limits import short_of, shortage
+from ckptmap.storage.resource_limits import or_resource_error, resource_error
 
 LIMITED = """
 import resource, sys
@@ -91,7 +91,7 @@ def test_a_thread_that_cannot_be_started_ends_those_that_wait(
     monkeypatch.setattr(ThreadPoolExecutor, "submit", second_fails)
     with pytest.raises(RuntimeError, match="can't start new thread") as caught:
         convert(source, tmp_path / "out", to="full-nf4", encode=["*"], threads=2)
-    short = shortage(caught.value)
+    short = resource_error(caught.value)
     assert short is not None and "--threads 1" in short.hint and not (tmp_path / "out").exists()
 
 
@@ -106,17 +106,17 @@ def test_a_thread_that_cannot_be_started_ends_those_that_wait(
     ],
 )
 def test_what_ran_out(error: BaseException, says: str) -> None:
-    short = shortage(error)
+    short = resource_error(error)
     assert short is not None and short.code == "CKM313" and says in short.message and short.hint
-    refused = short_of(error, SourceError("CKM101", "x: cannot be read", "check the path"))
+    refused = or_resource_error(error, SourceError("CKM101", "x: cannot be read", "check the path"))
     assert (type(refused), refused.code) == (SourceError, "CKM313")
 
 
 def test_other_errors_are_no_shortage() -> None:
     for error in (ValueError("x"), OSError(errno.EACCES, "no"), ImportError("no name x")):
-        assert shortage(error) is None
+        assert resource_error(error) is None
     refused = DestinationError("CKM304", "x", "y")
-    assert short_of(OSError(errno.EACCES, "no"), refused) is refused
+    assert or_resource_error(OSError(errno.EACCES, "no"), refused) is refused
 
 
 def test_ctrl_c_while_the_command_is_imported_is_silent() -> None:

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ckptmap.errors import SourceError
 from ckptmap.formats.dcp import metadata_reader as dcp_metadata
-from ckptmap.formats.dcp.entries import Metadata, Whole
+from ckptmap.formats.dcp.metadata_compaction import shortened
 from ckptmap.formats.dcp.metadata_reader import read_metadata
-from ckptmap.formats.dcp.metadata_shortcut import shortened
+from ckptmap.formats.dcp.metadata_records import Metadata, Whole
 from tests.corpus import Corpus, names
 
 RANKS = ("fsdp2_dcp_w2", "fsdp2_dcp_w4", "fsdp1_dcp_w2", "fsdp1_dcp_bf16_w2")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.storage.crc32 import crc32
-from ckptmap.storage.limits import short_of
+from ckptmap.storage.resource_limits import or_resource_error
 
 if TYPE_CHECKING:
     from xxhash import xxh3_64
@@ -111,7 +111,7 @@ class OutputFile:
                 f"{path}: cannot be created: {error.strerror}",
                 "choose a destination that can be written",
             )
-            raise short_of(error, failed) from error
+            raise or_resource_error(error, failed) from error
         self._direct = _open_direct(path) if direct and nbytes >= DIRECT_MIN else None
         try:
             _reserve(self._fd, nbytes)
@@ -167,7 +167,7 @@ class OutputFile:
             f"{self.path}: write failed: {error.strerror}",
             "free some space or mend the disk, then run the same command again to continue",
         )
-        return short_of(error, failed)
+        return or_resource_error(error, failed)
 
     def copy_from(self, source: int, at: int, offset: int, nbytes: int) -> int:
         """Copy bytes of another file, from its byte `at` to `offset`, inside the kernel: whole
@@ -347,5 +347,5 @@ def _reserve_error(path: Path, nbytes: int, error: OSError) -> DestinationError 
             f"{path}: needs {nbytes} bytes: {error.strerror}",
             "free some space or choose another destination",
         )
-        return short_of(error, full)
+        return or_resource_error(error, full)
     return RunError("CKM306", f"{path}: cannot be made {nbytes} bytes long: {error.strerror}")

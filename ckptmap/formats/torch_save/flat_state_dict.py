@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from ckptmap.core.tensor_columns import Extents, PlainTensors, nbytes_of
 from ckptmap.errors import SourceError
+from ckptmap.formats.pickle.byte_columns import Alike, alike
+from ckptmap.formats.pickle.byte_columns import Places as At
 from ckptmap.formats.pickle.template import opcodes
-from ckptmap.formats.pickle.template_runs import Alike, alike
-from ckptmap.formats.pickle.template_runs import Places as At
 from ckptmap.formats.torch_save.reader import ReadTensor
 from ckptmap.formats.zip.reader import Records
 from ckptmap.tensors import Extent, Places

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from ckptmap.core.state_paths import RESOLVED, UNRESOLVED
 from ckptmap.errors import SourceError
-from ckptmap.formats.dcp.entries import Item
+from ckptmap.formats.dcp.metadata_records import Item
 from ckptmap.formats.safetensors.file import looks_like_safetensors
 from ckptmap.formats.torch_save.reader import Loaded, load
 from ckptmap.storage.file_systems import Fingerprint

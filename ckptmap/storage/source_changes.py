@@ -23,7 +23,7 @@ def fingerprints(files: Iterable[str]) -> dict[str, Fingerprint]:
     return found
 
 
-def require_at_rest(before: Mapping[str, Fingerprint], hint: str) -> None:
+def require_unchanged(before: Mapping[str, Fingerprint], hint: str) -> None:
     """Raises RunError CKM308 for a file that is not as it was."""
     now = fingerprints(before)
     for file, then in before.items():

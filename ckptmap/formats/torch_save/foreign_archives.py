@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ckptmap.errors import SourceError
-from ckptmap.formats.probe import LEGACY_MAGIC, LEGACY_NBYTES, legacy
+from ckptmap.formats.detect import LEGACY_MAGIC, LEGACY_NBYTES, legacy
 from ckptmap.storage.files import Files
 
 _OTHERS = (
