@@ -39,8 +39,8 @@ NAMELESS = {"checkpoint", "planning", "execution", "operations"}
 """Rooms that ask the registry for a format, a layout or an encoding, and name none."""
 ADAPTERS = {"formats", "sharding", "quantization"}
 SHARED = {
-    "formats.probe", "formats.pickle", "formats.safetensors.file", "formats.safetensors.header",
-    "formats.torch_save.not_torch", "formats.huggingface.loaded_names",
+    "formats.detect", "formats.pickle", "formats.safetensors.file", "formats.safetensors.header",
+    "formats.torch_save.foreign_archives", "formats.huggingface.loaded_names",
     "formats.huggingface.tied_heads", "quantization.blockwise", "quantization.linear_weights",
     "quantization.dense", "quantization.unsupported_schemes", "sharding",
 }  # fmt: skip
