@@ -90,16 +90,17 @@ class Continuation:
             why.append("codes of moments were decoded when it was saved")
         if state is None:
             if self._checkpoint.optimizer_groups:
-                why.append("its optimizer state is not loaded: no optimizer was given")
+                why.append("the optimizer state is not loaded: no optimizer was given")
         else:
             why += [*state.lossy, *state.choices]
             why += [f"no state of {name}" for name in state.missing]
             why += [f"state of {name} is not loaded" for name in state.unexpected]
             if precision != "keep":
                 why.append(f"precision={precision!r} may change moments")
-        if bool(self._scheduler_state) != (self._scheduler is not None):
-            there = "is" if self._scheduler_state else "is no"
-            why.append(f"there {there} scheduler in the checkpoint")
+        if self._scheduler_state and self._scheduler is None:
+            why.append("there is a scheduler in the checkpoint, and none was given")
+        elif not self._scheduler_state and self._scheduler is not None:
+            why.append("there is no scheduler in the checkpoint")
         why += [f"no {name}" for name in self._takers if name not in self._states]
 
     def _own(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -141,7 +142,7 @@ class Continuation:
                 "CKM507",
                 f"{self._checkpoint.path}: training cannot go on bit for bit: "
                 + listed(self.inexact),
-                "set these as they were, or load without exact=True",
+                "restore these settings, or load without exact=True",
             )
 
     def _base(self, seed: int) -> bytes:

@@ -44,8 +44,10 @@ def peer_groups(model: Any) -> list[Any]:
 def explain(error: Exception, text: str, fqn: str = "") -> None:
     """Add a text, and the name of a tensor, to an error that is being raised."""
     if isinstance(error, CkptmapError):
-        about = f"{fqn}: " * bool(fqn and fqn not in error.message)
-        error.message = f"{about}{error.message}; {text}"
+        message = error.message
+        if fqn and fqn not in message:
+            message = f"{fqn}: {message}"
+        error.message = f"{message}; {text}"
     else:
         error.add_note(text)
 

@@ -134,8 +134,8 @@ def _refuse_summoned(found: Sequence[tuple[Any, Any]]) -> None:
         if handle.uses_sharded_strategy and getattr(state, "name", "") == "SUMMON_FULL_PARAMS":
             raise LoadError(
                 "CKM505",
-                "model: its FSDP units are inside of summon_full_params, expected sharded ones",
-                "call it outside: each rank needs its own shards alone",
+                "model: its FSDP units are inside of summon_full_params, expected sharded units",
+                "call it outside of summon_full_params: each rank needs only its own shards",
             )
 
 

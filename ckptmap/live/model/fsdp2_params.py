@@ -44,7 +44,10 @@ def _fsdp_groups(model: torch.nn.Module) -> list[Any]:
             # Since torch 2.12 a list: one module may have several groups. Before, a single group.
             several = getattr(state, "_fsdp_param_groups", None)
             single = getattr(state, "_fsdp_param_group", None)
-            groups += several if several is not None else [single] * (single is not None)
+            if several is not None:
+                groups += several
+            elif single is not None:
+                groups.append(single)
     return groups
 
 

@@ -137,9 +137,9 @@ class LiveTensor:
         if self.local.is_meta and self.tensor.requires_grad and _accumulates(self.tensor):
             raise LoadError(
                 "CKM505",
-                f"model: {self.fqn} is on meta, and something keeps its gradient accumulator: hooks"
-                " on that would be lost",
-                "drop what a forward on meta has made; register such hooks after loading",
+                f"model: {self.fqn} is on meta, and something refers to its gradient accumulator,"
+                " whose hooks would be lost",
+                "delete the outputs of a forward on meta; register such hooks after loading",
             )
 
     def put(self, local: torch.Tensor) -> None:

@@ -69,8 +69,8 @@ class AnyOptimizer(OptimizerFamily):
         except Exception as error:
             raise LoadError(
                 "CKM508",
-                f"optimizer: {type(twin).__name__} is not known, and cannot be tried: {error}",
-                "load the model alone, and the optimizer by its own load_state_dict",
+                f"optimizer: {type(twin).__name__} is unknown, and a trial step failed: {error}",
+                "load the model alone, and the optimizer with its own load_state_dict",
             ) from error
         finally:
             torch.set_rng_state(before)

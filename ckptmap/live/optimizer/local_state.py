@@ -89,7 +89,7 @@ def hold_model(held: LocalState, targets: Sequence[LiveTensor]) -> None:
     for target in targets:
         if target.local.is_meta and not target.is_flat:
             raise LoadError(
-                "CKM505", f"model: {target.fqn} is on meta, it has no values", "load it first"
+                "CKM505", f"model: {target.fqn} is on meta and has no values", "load it first"
             )
         for fqn in target.names:
             hold_tensor(held, target, ("model", fqn))
@@ -226,7 +226,7 @@ def _refuse_nested(owner: ParamOwner, name: str, value: Any) -> None:
             "CKM508",
             f"optimizer: {kind} keeps {name} of {owner.fqn} as a {type(value).__name__} of"
             " tensors, expected a tensor or a plain value",
-            "save without the optimizer, and its own state_dict() by torch.save",
+            "save without the optimizer, and save its own state_dict() with torch.save",
         )
 
 
@@ -285,8 +285,8 @@ def _hold_codes(held: LocalState, owner: ParamOwner, name: str, codes: Codes) ->
     if len(boxes) != 1:
         raise LoadError(
             "CKM508",
-            f"optimizer: {target.fqn}.{name} is in codes over {len(boxes)} boxes of one rank",
-            "save it with a plain optimizer, or on a mesh of plain shards",
+            f"optimizer: {target.fqn}.{name} is quantized and has {len(boxes)} boxes on one rank",
+            "save it with an optimizer in float32, or on a mesh of Shard placements",
         )
     piece = LocalCodes(boxes[0][0], codes)
     for path in _paths(owner, name):

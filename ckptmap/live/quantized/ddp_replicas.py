@@ -37,7 +37,7 @@ def prepare_ddp(model: torch.nn.Module, source: int = 0) -> tuple[str, ...]:
     if len(set(map(tuple, peers.all(names)))) > 1:
         raise LoadError(
             "CKM509",
-            f"model: rank {peers.rank} has {len(names)} NF4 weights, other ranks have others",
+            f"model: rank {peers.rank} has {len(names)} NF4 weights, other ranks have different ones",
             "quantize the same weights on every rank",
         )
     if peers.world > 1:

@@ -79,7 +79,7 @@ class NF4Form(LiveForm):
         if isinstance(rows, str):
             raise LoadError(
                 "CKM504",
-                f"model: {target.fqn} is NF4 but the checkpoint's values cannot be: {rows}",
+                f"model: {target.fqn} is NF4, but the checkpoint's values cannot be quantized to it: {rows}",
                 "make this weight dense before loading",
             )
         step = _replacing(target, source, rows, context, quantize_rows)

@@ -153,8 +153,8 @@ class Assigner:
                 ranks = (rank, other) if first.is_whole else (other, rank)
                 raise RunError(
                     "CKM510",
-                    f"{name}: rank {ranks[0]} holds all of it, rank {ranks[1]} a part by a mesh",
-                    "the ranks do not hold the same model",
+                    f"{name}: rank {ranks[0]} holds all of it, rank {ranks[1]} a shard of it",
+                    "build the same model, on the same mesh, on every rank",
                 )
             if one.info.shape != first.info.shape or (
                 one.info.dtype != first.info.dtype and not (one.coded or first.coded)
@@ -162,7 +162,7 @@ class Assigner:
                 raise RunError(
                     "CKM510",
                     f"{name}: is {first.info} on rank {rank}, {one.info} on rank {other}",
-                    "the ranks do not hold the same model",
+                    "build the same model, on the same mesh, on every rank",
                 )
 
     def _owned(self, found: Sequence[tuple[int, Offer]], nbytes: int) -> list[tuple[int, Offer]]:
@@ -194,7 +194,7 @@ class Assigner:
             raise RunError(
                 "CKM510",
                 f"{'.'.join(map(str, path))}: {wrong}, expected to fill {info}",
-                "every rank that holds a part of the model must call save",
+                "call save on every rank that holds a shard of the model",
             )
         self._found.tensors.append(OutTensor(path, info, chunks))
 

@@ -254,7 +254,7 @@ def _held(
         reserved = own & set(extra)
         if reserved:
             raise ArgumentError(
-                "CKM516", f"extra: {sorted(reserved)} are ckptmap's own", "use other names"
+                "CKM516", f"extra: {sorted(reserved)} are names of ckptmap's own", "use other names"
             )
         for key, value in extra.items():
             _values(held, ("extra", key), value)

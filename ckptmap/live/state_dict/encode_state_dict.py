@@ -90,8 +90,8 @@ def quantized(state: State, encoding: str, max_memory: int) -> dict[str, torch.T
     if is_spread(list(state.values())):
         raise LoadError(
             "CKM504",
-            f"{WHERE}: its tensors are cut over ranks, and no model says how {encoding} is cut",
-            "pass the model that is to take them: translate(state_dict, like=model)",
+            f"{WHERE}: its tensors are cut over ranks, and only a model says how to cut {encoding}",
+            "pass the model that will take them: translate(state_dict, like=model)",
         )
     scheme = next(found for found in registry.schemes() if found.suffix == encoding)
     live = opened(state, RankGroup(), "model")

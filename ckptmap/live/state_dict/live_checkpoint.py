@@ -158,11 +158,11 @@ def _refuse(path: Path, leaf: StateDictTensor, coded: bool) -> None:
     if str(leaf.local.layout) != "torch.strided":
         kind = f"tensor of layout {leaf.local.layout}"
     if leaf.local.is_meta and leaf.local.numel():
-        raise LoadError("CKM505", f"{WHERE}: {name} is on meta, it has no values", "load it first")
+        raise LoadError("CKM505", f"{WHERE}: {name} is on meta and has no values", "load it first")
     if coded and len(held(leaf)) != 1:
         raise LoadError(
-            "CKM508", f"{WHERE}: {name} is in codes over {len(held(leaf))} boxes of one rank",
-            "use a mesh of plain shards",
+            "CKM508", f"{WHERE}: {name} is quantized and has {len(held(leaf))} boxes on one rank",
+            "use a mesh whose placements are Shard, each of another dim",
         )  # fmt: skip
     if not coded and not is_loadable(kind):
         raise LoadError(

@@ -102,8 +102,8 @@ def translate(
         ]
         raise ArgumentError(
             "CKM516",
-            f"{', '.join(given)}, expected nothing beside like=: the model says names, wrappers and"
-            " encodings",
+            f"{', '.join(given)}, expected nothing beside like=: the model decides names, wrappers"
+            " and encodings",
             "leave out the others, or like=",
         )
     return _like(state_dict, like, config, source, strict, max_memory)
