@@ -3,7 +3,7 @@ goes on bit for bit as it would have."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,46 +62,37 @@ class Continuation:
         self.inexact: list[str] = []
         self._streams: dict[str, Any] = {}
         self._fresh: bytes | None = None
-        self._said = ""
+        self._streams_note = ""
 
     # ------------------------------------------------------------------ before
 
     def judge(self, plan: LoadPlan, state: StatePlan | None, precision: str) -> None:
         """Collect the reasons why training would not go on bit for bit."""
         self._live["layout"] = settings.layout_digest(self._targets, plan.becomes)
-        why = self.inexact
-        if not self._saved:
-            why.append("the checkpoint records no settings: ckptmap.save did not write it")
-        else:
-            why += settings.differences(self._own(self._saved), self._live)
-        if isinstance(own := self._saved.get("buffers"), list) and own:
-            why.append(f"each rank had its own of {counted(len(own), 'buffer')}, one was saved")
-        if self._saved.get("rounded_scales"):
-            why.append(
-                "a forward on the CPU rounded the scales of quantized weights before it was saved"
-            )
-        for what, items in (
-            ("cast", plan.cast), ("decoded", plan.decoded), ("quantized here", plan.quantized),
-            ("missing", plan.missing), ("left as they are", plan.left), ("not loaded", plan.mismatched),
-        ):  # fmt: skip
-            if items:
-                why.append(f"{len(items)} weights {what}")
+        self.inexact += self._changed_settings()
+        self.inexact += _changed_weights(plan)
         if self._saved.get("decoded") and not (state is not None and state.kept):
-            why.append("codes of moments were decoded when it was saved")
-        if state is None:
-            if self._checkpoint.optimizer_groups:
-                why.append("the optimizer state is not loaded: no optimizer was given")
-        else:
-            why += [*state.lossy, *state.choices]
-            why += [f"no state of {name}" for name in state.missing]
-            why += [f"state of {name} is not loaded" for name in state.unexpected]
-            if precision != "keep":
-                why.append(f"precision={precision!r} may change moments")
+            self.inexact.append("codes of moments were decoded when it was saved")
+        if state is not None:
+            self.inexact += _changed_state(state, precision)
+        elif self._checkpoint.optimizer_groups:
+            self.inexact.append("the optimizer state is not loaded: no optimizer was given")
         if self._scheduler_state and self._scheduler is None:
-            why.append("there is a scheduler in the checkpoint, and none was given")
+            self.inexact.append("there is a scheduler in the checkpoint, and none was given")
         elif not self._scheduler_state and self._scheduler is not None:
-            why.append("there is no scheduler in the checkpoint")
-        why += [f"no {name}" for name in self._takers if name not in self._states]
+            self.inexact.append("there is no scheduler in the checkpoint")
+        self.inexact += [f"no {name}" for name in self._takers if name not in self._states]
+
+    def _changed_settings(self) -> Iterator[str]:
+        """Yield the settings of the run that differ from the recorded ones."""
+        if self._saved:
+            yield from settings.differences(self._own(self._saved), self._live)
+        else:
+            yield "the checkpoint records no settings: ckptmap.save did not write it"
+        if isinstance(own := self._saved.get("buffers"), list) and own:
+            yield f"each rank had its own of {counted(len(own), 'buffer')}, one was saved"
+        if self._saved.get("rounded_scales"):
+            yield "a forward on the CPU rounded the scales of quantized weights before it was saved"
 
     def _own(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the recorded settings with the layout of this rank alone."""
@@ -121,7 +112,7 @@ class Continuation:
             self.inexact.append("no random streams are recorded for this rank and world size")
         rounds = bool((self._live.get("optimizer") or {}).get("rounds"))
         if wanted in ("recorded", "auto") and fits:
-            self._streams, self._said = own, "restored"
+            self._streams, self._streams_note = own, "restored"
         elif wanted == "recorded":
             raise LoadError(
                 "CKM511",
@@ -133,7 +124,7 @@ class Continuation:
             self._fresh = self._base(seed)
             self.inexact.append("random streams are made anew")
         else:
-            self._said = "left as they are"
+            self._streams_note = "left as they are"
         if wanted == "leave":
             self.inexact.append("random streams are left as they are")
         self.inexact = list(dict.fromkeys(self.inexact))
@@ -166,7 +157,7 @@ class Continuation:
         elif self._fresh is not None:
             shard = streams.shard_of(self._targets)
             made = streams.fresh(self._fresh, shard)
-            self._said = f"fresh, seed {made} for shard {list(shard)}"
+            self._streams_note = f"fresh, seed {made} for shard {list(shard)}"
 
     def report(self, report: LoadReport, state: StatePlan | None) -> LoadReport:
         step = self._extra.get("step")
@@ -175,9 +166,32 @@ class Continuation:
         strange = [name for name in self._states if name not in {*self._takers, *report.unexpected}]
         return replace(
             report, missing=(*report.missing, *lost), unexpected=(*report.unexpected, *strange),
-            state=None if state is None else state.report(), streams=self._said,
+            state=None if state is None else state.report(), streams=self._streams_note,
             inexact=tuple(self.inexact), step=step if isinstance(step, int) else None, extra=extra,
         )  # fmt: skip
+
+
+def _changed_weights(plan: LoadPlan) -> Iterator[str]:
+    """Yield how many weights will not be the saved ones, by what the load does with them."""
+    for what, items in (
+        ("cast", plan.cast),
+        ("decoded", plan.decoded),
+        ("quantized here", plan.quantized),
+        ("missing", plan.missing),
+        ("left as they are", plan.left),
+        ("not loaded", plan.mismatched),
+    ):
+        if items:
+            yield f"{len(items)} weights {what}"
+
+
+def _changed_state(state: StatePlan, precision: str) -> Iterator[str]:
+    """Yield the entries of optimizer state that will not be the saved ones."""
+    yield from (*state.lossy, *state.choices)
+    yield from (f"no state of {name}" for name in state.missing)
+    yield from (f"state of {name} is not loaded" for name in state.unexpected)
+    if precision != "keep":
+        yield f"precision={precision!r} may change moments"
 
 
 def _taken(everything: dict[str, Any], name: str) -> Mapping[str, Any]:
