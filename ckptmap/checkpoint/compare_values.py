@@ -19,7 +19,7 @@ FEW = 16
 """Elements of a hyper-parameter that is a tensor: a learning rate, betas."""
 
 
-def unequal_values(a: Checkpoint, b: Checkpoint) -> tuple[int, dict[str, tuple[Any, Any]]]:
+def unequal_values(a: Checkpoint, b: Checkpoint) -> tuple[int, dict[str, tuple[object, object]]]:
     """How many plain values of both agree, and those that differ, by name; what is said of the run
     itself is no difference."""
     count, found = 0, {}
@@ -32,7 +32,7 @@ def unequal_values(a: Checkpoint, b: Checkpoint) -> tuple[int, dict[str, tuple[A
     return count, found
 
 
-Pair: TypeAlias = tuple[dict[Path, Any], dict[Path, Any], int]
+Pair: TypeAlias = tuple[dict[Path, object], dict[Path, object], int]
 """Values by path of two checkpoints, and how many segments name an entry."""
 
 
@@ -101,7 +101,7 @@ def _group_pairs(
 
 def _kept(
     ckpt: Checkpoint, names: Mapping[Path, Path], dropped: Container[str] = ()
-) -> dict[Path, Any]:
+) -> dict[Path, object]:
     held = {**ckpt.plain, **dict.fromkeys(ckpt.other, TENSOR)}
     return {
         names.get(path, path): value for path, value in held.items() if join(path) not in dropped
@@ -116,18 +116,18 @@ def _settings(head: Path, group: Mapping[str, Any]) -> dict[Path, Any]:
     }
 
 
-def _read(value: Any) -> Any:
+def _read(value: object) -> object:
     """A hyper-parameter that is kept as a tensor, as a number."""
     if isinstance(value, LazyTensor):
         return value.read().tolist() if value.info.numel <= FEW else None
     return value
 
 
-def _values(fqn: str, values: Mapping[str, Any]) -> dict[Path, Any]:
+def _values(fqn: str, values: Mapping[str, object]) -> dict[Path, object]:
     return {(OPTIMIZER, f"{fqn}.{name}"): value for name, value in values.items()}
 
 
-def _rest(ckpt: Checkpoint) -> dict[Path, Any]:
+def _rest(ckpt: Checkpoint) -> dict[Path, object]:
     rest = ckpt.optimizer_reader.named().rest if ckpt.optimizer_reader.present else {}
     return {
         (OPTIMIZER, *path): value

@@ -33,7 +33,7 @@ class _Merge:
     """The index as it grows, member by member."""
 
     leaves: dict[Path, Leaf] = field(default_factory=dict)
-    records: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    records: dict[str, Mapping[str, object]] = field(default_factory=dict)
     files: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     unread_files: list[str] = field(default_factory=list)

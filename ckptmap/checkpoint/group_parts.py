@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from ckptmap import registry
 from ckptmap.checkpoint.logical_tensors import LogicalTensors
@@ -31,7 +31,7 @@ class RefusedLeaf:
 
 def group_parts(
     leaves: Mapping[Path, Leaf],
-    records: Mapping[str, Mapping[str, Any]],
+    records: Mapping[str, Mapping[str, object]],
     root: Path,
     where: str,
     refused: list[RefusedLeaf],
@@ -72,7 +72,7 @@ def group_parts(
     return _in_order(order, stored)
 
 
-def string_records(rest: Mapping[Path, Any], root: Path) -> dict[str, str]:
+def string_records(rest: Mapping[Path, object], root: Path) -> dict[str, str]:
     """Strings of a model's dict by key, as bitsandbytes 0.38 to 0.42 names the order of its codes."""
     depth = len(root)
     return {

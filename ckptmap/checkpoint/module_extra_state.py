@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.errors import CkptmapError
@@ -48,7 +47,7 @@ def buffer(path: Path, leaf: Leaf) -> Instance | None:
     return Instance(_BUFFER, (data, at, None))
 
 
-def as_live(value: Any) -> Any:
+def as_live(value: object) -> object:
     """The io.BytesIO that `buffer` found; any other value as it is."""
     if not isinstance(value, Instance) or value.cls != _BUFFER:
         return value
@@ -60,7 +59,7 @@ def as_live(value: Any) -> Any:
     return made
 
 
-def noted(values: Mapping[Path, Any]) -> list[str]:
+def noted(values: Mapping[Path, object]) -> list[str]:
     found = [".".join(map(str, path)) for path, v in values.items() if isinstance(v, Instance)]
     if not found:
         return []

@@ -28,14 +28,14 @@ class NameTranslation:
 
     choice: SchemeChoice
     config: Mapping[str, Any] | None
-    used: Mapping[str, Any]
+    used: Mapping[str, object]
     left: Mapping[str, str]
     dropped: Mapping[str, str]
     unmapped: tuple[str, ...]
     origins: Mapping[str, tuple[str, ...]]
     decoded: Mapping[str, DerivedTensor]
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """Return JSON, with the mapping files themselves: they may be gone when it is read."""
         return {
             "from": _file(self.choice.source),

@@ -37,7 +37,7 @@ def _translated(
     base: Checkpoint,
     resolution: Resolution,
     choice: SchemeChoice,
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, object] | None,
     left: Mapping[str, str],
 ) -> Checkpoint:
     """Return `base` under the names that `resolution` found."""
@@ -116,7 +116,7 @@ def translated(
     names_from: str | None = None,
     config_from: str | None = None,
     leave: Callable[[str], str | None] = lambda key: None,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, object] | None = None,
 ) -> Checkpoint:
     """The checkpoint under the names that are asked for; `leave` says why a key stays behind, if it
     does; `config` is taken where none lies beside it. Raises PlanError CKM601 to CKM617."""
@@ -137,7 +137,9 @@ def translated_as(ckpt: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
     return _applied(ckpt, SchemeChoice(source, target), record["config"], record["left"])
 
 
-def named_alike(ckpt: Checkpoint, record: Mapping[str, Any], weights: Iterable[str]) -> Checkpoint:
+def named_alike(
+    ckpt: Checkpoint, record: Mapping[str, object], weights: Iterable[str]
+) -> Checkpoint:
     """`ckpt` as an output was translated; or as it is, if it has the output's `weights` by name
     already: a model that went to another scheme and back is held against the original."""
     try:
@@ -171,7 +173,7 @@ def tied_away(
 def _applied(
     ckpt: Checkpoint,
     choice: SchemeChoice,
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, object] | None,
     left: Mapping[str, str],
 ) -> Checkpoint:
     infos = {key: info for key, info in ckpt.infos().items() if key not in left}

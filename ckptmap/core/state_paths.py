@@ -66,7 +66,7 @@ def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
     return {key: _listed(value) for key, value in tree.items()}
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> object:
     if not isinstance(value, dict):
         return value
     value = {key: _listed(item) for key, item in value.items()}
@@ -76,7 +76,7 @@ def _listed(value: Any) -> Any:
     return value
 
 
-def opaques(value: Any) -> Iterator[Opaque]:
+def opaques(value: object) -> Iterator[Opaque]:
     """Every object of a class that is never called, at any depth."""
     for item in within(value):
         if isinstance(item, Opaque):
@@ -85,10 +85,10 @@ def opaques(value: Any) -> Iterator[Opaque]:
             yield from opaques(item.values)
 
 
-def within(value: Any) -> Iterator[Any]:
+def within(value: object) -> Iterator[object]:
     """It, and all that lies in its dicts, lists, tuples and sets, keys too; what lies in a container
     that is there twice, once: it may hold itself."""
-    seen: dict[int, Any] = {}
+    seen: dict[int, object] = {}
     todo = [value]
     while todo:
         item = todo.pop()
@@ -104,9 +104,9 @@ def _held(container: Any) -> list[Any]:
     return list(container)
 
 
-def hides_tensor(value: Any) -> bool:
+def hides_tensor(value: object) -> bool:
     """Is there a stored tensor, inside of foreign objects as well?"""
-    seen: dict[int, Any] = {}
+    seen: dict[int, object] = {}
     todo = [value]
     while todo:
         item = todo.pop()
@@ -122,13 +122,13 @@ def hides_tensor(value: Any) -> bool:
     return False
 
 
-def is_endless(value: Any) -> bool:
+def is_endless(value: object) -> bool:
     """Does it hold itself, nest deeper than anything that is read or written, or refer to the same
     lists so often that written out, as containers are, it would be millions of times its size?"""
     extents: dict[int, tuple[int, int]] = {}
     own = 0
 
-    def extent(container: Any, depth: int) -> tuple[int, int]:
+    def extent(container: object, depth: int) -> tuple[int, int]:
         """Levels, and items with all repetitions."""
         nonlocal own
         if depth > MAX_DEPTH:
@@ -187,7 +187,9 @@ class _Said:
 TENSOR, NOTHING = _Said("a tensor"), _Said("nothing")
 
 
-def differing(mine: Mapping[Path, Any], source: Mapping[Path, Any], depth: int = 1) -> list[str]:
+def differing(
+    mine: Mapping[Path, object], source: Mapping[Path, object], depth: int = 1
+) -> list[str]:
     """What values without tensors have become in an output: every one of the source must be there,
     and be equal, with nothing added to an entry, which is what has the same `depth` segments.
     Tuples and lists are alike, and so are keys 1 and "1": JSON and DCP know one."""
@@ -207,23 +209,23 @@ def differing(mine: Mapping[Path, Any], source: Mapping[Path, Any], depth: int =
 
 
 def unequal(
-    a: Mapping[Path, Any], b: Mapping[Path, Any], depth: int = 1
-) -> tuple[int, dict[str, tuple[Any, Any]]]:
+    a: Mapping[Path, object], b: Mapping[Path, object], depth: int = 1
+) -> tuple[int, dict[str, tuple[object, object]]]:
     """How many values agree, and those that differ, by name; alike as in `differing`. Of an entry
     that both hold, what only one has is a difference."""
     ours, theirs = dict(_atoms(a)), dict(_atoms(b))
     found = _unlike(ours, theirs, depth)
     both = [path for path in ours if path in theirs and ours[path] is not TENSOR]
     agree = sum(path not in found for path in both)
-    named: dict[str, tuple[Any, Any]] = {}
+    named: dict[str, tuple[object, object]] = {}
     for path, values in found.items():
         named.setdefault(_name(path), values)
     return agree, named
 
 
 def _unlike(
-    ours: Mapping[_Where, Any], theirs: Mapping[_Where, Any], depth: int
-) -> dict[_Where, tuple[Any, Any]]:
+    ours: Mapping[_Where, object], theirs: Mapping[_Where, object], depth: int
+) -> dict[_Where, tuple[object, object]]:
     """What differs, or is on one side only, of entries that both hold. A tensor is held against
     plain values alone: what compares tensors knows their encodings."""
     entries = {path[:depth] for path in ours} & {path[:depth] for path in theirs}
@@ -242,7 +244,7 @@ def _unlike(
     return found
 
 
-def _is_hole(path: _Where, value: Any, lasts: Mapping[_Where, int]) -> bool:
+def _is_hole(path: _Where, value: object, lasts: Mapping[_Where, int]) -> bool:
     """Is it the None that keeps the place of what was left out of a list, which goes on?"""
     return value is None and path[-1][0] and int(path[-1][1]) <= lasts.get(path[:-1], -1)
 
@@ -266,13 +268,13 @@ _Where: TypeAlias = tuple[tuple[bool, str], ...]
 names, even where it is a list."""
 
 
-def _atoms(values: Mapping[Path, Any]) -> Iterator[tuple[_Where, Any]]:
+def _atoms(values: Mapping[Path, object]) -> Iterator[tuple[_Where, object]]:
     for path, value in values.items():
         where = tuple((at > 0 and type(s) is ListIndex, str(s)) for at, s in enumerate(path))
         yield from _atoms_below(where, value)
 
 
-def _atoms_below(path: _Where, value: Any) -> Iterator[tuple[_Where, Any]]:
+def _atoms_below(path: _Where, value: object) -> Iterator[tuple[_Where, object]]:
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _atoms_below((*path, (False, str(key))), item)
@@ -283,7 +285,7 @@ def _atoms_below(path: _Where, value: Any) -> Iterator[tuple[_Where, Any]]:
         yield path, value
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _alike(a: object, b: object) -> bool:
     if isinstance(a, Mapping | list | tuple):  # empty ones: what is in others is compared itself
         kind = Mapping if isinstance(a, Mapping) else (list, tuple)
         return isinstance(b, kind) and len(a) == len(b) == 0

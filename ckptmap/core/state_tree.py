@@ -21,7 +21,7 @@ MAX_LISTED = 1 << 16
 """Holes in a list: a file may count to any number."""
 
 
-def flatten(tree: Any, where: str, pickle_nbytes: int) -> dict[Path, Leaf]:
+def flatten(tree: object, where: str, pickle_nbytes: int) -> dict[Path, Leaf]:
     """Leaves by path, in stored order; lists without tensors are one leaf each.
 
     Segments are dict keys, or `ListIndex` inside a list or tuple that holds tensors. Raises
@@ -52,7 +52,7 @@ def _flatten(node: Any, path: Path, leaves: dict[Path, Leaf], where: str, limit:
         leaves[path] = node
 
 
-def holds_tensor(node: Any) -> bool:
+def holds_tensor(node: object) -> bool:
     """Is there a tensor, plain or of a subclass, in these nested lists and dicts?"""
     seen: set[int] = set()
     todo = [node]
@@ -86,7 +86,7 @@ def nest(leaves: Iterable[tuple[Path, Any]]) -> Any:
     return _listed(root)
 
 
-class _Branch(dict[Any, Any]):
+class _Branch(dict[object, object]):
     """A dict made here, told from one that is a leaf."""
 
 

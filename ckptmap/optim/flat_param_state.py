@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.optim.state import PARAMS, Optimizer, Same, StateLeaf
@@ -76,7 +75,7 @@ def _check_alike(one: StateLeaf, other: StateLeaf, unit: FlatUnit) -> None:
         )
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     """Of tensors dtype and being a scalar, of others the value."""
     if isinstance(value, LazyTensor):
         return f"a {value.dtype} {'tensor' if value.shape else 'scalar'}"

@@ -16,7 +16,7 @@ from ckptmap.tensors import Path, StoredTensor
 class FindsMoments(Protocol):
     """A scheme of which some library stores moments as tensors without a record."""
 
-    def moments(self, leaves: Mapping[Path, Any]) -> Mapping[Path, Any]:
+    def moments(self, leaves: Mapping[Path, object]) -> Mapping[Path, object]:
         """Leaves of optimizer state, a Group in place of the tensors of a moment; the same where
         there is none. Raises SourceError CKM115."""
 

@@ -191,8 +191,8 @@ class LowBit:
             "load the checkpoint into that optimizer with ckptmap.load",
         )
 
-    def record(self, info: TensorInfo) -> Mapping[str, Any]:
-        found: dict[str, Any] = {
+    def record(self, info: TensorInfo) -> Mapping[str, object]:
+        found: dict[str, object] = {
             "scheme": self.name,
             "version": VERSION,
             "block_size": self.block_size,
@@ -251,7 +251,7 @@ class LowBitScheme:
         ]
 
     def _recorded(
-        self, fqn: str, record: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+        self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
     ) -> tuple[Group, Sequence[str]]:
         encoding, info = read_record(fqn, record)
         parts = encoding.parts(info)

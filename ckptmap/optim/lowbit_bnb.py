@@ -31,16 +31,16 @@ class Bnb8bit(LowBitScheme):
 
     name = "bnb8bit"
 
-    def moments(self, leaves: Mapping[Path, Any]) -> Mapping[Path, Any]:
+    def moments(self, leaves: Mapping[Path, object]) -> Mapping[Path, object]:
         """bitsandbytes' three tensors put together. Raises SourceError CKM115."""
         return _gathered(leaves)
 
 
-def _gathered(leaves: Mapping[Path, Any]) -> Mapping[Path, Any]:
+def _gathered(leaves: Mapping[Path, object]) -> Mapping[Path, object]:
     if not any(path[-1] in ("state1", "state2") for path in leaves if path):
         return leaves
     one = _one_state(leaves)
-    found: dict[Path, Any] = {}
+    found: dict[Path, object] = {}
     for path, leaf in leaves.items():
         name, around = path[-1], path[:-1]
         hidden = bool(around) and around[-1] == HIDDEN
@@ -56,14 +56,14 @@ def _gathered(leaves: Mapping[Path, Any]) -> Mapping[Path, Any]:
     return found
 
 
-def _is_part(path: Path, leaves: Mapping[Path, Any]) -> bool:
+def _is_part(path: Path, leaves: Mapping[Path, object]) -> bool:
     """Is it a scale or table of a state beside it?"""
     name = str(path[-1])
     known = name[:-1] in ("absmax", "qmap") and name[-1] in "12"
     return known and (*path[:-1], f"state{name[-1]}") in leaves
 
 
-def _names(first: Any, second: Any, one: str) -> tuple[str, ...]:
+def _names(first: object, second: object, one: str) -> tuple[str, ...]:
     """What `state1` holds: AdEMAMix's has a row for each of two averages."""
     if second is None:
         return (one,)
@@ -118,14 +118,14 @@ LION_BETA = 0.9
 """A second beta above is Lion's; below it may be the dampening of an SGD."""
 
 
-def _one_state(leaves: Mapping[Path, Any]) -> str:
+def _one_state(leaves: Mapping[Path, object]) -> str:
     """The name of a state that stands alone, where all groups are of one algorithm."""
     known = {_algorithm(group) for group in _groups(leaves)}
     return _ONE.get(known.pop(), UNNAMED) if len(known) == 1 else UNNAMED
 
 
-def _groups(leaves: Mapping[Path, Any]) -> list[Mapping[Any, Any]]:
-    found: dict[Path, dict[Any, Any]] = {}
+def _groups(leaves: Mapping[Path, object]) -> list[Mapping[object, object]]:
+    found: dict[Path, dict[object, object]] = {}
     for path, leaf in leaves.items():
         if path == (GROUPS,) and isinstance(leaf, list):
             found |= {(n,): dict(g) for n, g in enumerate(leaf) if isinstance(g, Mapping)}

@@ -21,7 +21,7 @@ class _United:
     `param_names` calls it."""
 
     number: int
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     is_named: bool
     params: dict[str, Any] = field(default_factory=dict)
 

@@ -62,7 +62,7 @@ def write_nested(
     return found
 
 
-def _holds_lazy(value: Any) -> bool:
+def _holds_lazy(value: object) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_lazy, value.values()))
     return isinstance(value, LazyTensor)

@@ -11,7 +11,6 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
-from typing import Any
 
 from ckptmap.errors import SourceError
 from ckptmap.mapping.wrappers import ANYWHERE, HEAD
@@ -57,7 +56,7 @@ class OptimizerReader:
         self,
         leaves: Mapping[Path, Leaf],
         forms: Sequence[KeyForm],
-        make: Callable[[Path, Leaf], Any],
+        make: Callable[[Path, Leaf], object],
         model: Model,
         where: str,
         beside: str | None = None,

@@ -216,7 +216,7 @@ def collect(
     return Optimizer(state, groups, rest, same)
 
 
-def _titled(value: Any, path: Path) -> Any:
+def _titled(value: object, path: Path) -> object:
     return value.named(".".join(map(str, path))) if isinstance(value, LazyTensor) else value
 
 

@@ -47,7 +47,7 @@ class _Moving:
         dense: Encoding,
     ) -> None:
         self.found, self.infos, self.dense = found, infos, dense
-        self.states: dict[str, dict[Path, Any]] = {}
+        self.states: dict[str, dict[Path, object]] = {}
         for leaf in found.leaves:
             self.states.setdefault(leaf.key, {})[leaf.name] = leaf.value
         self.made = {
@@ -88,7 +88,9 @@ class _Moving:
             parts = {source: state[title] for source, state in having.items()}
             yield StateLeaf(name, title, self._value(name, made, title, parts))
 
-    def _value(self, name: str, made: MappedTensor, title: Path, parts: Mapping[str, Any]) -> Any:
+    def _value(
+        self, name: str, made: MappedTensor, title: Path, parts: Mapping[str, object]
+    ) -> object:
         if not title:
             return {}
         label = f"{name}.{'.'.join(map(str, title))}"

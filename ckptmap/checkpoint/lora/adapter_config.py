@@ -106,7 +106,7 @@ _RECORDED = (
 )  # fmt: skip
 
 
-def _refuse_variants(file: Path, text: Mapping[str, Any]) -> None:
+def _refuse_variants(file: Path, text: Mapping[str, object]) -> None:
     for name in _UNMERGEABLE:
         if text.get(name):
             raise SourceError(
@@ -146,7 +146,7 @@ def _value(
     return value
 
 
-def _strings(file: Path, text: Mapping[str, Any], name: str) -> tuple[str, ...]:
+def _strings(file: Path, text: Mapping[str, object], name: str) -> tuple[str, ...]:
     value = text.get(name) or ()
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
         raise SourceError(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ckptmap.core.quantized_codes import Repairs
 from ckptmap.errors import RunError
@@ -112,7 +112,7 @@ class Over:
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
         raise AssertionError("a merged tensor is written in another encoding")
 
-    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+    def record(self, info: TensorInfo) -> Mapping[str, object] | None:
         return None
 
     def repaired(self) -> Encoding:

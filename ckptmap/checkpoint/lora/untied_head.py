@@ -14,7 +14,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.storage.file_systems import local_copy
@@ -71,7 +70,7 @@ def _is_headless(ckpt: Checkpoint) -> bool:
     return not any(map(is_head, ckpt))
 
 
-def _is_of_words(lazy: LazyTensor, config: Mapping[str, Any]) -> bool:
+def _is_of_words(lazy: LazyTensor, config: Mapping[str, object]) -> bool:
     """A matrix of a row a word?"""
     return len(lazy.shape) == 2 and lazy.shape[0] == _inner(config).get("vocab_size")
 
@@ -85,14 +84,16 @@ def is_head(fqn: str) -> bool:
     return fqn.endswith(".weight") and stem(fqn) in HEADS
 
 
-def _head(embedding: str, config: Mapping[str, Any]) -> str:
+def _head(embedding: str, config: Mapping[str, object]) -> str:
     name = _HEAD_OF.get(embedding.removesuffix(".weight")) or _HEAD_OF.get(stem(embedding))
     if name is None or config.get("is_encoder_decoder"):
         return ""
     return f"{_TOWER if embedding.startswith(_TOWER) else ''}{name}.weight"
 
 
-def _config(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None) -> dict[str, Any] | None:
+def _config(
+    ckpt: Checkpoint, config_from: str | os.PathLike[str] | None
+) -> dict[str, object] | None:
     """That which was asked for, or lies beside the weights; None: there is none that can be read."""
     try:
         if config_from is not None:
@@ -106,7 +107,7 @@ def _config(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None) -> dic
     return config if isinstance(config, dict) else None
 
 
-def _has_head(config: Mapping[str, Any]) -> bool:
+def _has_head(config: Mapping[str, object]) -> bool:
     """Does it give the model a head, tied to its embedding?"""
     said = config.get("architectures")
     names = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
@@ -120,7 +121,7 @@ def _names_head(name: str) -> bool:
     return not bare and not any(word in name for word in _HEADLESS)
 
 
-def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _inner(config: Mapping[str, object]) -> Mapping[str, object]:
     """That of the model of words, where there are several."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
