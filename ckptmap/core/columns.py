@@ -35,7 +35,7 @@ class Columns(Sequence[R]):
     __slots__ = ()
     row: ClassVar[Callable[..., Any]]
     """Make a row of one entry of each column."""
-    _columns_of: ClassVar[Callable[[Any], tuple[Sequence[Any], ...]]]
+    _columns_of: ClassVar[Callable[[object], tuple[Sequence[object], ...]]]
 
     def __init_subclass__(cls) -> None:
         cls._columns_of = attrgetter(*cls.__annotations__)
@@ -59,7 +59,7 @@ class Columns(Sequence[R]):
         """Return the rows at `indices`, in that order."""
         return type(self)(*[list(map(c.__getitem__, indices)) for c in self.columns()])
 
-    def extend(self, *columns: Iterable[Any]) -> None:
+    def extend(self, *columns: Iterable[object]) -> None:
         """Append rows, given as columns. The columns of `self` must be lists."""
         for column, more in zip(self.columns(), columns, strict=True):
             assert isinstance(column, list)

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.mapping.mapping_file import load_scheme, read_head
@@ -146,7 +145,7 @@ def _entry(path: str, mark: tuple[int, int]) -> CatalogEntry:
     return CatalogEntry(**vars(read_head(_head_of(path), path)), path=path)
 
 
-def _head_of(path: str) -> Mapping[str, Any]:
+def _head_of(path: str) -> Mapping[str, object]:
     """The tables before the first rule that say what the file is."""
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.mapping.catalog import SUFFIX, CatalogEntry, available, find
@@ -78,14 +77,16 @@ class KeyCounts:
         )
 
 
-def recognise(keys: Collection[str], config: Mapping[str, Any] | None = None) -> list[CatalogEntry]:
+def recognise(
+    keys: Collection[str], config: Mapping[str, object] | None = None
+) -> list[CatalogEntry]:
     """The schemes whose fingerprints these keys have; those for the config's model type alone, if
     there are any."""
     seen = KeyCounts(keys)
     return _for_model([entry for entry in available() if seen.match(entry.detect)], config)
 
 
-def model_types(config: Mapping[str, Any] | None) -> list[str]:
+def model_types(config: Mapping[str, object] | None) -> list[str]:
     """`model_type` of the config, and of the text model in it."""
     text = (config or {}).get("text_config")
     configs = (config or {}, text if isinstance(text, Mapping) else {})
@@ -93,7 +94,7 @@ def model_types(config: Mapping[str, Any] | None) -> list[str]:
 
 
 def _for_model(
-    entries: Sequence[CatalogEntry], config: Mapping[str, Any] | None
+    entries: Sequence[CatalogEntry], config: Mapping[str, object] | None
 ) -> list[CatalogEntry]:
     wanted = set(model_types(config))
     found = [entry for entry in entries if wanted.intersection(entry.models)]
@@ -125,7 +126,7 @@ def choose(
     keys: Collection[str] | Mapping[str, TensorInfo],
     names: str,
     names_from: str | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, object] | None = None,
 ) -> SchemeChoice:
     """What `--names` and `--names-from` mean for these keys.
 
@@ -145,7 +146,7 @@ class _Choosing:
         keys: Collection[str] | Mapping[str, TensorInfo],
         names: str,
         names_from: str | None,
-        config: Mapping[str, Any] | None,
+        config: Mapping[str, object] | None,
     ) -> None:
         self.names, self.names_from, self.config = names, names_from, config
         self.keys, self.seen = keys, KeyCounts(keys)

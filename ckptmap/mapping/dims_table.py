@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.mapping.expressions import Expr, Unknown, Value
@@ -25,7 +24,7 @@ class Dims:
     `config` None: there is none, and whatever asks for it is unknown.
     """
 
-    def __init__(self, exprs: Mapping[str, Expr], config: Mapping[str, Any] | None) -> None:
+    def __init__(self, exprs: Mapping[str, Expr], config: Mapping[str, object] | None) -> None:
         self._exprs = exprs
         self._config = config
         self._known: dict[str, int | None] = {}
@@ -127,8 +126,8 @@ class Dims:
         return "config: " + ", ".join(f"{name} {_shown(v)}" for name, v in self.used.items())
 
 
-def _looked_up(config: Mapping[str, Any], path: list[str]) -> Any:
-    node: Any = config
+def _looked_up(config: Mapping[str, object], path: list[str]) -> object:
+    node: object = config
     if ".".join(path) in config:  # as a manifest keeps it
         return config[".".join(path)]
     for segment in path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
 
 from ckptmap.mapping.completeness import capture_ranges
 from ckptmap.mapping.dims_table import Dims
@@ -14,7 +13,7 @@ from ckptmap.mapping.rule_errors import DIM, missing_config
 from ckptmap.mapping.rules import NamingScheme, Rule, Term
 from ckptmap.tensors import TensorInfo
 
-TYPICAL: Mapping[str, Any] = {
+TYPICAL: Mapping[str, object] = {
     "num_hidden_layers": 2, "hidden_size": 60, "num_attention_heads": 12, "num_key_value_heads": 4,
     "head_dim": 10, "intermediate_size": 56, "vocab_size": 102, "moe_intermediate_size": 18,
     "shared_expert_intermediate_size": 26, "num_experts": 5, "num_local_experts": 5,
@@ -33,7 +32,7 @@ FREE = 13
 
 
 def expected_tensors(
-    scheme: NamingScheme, config: Mapping[str, Any], *, hub: bool, dtype: str = "float32"
+    scheme: NamingScheme, config: Mapping[str, object], *, hub: bool, dtype: str = "float32"
 ) -> dict[str, TensorInfo]:
     """Keys and shapes of one side, in the order of the rules; what is optional is there, what is
     tied away by the config is not. Raises PlanError CKM605 where the config lacks a value."""
@@ -85,7 +84,7 @@ def _count(scheme: NamingScheme, capture: str) -> Expr:
 class _Sizes(Dims):
     """With an extent for axes that are in no `[dims]`: their shapes would tell."""
 
-    def __init__(self, scheme: NamingScheme, config: Mapping[str, Any]) -> None:
+    def __init__(self, scheme: NamingScheme, config: Mapping[str, object]) -> None:
         super().__init__(scheme.dims, config)
         terms = [term for rule in scheme.rules for term in (*rule.hub, *rule.other)]
         self._sliced = {cut.axis for term in terms for cut in term.slices}

@@ -72,7 +72,7 @@ def parse_scheme(text: str, where: str) -> NamingScheme:
     return scheme
 
 
-def read_head(document: Mapping[str, Any], where: str) -> SchemeHead:
+def read_head(document: Mapping[str, object], where: str) -> SchemeHead:
     """From the keys before its tables, and [detect]. Raises PlanError CKM601."""
     return _Reader(where).head(document)
 
@@ -84,7 +84,7 @@ class _Reader:
         self._where = where
         self._scheme = ""
 
-    def head(self, document: Mapping[str, Any]) -> SchemeHead:
+    def head(self, document: Mapping[str, object]) -> SchemeHead:
         self._known(document, _TOP, "the file")
         if document.get("schema") != SCHEMA:
             raise self._wrong(f"schema {document.get('schema')!r}, expected {SCHEMA}")
@@ -99,7 +99,7 @@ class _Reader:
             self._text(document.get("same_as", ""), "same_as"),
         )
 
-    def scheme(self, document: Mapping[str, Any], text: str) -> NamingScheme:
+    def scheme(self, document: Mapping[str, object], text: str) -> NamingScheme:
         head = self.head(document)
         self._scheme = head.name
         dims = self._table(document, "dims")
@@ -119,7 +119,7 @@ class _Reader:
 
     # ------------------------------------------------------------------ entries
 
-    def _rule(self, number: int, entry: Mapping[str, Any]) -> Rule:
+    def _rule(self, number: int, entry: Mapping[str, object]) -> Rule:
         where = f"{self._where}: rule {number}"
         self._known(entry, _RULE | {HUB, self._scheme}, f"rule {number}")
         hub, other = (self._side(entry, side, where) for side in (HUB, self._scheme))
@@ -169,7 +169,7 @@ class _Reader:
             raise self._wrong(f'{what} is {text!r}, expected "LOW : END"')
         return self._parsed(low.strip() or "0", what), self._parsed(high.strip(), what)
 
-    def _detect(self, entry: Mapping[str, Any]) -> Detect:
+    def _detect(self, entry: Mapping[str, object]) -> Detect:
         self._known(entry, {"any", "all", "none"}, "[detect]")
         found: dict[str, tuple[NamePattern, ...]] = {
             kind: tuple(
@@ -181,7 +181,7 @@ class _Reader:
         }
         return Detect(**found)
 
-    def _drop(self, entry: Mapping[str, Any]) -> Drop:
+    def _drop(self, entry: Mapping[str, object]) -> Drop:
         self._known(entry, {HUB, self._scheme, "why", "when"}, "[[drop]]")
         sides = [side for side in dict.fromkeys((HUB, self._scheme)) if side in entry]
         if len(sides) != 1 or not entry.get("why"):
@@ -195,7 +195,7 @@ class _Reader:
         why = self._text(entry["why"], "why")
         return Drop(names, sides[0] == HUB, why, self._condition(entry))
 
-    def _ties(self, entry: Mapping[str, Any]) -> Iterator[Tie]:
+    def _ties(self, entry: Mapping[str, object]) -> Iterator[Tie]:
         self._known(entry, {HUB, self._scheme, "when", "written"}, "[[tie]]")
         written = entry.get("written", False)
         if not isinstance(written, bool):
@@ -214,7 +214,7 @@ class _Reader:
         if not sides:
             raise self._wrong("[[tie]] names no side")
 
-    def _refuse(self, entry: Mapping[str, Any]) -> Refuse:
+    def _refuse(self, entry: Mapping[str, object]) -> Refuse:
         self._known(entry, {"when", "why"}, "[[refuse]]")
         when = self._condition(entry)
         if when is None or not entry.get("why"):
@@ -223,7 +223,7 @@ class _Reader:
 
     # ------------------------------------------------------------------ values
 
-    def _condition(self, entry: Mapping[str, Any]) -> Expr | None:
+    def _condition(self, entry: Mapping[str, object]) -> Expr | None:
         return self._expr(entry["when"], "when") if "when" in entry else None
 
     def _expr(self, value: object, what: str) -> Expr:
@@ -242,7 +242,7 @@ class _Reader:
             raise self._wrong(f"{what} is {value!r}, expected text")
         return value
 
-    def _word(self, entry: Mapping[str, Any], key: str) -> str:
+    def _word(self, entry: Mapping[str, object], key: str) -> str:
         text = self._text(entry.get(key), key)
         if not _WORD.fullmatch(text):
             raise self._wrong(f"{key} is {text!r}, expected a word")
@@ -253,19 +253,19 @@ class _Reader:
             raise self._wrong(f"{what} is {value!r}, expected a list of texts")
         return [self._text(item, what) for item in value]
 
-    def _table(self, entry: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    def _table(self, entry: Mapping[str, object], key: str) -> Mapping[str, object]:
         found = entry.get(key, {})
         if not isinstance(found, dict):
             raise self._wrong(f"{key} is {found!r}, expected a table")
         return found
 
-    def _tables(self, entry: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    def _tables(self, entry: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
         found = entry.get(key, [])
         if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
             raise self._wrong(f"{key} must be written [[{key}]]")
         return cast("list[Mapping[str, Any]]", found)
 
-    def _known(self, entry: Mapping[str, Any], words: set[str], what: str) -> None:
+    def _known(self, entry: Mapping[str, object], words: set[str], what: str) -> None:
         strange = next((key for key in entry if key not in words), None)
         if strange is not None:
             raise self._wrong(f"{what} has {strange!r}, expected one of {', '.join(sorted(words))}")

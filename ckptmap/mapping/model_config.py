@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.formats.meta.params_json import PARAMS, read_params
@@ -17,7 +16,7 @@ CONFIG = "config.json"
 MAX_NBYTES = 64 << 20
 
 
-def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
     """A config.json, or that of a directory, here or on the Hub. Raises PlanError CKM605 where it
     is none."""
     file = locate(path).path
@@ -35,7 +34,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return found
 
 
-def config_beside(path: str, asked: str | None = None) -> dict[str, Any] | None:
+def config_beside(path: str, asked: str | None = None) -> dict[str, object] | None:
     """The one that was `asked` for, else the one beside a checkpoint, else the sizes that Meta's
     params.json beside it has; None: there is none."""
     if asked is not None:
@@ -48,7 +47,7 @@ def config_beside(path: str, asked: str | None = None) -> dict[str, Any] | None:
     return None if params is None else params.config
 
 
-def as_config(config: object) -> dict[str, Any] | None:
+def as_config(config: object) -> dict[str, object] | None:
     """What a caller gives for a config: a mapping, a transformers config, a path, None."""
     if config is None or isinstance(config, Mapping):
         return None if config is None else dict(config)

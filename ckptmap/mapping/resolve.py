@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckptmap.core.strided_boxes import Piece
 from ckptmap.errors import PlanError
@@ -66,7 +66,7 @@ class Resolution:
     dropped: Mapping[str, str]
     unmapped: Sequence[str]
     tied: Mapping[str, str] = field(default_factory=dict)
-    used: Mapping[str, Any] = field(default_factory=dict)
+    used: Mapping[str, object] = field(default_factory=dict)
     left: Collection[str] = ()
 
 
@@ -75,7 +75,7 @@ def resolve(
     infos: Mapping[str, TensorInfo],
     *,
     to_hub: bool,
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, object] | None,
     complete: bool = True,
     left: Collection[str] = (),
 ) -> Resolution:
@@ -92,7 +92,7 @@ class _Resolver:
         scheme: NamingScheme,
         infos: Mapping[str, TensorInfo],
         to_hub: bool,
-        config: Mapping[str, Any] | None,
+        config: Mapping[str, object] | None,
         complete: bool,
         left: Collection[str],
     ) -> None:

@@ -7,7 +7,6 @@ What the first resolution makes and the second takes apart is composed in intege
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from ckptmap.core.strided_boxes import Piece, StridedBox, compose
 from ckptmap.errors import PlanError
@@ -21,7 +20,7 @@ def translate(
     infos: Mapping[str, TensorInfo],
     source: NamingScheme | None,
     target: NamingScheme | None,
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, object] | None,
     *,
     complete: bool = True,
     left: Collection[str] = (),
@@ -52,7 +51,7 @@ def translate(
 def _to_hub(
     infos: Mapping[str, TensorInfo],
     source: NamingScheme | None,
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, object] | None,
     complete: bool,
     left: Collection[str],
 ) -> Resolution:

@@ -54,7 +54,7 @@ def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _all_lie(ckpt: Checkpoint, planned: Mapping[str, Any]) -> bool:
+def _all_lie(ckpt: Checkpoint, planned: Mapping[str, object]) -> bool:
     """Is every tensor the one extent that was planned, and no other there? A look at columns, for
     what was just written; False leaves it to a look at each to say what is wrong."""
     leaves, path = ckpt.index.leaves, Path(ckpt.path).absolute()

@@ -64,7 +64,7 @@ class Fp8(ScaledEncoding):
     def rule(self, info: TensorInfo) -> RoundingRule:
         return FinegrainedFloat8()
 
-    def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
+    def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         stored = None if self.scale_stored is None else list(self.scale_stored)
         return {"native": "transformers", "scale_name": self.scale_name, "scale_stored": stored}
 
@@ -108,7 +108,7 @@ class Fp8Scheme:
 
     def quantization_config(
         self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
-    ) -> Mapping[str, Any]:
+    ) -> Mapping[str, object]:
         """As transformers' `FineGrainedFP8Config` writes it."""
         return {
             "quant_method": "fp8",
@@ -119,7 +119,7 @@ class Fp8Scheme:
 
 
 def _recorded(
-    fqn: str, record: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+    fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
 ) -> tuple[Group, Sequence[str]]:
     read = read_record(fqn, record, "fp8")
     shape = record.get("scale_stored")
@@ -177,7 +177,7 @@ def _pairs(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, tuple[str,
 
 
 def _block(
-    fqn: str, info: TensorInfo, scale: TensorInfo, config: Mapping[str, Any]
+    fqn: str, info: TensorInfo, scale: TensorInfo, config: Mapping[str, object]
 ) -> tuple[int, ...]:
     """What config.json says, else 128 x 128, else what divides; one scale is of the whole."""
     said = config.get("weight_block_size")

@@ -17,7 +17,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
-from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Placement
@@ -169,7 +168,7 @@ def _read_plan(path: str) -> dict[str, str]:
     """Pattern -> style. Raises PlanError CKM201."""
     try:
         text = FilePath(path).read_text(encoding="utf-8")
-        found: Any = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+        found: object = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise PlanError("CKM201", f"--tp-plan {path}: {error}", _plan_example()) from error
     if not isinstance(found, dict) or not found:

@@ -260,13 +260,13 @@ def _malformed(key: str, what: str) -> SourceError:
     return SourceError("CKM112", f"{key}: {what}", "the file is damaged or of an unknown release")
 
 
-def _ints(values: Any) -> tuple[int, ...] | None:
+def _ints(values: object) -> tuple[int, ...] | None:
     if isinstance(values, list | tuple) and all(type(value) is int for value in values):
         return tuple(values)
     return None
 
 
-def _read_mesh(mesh: Mapping[Any, Any], key: str) -> Mesh:
+def _read_mesh(mesh: Mapping[object, object], key: str) -> Mesh:
     whole = _attributes(mesh.get("_root_mesh")) or mesh
     ranks = _ints(whole.get("_flatten_rank_map", whole.get("_flatten_mesh_list")))
     coordinate = _ints(mesh.get("_coordinate_on_dim"))
@@ -289,7 +289,7 @@ def _one(ranks: tuple[int, ...]) -> tuple[int, ...]:
     return ranks
 
 
-def _layout_shape(layout: Mapping[Any, Any]) -> tuple[int, ...] | None:
+def _layout_shape(layout: Mapping[object, object]) -> tuple[int, ...] | None:
     """Sizes of the mesh dims: an axis of several is a flattened one, of none has size 1."""
     sizes = []
     axes = layout.get("axes")
@@ -304,7 +304,7 @@ def _layout_shape(layout: Mapping[Any, Any]) -> tuple[int, ...] | None:
     return tuple(sizes) or None
 
 
-def _cuts(placements: Sequence[Any], order: Any, ndim: int, key: str) -> tuple[Cutting, ...]:
+def _cuts(placements: Sequence[object], order: object, ndim: int, key: str) -> tuple[Cutting, ...]:
     """The shards, mesh dims left to right unless the spec says other."""
     cuts = []
     for axis, placement in enumerate(placements):
@@ -326,7 +326,7 @@ def _cuts(placements: Sequence[Any], order: Any, ndim: int, key: str) -> tuple[C
     return tuple(_ordered(cuts, order) if len(cuts) > 1 else cuts)
 
 
-def _ordered(cuts: list[Cutting], order: Any) -> list[Cutting]:
+def _ordered(cuts: list[Cutting], order: object) -> list[Cutting]:
     """By `shard_order` of newer specs: ((tensor dim, mesh dims in order), ...)."""
     given: list[tuple[int, int]] = []
     for entry in order if isinstance(order, list | tuple) else ():

@@ -74,7 +74,7 @@ def check_writer(leaves: Iterable[Leaf], rank: int, file: str) -> int | None:
     return None
 
 
-def _shard(shard: Any, whole: TensorInfo, key: str) -> tuple[Box, StoredTensor]:
+def _shard(shard: object, whole: TensorInfo, key: str) -> tuple[Box, StoredTensor]:
     fields = _attributes(shard)
     tensor = fields.get("tensor")
     box = _box(_attributes(fields.get("metadata")), len(whole.shape), key)
@@ -97,7 +97,7 @@ def _box(metadata: Mapping[Any, Any], ndim: int, key: str) -> Box:
     return Box(offsets, sizes)
 
 
-def _ints(values: Any) -> tuple[int, ...] | None:
+def _ints(values: object) -> tuple[int, ...] | None:
     if isinstance(values, list | tuple) and all(type(n) is int and n >= 0 for n in values):
         return tuple(values)
     return None

@@ -159,7 +159,7 @@ def _entries(path: Path, plan_digest: str) -> dict[str, Sequence[Written]]:
     return entries
 
 
-def _parse(line: str) -> Any:
+def _parse(line: str) -> object:
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

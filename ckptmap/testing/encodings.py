@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.operations.convert import convert
@@ -306,7 +306,7 @@ class _Try:
             files.close()
             expect(same(read, self.whole), f"{self.what}: other values when read again")
 
-    def _check_group(self, group: Group, used: Sequence[str], stored: Mapping[str, Any]) -> None:
+    def _check_group(self, group: Group, used: Sequence[str], stored: Mapping[str, object]) -> None:
         expect(group.fqn == "a.w", f"{self.what}: found again as {group.fqn!r}")
         expect(group.info == self.info, f"{self.what}: found again as {group.info}")
         expect(group.encoding == self.encoding, f"{self.what}: found again as {group.encoding}")

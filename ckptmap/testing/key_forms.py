@@ -103,7 +103,7 @@ def _check_round_trip(form: KeyForm, name: str, optimizer: Optimizer) -> None:
     _compare(name, found, optimizer)
 
 
-def _check_keys(name: str, whole: Mapping[Path, Any], keys: StateKeys) -> None:
+def _check_keys(name: str, whole: Mapping[Path, object], keys: StateKeys) -> None:
     """Every leaf is state, a setting, the list of a group's parameters, or left over; none twice."""
     taken = [*keys.state, *keys.hyper, *keys.rest]
     expect(len(taken) == len(set(taken)), f"{name}: a leaf is two things")

@@ -127,7 +127,7 @@ class MappingKit:
     """All tests of one file. `config` is that of a tiny model; None: the file beside it, or a
     typical one."""
 
-    def __init__(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: str | Path, config: Mapping[str, object] | None = None) -> None:
         self.path = Path(path)
         self.config = dict(config) if config is not None else self._config()
         self._scheme: NamingScheme | None = None
@@ -172,11 +172,11 @@ class MappingKit:
             ) from error
         return list(found)
 
-    def _config(self) -> dict[str, Any]:
+    def _config(self) -> dict[str, object]:
         file = self.path.with_suffix(".config.json")
         if not file.is_file():
             return dict(TYPICAL)
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        found: dict[str, object] = json.loads(file.read_text(encoding="utf-8"))
         return found
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.storage.lazy_tensor import info_of, tensor_bytes
 from ckptmap.tensors import ITEMSIZE, Box, TensorInfo
@@ -83,7 +83,7 @@ def dtypes() -> tuple[str, ...]:
     return tuple(name for name in ITEMSIZE if hasattr(torch, name))
 
 
-def save(path: Path, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> Path:
+def save(path: Path, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, object]) -> Path:
     """By torch.save, beside plain values where there are any."""
     import torch
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 SHARD_NBYTES = 1000
-EXTRA: Mapping[str, Any] = {"step": 7, "name": "größe", "lr": 0.1, "betas": [0.9, 0.95]}
+EXTRA: Mapping[str, object] = {"step": 7, "name": "größe", "lr": 0.1, "betas": [0.9, 0.95]}
 
 
 @dataclass

@@ -89,7 +89,7 @@ class Items:
         self._files = Files()
         self._block: tuple[str, int, bytes] = ("", 0, b"")
         weakref.finalize(self, self._files.close)
-        self._kinds: dict[tuple[Any, ...], _Kind] = {}
+        self._kinds: dict[tuple[object, ...], _Kind] = {}
         self._sizes: dict[str, int] = {}
 
     def value(self, file: str, item: Item, key: str) -> Any:
@@ -134,7 +134,9 @@ class Items:
                 found.append(same or self.region(file, item, key, dtype, sizes))
         return found
 
-    def _learned(self, file: str, item: Item, key: str, dtype: str, sizes: tuple[int, ...]) -> Any:
+    def _learned(
+        self, file: str, item: Item, key: str, dtype: str, sizes: tuple[int, ...]
+    ) -> object:
         """What an item holds; if it is as declared, others of its kind are known from now on."""
         loaded = self._load(file, item, key)
         tensor = loaded.tree
@@ -245,7 +247,7 @@ def _between(tail: bytes, free: list[tuple[int, int]]) -> tuple[tuple[int, bytes
     return tuple(runs)
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if isinstance(value, Opaque) and value.is_unresolved:
         return UNRESOLVED
     return repr(value)[:80] if hasattr(value, "class_name") else type(value).__name__

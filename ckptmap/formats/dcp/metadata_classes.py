@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 
 class _Sealed(type):
@@ -21,12 +20,12 @@ class _Record(metaclass=_Sealed):
 
     __slots__ = ()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         names: tuple[str, ...] = self.__slots__
         for name in names:
             setattr(self, name, state.get(name))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return None
 
 
@@ -37,7 +36,7 @@ class Root(_Record):
 class Tensor(_Record):
     __slots__ = ("chunks", "properties", "size")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.chunks, self.size = state.get("chunks"), state.get("size")
         self.properties = state.get("properties")
 
@@ -49,14 +48,14 @@ class Bytes(_Record):
 class ChunkBox(_Record):
     __slots__ = ("offsets", "sizes")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.offsets, self.sizes = state.get("offsets"), state.get("sizes")
 
 
 class Key(_Record):
     __slots__ = ("fqn", "index", "offset")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.fqn, self.offset = state.get("fqn"), state.get("offset")
         self.index = state.get("index")
 
@@ -64,7 +63,7 @@ class Key(_Record):
 class Place(_Record):
     __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.relative_path, self.offset = state.get("relative_path"), state.get("offset")
         self.length = state.get("length")
         self.transform_descriptors = state.get("transform_descriptors")
@@ -73,12 +72,12 @@ class Place(_Record):
 class Properties(_Record):
     __slots__ = ("dtype",)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.dtype = state[0] if isinstance(state, tuple) and state else None
 
 
 MODULE = "torch.distributed.checkpoint.metadata"
-ALLOW: Mapping[tuple[str, str], Any] = {
+ALLOW: Mapping[tuple[str, str], object] = {
     # Five to a tensor, so no Python function: `() + x` gives a tuple back, uncopied, and refuses
     # anything else.
     ("torch", "Size"): ().__add__,

@@ -118,7 +118,7 @@ class _Rows:
         )  # fmt: skip
 
 
-def _other_root(root: Any, where: str) -> SourceError:
+def _other_root(root: object, where: str) -> SourceError:
     found = root.class_name if isinstance(root, Opaque) else type(root).__name__
     hint = "expected torch.distributed.checkpoint.metadata.Metadata"
     if found.startswith("bytecheckpoint."):
@@ -131,7 +131,7 @@ class _Reader:
 
     def __init__(self, where: str) -> None:
         self.where = where
-        self._infos: dict[tuple[Any, ...], TensorInfo] = {}
+        self._infos: dict[tuple[object, ...], TensorInfo] = {}
         self._cut: dict[Tensor, tuple[TensorInfo, list[tuple[Offsets, Offsets]]]] = {}
 
     def metadata(self, root: Any, *taken: Sequence[Any]) -> Metadata:
@@ -166,7 +166,7 @@ class _Reader:
             self._bad(f"{name}, expected a dict, found {_what(value)}")
         return value
 
-    def _items(self, storage: dict[Any, Any]) -> dict[tuple[str, Offsets | None], Item]:
+    def _items(self, storage: dict[object, object]) -> dict[tuple[str, Offsets | None], Item]:
         items: dict[tuple[str, Offsets | None], Item] = {}
         for key, place in storage.items():
             if type(key) is not Key or type(place) is not Place:
@@ -276,7 +276,7 @@ class _Reader:
             boxes.append((offsets, sizes))
         return info, boxes
 
-    def _info(self, key: str, properties: Any, size: Any) -> TensorInfo:
+    def _info(self, key: str, properties: object, size: object) -> TensorInfo:
         shape = self._ints(size, key)
         dtype = properties.dtype if type(properties) is Properties else None
         name = dtype.name if type(dtype) is pickle_read.DType else None
@@ -292,7 +292,7 @@ class _Reader:
             self._bad(f"tensor {key!r}: impossible shape {_what(shape)}")
         return self._infos.setdefault((name, *shape), TensorInfo(shape, name))
 
-    def _ints(self, value: Any, key: str) -> tuple[int, ...]:
+    def _ints(self, value: object, key: str) -> tuple[int, ...]:
         """A plain tuple: a Size compares equal but is written back as a Size."""
         if type(value) is tuple:
             for n in value:
@@ -308,7 +308,7 @@ class _Reader:
                 return tuple(value)
         self._bad(f"tensor {key!r}, expected sizes, found {_what(value)}")
 
-    def _list(self, value: Any, name: str) -> list[Any] | tuple[Any, ...]:
+    def _list(self, value: object, name: str) -> list[object] | tuple[object, ...]:
         if not isinstance(value, list | tuple):
             self._bad(f"{name}, expected a list, found {_what(value)}")
         return value

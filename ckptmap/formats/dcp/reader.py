@@ -354,7 +354,7 @@ def _samples(metadata: Metadata) -> set[str]:
     return set(kinds.values())
 
 
-def _record(value: Any, key: str) -> Mapping[str, Any]:
+def _record(value: object, key: str) -> Mapping[str, object]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise SourceError(
             "CKM115",

@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.tiling import prove_tiling
@@ -53,7 +52,7 @@ class DcpHf:
         names = [name for name in place.names if NAME.fullmatch(name)]
         ranks = _check_names(names, root)
         parts: dict[str, list[tuple[str, Chunk]]] = {}
-        records: dict[str, Mapping[str, Any]] = {}
+        records: dict[str, Mapping[str, object]] = {}
         files = Files()
         try:
             with paused_gc():
@@ -176,7 +175,7 @@ def _read(header: Header, file: str, parts: dict[str, list[tuple[str, Chunk]]]) 
         parts.setdefault(key, []).append((info.dtype, Chunk(Box(offsets, info.shape), region)))
 
 
-def _sharding(header: Header, file: str) -> Mapping[str, Any]:
+def _sharding(header: Header, file: str) -> Mapping[str, object]:
     try:
         found = json.loads(header.metadata.get(SHARDING, "null"))
     except (ValueError, RecursionError):
@@ -186,7 +185,7 @@ def _sharding(header: Header, file: str) -> Mapping[str, Any]:
     return found
 
 
-def _offsets(entry: Any, info: TensorInfo, key: str, file: str) -> tuple[int, ...]:
+def _offsets(entry: object, info: TensorInfo, key: str, file: str) -> tuple[int, ...]:
     offsets = entry.get(OFFSETS) if isinstance(entry, dict) else None
     if (
         not isinstance(offsets, list)

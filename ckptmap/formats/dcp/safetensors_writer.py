@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import PlanError
@@ -69,7 +68,7 @@ def _by_rank(tensors: Sequence[OutTensor]) -> dict[int, list[Entry]]:
     return ranks
 
 
-def _file(rank: int, entries: list[Entry], records: Mapping[str, Mapping[str, Any]]) -> OutFile:
+def _file(rank: int, entries: list[Entry], records: Mapping[str, Mapping[str, object]]) -> OutFile:
     """Largest element size first, so that every tensor is aligned for who maps the file."""
     entries = sorted(entries, key=lambda entry: -entry[1].info.itemsize)
     sharding = {key: {OFFSETS: list(box.offsets)} for key, _, box in entries}

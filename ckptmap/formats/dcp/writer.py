@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_paths import ListIndex, counts
@@ -147,7 +146,7 @@ class _Draft:
         file.slots.append(Slot(path, box, item.offset + form.layout.offsets[0], form.data_nbytes))
         return item
 
-    def _value(self, path: Path, value: Any) -> None:
+    def _value(self, path: Path, value: object) -> None:
         key = self._key(path)
         try:
             raw = _archive(dump(value, name=key))
@@ -171,7 +170,7 @@ def _require_leaves(paths: set[Path]) -> None:
         above = {path[:-1] for path in above if len(path) > 1}
 
 
-def _flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def _flattened(path: Path, value: object) -> Iterator[tuple[Path, object]]:
     """Leaves as torch's `traverse_state_dict` makes them, where nothing is lost by it.
 
     Kept whole, unlike there: empty dicts, which would vanish, and dicts of other keys than
@@ -187,14 +186,14 @@ def _flattened(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def _holds_dicts(values: list[Any]) -> bool:
+def _holds_dicts(values: list[object]) -> bool:
     return any(
         isinstance(item, Mapping) or (isinstance(item, list) and _holds_dicts(item))
         for item in values
     )
 
 
-def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(record: Mapping[str, object]) -> dict[str, object]:
     """A record as dicts and lists, whatever mappings it was made of."""
     return {
         key: _plain(value) if isinstance(value, Mapping) else value

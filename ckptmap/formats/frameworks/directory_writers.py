@@ -27,7 +27,7 @@ from ckptmap.sharding.transformers_param_order import decay_groups
 from ckptmap.tensors import Box, Path, TensorInfo
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
-NEW_RUN: Mapping[str, Any] = {"epoch": 0.0, "global_step": 0, "max_steps": 0, "log_history": []}
+NEW_RUN: Mapping[str, object] = {"epoch": 0.0, "global_step": 0, "max_steps": 0, "log_history": []}
 """What Trainer needs to find, where the source is of no Trainer: it starts with step 0."""
 
 
@@ -171,7 +171,7 @@ def _placed(
     part: _Part,
     state: OutState,
     tensors: Sequence[OutTensor],
-    plain: Mapping[Path, Any],
+    plain: Mapping[Path, object],
     depth: int = 1,
 ) -> list[OutFile]:
     """One part's files, with slots named by the paths that the plan gave, whose first `depth`
@@ -191,7 +191,7 @@ def _placed(
     return [_renamed(file, folder, name, inner) for file in made]
 
 
-def _records(state: OutState, role: str, root: Path) -> dict[str, Mapping[str, Any]]:
+def _records(state: OutState, role: str, root: Path) -> dict[str, Mapping[str, object]]:
     """The encoding records of this part's tensors, under the names that they have inside."""
     return {
         ".".join(map(str, (*root, key.removeprefix(f"{role}.")))): record
@@ -211,7 +211,7 @@ def _extra(
     name: str | None,
     state: OutState,
     tensors: Sequence[OutTensor],
-    values: Mapping[Path, Any],
+    values: Mapping[Path, object],
 ) -> list[OutFile]:
     """The file of one extra value: torch.save's form, or JSON."""
     assert name is not None, "a value that has no place was dropped when it was planned"

@@ -181,7 +181,7 @@ def _names_code(file: str) -> bool:
     return file.endswith(CONFIG) and AUTO_MAP in local_copy(file).read_bytes()
 
 
-def _config(files: Mapping[str, str]) -> dict[str, Any]:
+def _config(files: Mapping[str, str]) -> dict[str, object]:
     if CONFIG not in files:
         return {}
     content = local_copy(files[CONFIG]).read_bytes()
@@ -198,7 +198,7 @@ def _config(files: Mapping[str, str]) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _quantization(config: Mapping[str, object]) -> dict[str, object] | None:
     found = config.get(QUANTIZATION)
     return found if isinstance(found, dict) else None
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from shlex import quote
-from typing import Any
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.tensor_columns import PlainTensors
@@ -174,7 +173,7 @@ def _require_all(root: str, shards: Sequence[str], where: str) -> None:
         )
 
 
-Contents = tuple[PlainTensors, dict[str, Mapping[str, Any]], tuple[str, ...]]
+Contents = tuple[PlainTensors, dict[str, Mapping[str, object]], tuple[str, ...]]
 
 
 def _read_shards(
@@ -185,7 +184,7 @@ def _read_shards(
     paths = [inside(root, shard, where, also) for shard in shards]
     _require_all(root, shards, where)
     headers: list[Header] = []
-    records: dict[str, Mapping[str, Any]] = {}
+    records: dict[str, Mapping[str, object]] = {}
     home: dict[str, str] = {}
     files = Files()
     try:
@@ -212,7 +211,7 @@ def _read_shards(
 
 
 def _merge_records(
-    into: dict[str, Mapping[str, Any]], more: Mapping[str, Mapping[str, Any]], file: str
+    into: dict[str, Mapping[str, object]], more: Mapping[str, Mapping[str, object]], file: str
 ) -> None:
     for fqn, record in more.items():
         known = into.setdefault(fqn, record)
@@ -339,7 +338,7 @@ def _unique_keys(tensors: Sequence[OutTensor]) -> list[str]:
 def _shard_file(
     name: str,
     entries: list[tuple[str, OutTensor]],
-    records: Mapping[str, Mapping[str, Any]],
+    records: Mapping[str, Mapping[str, object]],
     about: Mapping[str, str],
 ) -> OutFile:
     """Largest element size first, so that every tensor is aligned for who maps the file. `about`
@@ -360,8 +359,8 @@ def _shard_file(
 
 
 def _held(
-    records: Mapping[str, Mapping[str, Any]], keys: Sequence[str]
-) -> dict[str, Mapping[str, Any]]:
+    records: Mapping[str, Mapping[str, object]], keys: Sequence[str]
+) -> dict[str, Mapping[str, object]]:
     """Records of tensors of which a part may be among the keys: `a.b.weight` for `a.b.weight.nf4`,
     and for `a.b.SCB`."""
     paths = {path for key in keys for path in _paths(key)}

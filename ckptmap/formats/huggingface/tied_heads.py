@@ -9,7 +9,6 @@ By `_tied_weights_keys` of transformers 5.23. A name that is no module's does no
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 _EVERYWHERE = "lm_head"
 _OF_TYPE: Mapping[str, str] = {
@@ -26,7 +25,7 @@ _WITHIN: Mapping[str, str] = {
 """Module -> the one in it that is tied; BERT, ALBERT, RoBERTa, XLM and their kin."""
 
 
-def of_config(config: Mapping[str, Any]) -> tuple[str, ...]:
+def of_config(config: Mapping[str, object]) -> tuple[str, ...]:
     """Those of models that the config does not say to be untied."""
     text = config.get("text_config")
     if any(c.get("tie_word_embeddings") is False for c in (config, text) if isinstance(c, Mapping)):

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from shlex import quote
-from typing import Any
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import SourceError
@@ -49,7 +48,7 @@ class _Rank:
 
     name: str
     tree: RankTree
-    args: Mapping[str, Any]
+    args: Mapping[str, object]
     keys: Mapping[str, Leaf]
 
     def tensor(self, key: str) -> StoredTensor | None:

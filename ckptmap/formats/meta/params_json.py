@@ -104,7 +104,7 @@ def read_params(file: Path) -> Params | None:
     )
 
 
-def _object(file: Path) -> Mapping[str, Any]:
+def _object(file: Path) -> Mapping[str, object]:
     try:
         if file.stat().st_size > MAX_NBYTES:
             raise ValueError(f"{file.stat().st_size} bytes long")
@@ -124,7 +124,7 @@ def _object(file: Path) -> Mapping[str, Any]:
     return found
 
 
-def _size(values: Mapping[str, Any], name: str, where: str) -> int:
+def _size(values: Mapping[str, object], name: str, where: str) -> int:
     value = values[name]
     if type(value) is not int or value <= 0:
         raise SourceError(
@@ -139,7 +139,7 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _hidden(values: Mapping[str, Any], dim: int) -> int | None:
+def _hidden(values: Mapping[str, object], dim: int) -> int | None:
     """Two thirds of 4 * dim, times the multiplier, up to a multiple; None: the file lacks one."""
     multiple, factor = values.get("multiple_of"), values.get("ffn_dim_multiplier")
     if type(multiple) is not int or multiple <= 0:

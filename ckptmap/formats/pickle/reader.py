@@ -35,7 +35,7 @@ _AHEAD = 1 << 14
 _FEW_NBYTES = 1 << 14
 """Below this the collector hardly runs, and pausing it costs more than it saves."""
 
-Allowed: TypeAlias = Mapping[tuple[str, str], Any]
+Allowed: TypeAlias = Mapping[tuple[str, str], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +77,16 @@ class Inert(Opaque, metaclass=_Name):
 
     items: list[Any]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+    def __new__(cls, *args: object, **kwargs: object) -> Inert:
         self = object.__new__(cls)
         if args or kwargs:
             self.__dict__["args"] = (*args, kwargs) if kwargs else args
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         """Nothing: Opaque's own would take the arguments for fields."""
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.__dict__["state"] = state
 
     @classmethod
@@ -96,13 +96,13 @@ class Inert(Opaque, metaclass=_Name):
         self.__dict__.update(args=args, state=state, info=info)
         return self
 
-    def extend(self, values: list[Any]) -> None:
+    def extend(self, values: list[object]) -> None:
         self.__dict__.setdefault("items", []).extend(values)
 
     def add(self, value: Any) -> None:
         self.extend([value])
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         self.extend([(key, value)])
 
 
@@ -113,19 +113,19 @@ def stub(module: str, name: str) -> type[Inert]:
     return cast("type[Inert]", made)
 
 
-def standing_for(module: str, name: str, function: Callable[..., Any]) -> Any:
+def standing_for(module: str, name: str, function: Callable[..., object]) -> object:
     """A stub class for `module.name` whose call gives `function(*args)`; for `allow` tables.
 
     Never the bare function: a pickle could set its attributes, its defaults for one.
     """
 
-    def __new__(cls: Any, *args: Any) -> Any:
+    def __new__(cls: object, *args: object) -> object:
         return function(*args)
 
     return made_by(module, name, __new__)
 
 
-def made_by(module: str, name: str, new: Callable[..., Any]) -> Any:
+def made_by(module: str, name: str, new: Callable[..., object]) -> object:
     """The same by `new(cls, *args)`: a call less, for what is called 100,000 times."""
     return _Name("Inert", (Inert,), {"module": module, "name": name, "__new__": new})
 
@@ -152,10 +152,10 @@ def _spend(values: Any) -> Any:
     return values
 
 
-class _StateDict(OrderedDict[Any, Any]):
+class _StateDict(OrderedDict[object, object]):
     """An OrderedDict whose attributes a pickle cannot shadow: of its state only `_metadata` stays."""
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if isinstance(state, dict) and "_metadata" in state:
             self._metadata = state["_metadata"]
 
@@ -164,7 +164,7 @@ def _ordered_dict(cls: Any, items: Any = ()) -> OrderedDict[Any, Any]:
     return _StateDict(_spend(items)) if items else _StateDict()
 
 
-def _size(values: Any = ()) -> Size:
+def _size(values: object = ()) -> Size:
     if not isinstance(values, (list, tuple)) or len(values) > MAX_SIZE_DIMS:
         raise pickle.UnpicklingError("malformed torch.Size")
     return Size(values)
@@ -188,7 +188,7 @@ def _bytearray(*args: Any) -> bytearray:
     return bytearray(_spend(args[0]) if args else b"")
 
 
-def _scalar(module: str, name: str) -> Callable[..., Any]:
+def _scalar(module: str, name: str) -> Callable[..., object]:
     def made(*args: Any) -> Any:
         value = number(args)
         return stub(module, name)(*args) if value is None else value
@@ -196,13 +196,13 @@ def _scalar(module: str, name: str) -> Callable[..., Any]:
     return made
 
 
-def _version(text: Any) -> str:
+def _version(text: object) -> str:
     if not isinstance(text, str):
         raise pickle.UnpicklingError("malformed TorchVersion")
     return text
 
 
-def _getattr(owner: Any, name: str) -> Any:
+def _getattr(owner: object, name: str) -> object:
     """How protocol 2 spells a nested class: the same stub under a longer name."""
     if not isinstance(owner, Opaque) or not isinstance(name, str):
         raise pickle.UnpicklingError(f"getattr of {type(owner).__name__}")
@@ -210,11 +210,11 @@ def _getattr(owner: Any, name: str) -> Any:
     return stub(owner.module, f"{owner.name}.{name}")
 
 
-def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Any:
+def _reconstructor(cls: object, base: object = None, state: object = None) -> object:
     return _new_object(cls, state) if state is not None else _new_object(cls)
 
 
-def _new_object(cls: Any, *args: Any) -> Any:
+def _new_object(cls: object, *args: object) -> object:
     if not isinstance(cls, _Name):
         raise pickle.UnpicklingError(f"makes an object of {type(cls).__name__}")
     return cls(*args)
@@ -275,7 +275,7 @@ class _Unpickler(pickle.Unpickler):
         # A method would be a call more, for each of 100,000 tensors.
         self.persistent_load = persistent_load or _outside  # type: ignore[method-assign]
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         found = self._allow.get((module, name))
         if found is None:
             found = _KNOWN.get((module, name))
@@ -285,7 +285,7 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
-def _outside(pid: Any) -> NoReturn:
+def _outside(pid: object) -> NoReturn:
     raise pickle.UnpicklingError("refers to data outside itself")
 
 
@@ -297,9 +297,9 @@ def load(
     where: str,
     *,
     allow: Allowed = _NOTHING,
-    persistent_load: Callable[[Any], Any] | None = None,
+    persistent_load: Callable[[object], object] | None = None,
     of_nbytes: int = 0,
-) -> Any:
+) -> object:
     """The value that a pickle holds, foreign objects as `Opaque`. `where` names it in errors.
 
     `allow` maps (module, name) to what stands for it: a class or a value. A pickle may set the

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias
 
 from ckptmap.formats.pickle.guard import COUNTED
 
@@ -97,7 +97,7 @@ class Template:
         assert mine is not None, "a template fits what it was made of"
         return tuple([known.get(hole, own) for hole, own in zip(self.holes, mine, strict=True)])
 
-    def punched(self) -> tuple[bytes, Callable[[Any], Hole | None]]:
+    def punched(self) -> tuple[bytes, Callable[[object], Hole | None]]:
         """A pickle that refers to a hole, by its index, for each constant; and who resolves such
         a persistent id. Only for data that was parsed before: then it has no such ids itself."""
         marks = [b"M" + i.to_bytes(2, "little") + b"Q" for i in range(len(self.holes))]

@@ -72,7 +72,7 @@ class Call:
     """`function(*args)`, evaluated by the reader."""
 
     function: Global
-    args: tuple[Any, ...] = ()
+    args: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,10 @@ class Instance:
 
     cls: Global | Call
     state: Any = None
-    args: tuple[Any, ...] = ()
+    args: tuple[object, ...] = ()
 
 
-def dump(value: Any, *, name: str = "") -> bytes:
+def dump(value: object, *, name: str = "") -> bytes:
     """The pickle of plain values, tensors (`StorageTensor`) and markers.
 
     Holds None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset,
@@ -107,7 +107,7 @@ def way_out(error: TypeError) -> str:
     return f"leave it behind with --drop '{key}'"
 
 
-def _path_text(path: tuple[Any, ...]) -> str:
+def _path_text(path: tuple[object, ...]) -> str:
     return ".".join(str(part) for part in path) or "the root"
 
 
@@ -163,7 +163,7 @@ class _Emitter:
 
     # ----------------------------------------------------------------- memoised leaves
 
-    def _memoised(self, key: Any) -> bool:
+    def _memoised(self, key: object) -> bool:
         """Emit the reference to what was emitted under `key`; False: not yet."""
         known = self._memo.get(key)
         if known is None:
@@ -171,7 +171,7 @@ class _Emitter:
         self._add(_get(known))
         return True
 
-    def _remember(self, key: Any) -> None:
+    def _remember(self, key: object) -> None:
         index = self._memo[key] = len(self._memo)
         self._add(_put(index))
 
@@ -188,7 +188,7 @@ class _Emitter:
 
     # ----------------------------------------------------------------- calls
 
-    def _call(self, function: Global, args: tuple[Any, ...], path: tuple[Any, ...]) -> None:
+    def _call(self, function: Global, args: tuple[object, ...], path: tuple[object, ...]) -> None:
         self._global(function.module, function.name)
         self._tuple(args, path)
         self._add(b"R")
@@ -204,19 +204,19 @@ class _Emitter:
         else:
             self._call(Global("__builtin__", "bytes"), (), ())
 
-    def _bytearray(self, data: bytearray, path: tuple[Any, ...]) -> None:
+    def _bytearray(self, data: bytearray, path: tuple[object, ...]) -> None:
         self._call(Global("__builtin__", "bytearray"), (bytes(data),), path)
 
-    def _size(self, size: Size, path: tuple[Any, ...]) -> None:
+    def _size(self, size: Size, path: tuple[object, ...]) -> None:
         self._call(Global("torch", "Size"), (tuple(size),), path)
 
-    def _set(self, values: Iterable[Any], path: tuple[Any, ...]) -> None:
+    def _set(self, values: Iterable[object], path: tuple[object, ...]) -> None:
         """Sorted, so that the same set gives the same bytes."""
         name = type(values).__name__
         ordered = sorted(values, key=lambda value: (type(value).__name__, repr(value)))
         self._call(Global("__builtin__", name), (ordered,), path)
 
-    def _instance(self, value: Instance, path: tuple[Any, ...]) -> None:
+    def _instance(self, value: Instance, path: tuple[object, ...]) -> None:
         """One object for one `Instance`, however often it occurs: the mesh of many tensors."""
         if self._memoised(("instance", id(value))):
             return
@@ -230,14 +230,14 @@ class _Emitter:
 
     # ----------------------------------------------------------------- containers
 
-    def _tuple(self, values: tuple[Any, ...], path: tuple[Any, ...]) -> None:
+    def _tuple(self, values: tuple[object, ...], path: tuple[object, ...]) -> None:
         if len(values) > 3:
             self._add(b"(")
         for index, value in enumerate(values):
             self.emit(value, (*path, index))
         self._add(_TUPLES[len(values)] if len(values) < 4 else b"t")
 
-    def _list(self, values: list[Any], path: tuple[Any, ...]) -> None:
+    def _list(self, values: list[object], path: tuple[object, ...]) -> None:
         self._add(b"]")
         if values:
             self._add(b"(")
@@ -249,7 +249,7 @@ class _Emitter:
         self._add(b"}")
         self._items(values, path)
 
-    def _ordered_dict(self, values: OrderedDict[Any, Any], path: tuple[Any, ...]) -> None:
+    def _ordered_dict(self, values: OrderedDict[object, object], path: tuple[object, ...]) -> None:
         self._global("collections", "OrderedDict")
         self._add(b")R")
         self._items(values, path)
@@ -258,7 +258,7 @@ class _Emitter:
             self._dict({"_metadata": metadata}, path)
             self._add(b"b")
 
-    def _items(self, values: Mapping[Any, Any], path: tuple[Any, ...]) -> None:
+    def _items(self, values: Mapping[object, object], path: tuple[object, ...]) -> None:
         if values:
             self._add(b"(")
             for key, value in values.items():
@@ -271,7 +271,7 @@ class _Emitter:
                 self.emit(value, (*path, key))
             self._add(b"u")
 
-    def _entry(self, key: Any, tensor: Numbered) -> bool:
+    def _entry(self, key: object, tensor: Numbered) -> bool:
         """A tensor like others under a new name: both at once, as there may be 100,000. False: it
         is the first of its kind, or the name was there before."""
         number, like = tensor
@@ -293,7 +293,7 @@ class _Emitter:
         else:
             self._add(alike[0] + _str_op(tensor.key) + alike[1])
 
-    def _numbered(self, tensor: Numbered, path: tuple[Any, ...]) -> None:
+    def _numbered(self, tensor: Numbered, path: tuple[object, ...]) -> None:
         """The same for one that says what it is like."""
         self._tensor(tensor.like._replace(key=tensor.key), path)
         self._around[id(tensor.like)] = self._alike[tensor.like[1:]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ckptmap.formats.pickle.reader import Device, DType, Size
 from ckptmap.formats.pickle.writer import Call, Global, Instance, StorageTensor
@@ -145,7 +144,7 @@ def _placement(shards: Sequence[int | None], sizes: Sequence[int], axis: int) ->
     return Instance(Global(_PLACEMENTS, "_StridedShard"), {"dim": dim, "split_factor": split})
 
 
-def _order(shards: Sequence[int | None]) -> tuple[Any, ...]:
+def _order(shards: Sequence[int | None]) -> tuple[object, ...]:
     """((tensor dim, its mesh dims), ...), tensor dims ascending."""
     dims = sorted({dim for dim in shards if dim is not None})
     return tuple(

@@ -10,7 +10,6 @@ them the optimizer's state as a rank's `optimizer.state_dict()` has it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_tree import nest
@@ -84,7 +83,7 @@ def _file(
     weights: Sequence[OutTensor], flats: dict[str, Flat], depth: int, world_size: int, rank: int
 ) -> OutFile:
     storages: list[Storage] = []
-    leaves: list[tuple[Path, Any]] = []
+    leaves: list[tuple[Path, object]] = []
     views: dict[str, StorageTensor] = {}
     shared: dict[Path, StorageTensor] = {}
     for prefix, flat in flats.items():

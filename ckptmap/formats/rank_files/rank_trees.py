@@ -115,7 +115,7 @@ class _Walk:
         return does
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _inside(value: object) -> Iterable[object]:
     """What a container holds. Raises _Unknown where it is none that is known."""
     if isinstance(value, Inert) and value.__dict__.keys() <= _FIELDS:
         return value.__dict__.values()
@@ -134,7 +134,7 @@ class RankTree:
     def __init__(self, parsed: Parsed, records: Records, constants: Sequence[Constant]) -> None:
         self.parsed, self.records = parsed, records
         self._template, self._own = parsed.template, constants
-        self._made: dict[int, Any] = {}
+        self._made: dict[int, object] = {}
         self._starts: Mapping[str, int] | None = None
 
     def get(self, path: Path) -> Leaf:
@@ -280,7 +280,7 @@ class RankSet:
         return PerRank(tuple([tree.get(path) for tree in self.trees]))
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: object) -> bool:
     """NaN is what NaN is: a loss, say, that all ranks agree on."""
     try:
         return type(a) is type(b) and (bool(a == b) or _equal_inside(a, b))

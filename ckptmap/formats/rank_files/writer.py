@@ -11,7 +11,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_tree import nest
@@ -70,7 +69,7 @@ class _Stored:
 
 def _file(state: OutState, rank: int, held: dict[Path, list[Box]]) -> OutFile:
     stored: dict[Path, _Stored] = {}
-    leaves: list[tuple[Path, Any]] = []
+    leaves: list[tuple[Path, object]] = []
     meshes: dict[Placement, RankMesh] = {}
     for tensor in state.tensors:
         owner = tensor.alias_of or tensor.path
@@ -97,7 +96,7 @@ def _view(stored: _Stored) -> StorageTensor:
 
 def _leaf(
     tensor: OutTensor, local: StorageTensor, rank: int, meshes: dict[Placement, RankMesh]
-) -> Any:
+) -> object:
     """The tensor as this rank's state dict has it; tensors of one mesh share the object."""
     placement = tensor.placement
     assert placement is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ckptmap.core.tensor_columns import Extents, PlainTensors
 from ckptmap.errors import SourceError
@@ -51,7 +50,7 @@ def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> PlainTens
     return PlainTensors(keys, infos, Extents(homes, begins, [None] * len(homes)))
 
 
-def records_of(header: Header, file: str) -> dict[str, Mapping[str, Any]]:
+def records_of(header: Header, file: str) -> dict[str, Mapping[str, object]]:
     """ckptmap's own records in a header, or those that torchao's metadata make; else empty."""
     text = header.metadata.get(RECORDS)
     others = torchao_metadata.read(header.metadata, header.keys)

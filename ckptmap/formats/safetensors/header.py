@@ -100,7 +100,7 @@ def _any(raw: bytes, file_nbytes: int, where: str) -> Header:
     data_start = 8 + len(raw)
     metadata: Mapping[str, str] = {}
     tensors: dict[str, tuple[TensorInfo, int, int]] = {}
-    infos: dict[tuple[Any, ...], tuple[TensorInfo, int]] = {}
+    infos: dict[tuple[object, ...], tuple[TensorInfo, int]] = {}
     for name, entry in pairs:
         if name == METADATA:
             metadata = _metadata(entry, where)
@@ -177,7 +177,7 @@ def _are_names(keys: Sequence[str]) -> bool:
     return "".join(keys).isprintable()
 
 
-def _load(raw: bytes, where: str) -> tuple[tuple[str, Any], ...]:
+def _load(raw: bytes, where: str) -> tuple[tuple[str, object], ...]:
     """The JSON object as (name, value) pairs; objects are tuples, so that no key is lost."""
     if not raw.startswith(b"{"):
         raise _bad(
@@ -231,7 +231,7 @@ def _fields(name: str, entry: Any, where: str) -> tuple[str, list[int], int, int
     raise _bad(where, f"tensor {name!r}: shape, expected a list of integers, found {_short(shape)}")
 
 
-def _info(name: str, dtype: Any, shape: list[int], where: str) -> TensorInfo:
+def _info(name: str, dtype: object, shape: list[int], where: str) -> TensorInfo:
     torch_dtype = TORCH_DTYPES.get(dtype) if isinstance(dtype, str) else None
     if torch_dtype is None:
         raise _bad(
@@ -284,7 +284,7 @@ def _by_range(item: tuple[str, tuple[TensorInfo, int, int]]) -> tuple[int, int]:
     return item[1][1:]
 
 
-def _metadata(entry: Any, where: str) -> dict[str, str]:
+def _metadata(entry: object, where: str) -> dict[str, str]:
     if not isinstance(entry, tuple):
         raise _bad(where, f"{METADATA}, expected an object, found {_short(entry)}")
     metadata = dict(entry)
@@ -310,7 +310,7 @@ def _check_name(name: str, where: str) -> None:
             raise _bad(where, f"tensor name {_short(name)} holds the control character {char!r}")
 
 
-def _first_duplicate(pairs: Sequence[tuple[str, Any]]) -> str:
+def _first_duplicate(pairs: Sequence[tuple[str, object]]) -> str:
     return Counter(name for name, _ in pairs).most_common(1)[0][0]
 
 

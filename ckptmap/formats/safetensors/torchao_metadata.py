@@ -32,7 +32,7 @@ def part_key(key: str, part: str) -> str:
     return f"{stem}{dot}_{last}_{part}"
 
 
-def parts_of(fqn: str, record: Mapping[str, Any]) -> list[str]:
+def parts_of(fqn: str, record: Mapping[str, object]) -> list[str]:
     """Stored keys of a tensor, by a record that `read` made."""
     names = record.get("names")
     return [part_key(fqn, str(name)) for name in names] if isinstance(names, list) else [fqn]
@@ -86,8 +86,8 @@ def read(metadata: Mapping[str, str], keys: Sequence[str]) -> dict[str, Mapping[
 
 
 def by_stored_name(
-    records: Mapping[str, Mapping[str, Any]], keys: Collection[str]
-) -> dict[str, Mapping[str, Any]]:
+    records: Mapping[str, Mapping[str, object]], keys: Collection[str]
+) -> dict[str, Mapping[str, object]]:
     """Records under the names of what is stored, `keys` being all of them: transformers enters a
     tensor by what it is called once loaded, and stores it by its name on disk."""
     stored = set(keys)
@@ -110,7 +110,7 @@ def by_stored_name(
     return found
 
 
-def _json(text: str) -> Any:
+def _json(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

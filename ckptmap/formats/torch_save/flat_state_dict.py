@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ckptmap.core.tensor_columns import Extents, PlainTensors, nbytes_of
 from ckptmap.errors import SourceError
@@ -109,7 +109,7 @@ class _Views:
 
 
 def plain_tensors(
-    records: Records, data: bytes, parse: Callable[[bytes, int], Any]
+    records: Records, data: bytes, parse: Callable[[bytes, int], object]
 ) -> PlainTensors | None:
     """The tensors of a pickle, where they are all that it holds and nearly all entries are alike.
     None: it is another. `parse(pickle, nbytes)` reads a part of the pickle, which has so many."""
@@ -261,6 +261,6 @@ def _together(records: Records, tree: Mapping[str, ReadTensor], run: _Run) -> Pl
     return PlainTensors(names, infos, _Views(records, keys))
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     """Is it a tensor that is all of its storage, in row-major order?"""
     return type(value) is ReadTensor and value.start == 0 and value.grid.is_contiguous

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 from pathlib import Path as FilePath
-from typing import Any
 
 from ckptmap.core.columns import distinct, each
 from ckptmap.core.formatting import counted
@@ -91,11 +90,11 @@ def _notes(records: Records) -> tuple[str, ...]:
     )
 
 
-def _part(records: Records, data: bytes, of_nbytes: int) -> Any:
+def _part(records: Records, data: bytes, of_nbytes: int) -> object:
     return parse(records, data, of_nbytes=of_nbytes)
 
 
-def _read_records(records: Records) -> Mapping[str, Mapping[str, Any]]:
+def _read_records(records: Records) -> Mapping[str, Mapping[str, object]]:
     """ckptmap's own encoding records, from the zip; none in a file that others wrote."""
     if RECORDS not in records:
         return {}
@@ -153,7 +152,7 @@ class _Seal:
         return self.layout.ends(crcs, extra)
 
 
-def _tree(state: OutState) -> tuple[Any, OutTensors]:
+def _tree(state: OutState) -> tuple[object, OutTensors]:
     """The nested state dict, tensors as views of numbered storages, and who owns each storage."""
     tensors = OutTensors.of(state.tensors)
     owners = tensors
@@ -169,7 +168,9 @@ def _tree(state: OutState) -> tuple[Any, OutTensors]:
             for path, form in zip(tensors.paths, tensors.forms, strict=True)
         ]
     likes = each([form.info for form in tensors.forms], _form)
-    leaves: Iterable[tuple[Path, Any]] = zip(tensors.paths, map(Numbered, keys, likes), strict=True)
+    leaves: Iterable[tuple[Path, object]] = zip(
+        tensors.paths, map(Numbered, keys, likes), strict=True
+    )
     return nest(chain(leaves, state.extra.items())), owners
 
 

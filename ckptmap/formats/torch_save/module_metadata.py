@@ -9,7 +9,6 @@ StateDictType. DCP and `get_model_state_dict` do not keep it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from ckptmap.tensors import Path
 
@@ -18,7 +17,7 @@ MAX_DEPTH = 3
 """Of dicts in a checkpoint until the one that is a module's: {"app": {"model": {...}}}."""
 
 
-def fsdp1_units(tree: Any) -> dict[Path, tuple[str, ...]]:
+def fsdp1_units(tree: object) -> dict[Path, tuple[str, ...]]:
     """Path of a state dict -> the modules in it that FSDP1 wraps, as stored, in module order.
 
     {"model": {...}} whose `_metadata` has "_fsdp_wrapped_module" and "_fsdp_wrapped_module.layers.0.
@@ -27,7 +26,7 @@ def fsdp1_units(tree: Any) -> dict[Path, tuple[str, ...]]:
     return {path: units for path, node in _dicts(tree, ()) if (units := _units(node))}
 
 
-def _dicts(node: Any, path: Path) -> Iterator[tuple[Path, Mapping[Any, Any]]]:
+def _dicts(node: object, path: Path) -> Iterator[tuple[Path, Mapping[object, object]]]:
     if isinstance(node, dict):
         yield path, node
         for key, value in node.items() if len(path) < MAX_DEPTH else ():
@@ -35,7 +34,7 @@ def _dicts(node: Any, path: Path) -> Iterator[tuple[Path, Mapping[Any, Any]]]:
                 yield from _dicts(value, (*path, key))
 
 
-def _units(node: Mapping[Any, Any]) -> tuple[str, ...]:
+def _units(node: Mapping[object, object]) -> tuple[str, ...]:
     listed = getattr(node, "_metadata", None)
     if not isinstance(listed, dict):
         return ()

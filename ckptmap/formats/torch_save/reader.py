@@ -90,7 +90,7 @@ class ReadTensor(StoredTensor):
         records, grid = self.records, self.grid
         return (records.file, records.base, self.key, self.start, grid.info.shape, grid.steps)
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         raise UnpicklingError("sets the state of a tensor that is already built")
 
 
@@ -130,14 +130,14 @@ def open_zip(
 def parse(
     records: Records,
     data: bytes,
-    also: Callable[[Any], Any] | None = None,
+    also: Callable[[object], object] | None = None,
     of_nbytes: int = 0,
-) -> Any:
+) -> object:
     """What the pickle of a torch.save zip holds; `also` may resolve persistent ids of its own,
     `of_nbytes` is as in `pickle_read.load`."""
     find = _Storages(records).find
 
-    def resolve(pid: Any) -> Any:
+    def resolve(pid: object) -> object:
         found = also(pid) if also is not None else None
         return find(pid) if found is None else found
 
@@ -183,8 +183,8 @@ class _Storages:
 
     def __init__(self, records: Records) -> None:
         self.records = records
-        self.grids: dict[tuple[Any, ...], Grid] = {}
-        self._classes: dict[Any, tuple[str, int]] = {}  # class -> dtype, bytes of an element
+        self.grids: dict[tuple[object, ...], Grid] = {}
+        self._classes: dict[object, tuple[str, int]] = {}  # class -> dtype, bytes of an element
 
     def find(self, pid: Any) -> StorageRef:
         """`("storage", class, key, location, numel)`: numel in elements of the class's dtype."""
@@ -202,7 +202,7 @@ class _Storages:
         found.__dict__["held"] = (self, key, dtype, nbytes)
         return found
 
-    def _look(self, pid: Any) -> StorageRef:
+    def _look(self, pid: object) -> StorageRef:
         """The same with every check: of the first of a class, and of what is malformed."""
         if not (type(pid) is tuple and len(pid) == 5 and pid[0] == "storage"):
             raise UnpicklingError(f"unknown persistent id {pid!r:.80}")
@@ -221,7 +221,7 @@ class _Storages:
         found.__dict__["held"] = (self, key, dtype, nbytes)
         return found
 
-    def grid(self, dtype: str, size: Any, stride: Any) -> Grid:
+    def grid(self, dtype: str, size: object, stride: object) -> Grid:
         known = self.grids.get((dtype, size, stride))
         if known is None:
             known = self.grids[dtype, size, stride] = Grid.make(dtype, size, stride)
@@ -254,15 +254,15 @@ def _rebuild_v2(
 
 
 def _rebuild_v3(
-    storage: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    requires_grad: Any = False,
-    hooks: Any = None,
-    dtype: Any = None,
-    metadata: Any = None,
-) -> Any:
+    storage: object,
+    offset: object,
+    size: object,
+    stride: object,
+    requires_grad: object = False,
+    hooks: object = None,
+    dtype: object = None,
+    metadata: object = None,
+) -> object:
     """`torch._utils._rebuild_tensor_v3`: of dtype `dtype` over an untyped storage."""
     if not isinstance(storage, StorageRef) or not isinstance(dtype, DType) or metadata:
         named = stub("torch._utils", "_rebuild_tensor_v3")
@@ -270,7 +270,9 @@ def _rebuild_v3(
     return _view(storage, dtype.name, offset, size, stride)
 
 
-def _view(storage: StorageRef, dtype: str, offset: Any, size: Any, stride: Any) -> StoredTensor:
+def _view(
+    storage: StorageRef, dtype: str, offset: object, size: object, stride: object
+) -> StoredTensor:
     """The tensor that is `size`, `stride`, `offset` (elements) of a storage, checked to lie in it."""
     source, key, _, nbytes = storage.held
     grid = source.grid(dtype, size, stride)
@@ -300,7 +302,7 @@ def _find(records: Records, key: str, start: int, grid: Grid) -> Places:
     return (Chunk(Box.whole(info.shape), region),)
 
 
-def _rebuild_parameter(data: Any, *rest: Any) -> Any:
+def _rebuild_parameter(data: object, *rest: object) -> object:
     """A Parameter is its tensor; what Python attributes it has are no part of a checkpoint, but for
     bitsandbytes' scales: without them the tensor is codes that mean nothing."""
     state = _merged(rest[-1]) if rest else None
@@ -337,7 +339,7 @@ def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
     return Inert.of(cls, (inner,), state, info)
 
 
-def _merged(state: Any) -> Any:
+def _merged(state: object) -> object:
     """(attributes, slots) -> one dict, as `torch._utils._set_obj_state` sets both."""
     if isinstance(state, tuple) and len(state) == 2:
         first, second = (part if part is not None else {} for part in state)

@@ -299,7 +299,7 @@ def _report(
     stage: Stage | None = None,
     merged: bool = True,
 ) -> PushReport:
-    deleted: Mapping[str, Any] = {} if stage is None else stage.target.tree
+    deleted: Mapping[str, object] = {} if stage is None else stage.target.tree
     return PushReport(
         at.repo, at.revision, at.head, url, len(content.items), content.nbytes, sent,
         time.monotonic() - started, merged, stage.pull if stage else None,

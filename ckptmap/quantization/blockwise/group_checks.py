@@ -17,7 +17,7 @@ def malformed(fqn: str, message: str, hint: str = INCOMPLETE) -> SourceError:
 
 
 def check_parts(
-    fqn: str, what: str, expected: Mapping[str, TensorInfo], found: Mapping[str, Any]
+    fqn: str, what: str, expected: Mapping[str, TensorInfo], found: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
     """The parts, if each is a plain tensor of the shape and dtype that is expected."""
     parts = {}

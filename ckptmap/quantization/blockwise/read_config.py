@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ckptmap.errors import SourceError
 from ckptmap.storage.box_reader import fill
@@ -16,7 +15,7 @@ from ckptmap.tensors import Box, StoredTensor
 MAX_NBYTES = 16 << 20
 
 
-def quantization_config(stored: StoredTensor) -> Mapping[str, Any]:
+def quantization_config(stored: StoredTensor) -> Mapping[str, object]:
     """Empty where there is none, or none that can be read: a hint, never needed to be there."""
     place = next(iter(stored.chunks), None)
     if place is None:

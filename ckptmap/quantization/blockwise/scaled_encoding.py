@@ -137,7 +137,7 @@ class ScaledEncoding:
             **self.more_record(info),
         }
 
-    def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
+    def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         return {}
 
     # ------------------------------------------------------------------ codes as they are

@@ -33,7 +33,7 @@ CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transform
 
 def find_fourbit(
     stored: Mapping[str, StoredTensor],
-    records: Mapping[str, Mapping[str, Any]],
+    records: Mapping[str, Mapping[str, object]],
     kind: str,
     nested: bool,
 ) -> Iterator[tuple[Group, Sequence[str]]]:
@@ -156,7 +156,7 @@ def _nested(fqn: str, state: Mapping[str, Any], has_parts: bool) -> Nested | Non
 class Conv1DModels:
     """What our records, or the config.json beside a file, say of Conv1D; read once a directory."""
 
-    def __init__(self, records: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(self, records: Mapping[str, Mapping[str, object]] | None = None) -> None:
         self._records = records or {}
         self._known: dict[Path, bool] = {}
 

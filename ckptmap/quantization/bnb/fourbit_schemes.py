@@ -71,7 +71,7 @@ class FourBitScheme:
 
     def quantization_config(
         self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """As transformers writes it; the block size is in each tensor's own JSON."""
         dtypes = {info.dtype for info in encoded.values()}
         return {

@@ -95,7 +95,7 @@ class BnbInt8(ScaledEncoding):
     def constants(self, info: TensorInfo) -> Constants:
         return {name: (dtype, (0,)) for name, dtype, _ in self.extra}
 
-    def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
+    def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         return {
             "native": "bitsandbytes",
             "format": bool(self.extra),
@@ -152,7 +152,7 @@ class BnbInt8Scheme:
 
     def quantization_config(
         self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
-    ) -> Mapping[str, Any]:
+    ) -> Mapping[str, object]:
         """As transformers' `BitsAndBytesConfig(load_in_8bit=True)` writes it."""
         return {
             "quant_method": "bitsandbytes",
@@ -172,7 +172,7 @@ class BnbInt8Scheme:
 
 
 def _recorded(
-    fqn: str, record: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+    fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
 ) -> tuple[Group, Sequence[str]]:
     info = read_record(fqn, record, "bnb-int8").info
     extra = _FORMAT_PART if record.get("format") else ()
@@ -183,7 +183,7 @@ def _recorded(
 def _found(
     stored: Mapping[str, StoredTensor],
     known: Collection[str],
-    records: Mapping[str, Mapping[str, Any]],
+    records: Mapping[str, Mapping[str, object]],
 ) -> Iterator[tuple[Group, Sequence[str]]]:
     """Those of other writers, by the key that gives them away. The format is a number, or in torch
     files of bitsandbytes before 0.43 its name."""

@@ -54,7 +54,7 @@ def declared(
     }
 
 
-def beyond_weights(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+def beyond_weights(config: Mapping[str, object], names: Collection[str]) -> dict[str, object]:
     """What a config of this library says of no weight, and is true of a model of these `names`:
     static scales that it promises must be there. Groups are those of attention."""
     if config.get("quant_method") != "compressed-tensors":
@@ -104,9 +104,9 @@ def _key(encoding: ScaledEncoding, info: TensorInfo) -> Key:
     return *common, "block", block
 
 
-def _group(key: Key, targets: list[str]) -> dict[str, Any]:
+def _group(key: Key, targets: list[str]) -> dict[str, object]:
     kind, bits, form, symmetric, ordered, strategy, sizes = key
-    weights: dict[str, Any] = {
+    weights: dict[str, object] = {
         "num_bits": bits,
         "type": kind,
         "symmetric": symmetric,
@@ -130,7 +130,7 @@ def _group(key: Key, targets: list[str]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------- as it is found
 
 
-def weights_said(config: Mapping[str, Any], module: str = "") -> list[Mapping[str, Any]]:
+def weights_said(config: Mapping[str, object], module: str = "") -> list[Mapping[str, object]]:
     """How config.json says that weights are quantized, group by group; of a `module` that some of
     several groups name, those groups alone."""
     groups = config.get("config_groups")
@@ -154,7 +154,7 @@ def _names(targets: object, module: str) -> bool:
     return False
 
 
-def version_said(config: Mapping[str, Any]) -> tuple[int, int]:
+def version_said(config: Mapping[str, object]) -> tuple[int, int]:
     """Major and minor of the compressed-tensors that wrote it; (0, 0) where it says none, as
     up to 0.10."""
     found = re.match(r"(\d{1,4})\.(\d{1,4})", str(config.get("version", "")))
@@ -162,7 +162,7 @@ def version_said(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def block_found(
-    fqn: str, info: TensorInfo, scale: TensorInfo, config: Mapping[str, Any]
+    fqn: str, info: TensorInfo, scale: TensorInfo, config: Mapping[str, object]
 ) -> tuple[int, ...]:
     """What the shape of the scales is, given the config.json. Raises SourceError CKM115."""
     if scale.numel == 1:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.protocols import Encoder, Refusal, Write
@@ -183,7 +183,7 @@ class Packed(ScaledEncoding):
             return None
         return PackedRecoder(inner, info.shape[1])
 
-    def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
+    def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         return {
             "native": "compressed-tensors", "bits": self.bits, "zero_dtype": self.zero_dtype,
             "ordered": self.ordered, "aligned": self.aligned,

@@ -29,7 +29,7 @@ SPILLS_SINCE = (0, 18)
 
 
 def find_packed(
-    stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+    stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
 ) -> Iterator[tuple[Group, Sequence[str]]]:
     """Groups of records, then those of other writers. Raises SourceError CKM115."""
     mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Packed.scheme}
@@ -41,7 +41,7 @@ def find_packed(
         )  # fmt: skip
         yield _group(fqn, read.info, encoding, stored)
     files = Files()
-    config: Mapping[str, Any] | None = None
+    config: Mapping[str, object] | None = None
     try:
         for key in [key for key in stored if key.endswith("_packed")]:
             fqn = key.removesuffix("_packed")
@@ -53,7 +53,7 @@ def find_packed(
 
 
 def _found(
-    fqn: str, stored: Mapping[str, StoredTensor], files: Files, config: Mapping[str, Any]
+    fqn: str, stored: Mapping[str, StoredTensor], files: Files, config: Mapping[str, object]
 ) -> tuple[Group, Sequence[str]]:
     packed, scale = stored[f"{fqn}_packed"].info, stored[f"{fqn}_scale"].info
     shape = _shape(fqn, stored, files)
@@ -71,7 +71,7 @@ def _found(
     return _group(fqn, info, encoding, stored)
 
 
-def _packing(fqn: str, width: int, words: int, config: Mapping[str, Any]) -> Packing | None:
+def _packing(fqn: str, width: int, words: int, config: Mapping[str, object]) -> Packing | None:
     """The one that makes so many words of a row: of so many bits as config.json says, else of 8 or 4
     where these fit. None: none does."""
     fitting = [

@@ -62,7 +62,7 @@ class Plain(ScaledEncoding):
     def rule(self, info: TensorInfo) -> RoundingRule:
         return TorchaoFloat8(self.scale_dtype)
 
-    def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
+    def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         return {
             "native": "compressed-tensors",
             "zero_dtype": self.zero_dtype,
@@ -126,13 +126,13 @@ class _Target:
         self,
         encoded: Mapping[str, tuple[Encoding, TensorInfo]],
         dense: Collection[str],
-        beyond: Mapping[str, Any],
-    ) -> Mapping[str, Any]:
+        beyond: Mapping[str, object],
+    ) -> Mapping[str, object]:
         return declared(encoded, dense, beyond)
 
     def beyond_weights(
-        self, config: Mapping[str, Any], names: Collection[str]
-    ) -> Mapping[str, Any]:
+        self, config: Mapping[str, object], names: Collection[str]
+    ) -> Mapping[str, object]:
         return beyond_weights(config, names)
 
 
@@ -196,7 +196,7 @@ def _found(
     stored: Mapping[str, StoredTensor], known: Collection[str]
 ) -> Iterator[tuple[Group, Sequence[str]]]:
     """Those of other writers, by `weight_scale` beside 8-bit codes."""
-    config: Mapping[str, Any] | None = None
+    config: Mapping[str, object] | None = None
     for key in [key for key in stored if key.endswith("_scale")]:
         fqn = key.removesuffix("_scale")
         codes, scale = stored.get(fqn), stored[key]

@@ -43,7 +43,7 @@ def _checked(
 
 
 def stored_groups(
-    stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+    stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
 ) -> list[tuple[Group, Sequence[str]]]:
     """A group for each NF4 record, by its parts' stored names `FQN.part`."""
     groups: list[tuple[Group, Sequence[str]]] = []

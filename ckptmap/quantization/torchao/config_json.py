@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 GONE = frozenset({
     "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig",
@@ -14,7 +13,7 @@ GONE = frozenset({
 _MAX_DEPTH = 8
 
 
-def is_outdated(config: Mapping[str, Any]) -> bool:
+def is_outdated(config: Mapping[str, object]) -> bool:
     """Is it torchao's of the pickles that it wrote before 0.15, which nothing reads any more: a type
     by its short name, or classes and versions that are gone?"""
     if config.get("quant_method") != "torchao":
@@ -34,7 +33,7 @@ def _has_gone(said: object, depth: int = 0) -> bool:
     return any(_has_gone(value, depth + 1) for value in said.values())
 
 
-def _config(quant_type: Mapping[str, Any], dense: Collection[str]) -> dict[str, Any]:
+def _config(quant_type: Mapping[str, object], dense: Collection[str]) -> dict[str, object]:
     return {
         "quant_method": "torchao",
         "quant_type": {"default": quant_type},
@@ -44,18 +43,18 @@ def _config(quant_type: Mapping[str, Any], dense: Collection[str]) -> dict[str, 
     }
 
 
-def _per_row() -> dict[str, Any]:
+def _per_row() -> dict[str, object]:
     return {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
 
 
-def int8(dense: Collection[str]) -> Mapping[str, Any]:
+def int8(dense: Collection[str]) -> Mapping[str, object]:
     """`dense`: the modules whose 2-D weights are not quantized."""
     data = {"group_size": None, "granularity": _per_row(), "set_inductor_config": True}
     quant_type = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": data}
     return _config(quant_type, dense)
 
 
-def float8(dense: Collection[str]) -> Mapping[str, Any]:
+def float8(dense: Collection[str]) -> Mapping[str, object]:
     data = {
         "weight_dtype": {"_type": "torch.dtype", "_data": "float8_e4m3fn"},
         "set_inductor_config": True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoInt8
 from ckptmap.quantization.torchao import config_json as torchao_config
@@ -46,5 +46,5 @@ class Int8Scheme(TorchaoScheme):
 
     def quantization_config(
         self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
-    ) -> Mapping[str, Any]:
+    ) -> Mapping[str, object]:
         return torchao_config.int8(dense)

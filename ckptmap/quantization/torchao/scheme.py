@@ -44,7 +44,7 @@ class TorchaoEncoding(ScaledEncoding):
     def part_key(self, key: str, part: str) -> str:
         return part_key(key, part)
 
-    def more_record(self, info: TensorInfo) -> Mapping[str, Any]:
+    def more_record(self, info: TensorInfo) -> Mapping[str, object]:
         return {
             "native": "torchao",
             "kind": self.kind,
@@ -113,14 +113,14 @@ class TorchaoScheme:
         return not is_expert(fqn)
 
     def kept_record(
-        self, fqn: str, record: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], Sequence[str]] | None:
+        self, fqn: str, record: Mapping[str, object]
+    ) -> tuple[Mapping[str, object], Sequence[str]] | None:
         """Return what torchao's metadata says of a tensor, whatever its class, and its stored keys."""
         if record.get("scheme") != SCHEME:
             return None
         return {**record, "native": SCHEME}, parts_of(fqn, record)
 
-    def outdated(self, config: Mapping[str, Any]) -> bool:
+    def outdated(self, config: Mapping[str, object]) -> bool:
         return torchao_config.is_outdated(config)
 
     def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
@@ -147,7 +147,7 @@ class TorchaoScheme:
         return Group(fqn, found.info, encoding, self._checked(fqn, encoding, found.info, parts))
 
     def _recorded(
-        self, fqn: str, record: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+        self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
     ) -> tuple[Group, Sequence[str]]:
         read = read_record(fqn, record, self.name)
         encoding = self.made(

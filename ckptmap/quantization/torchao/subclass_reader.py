@@ -21,7 +21,7 @@ from ckptmap.quantization.blockwise import block_geometry as geometry
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, malformed, read_sizes
 from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
 
-_ENUMS: Mapping[tuple[str, Any], str] = {
+_ENUMS: Mapping[tuple[str, object], str] = {
     ("MappingType", 1): "SYMMETRIC",
     ("MappingType", 2): "SYMMETRIC_NO_CLIPPING_ERR",
     ("MappingType", 3): "ASYMMETRIC",
@@ -65,7 +65,7 @@ class TorchaoParts:
     scale: StoredTensor
     zero: StoredTensor | None
     extra: Mapping[str, StoredTensor]
-    attributes: Mapping[str, Any]
+    attributes: Mapping[str, object]
     activation: str = ""
 
 
@@ -115,7 +115,7 @@ def unpack(fqn: str, leaf: Opaque) -> TorchaoParts:
     return _made(fqn, kind, leaf.info, block, state, "qdata", attributes)
 
 
-def _block(fqn: str, info: TensorInfo, state: Mapping[str, Any]) -> tuple[int, ...]:
+def _block(fqn: str, info: TensorInfo, state: Mapping[str, object]) -> tuple[int, ...]:
     """torchao's own sizes; an empty or absent one is the whole tensor."""
     given = state.get("block_size")
     if not given:
@@ -174,7 +174,7 @@ def _made(
     )  # fmt: skip
 
 
-def as_json(value: Any, depth: int = 0) -> Any:
+def as_json(value: object, depth: int = 0) -> object:
     """An attribute as torchao's safetensors flattening writes it (prototype/safetensors); None for
     what is nested deeper than any attribute of theirs: a pickle can hold itself."""
     if depth > _MAX_DEPTH:
