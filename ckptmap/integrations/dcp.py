@@ -50,7 +50,7 @@ def load_planner(max_memory: int = MAX_MEMORY, **options: Any) -> Any:
     return _load_class()(max_memory, **options)
 
 
-def _is_quantized(value: Any) -> bool:
+def _is_quantized(value: object) -> bool:
     import torch
 
     if not isinstance(value, torch.Tensor):
@@ -166,7 +166,7 @@ def _load_class() -> Any:
     return LoadPlanner
 
 
-def _filled(values: Mapping[str, Any], path: str, max_memory: int) -> None:
+def _filled(values: Mapping[str, object], path: str, max_memory: int) -> None:
     """Fill the tensors in place. Raises LoadError CKM501 where the checkpoint has no such tensor."""
     import torch
 

@@ -53,7 +53,7 @@ def explain(error: Exception, text: str, fqn: str = "") -> None:
 
 
 @contextmanager
-def agreed(peers: Sequence[Any]) -> Iterator[dict[str, str]]:
+def agreed(peers: Sequence[object]) -> Iterator[dict[str, str]]:
     """Raise on every rank what one rank raised inside the context: the error itself on that rank, a
     LoadError that names the rank on the others.
 

@@ -58,7 +58,7 @@ def find_targets(model: torch.nn.Module) -> tuple[list[LiveTensor], list[str]]:
     return peft_live.named(model, targets), homeless
 
 
-def _is_flat(value: Any) -> bool:
+def _is_flat(value: object) -> bool:
     return type(value).__name__ == "FlatParameter" or getattr(value, "_is_flat_param", False)
 
 

@@ -51,18 +51,18 @@ def _fsdp_groups(model: torch.nn.Module) -> list[Any]:
     return groups
 
 
-def offloads(fsdp_param: Any) -> bool:
+def offloads(fsdp_param: object) -> bool:
     """Return whether CPUOffloadPolicy keeps the shards on the CPU."""
     return bool(getattr(fsdp_param, "offload_to_cpu", False))
 
 
-def is_model_parallel(fsdp_param: Any) -> bool:
+def is_model_parallel(fsdp_param: object) -> bool:
     """Return whether the parameter was a DTensor before `fully_shard`, of tensor parallelism for one:
     it is that DTensor again while it is unsharded."""
     return bool(getattr(fsdp_param, "is_dtensor", False))
 
 
-def reshards_apart(fsdp_param: Any) -> bool:
+def reshards_apart(fsdp_param: object) -> bool:
     """Return whether a forward reshards to a smaller mesh, where torch refuses the all-gather of a
     tensor subclass."""
     after = getattr(fsdp_param, "post_forward_mesh_info", None)
@@ -109,7 +109,7 @@ def _unsharded_is_sharded(fsdp_param: Any) -> None:
         fsdp_param._unsharded_param = nn.Parameter(local.detach(), requires_grad=False)
 
 
-def _problem_of(cls: Any) -> str:
+def _problem_of(cls: object) -> str:
     lost = [name for name in NEEDS if not hasattr(cls, name)]
     if not lost:
         return ""

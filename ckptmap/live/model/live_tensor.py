@@ -54,7 +54,7 @@ class LiveTensor:
     names: tuple[str, ...]
     places: tuple[tuple[torch.nn.Module, str], ...]
     is_buffer: bool
-    fsdp_param: Any = None
+    fsdp_param: object = None
     adapted: PeftNames | None = field(default=None, kw_only=True)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +162,7 @@ class LoadReport:
     streams: str = ""
     inexact: tuple[str, ...] = ()
     step: int | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
     peak_host_nbytes: int = 0
     peak_device_nbytes: int = 0
     left: tuple[str, ...] = ()

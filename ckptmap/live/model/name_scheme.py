@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.translate_names import translated
@@ -72,7 +72,9 @@ def strange_to(targets: Sequence[LiveTensor], source: Collection[str]) -> bool:
     return any(name not in known for name in source)
 
 
-def schemes_for(targets: Sequence[LiveTensor], config: Mapping[str, Any] | None) -> Iterator[str]:
+def schemes_for(
+    targets: Sequence[LiveTensor], config: Mapping[str, object] | None
+) -> Iterator[str]:
     """Yield the schemes that the model's names may follow: that of Hugging Face files, that of
     transformers in memory, and those that the names are recognised by."""
     yield HUB
@@ -81,7 +83,7 @@ def schemes_for(targets: Sequence[LiveTensor], config: Mapping[str, Any] | None)
     yield from (entry.title for entry in recognise(wanted, config))
 
 
-def config_of(model: torch.nn.Module) -> dict[str, Any] | None:
+def config_of(model: torch.nn.Module) -> dict[str, object] | None:
     """Return the transformers config of the model inside its wrappers; None: it has none."""
     for module in model.modules():
         config = getattr(module, "config", None)

@@ -21,7 +21,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -62,12 +62,12 @@ class PeftWrapping:
 
     layers: frozenset[str]
     active: str
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
 
 
 def wrapped(model: torch.nn.Module) -> PeftWrapping | None:
     """Return the adapters of a model; None: peft has not wrapped it."""
-    layers, active, config = set[str](), set[str](), dict[str, Any]()
+    layers, active, config = set[str](), set[str](), dict[str, object]()
     for module in model.modules():
         if not any(cls.__module__.split(".")[0] == "peft" for cls in type(module).__mro__):
             continue
@@ -85,12 +85,12 @@ def wrapped(model: torch.nn.Module) -> PeftWrapping | None:
     )
 
 
-def _holders(module: Any) -> list[str]:
+def _holders(module: object) -> list[str]:
     """Return the names of a layer's further dicts that hold tensors: VeRA's shared matrices, AdaLoRA's
     ranks, VeLoRA's buffers."""
     from torch import nn
 
-    def holds(place: Any) -> bool:
+    def holds(place: object) -> bool:
         found = isinstance(place, nn.Module) and [*place.parameters(), *place.buffers()]
         return bool(found)
 
@@ -136,7 +136,7 @@ def _forms(name: str, found: PeftWrapping) -> tuple[str, str, str]:
     return ".".join(s for s in path if s not in (BASE_LAYER, ORIGINAL, TOKENS)), "", ""
 
 
-def _begun(config: Any) -> str:
+def _begun(config: object) -> str:
     """Return the setting by which an adapter's first values came from its base; empty: none did."""
     if getattr(config, "use_dora", False):
         return "use_dora=True"
@@ -225,7 +225,7 @@ def _weights(path: str | os.PathLike[str]) -> Path | None:
     return next((place / name for name in WEIGHTS if (place / name).is_file()), None)
 
 
-def _differences(file: Path, live: Any) -> list[str]:
+def _differences(file: Path, live: object) -> list[str]:
     """Return the settings of an adapter's config that differ from the model's, a phrase each."""
     try:
         text = json.loads(local_copy(file).read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 REPLICATE = "torch.distributed._composable.replicate"
 
 
-def wrapped_groups(model: torch.nn.Module) -> Iterator[Any]:
+def wrapped_groups(model: torch.nn.Module) -> Iterator[object]:
     """Yield the groups of DDP, of FSDP1 (with HYBRID_SHARD also that of its replicas), of `replicate()`."""
     import torch
 

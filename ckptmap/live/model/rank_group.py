@@ -15,7 +15,7 @@ from ckptmap.errors import CkptmapError, RunError
 
 T = TypeVar("T")
 
-_GROUPS: dict[str, tuple[Any, Any]] = {}
+_GROUPS: dict[str, tuple[object, object]] = {}
 """Purpose -> (torch's default group, our group); a new default group gets a new one of ours."""
 
 

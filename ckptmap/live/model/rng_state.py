@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 KEY = "rng"
 
 
-def captured() -> dict[str, Any]:
+def captured() -> dict[str, object]:
     """Return a copy of the state of this rank's generators: torch tensors and plain values."""
     import torch
 
-    found: dict[str, Any] = {"cpu": torch.get_rng_state(), "python": _listed(random.getstate())}
+    found: dict[str, object] = {"cpu": torch.get_rng_state(), "python": _listed(random.getstate())}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["cuda"] = torch.cuda.get_rng_state()
     return found

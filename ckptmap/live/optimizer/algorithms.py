@@ -45,7 +45,7 @@ WITHOUT = ("nesterov", "dampening", "centered", "lr_decay", "maximize")
 """Hyper-parameters of torch.optim that bitsandbytes does not have."""
 
 
-def algorithm(group: Mapping[str, Any], state: Collection[str] = ()) -> str:
+def algorithm(group: Mapping[str, object], state: Collection[str] = ()) -> str:
     """Return the algorithm of a parameter group: hyper-parameters of one name mean different things in
     different algorithms. `state` has the canonical names of a parameter's state."""
     if MUON & group.keys():
@@ -73,7 +73,7 @@ def spoken(kind: str, values: Mapping[str, Any], live: Mapping[str, Any]) -> dic
     return found
 
 
-def unspoken(kind: str, values: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
+def unspoken(kind: str, values: Mapping[str, object], live: Mapping[str, object]) -> list[str]:
     """Return the settings of the checkpoint that the live group does not have."""
     if kind not in SHARED or "betas" in values or "betas" not in live:
         return []

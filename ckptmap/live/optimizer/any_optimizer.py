@@ -33,10 +33,10 @@ class AnyOptimizer(OptimizerFamily):
         found: torch.dtype = self._kept(part)[name].dtype
         return found
 
-    def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, object]:
         import torch
 
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for name, seen in self._kept(part).items():
             lazy = source.get(name)
             if not isinstance(seen, torch.Tensor):

@@ -38,7 +38,7 @@ class Bnb(OptimizerFamily):
         self._names = {"1": first, "2": (second,) if second else ()}
         self.moments = (*self._names["1"], *self._names["2"])
 
-    def claims(self, optimizer: Any) -> bool:
+    def claims(self, optimizer: object) -> bool:
         known = is_a(optimizer, "bitsandbytes", "Optimizer1State", "Optimizer2State")
         return known and getattr(optimizer, "optimizer_name", "") in self._algorithms
 
@@ -117,7 +117,7 @@ class Bnb(OptimizerFamily):
         return all(a.data_ptr() == b.data_ptr() and a.dtype == b.dtype for a, b in pairs)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if not isinstance(value, Codes):
         return value
     encoding = LowBit(value.scheme, value.block_size, value.signed)

@@ -93,10 +93,10 @@ class OptimizerFamily:
     scratch: tuple[str, ...] = ()
     """Entries that each step computes anew, so that they need not be loaded."""
 
-    def claims(self, optimizer: Any) -> bool:
+    def claims(self, optimizer: object) -> bool:
         return True
 
-    def flags(self, optimizer: Any) -> dict[str, Any]:
+    def flags(self, optimizer: object) -> dict[str, object]:
         """Return the constructor arguments that the state dict does not hold."""
         return {}
 
@@ -112,12 +112,12 @@ class OptimizerFamily:
         """Return the checkpoint's state of one parameter, with names that only this family knows."""
         return source
 
-    def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, object]:
         """Return fresh state by canonical name. `source` is the checkpoint's: LazyTensors and plain
         values."""
         raise NotImplementedError
 
-    def present(self, part: OptimizerParam) -> dict[str, Any]:
+    def present(self, part: OptimizerParam) -> dict[str, object]:
         """Return the live state, where it can be filled in place; empty: it cannot."""
         return {}
 
@@ -151,14 +151,14 @@ class OptimizerFamily:
             return torch.zeros_like(part.param, dtype=dtype, requires_grad=False)
 
 
-def is_a(optimizer: Any, library: str, *names: str) -> bool:
+def is_a(optimizer: object, library: str, *names: str) -> bool:
     return any(
         cls.__name__ in names and f"{cls.__module__}.".startswith(f"{library}.")
         for cls in type(optimizer).__mro__
     )
 
 
-def step_dtype(group: Mapping[str, Any]) -> torch.dtype:
+def step_dtype(group: Mapping[str, object]) -> torch.dtype:
     """Return the dtype in which torch.optim counts steps, as its own `_get_scalar_dtype` does."""
     import torch
 

@@ -62,14 +62,14 @@ def _parts(value: Any) -> dict[str, Any]:
     return {FORM: _coded_form(codes), **parts}
 
 
-def _coded_form(codes: Codes) -> list[Any]:
+def _coded_form(codes: Codes) -> list[object]:
     numel = 1
     for size in codes.shape:
         numel *= size
     return [codes.scheme, codes.block_size, codes.signed, numel]
 
 
-def _plain_form(value: torch.Tensor) -> list[Any]:
+def _plain_form(value: torch.Tensor) -> list[object]:
     return [str(value.dtype).removeprefix("torch."), value.numel()]
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def described(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str, Any]:
+def described(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> dict[str, object]:
     """Return the settings as plain values."""
     import torch
 

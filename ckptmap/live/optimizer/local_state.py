@@ -69,12 +69,12 @@ class LocalState:
     """Everything that this rank holds."""
 
     holdings: list[LocalTensor] = field(default_factory=list)
-    records: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    records: dict[str, Mapping[str, object]] = field(default_factory=dict)
     values: dict[Path, Any] = field(default_factory=dict)
     """Plain values; those of the lowest rank that has them are stored."""
     decoded: list[str] = field(default_factory=list)
     """Moments that are stored decoded, since a block of their codes may span two parameters."""
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, object] = field(default_factory=dict)
     """Settings of this rank that an exact continuation depends on."""
 
 
@@ -217,7 +217,7 @@ def _hold_entry(held: LocalState, owner: ParamOwner, name: str, value: Any) -> N
         held.holdings += [_apart(value, path) for path in _paths(owner, name)]
 
 
-def _refuse_nested(owner: ParamOwner, name: str, value: Any) -> None:
+def _refuse_nested(owner: ParamOwner, name: str, value: object) -> None:
     """Raise LoadError CKM508 for a list or dict of tensors: LBFGS keeps directions over all parameters
     under the name of the first."""
     if holds_tensor(value):
@@ -230,7 +230,7 @@ def _refuse_nested(owner: ParamOwner, name: str, value: Any) -> None:
         )
 
 
-def holds_tensor(value: Any) -> bool:
+def holds_tensor(value: object) -> bool:
     import torch
 
     if isinstance(value, Mapping):
@@ -240,7 +240,7 @@ def holds_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def is_decoded(owner: ParamOwner, value: Any) -> bool:
+def is_decoded(owner: ParamOwner, value: object) -> bool:
     """Return whether an entry is stored decoded, in float32: one of a flat parameter that is quantized,
     whose blocks may span parameters, or one in 16 bits, which another rank may have quantized."""
     import torch

@@ -67,7 +67,7 @@ class ParamGroups:
         for setter in self._set:
             setter()
 
-    def _group(self, owner: ParamOwner) -> Mapping[str, Any] | None:
+    def _group(self, owner: ParamOwner) -> Mapping[str, object] | None:
         names = [name for target, _ in owner.members for name in target.known]
         return next((self._of[name] for name in names if name in self._of), None)
 
@@ -112,7 +112,7 @@ class ParamGroups:
             )
             self.inexact.append(self.settings[-1])
 
-    def _kind(self, group: Mapping[str, Any]) -> str:
+    def _kind(self, group: Mapping[str, object]) -> str:
         return algorithm(group, self._kept_of(group))
 
     def _kept_of(self, group: Mapping[str, Any]) -> Collection[str]:
@@ -126,7 +126,7 @@ class ParamGroups:
         known = part.family.name != "other"
         return algorithm(part.group, part.family.needs(part) if known or stateful else ())
 
-    def _setting(self, title: str, live: dict[str, Any], key: str, value: Any) -> None:
+    def _setting(self, title: str, live: dict[str, object], key: str, value: object) -> None:
         if key in CHOICES:
             if key in live and bool(live[key]) != bool(value):
                 self.choices.append(f"{title}: was {value}, is {live[key]}")
@@ -159,7 +159,7 @@ class ParamGroups:
 
 
 def _forms(
-    number: int, live: Mapping[str, Any], stored: Iterable[Mapping[str, Any]]
+    number: int, live: Mapping[str, object], stored: Iterable[Mapping[str, object]]
 ) -> Iterator[str]:
     """Yield the values that were a tensor and are a number, or the reverse: the optimizer computes with
     a tensor in the tensor's precision."""

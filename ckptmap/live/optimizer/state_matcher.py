@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
@@ -94,7 +93,11 @@ class StateMatcher:
     """Decides the step for the state of every parameter, without reading any."""
 
     def __init__(
-        self, checkpoint: Checkpoint, targets: Sequence[LiveTensor], optimizer: Any, precision: str
+        self,
+        checkpoint: Checkpoint,
+        targets: Sequence[LiveTensor],
+        optimizer: object,
+        precision: str,
     ) -> None:
         self._checkpoint = checkpoint
         self._optimizer = unwrapped(optimizer)
@@ -156,7 +159,7 @@ class StateMatcher:
 
     def _source(self, target: LiveTensor, used: set[str]) -> Source:
         """Return the checkpoint's state of one parameter, under the first of its names."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for name in target.known:
             state = {**self._values.get(name, {}), **self._tensors.get(name, {})}
             if state:

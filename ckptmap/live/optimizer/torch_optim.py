@@ -17,7 +17,7 @@ class TorchAdam(OptimizerFamily):
 
     moments = ("exp_avg", "exp_avg_sq")
 
-    def claims(self, optimizer: Any) -> bool:
+    def claims(self, optimizer: object) -> bool:
         return is_a(optimizer, "torch.optim", "Adam", "AdamW")
 
     def present(self, part: OptimizerParam) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class TorchSgd(OptimizerFamily):
     def needs(self, part: OptimizerParam) -> tuple[str, ...]:
         return ("momentum_buffer",) if part.group.get("momentum") else ()
 
-    def claims(self, optimizer: Any) -> bool:
+    def claims(self, optimizer: object) -> bool:
         return is_a(optimizer, "torch.optim", "SGD")
 
     def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class TorchAdafactor(OptimizerFamily):
     def like_param(self, part: OptimizerParam, name: str) -> bool:
         return name == "variance"
 
-    def claims(self, optimizer: Any) -> bool:
+    def claims(self, optimizer: object) -> bool:
         return is_a(optimizer, "torch.optim", "Adafactor")
 
     def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class TorchaoAdam(OptimizerFamily):
     mixed = True
     moments = ("exp_avg", "exp_avg_sq")
 
-    def claims(self, optimizer: Any) -> bool:
+    def claims(self, optimizer: object) -> bool:
         return is_a(optimizer, "torchao", "_AdamBase")
 
     def flags(self, optimizer: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class TorchaoAdam(OptimizerFamily):
         return like(part.param, made).to(part.param.device)
 
 
-def _stored_step(part: OptimizerParam, source: Mapping[str, Any]) -> torch.dtype:
+def _stored_step(part: OptimizerParam, source: Mapping[str, object]) -> torch.dtype:
     """Return the dtype of the step that was saved: torchao counted in torch's default dtype of then,
     and a bfloat16 step ends at 256."""
     lazy = source.get(STEP)

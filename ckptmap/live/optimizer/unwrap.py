@@ -20,7 +20,7 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def family_of(optimizer: Any) -> OptimizerFamily:
+def family_of(optimizer: object) -> OptimizerFamily:
     """Return the family that an optimizer belongs to; the last one takes any."""
     families: tuple[OptimizerFamily, ...] = registry.optimizer_families()
     return next(family for family in families if family.claims(optimizer))

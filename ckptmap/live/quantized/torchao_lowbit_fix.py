@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CLASSES = ("OptimState8bit", "OptimState4bit", "OptimStateFp8")
 MARK = "_ckptmap_keeps_dtype"
-Handler = Callable[..., Any]
+Handler = Callable[..., object]
 
 
 def needed() -> bool:
@@ -80,7 +80,7 @@ def apply() -> bool:
     return True
 
 
-def _classes() -> list[Any]:
+def _classes() -> list[object]:
     with quiet_torchao():
         from torchao.optim import subclass_4bit, subclass_8bit, subclass_fp8
 
@@ -88,8 +88,8 @@ def _classes() -> list[Any]:
     return [getattr(module, name) for module, name in zip(modules, CLASSES, strict=True)]
 
 
-def _table(cls: Any) -> dict[Any, Handler]:
-    found: dict[Any, Handler] = getattr(cls, "_ATEN_OP_TABLE", {}).get(cls, {})
+def _table(cls: object) -> dict[object, Handler]:
+    found: dict[object, Handler] = getattr(cls, "_ATEN_OP_TABLE", {}).get(cls, {})
     return found
 
 
@@ -115,7 +115,7 @@ def _block(cls: Any) -> Mapping[str, int]:
     return {"block_size": 128 if cls.__name__ == "OptimState4bit" else 256}
 
 
-def _keeping(cls: Any, handler: Handler) -> Handler:
+def _keeping(cls: object, handler: Handler) -> Handler:
     def kept(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         out = handler(func, types, args, kwargs)
         return _labelled(cls, out, args[0].dtype)
@@ -123,7 +123,7 @@ def _keeping(cls: Any, handler: Handler) -> Handler:
     return kept
 
 
-def _relabelled(cls: Any) -> Handler:
+def _relabelled(cls: object) -> Handler:
     def view(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return _labelled(cls, args[0], args[1])
 

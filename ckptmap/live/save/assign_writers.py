@@ -105,7 +105,7 @@ class Assignment:
     """The stored tensors, and in `mine` the values that this rank writes, by stored path and box."""
 
     tensors: list[OutTensor] = field(default_factory=list)
-    records: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    records: dict[str, Mapping[str, object]] = field(default_factory=dict)
     mine: dict[tuple[Path, Box], torch.Tensor] = field(default_factory=dict)
 
     def state(self, values: Mapping[Path, Any], world: int) -> OutState:

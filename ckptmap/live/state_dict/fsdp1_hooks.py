@@ -79,7 +79,7 @@ def _refuse(
 
 
 def set_extra_state(
-    model: torch.nn.Module, state: Mapping[str, Any]
+    model: torch.nn.Module, state: Mapping[str, object]
 ) -> tuple[list[str], list[str]]:
     """Set the extra state of modules; return the (missing, unexpected) plain keys."""
     from torch import nn
@@ -101,7 +101,10 @@ def set_extra_state(
 
 
 def is_own_state(
-    optimizer: Any, state_dict: Mapping[str, Any], owners: Sequence[ParamOwner], peers: RankGroup
+    optimizer: object,
+    state_dict: Mapping[str, object],
+    owners: Sequence[ParamOwner],
+    peers: RankGroup,
 ) -> bool:
     """Return whether the state dict is one that the optimizer itself makes on each rank: state of local
     shards by index, which torch alone can load."""
@@ -117,7 +120,7 @@ def _is_local(optimizer: Any, state_dict: Mapping[str, Any]) -> bool:
     return all(_has_shape(value, tuple(params[key].shape)) for key, value in state.items())
 
 
-def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+def _has_shape(value: object, shape: tuple[int, ...]) -> bool:
     """Return whether any tensor of a nested value has the shape."""
     if isinstance(value, Mapping):
         return any(_has_shape(item, shape) for item in value.values())

@@ -67,7 +67,7 @@ class LiveStateDict:
 
 
 def opened(
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     peers: RankGroup,
     role: str,
     weights: Mapping[str, TensorInfo] | None = None,
@@ -101,7 +101,7 @@ def opened(
     return LiveStateDict(checkpoint, memory, _sources(offers, assignment), peers)
 
 
-def assigned(state: Mapping[Path, Any], peers: RankGroup) -> Assignment:
+def assigned(state: Mapping[Path, object], peers: RankGroup) -> Assignment:
     """Return tensors by path as stored tensors, each box with the one rank that writes it: of replicas,
     the lowest. Raises as `opened` does."""
     mine = LocalState()
@@ -115,7 +115,7 @@ def assigned(state: Mapping[Path, Any], peers: RankGroup) -> Assignment:
         return Assigner(peers.rank, peers.world, mine).assign(offers)
 
 
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def _leaves(value: object, path: Path) -> Iterator[tuple[Path, object]]:
     if isinstance(value, Mapping) and value and all(isinstance(key, str | int) for key in value):
         for key, item in value.items():
             yield from _leaves(item, (*path, key))
@@ -129,7 +129,7 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 # ------------------------------------------------------------------------------- what is held
 
 
-def _hold(mine: LocalState, path: Path, value: Any) -> None:
+def _hold(mine: LocalState, path: Path, value: object) -> None:
     import torch
 
     if not isinstance(value, torch.Tensor):

@@ -72,7 +72,7 @@ def load_live(
     targets: Sequence[LiveTensor],
     homeless: Sequence[str] = (),
     *,
-    optimizer: Any = None,
+    optimizer: object = None,
     order: Sequence[Sequence[str]] | None = None,
     weights: bool = True,
     strict: bool = True,
@@ -212,7 +212,9 @@ def _state(
     return plan
 
 
-def _is_by_position(checkpoint: Checkpoint, targets: Sequence[LiveTensor], optimizer: Any) -> bool:
+def _is_by_position(
+    checkpoint: Checkpoint, targets: Sequence[LiveTensor], optimizer: object
+) -> bool:
     """Return whether an index means a parameter of the live optimizer, as torch takes it."""
     if checkpoint.optimizer_by_index:
         return True

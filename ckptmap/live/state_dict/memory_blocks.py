@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError, SourceError
 from ckptmap.live.model.tensor_reader import TensorReader, window
@@ -129,7 +129,7 @@ class Memory:
     def fetch(self, file: str) -> str:
         raise SourceError("CKM101", f"{file}: is no file", "it is in memory")
 
-    def fetch_all(self, files: Sequence[str], into: Any) -> None:
+    def fetch_all(self, files: Sequence[str], into: object) -> None:
         self.fetch(", ".join(files))
 
     def discard(self, file: str) -> None:

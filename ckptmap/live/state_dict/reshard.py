@@ -279,7 +279,7 @@ class Exchange:
         """Return whether the step can read the box from this rank's memory."""
         return need.out is None and (not need.box.numel or self._memory.has(need.path, need.box))
 
-    def _agree(self, plan: Any) -> None:
+    def _agree(self, plan: object) -> None:
         digest = hashlib.blake2b(repr(plan).encode(), digest_size=16).hexdigest()
         for rank, other in enumerate(self._peers.all(digest)):
             if other != digest:

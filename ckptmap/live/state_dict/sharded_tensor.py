@@ -8,7 +8,7 @@ from ckptmap.live.optimizer.local_state import LocalShard, LocalTensor
 from ckptmap.tensors import Box, Path, TensorInfo
 
 
-def is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: object) -> bool:
     return any(cls.__name__ == "ShardedTensor" for cls in type(tensor).__mro__)
 
 
