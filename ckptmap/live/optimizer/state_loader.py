@@ -152,8 +152,7 @@ class StateLoader:
         return live
 
     def _stored_form(self, name: str) -> Any:
-        """Return the form of this rank's boxes in the checkpoint: a scheme, a dtype or "mixed"; None:
-        the checkpoint has none."""
+        """Return the form of this rank's boxes as stored: a scheme, a dtype or "mixed"; None: none."""
         import torch
 
         forms: set[Any] = set()
@@ -304,8 +303,7 @@ def step_of(source: Source) -> float | None:
 
 
 def leading(sources: Sequence[Source]) -> Source:
-    """Of the members of a flat parameter the one that was stepped most: it has one step count, and
-    one of what else is no moment."""
+    """Return the state of the member that was stepped most: a flat parameter has one step count."""
     found = [source for source in sources if source]
     return found[0] if len(found) == 1 else max(found, key=lambda source: step_of(source) or 0)
 
@@ -344,8 +342,7 @@ def derivation(name: str, source: Source, betas: Sequence[float] = ()) -> tuple[
 def code_places(
     lazy: LazyTensor, codes: Codes, boxes: Sequence[tuple[Box, Box]]
 ) -> Mapping[str, Box] | None:
-    """Return the boxes of the stored codes and scales that are exactly this rank's blocks; None: blocks
-    or scheme differ."""
+    """Return the boxes of stored codes and scales of just this rank's blocks; None: they differ."""
     encoding = lazy.encoding_
     same = isinstance(encoding, LowBit) and (
         (encoding.name, encoding.block_size, encoding.signed)
