@@ -1,9 +1,9 @@
-"""Fill a buffer with a box of a stored tensor, whatever way its chunks lie in the files.
+"""Read a box of a stored tensor into a buffer, however its chunks lie in the files.
 
-The output drives: each piece is a strided region of one file that lands on a rectangle of the
-output. Runs of bytes go straight from the page cache to their places (preadv scatter, small gaps
-read into one junk buffer); single elements, as of a transposed view, are read in dense spans of
-bounded size and spread by strided memoryview copies, so neither torch nor numpy is needed.
+Each piece of the box is a strided region of one file, and fills a rectangle of the output. Runs of
+bytes are read directly into the output (preadv into many buffers; small gaps go into one junk
+buffer). Single elements, as of a transposed view, are read in dense spans of bounded size and copied
+by strided memoryviews, so neither torch nor numpy is needed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def fill(files: Files, stored: StoredTensor, box: Box, out: memoryview) -> None:
 
 
 def run_of(stored: StoredTensor, box: Box) -> Run | None:
-    """The one run of bytes that is `box` in row-major order, where there is one; else None."""
+    """Return the one run of bytes that is `box` in row-major order; None: there is no such run."""
     if box.sizes == stored.info.shape:
         place = stored.place
         extent = place if type(place) is Extent else stored.extent
@@ -104,7 +104,7 @@ def run_of(stored: StoredTensor, box: Box) -> Run | None:
 
 
 def row_major_boxes(box: Box, max_numel: int) -> Iterator[Box]:
-    """Cut `box` into boxes of at most `max_numel` elements that follow each other row-major."""
+    """Yield boxes of at most `max_numel` elements that tile `box`, in row-major order."""
     sizes = box.sizes
     if prod(sizes) <= max(1, max_numel):
         yield box
@@ -122,7 +122,7 @@ def row_major_boxes(box: Box, max_numel: int) -> Iterator[Box]:
 
 
 def _indices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All index tuples of a shape, row-major."""
+    """Yield all index tuples of a shape, row-major."""
     if not sizes:
         yield ()
         return
@@ -135,7 +135,7 @@ def _indices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _weave(files: Files, stored: Rearranged, box: Box, out: memoryview) -> int:
-    """Bring what fills a box of a rearranged tensor to its places; the bytes brought."""
+    """Fill `out` with a box of a rearranged tensor. Return the number of bytes read."""
     filled, itemsize = 0, stored.info.itemsize
     for file, offset, start, dims, nbytes in stored.copies(box):
         axes = sorted(dims, key=lambda axis: axis[2], reverse=True)
@@ -151,7 +151,7 @@ def _weave(files: Files, stored: Rearranged, box: Box, out: memoryview) -> int:
 
 
 def _land(files: Files, region: Region, place: Box, sizes: Sequence[int], out: memoryview) -> None:
-    """Bring one region to its place in the output, a row-major tensor of `sizes`."""
+    """Read one region into the box `place` of the output, a row-major tensor of `sizes`."""
     itemsize = region.itemsize
     if place.sizes == sizes and region.is_contiguous and region.file != ZEROS:
         files.read_into(region.file, region.offset, [out])
@@ -170,7 +170,7 @@ def _land(files: Files, region: Region, place: Box, sizes: Sequence[int], out: m
 
 
 def _collapse(sizes: Sequence[int], src: Sequence[int], dst: Sequence[int]) -> Dims:
-    """The fewest dims that visit the same elements: [4, 8] contiguous on both sides -> [32]."""
+    """Return the fewest dims that visit the same elements in the same order: [4, 8] contiguous on both sides -> [32]."""
     dims: list[Dim] = []
     for n, s, d in zip(sizes, src, dst, strict=True):
         if n == 1:
@@ -200,7 +200,7 @@ def _move(
 def _scatter(
     files: Files, file: str, offset: int, outer: Dims, out: memoryview, start: int, run: int
 ) -> None:
-    """Runs of `run` bytes, each to its own place, as few reads as gaps allow."""
+    """Read runs of `run` bytes, each into its own place; runs with small gaps share one read."""
     if len(outer) == 1 and outer[0].src == run:  # nothing between: columns that a rank holds
         step = outer[0].dst
         for first in range(0, outer[0].n, IOV_MAX):
@@ -225,7 +225,7 @@ def _scatter(
 
 
 def _positions(dims: Dims, src: int, dst: int) -> Iterator[tuple[int, int]]:
-    """(file offset, output offset) of every index, the last dim fastest."""
+    """Yield (file offset, output offset) of every index, the last dim fastest."""
     if not dims:
         yield src, dst
         return
@@ -241,7 +241,7 @@ def _positions(dims: Dims, src: int, dst: int) -> Iterator[tuple[int, int]]:
 def _spread(
     files: Files, file: str, offset: int, dims: Dims, out: memoryview, start: int, itemsize: int
 ) -> None:
-    """Elements one by one: read dense spans of at most SCRATCH bytes, copy with strides.
+    """Read single elements: dense spans of at most SCRATCH bytes, copied with strides.
 
     `dims` in descending order of file stride, none of them 0.
     """
@@ -266,7 +266,7 @@ def _spread(
 def _copy(
     source: memoryview, src: int, out: memoryview, dst: int, dims: Dims, itemsize: int
 ) -> None:
-    """Strided copy inside memory; strides and starts in bytes."""
+    """Copy elements between two buffers; strides and starts are in bytes."""
     unit = gcd(itemsize, 8, *(dim.src for dim in dims), *(dim.dst for dim in dims))
     if unit < itemsize:
         dims = (*dims, Dim(itemsize // unit, unit, unit))
@@ -280,7 +280,7 @@ def _copy(
 
 
 def _repeat(out: memoryview, start: int, still: Dims, filled: Dims, itemsize: int) -> None:
-    """Expanded dims (file stride 0): double what is there until every index has it."""
+    """Fill expanded dims (file stride 0): copy what is there, twice as much each time."""
     done = tuple(Dim(dim.n, dim.dst, dim.dst) for dim in filled)
     for dim in still:
         have = 1

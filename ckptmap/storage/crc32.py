@@ -1,4 +1,4 @@
-"""CRC-32, as the members of a zip have it: by ISA-L where that is installed, ten times faster."""
+"""CRC-32 of zip members (polynomial 0xEDB88320), by ISA-L if it is installed: ten times faster."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["crc32", "crc32_combine"]
 _POLYNOMIAL = 0xEDB88320
 
 Matrix = tuple[int, ...]
-"""Column i: what bit i becomes."""
+"""A linear map of 32 bits: column i is the image of bit i."""
 
 
 def combined(first: int, second: int, nbytes: int) -> int:
-    """The CRC-32 of two runs of bytes, of which the second has `nbytes`, from those of each.
+    """Return the CRC-32 of `a + b` from the CRC-32s of `a` and `b`; `b` has `nbytes` bytes.
 
-    What `crc32_combine` of zlib's C library does: the CRC of `a + b` is that of `a` moved on by
+    As `crc32_combine` of zlib's C library: the CRC of `a + b` is that of `a` moved on by
     `len(b)` zero bytes, xor that of `b`. Moving on by one bit is a linear map of 32 bits, squared
     again and again for the powers of two.
     """
@@ -30,7 +30,7 @@ def combined(first: int, second: int, nbytes: int) -> int:
 
 @cache
 def _zeros(power: int) -> Matrix:
-    """Moves a CRC on by 2**power zero bits."""
+    """Return the map that moves a CRC on by 2**power zero bits."""
     if not power:
         return (_POLYNOMIAL, *(1 << bit for bit in range(31)))
     half = _zeros(power - 1)

@@ -1,4 +1,4 @@
-"""Write one output file: space reserved first, large aligned middles past the page cache.
+"""Write output files: reserve their space first, write large aligned blocks by O_DIRECT.
 
 A buffer keeps bytes at an address congruent with their file offset modulo `ALIGN`, so that the
 aligned middle of a write can go through an O_DIRECT descriptor; head and tail fragments, and all
@@ -32,7 +32,7 @@ ALIGN = max(4096, mmap.PAGESIZE)
 DIRECT_MIN = 256 << 10
 """Bytes of aligned middle below which a direct write costs more than a buffered one."""
 BUFFERED = 256 << 10
-"""Bytes of a stream that go to the page cache at once: they are still in the core's own cache."""
+"""Bytes of a stream that are written at once through the page cache: they still fit in the L2 cache."""
 MAX_OPEN = 64
 """Output files open at once, two descriptors each."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -48,8 +48,8 @@ class Buffer:
         self._view = memoryview(mmap.mmap(-1, self.nbytes + ALIGN)) if within is None else within
 
     def parts(self, sizes: Sequence[int]) -> list[Buffer]:
-        """Buffers of so many bytes each, inside this one: pages that are used again cost nothing.
-        What does not fit has memory of its own."""
+        """Return buffers of so many bytes each, inside this one: used pages cost nothing. A buffer that
+        does not fit has memory of its own."""
         found, at = [], 0
         for nbytes in sizes:
             end = at + max(3 * ALIGN, -(-nbytes // ALIGN) * ALIGN + ALIGN)
@@ -59,13 +59,13 @@ class Buffer:
         return found
 
     def at(self, offset: int, nbytes: int) -> memoryview:
-        """The place for bytes that belong at file `offset`; it starts within the first page."""
+        """Return the `nbytes` of memory for file `offset`: the address is congruent modulo ALIGN."""
         assert nbytes <= self.nbytes
         return self._view[offset % ALIGN : offset % ALIGN + nbytes]
 
 
 class Sums:
-    """Running digest (xxh3, 64 bit) and CRC-32 of consecutive bytes, where they are wanted."""
+    """Running digest (xxh3, 64 bit) and CRC-32 of consecutive bytes; each can be left out."""
 
     __slots__ = ("_digest", "_wants_crc", "crc32")
 
@@ -86,7 +86,7 @@ class Sums:
 
     @property
     def digest(self) -> str:
-        """In hex; "" where it is not wanted."""
+        """Return the digest in hex; "" where it is left out."""
         return "" if self._digest is None else self._digest.hexdigest()
 
 
@@ -121,7 +121,7 @@ class OutputFile:
 
     @property
     def is_direct(self) -> bool:
-        """Do large writes go past the page cache?"""
+        """Return True if large writes bypass the page cache."""
         return self._direct is not None and not self._declined
 
     def write_at(self, offset: int, data: memoryview, direct: bool = True) -> None:
@@ -137,7 +137,7 @@ class OutputFile:
         self._write(offset + head + done, data[head + done :])
 
     def _write_direct(self, offset: int, data: memoryview) -> int:
-        """Bytes written past the page cache: all, or fewer where the filesystem declines."""
+        """Write by O_DIRECT. Return the bytes written: fewer than all where the filesystem declines."""
         done = 0
         while done < data.nbytes and self._direct is not None and not self._declined:
             try:
@@ -208,7 +208,7 @@ class Outputs:
 
     @contextmanager
     def file(self, index: int) -> Iterator[OutputFile]:
-        """File `index`, open for as long as it is used, by any number of threads."""
+        """Keep file `index` open inside the `with` block; any number of threads may use it."""
         with self._lock:
             if index not in self._open:
                 made = OutputFile(self._paths[index], self._nbytes[index], self._direct)
@@ -248,27 +248,27 @@ class Stream:
     def __init__(self, file: OutputFile, offset: int, buffer: Buffer, sums: Sums) -> None:
         self._file, self._buffer, self._at, self._held = file, buffer, offset, 0
         self.wanted = self.room if file.is_direct else min(BUFFERED, self.room)
-        """The bytes to ask for where any number will do; as many are held before they go."""
+        """The best number of bytes for one `take`; the stream holds as many before it writes them."""
         self.sums = sums
 
     @property
     def position(self) -> int:
-        """File offset of the next byte."""
+        """Return the file offset of the next byte."""
         return self._at + self._held
 
     @property
     def room(self) -> int:
-        """The most bytes that `take` may be asked for."""
+        """Return the most bytes that `take` may be asked for."""
         return self._buffer.nbytes - ALIGN
 
     def take(self, nbytes: int) -> memoryview:
-        """The place where the next `nbytes` go; fill it, then `push`."""
+        """Return memory for the next `nbytes`; fill it, then call `push` with it."""
         if self._held + nbytes > self._buffer.nbytes:
             self._flush()
         return self._buffer.at(self._at, self._held + nbytes)[self._held :]
 
     def push(self, data: memoryview) -> None:
-        """What `take` gave is filled."""
+        """Accept the memory that `take` gave, filled."""
         self.sums.update(data)
         self._held += data.nbytes
         if self._held >= self.wanted:
@@ -297,7 +297,7 @@ class Stream:
         self._buffer.at(self._at, len(rest))[:] = rest
 
     def finish(self) -> Sums:
-        """Write what is held; the sums of all bytes."""
+        """Write the bytes that are held. Return the sums of all bytes."""
         self._file.write_at(self._at, self._buffer.at(self._at, self._held))
         self._at, self._held = self._at + self._held, 0
         return self.sums

@@ -1,4 +1,4 @@
-"""What is already written: one JSON line a finished unit, so that a killed run can continue.
+"""The journal of a run: one JSON line for each finished unit, so that a killed run can continue.
 
 The first line binds the journal to a plan's digest. A line is added after the unit's writes have
 returned; a torn last line is dropped. Nothing in it is believed before the bytes were read back.
@@ -45,7 +45,7 @@ class Journal:
     def __init__(self, path: Path, plan_digest: str, rank: int = 0) -> None:
         self.path = path.with_name(f"{path.stem}-{rank}{path.suffix}") if rank else path
         self.entries: dict[str, Sequence[Written]] = {}
-        """Units found at the start, by unit id; not verified."""
+        """Units of an earlier run, by unit id. Their bytes are not verified yet."""
         self._lock = threading.Lock()
         try:
             self._fd = self._begin(path, plan_digest, rank)
@@ -129,8 +129,8 @@ def _refuse_if_locked(path: Path) -> None:
 
 
 def _flock(fd: int) -> bool:
-    """Lock a file for as long as it is open; False where another process has. A filesystem that
-    knows no locks has none held."""
+    """Lock a file for as long as it is open. Return False if another process holds the lock; True also
+    on a filesystem without locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -143,7 +143,7 @@ def _line(unit: str, slots: Sequence[Written]) -> str:
 
 
 def _entries(path: Path, plan_digest: str) -> dict[str, Sequence[Written]]:
-    """Units of an earlier run of the same plan; empty where there was none."""
+    """Return the units of an earlier run of the same plan; empty where there was none."""
     try:
         first, *lines = path.read_text(errors="replace").split("\n")
     except FileNotFoundError:

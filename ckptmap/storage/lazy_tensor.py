@@ -1,4 +1,7 @@
-"""A logical tensor that is read when asked for: only the boxes wanted, decoded on the way."""
+"""`LazyTensor`: a logical tensor of a checkpoint whose values are read, and decoded, on demand.
+
+Only the stored bytes that a requested box needs are read.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable, without numpy; they keep the tensor alive."""
+    """Return the bytes of a contiguous CPU tensor, writable, without numpy. They keep the tensor alive."""
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
@@ -48,17 +51,17 @@ class LazyTensor:
 
     @property
     def lossy(self) -> bool:
-        """Do its values differ from those of the tensors that it is read from?"""
+        """Return True if its values are other than those of the tensors that it is read from."""
         return bool(getattr(self.encoding_, "lossy", False))
 
     @property
     def quantized(self) -> bool:
-        """Is what it is read from stored as codes?"""
+        """Return True if its parts hold quantization codes."""
         return bool(getattr(self.encoding_, "quantized", self.encoding_.name != "dense"))
 
     @property
     def beneath(self) -> Iterable[StoredTensor]:
-        """The stored tensors that reading it reads."""
+        """Return the stored tensors that it is read from."""
         return self.parts.values()
 
     def __init__(self, fqn: str, group: Group, files: Files) -> None:
@@ -70,7 +73,7 @@ class LazyTensor:
         self.files = files
 
     def named(self, fqn: str) -> LazyTensor:
-        """The same tensor under another name."""
+        """Return the same tensor under another FQN."""
         return LazyTensor(fqn, self.group, self.files)
 
     @property
@@ -95,7 +98,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored, all parts, replicas once."""
+        """Return the stored bytes of all parts; replicas count once."""
         total = 0
         for part in self.parts.values():
             total += part.info.nbytes
@@ -107,7 +110,7 @@ class LazyTensor:
         sizes: Sequence[int] | None = None,
         device: str | torch.device = "cpu",
     ) -> torch.Tensor:
-        """The box at `offsets` of `sizes` (default: all), decoded, in the logical dtype.
+        """Return the box at `offsets` of `sizes` (default: all), decoded, in the logical dtype.
 
         Only the stored bytes that the box needs are read. Raises ValueError where the box leaves
         the tensor, PlanError CKM210 where the device is not here, RunError CKM310 where ranks have
@@ -149,7 +152,7 @@ class LazyTensor:
         return cuts
 
     def read_scales(self) -> torch.Tensor:
-        """The scales of its codes, fp32; only for an encoding that is `Coded`."""
+        """Return the scales of its codes, fp32; only for an encoding that is `Coded`."""
         coded = self.encoding_
         assert isinstance(coded, Coded), f"{self.fqn}: {self.encoding} has no codes"
         parts = {
@@ -167,7 +170,7 @@ class LazyTensor:
         coded.codes(self.info, parts, box, out)
 
     def read_part(self, part: str, box: Box, device: str | torch.device = "cpu") -> torch.Tensor:
-        """A box of one stored part, as it is stored."""
+        """Return a box of one stored part, in the stored dtype."""
         import torch
 
         stored = self.parts[part]
@@ -197,7 +200,7 @@ class LazyTensor:
         return values.reshape([n for dim, n in enumerate(values.shape) if dim not in squeeze])
 
     def _indices(self, keys: tuple[Index, ...]) -> list[int | slice]:
-        """One a dim: an ellipsis, or the end, stands for all that have none."""
+        """Return one index for each dim; an ellipsis, or a missing index, is a full slice."""
         given: list[int | slice] = [key for key in keys if key is not Ellipsis]
         if len(given) > len(self.shape) or len(keys) - len(given) > 1:
             raise IndexError(f"{self.fqn}: {len(keys)} indices for shape {list(self.shape)}")

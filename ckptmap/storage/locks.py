@@ -97,7 +97,7 @@ def _sweep(path: Path) -> None:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """Who holds a lock; None where there is none or it cannot be read."""
+    """Return the owner of a lock; None where there is none, or it cannot be read."""
     try:
         value = json.loads(path.read_text())
         return Owner(str(value["host"]), int(value["pid"]), int(value["start"]), value["token"])
@@ -114,7 +114,7 @@ def _held(what: Path, owner: Owner, path: Path) -> DestinationError:
 
 
 def _link(made: Path, path: Path) -> bool:
-    """Make `path` appear whole; False where it exists."""
+    """Make `path` appear whole. Return False where it exists."""
     try:
         os.link(made, path)
     except FileExistsError:
@@ -127,7 +127,7 @@ def _link(made: Path, path: Path) -> bool:
 
 
 def _create(made: Path, path: Path) -> bool:
-    """As `_link`, on a filesystem without hard links."""
+    """Do the same on a filesystem without hard links."""
     try:
         with path.open("x") as handle:
             handle.write(made.read_text())
@@ -137,7 +137,7 @@ def _create(made: Path, path: Path) -> bool:
 
 
 def _replace(made: Path, path: Path, stale: Owner) -> bool:
-    """Put our lock in the place of a stale one; False where someone else was faster.
+    """Put our lock in the place of a stale one. Return False where another process was faster.
 
     Contenders queue on the stale file itself (flock): whoever comes second finds another file.
     """
@@ -158,9 +158,9 @@ def _replace(made: Path, path: Path, stale: Owner) -> bool:
 
 
 def _start_time(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot; 0: alive, but not told; None: no process.
+    """Return the start of a process in clock ticks since boot; 0: unknown; None: no such process.
 
-    A process that has ended and was not waited for yet is none.
+    A zombie (ended, its parent has not waited for it yet) counts as no process.
     """
     try:
         os.kill(pid, 0)

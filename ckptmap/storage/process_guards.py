@@ -1,4 +1,7 @@
-"""What a run holds still while it works: SIGTERM, torch's own threads, torchao's import."""
+"""Context managers for the state of the process: SIGTERM, torch's threads, torchao's log lines.
+
+Each sets its state for the time of a run, and puts back what was there before.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def stopped_by_sigterm(stop: threading.Event) -> Iterator[None]:
-    """SIGTERM stops the run as Ctrl-C does, unless the program handles it itself."""
+    """Set `stop` at SIGTERM, so that the run ends as at Ctrl-C; a handler of the program is kept."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -28,7 +31,8 @@ def stopped_by_sigterm(stop: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def one_torch_thread(wanted: bool) -> Iterator[None]:
-    """Hold torch's own threads at one; no import of torch where nothing is encoded."""
+    """Set torch to one thread, because the run has threads of its own. `wanted` False: torch is not
+    imported."""
     if not wanted:
         yield
         return
@@ -43,13 +47,13 @@ def one_torch_thread(wanted: bool) -> Iterator[None]:
 
 
 IMPORT_LINES = {"torchao": "Failed to load ", "torch.utils._pytree": "<enum "}
-"""Logger -> how a line begins that each import of torchao writes where its kernels for GPUs cannot
-be loaded, or torch is newer. ckptmap uses none of these kernels."""
+"""Logger -> start of the warning that torchao logs at import where its GPU kernels cannot be loaded,
+or torch is newer. ckptmap uses none of these kernels."""
 
 
 @contextmanager
 def quiet_torchao() -> Iterator[None]:
-    """Around an import of torchao: these lines are of level DEBUG; all else is told as ever."""
+    """Log the lines of `IMPORT_LINES` at level DEBUG while torchao is imported; others are unchanged."""
     import logging
 
     quieted = {logging.getLogger(name): _quieter(begin) for name, begin in IMPORT_LINES.items()}

@@ -1,6 +1,7 @@
-"""Copies of a box that several ranks have saved: whoever reads one of them relies on all being alike.
+"""Compare the replicas of a box: the copies that several ranks saved must hold the same bytes.
 
-By CRC-32 where both have one for exactly the box, which costs no read; else byte by byte.
+Two replicas are compared by CRC-32 where both have one for exactly the box, which costs no read;
+else byte by byte.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, Chunk, StoredTensor
 
 COMPARE_NBYTES = 1 << 20
-"""Bytes of a tensor and of its replica held at once."""
+"""Bytes of a tensor, and as many of its replica, that are in memory at once."""
 HINT = "the ranks did not hold the same values: find out which is right, or drop the key"
 
 
 def require_alike(
     files: Files, key: str, stored: StoredTensor, within: Sequence[Box] | None = None
 ) -> None:
-    """Raise RunError CKM310 where a replica of what is read differs from it; where only bytes can
-    tell, those in the boxes `within` do (default: all)."""
+    """Raise RunError CKM310 if a replica differs from the tensor.
+
+    Where there is no CRC-32, the bytes in the boxes `within` are compared (default: all).
+    """
     if isinstance(stored, Assembled):
         for source in stored.sources:
             require_alike(files, key, source)
@@ -43,8 +46,11 @@ def require_same(
     hint: str = HINT,
     alive: Callable[[], None] = lambda: None,
 ) -> None:
-    """The same of one replica; `crc32` is that of the tensor's chunk with its box, where it has
-    one. `alive` is called now and then."""
+    """Raise RunError CKM310 if this replica differs from the tensor.
+
+    `crc32` is that of the tensor's chunk with the same box; None: it has none. `alive` is called
+    after each block of bytes.
+    """
     if crc32 is not None and replica.crc32 is not None:
         if crc32 != replica.crc32:
             raise _differs(key, tensor, replica, replica.box, hint)

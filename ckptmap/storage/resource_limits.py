@@ -1,4 +1,7 @@
-"""What a process may not have more of: open files, larger files, memory, threads; the way to more."""
+"""Errors of a process that has reached a limit: open files, file size, memory or threads.
+
+Each becomes a CKM313 whose hint says how to raise that limit.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from ckptmap.errors import CkptmapError, RunError
 
 SHORT = "CKM313"
 FILES = 4096
-"""Open files that are enough for any conversion, and allowed nearly everywhere."""
+"""A limit of open files (ulimit -n) that is enough for any conversion; nearly every host allows it."""
 MEMORY_HINT = (
     "free some, raise the limit (ulimit -v, a container's), or give --threads 1 and a smaller "
     "--max-memory; then run the same command again"
@@ -23,19 +26,19 @@ SIZE_HINT = (
     "give a smaller --max-shard-size; then run the same command again"
 )
 UNMAPPED = ("cannot allocate memory", "failed to map segment", "cannot map", "cannot create shared")
-"""How the dynamic loader says that a library does not fit."""
+"""Texts of the dynamic loader for a library that does not fit in memory."""
 
 E = TypeVar("E", bound=CkptmapError)
 
 
 def or_resource_error(error: BaseException, otherwise: E) -> E:
-    """`otherwise`, or where the process ran out of something, that: of its class and in its words."""
+    """Return `otherwise`; if the process reached a limit, the same error with code CKM313 and its hint."""
     hint = _hint(error)
     return otherwise if hint is None else type(otherwise)(SHORT, otherwise.message, hint)
 
 
 def resource_error(error: BaseException) -> RunError | None:
-    """An error that nobody expected, where it is the process that ran out of something."""
+    """Return the RunError for an unexpected error if the process reached a limit, else None."""
     hint = _hint(error)
     if hint is None:
         return None
@@ -75,7 +78,7 @@ def _of_memory(error: BaseException) -> bool:
 
 
 def _way_to_files(number: int) -> str:
-    """A limit that this process may be given, as a command."""
+    """Return the hint with the `ulimit` command, up to the hard limit of this process."""
     if number == errno.ENFILE:
         return "the machine has too many files open: end what holds them, then try again"
     import resource

@@ -1,4 +1,4 @@
-"""Names that a file gives for other files, kept inside the directory that they belong to."""
+"""Check file names that an index file or `.metadata` gives: they must stay inside its directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptmap.errors import SourceError
 
 
 def inside(directory: str, name: str, where: str, also: Sequence[str] = ()) -> str:
-    """The path of `name` in `directory`, both separators and symlinks considered.
+    """Return the path of `name` in `directory`; separators of both kinds and symlinks are checked.
 
     `where` is the file that gives the name. A symlink may lead into `directory` or one of `also`
     (real paths). Raises SourceError CKM116. The name is parsed as Windows would, so that one check
@@ -39,7 +39,7 @@ def _escapes(where: str, name: str, why: str) -> SourceError:
 
 
 def blobs_of(directory: str) -> tuple[str, ...]:
-    """The blob folder that a Hugging Face cache snapshot may link to: `snapshots/REV` ->
+    """Return the blob folder to which a Hugging Face cache snapshot may link: `snapshots/REV` ->
     `blobs`, also for folders below REV."""
     path = Path(directory).absolute()
     for parent in path.parents:

@@ -1,5 +1,8 @@
-"""A file that lies beside weights and goes along with them. One that is large, or on the Hub, is known
-by its size and what tells its content until it is written."""
+"""A sidecar: a file beside the weights (config, tokenizer) that is copied to the output with them.
+
+The content of a small one is read at plan time. A large one, or one on the Hub, is known by its size
+and fingerprint until it is written.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,24 @@ from dataclasses import dataclass
 from ckptmap.storage.file_systems import MOUNTS, Fingerprint, local_copy
 
 HELD_NBYTES = 1 << 20
-"""A config is held from the plan on; what somebody registered with accelerate may be a second
-model."""
+"""Largest sidecar whose content is in the plan. A config is far smaller; what a program registered with
+accelerate may be a second model."""
 PIECE_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """Its `content`, or the `file` that it is elsewhere."""
+    """One sidecar: its `content`, or the `file` that holds it."""
 
     nbytes: int
     mark: str
-    """Tells its content: the same on every machine."""
+    """Identifies the content; for files on the Hub and small ones it is the same on every machine."""
     content: bytes = b""
     file: str = ""
 
     @classmethod
     def at(cls, file: str) -> Sidecar:
-        """A file as it is. Nothing of one that is elsewhere is fetched. Raises OSError."""
+        """Return the sidecar for a file. A file on the Hub is not fetched. Raise OSError."""
         found = Fingerprint.of(file)
         if MOUNTS.placeholder_of(file) is None and found.nbytes <= HELD_NBYTES:
             return cls.made(local_copy(file).read_bytes())
@@ -35,15 +38,15 @@ class Sidecar:
 
     @classmethod
     def made(cls, content: bytes) -> Sidecar:
-        """One that is written for the output."""
+        """Return a sidecar with this content, which is made for the output."""
         return cls(len(content), hashlib.sha256(content).hexdigest(), content)
 
     def read(self) -> bytes:
-        """Raises OSError, and RunError CKM702 to 710 where it cannot be fetched."""
+        """Return the content. Raise OSError, and RunError CKM702 to 710 where it cannot be fetched."""
         return b"".join(self.pieces())
 
     def pieces(self) -> Iterator[bytes]:
-        """The content, a piece at a time. Raises as `read` does."""
+        """Yield the content, at most PIECE_NBYTES bytes at a time. Raise as `read` does."""
         if not self.file:
             yield self.content
             return

@@ -1,7 +1,7 @@
-"""Is a source still what it was when it was opened?
+"""Refuse source files that changed after they were opened.
 
-Headers are read at once and values much later: a file that was written anew in between gives bytes
-that its headers do not describe.
+Headers are read at once, values much later. If another process writes the file in between, the
+headers do not describe the bytes any more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ckptmap.storage.file_systems import Fingerprint
 
 
 def fingerprints(files: Iterable[str]) -> dict[str, Fingerprint]:
-    """Of the files that are there; one that is not says so when it is read."""
+    """Return the fingerprint of each file; a missing file is left out, and refused when it is read."""
     found = {}
     for file in files:
         try:
@@ -24,7 +24,7 @@ def fingerprints(files: Iterable[str]) -> dict[str, Fingerprint]:
 
 
 def require_unchanged(before: Mapping[str, Fingerprint], hint: str) -> None:
-    """Raises RunError CKM308 for a file that is not as it was."""
+    """Raise RunError CKM308 for the first file whose fingerprint is not the one in `before`."""
     now = fingerprints(before)
     for file, then in before.items():
         found = now.get(file)

@@ -1,7 +1,7 @@
-"""The central directory of a zip archive whose members are stored as they are.
+"""Parse the central directory of a zip archive whose members are stored, not compressed.
 
-Stricter than zipfile: what two readers could understand differently is refused (APPNOTE 6.3.10
-sections 4.3-4.5).
+Stricter than zipfile: an archive that two readers could understand differently is refused
+(PKWARE APPNOTE 6.3.10, sections 4.3 to 4.5).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Entry(NamedTuple):
     nbytes: int
     crc32: int
     limit: int
-    """Where the next member or the directory starts, in the archive."""
+    """Offset in the archive of the next member, or of the directory: this member ends before it."""
 
 
 class Entries(Mapping[str, Entry]):
-    """The members of an archive by name, in columns: an Entry is made when it is asked for."""
+    """The members of an archive by name, kept in columns: an Entry is made on access."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class Entries(Mapping[str, Entry]):
         return name in self._numbers
 
     def columns(self, names: Sequence[str]) -> Iterator[Sequence[int]]:
-        """Of these members: headers, sizes, CRC-32s, limits. KeyError: one is not there."""
+        """Yield four columns for these members: headers, sizes, CRC-32s, limits. Raise KeyError."""
         numbers = list(map(self._numbers.__getitem__, names))
         for column in (self._headers, self._sizes, self._crcs, self._limits):
             yield list(map(column.__getitem__, numbers))
 
     def sizes_of(self, names: Sequence[str]) -> list[int]:
-        """Bytes of each; -1 where there is none."""
+        """Return the bytes of each member; -1 for a name that is not in the archive."""
         numbers = map(self._numbers.get, names, repeat(-1))
         return list(map([*self._sizes, -1].__getitem__, numbers))
 
@@ -84,8 +84,11 @@ def truncated(file: str, what: str) -> SourceError:
 
 
 def parse_directory(file: str, raw: bytes, count: int, end: int) -> tuple[str, Entries]:
-    """The one root folder, and the members by name below it; `count` are announced, and the last
-    ends before `end`. Raises SourceError CKM105."""
+    """Return the one root folder, and the members by their names below it.
+
+    `raw` is the central directory; the end record announces `count` members, and the last one ends
+    before byte `end`. Raise SourceError CKM105.
+    """
     members = _parse(file, raw, count)
     if not members.names:
         raise bad(file, "is an empty zip archive")
@@ -94,7 +97,7 @@ def parse_directory(file: str, raw: bytes, count: int, end: int) -> tuple[str, E
 
 
 class _Members(NamedTuple):
-    """Columns: name, start of its header, bytes and CRC-32 of each, in directory order."""
+    """Columns, in directory order: name, offset of the local header, bytes, CRC-32."""
 
     names: Sequence[str]
     headers: Sequence[int]
@@ -103,7 +106,7 @@ class _Members(NamedTuple):
 
 
 def _parse(file: str, raw: bytes, count: int) -> _Members:
-    """Every member, each fault by its name."""
+    """Return the columns of all members; raise SourceError CKM105 with the name of a bad member."""
     members: list[tuple[str, int, int, int]] = []
     at, end, fixed = 0, len(raw), _CENTRAL.size
     unpack = _CENTRAL.unpack_from
@@ -148,7 +151,10 @@ def _parse(file: str, raw: bytes, count: int) -> _Members:
 def _wide_fields(
     file: str, name: str, extra: bytes, nbytes: int, packed: int, header: int
 ) -> tuple[int, int, int]:
-    """The zip64 extra field: 8 bytes for each of the fields that is 0xFFFFFFFF, in this order."""
+    """Return (nbytes, packed, header) from the zip64 extra field (APPNOTE 4.5.3).
+
+    It has 8 bytes for each of these fields that is 0xFFFFFFFF in the entry, in this order.
+    """
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)
@@ -166,7 +172,7 @@ def _wide_fields(
 
 
 def _check_names(file: str, names: Sequence[str]) -> str:
-    """The one root folder. Raises where a name is doubled, leaves it, or is no plain path."""
+    """Return the one root folder. Raise SourceError for a doubled, outside or unsafe name."""
     root = names[0].split("/", 1)[0]
     if len(set(names)) != len(names):
         ordered = sorted(names)
@@ -185,7 +191,7 @@ def _check_names(file: str, names: Sequence[str]) -> str:
 
 
 def _entries(file: str, members: _Members, prefix: int, directory: int) -> Entries:
-    """Entries by name below the root; checks that no member reaches into the next."""
+    """Return the entries by name below the root. Raise SourceError if a member overlaps the next."""
     names, headers, sizes, crcs = members
     if any(map(gt, headers, headers[1:])):  # in another order than in the file
         ordered = sorted(zip(names, headers, sizes, crcs, strict=True), key=itemgetter(1))

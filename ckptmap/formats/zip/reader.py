@@ -1,5 +1,7 @@
-"""Read a zip archive whose members are stored as they are, zip64 included: its directory at once,
-data starts from the local headers, and only when asked for.
+"""Read a zip archive whose members are stored, not compressed; zip64 included.
+
+The central directory is read at once. Where the data of a member start is in its local header (its
+extra field may differ from the directory's), which is read on demand.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from ckptmap.storage.file_systems import Fingerprint, read_head
 from ckptmap.storage.files import Files
 
 SMALL_NBYTES = 16 << 10
-"""An archive up to this size is read at once: one tensor's item of a DCP file, mostly."""
+"""An archive up to this size is read whole: mostly the item of one tensor in a DCP file."""
 
 TAIL_NBYTES = 4 << 10
-"""What is read of the end first; holds the whole directory of an archive of a few tensors."""
+"""Bytes at the end that are read first: they hold the whole directory of a few tensors."""
 
 BLOCK_NBYTES = 256 << 10
 NEAR_NBYTES = 16 << 10
@@ -47,7 +49,7 @@ _LOCATOR = struct.Struct("<4sIQI")
 
 
 def is_zip(file: Path) -> bool:
-    """Does it begin as an archive of at least one member does?"""
+    """Return True if the file begins with the local header of a zip member."""
     try:
         return read_head(file, len(_MAGIC)) == _MAGIC
     except OSError:
@@ -55,7 +57,7 @@ def is_zip(file: Path) -> bool:
 
 
 class Record(NamedTuple):
-    """A member: `offset` of its first byte in the file, absolute; `crc32` None: not computed."""
+    """A member: `offset` of its first data byte in the file; `crc32` None: the writer left it out."""
 
     name: str
     file: str
@@ -65,7 +67,7 @@ class Record(NamedTuple):
 
 
 class Window:
-    """The archive's bytes: from `base` on in a file, with the blocks read so far."""
+    """The bytes of an archive, which begins at `base` of a file; keeps the block read last."""
 
     def __init__(self, files: Files, file: str, base: int, nbytes: int | None) -> None:
         if nbytes is None:
@@ -86,7 +88,7 @@ class Window:
         return self.files.read(self.file, self.base + offset, nbytes)
 
     def read_near(self, offset: int, nbytes: int) -> bytes:
-        """The same for bytes of which there are more nearby, that will be asked for next."""
+        """Return the same bytes, from a block that also holds those after them."""
         start, block = self._block
         at = offset - start
         if at < 0 or at + nbytes > len(block):
@@ -105,7 +107,7 @@ def _file_nbytes(files: Files, file: str) -> int:
 
 
 class Records:
-    """The members of an archive by their names below its one root folder."""
+    """The members of an archive, by their names below its one root folder."""
 
     def __init__(self, window: Window, root: str, entries: Entries) -> None:
         self.root = root
@@ -116,7 +118,7 @@ class Records:
         self._window = window
         self._entries = entries
         self.unwaited = 0
-        """Tensors that were saved while their bytes may still have been on their way."""
+        """Gathered tensors that were saved before torch had waited for their bytes."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -128,36 +130,36 @@ class Records:
         return len(self._entries)
 
     def nbytes(self, name: str) -> int:
-        """Size of a member; from the directory, no read."""
+        """Return the bytes of a member, from the directory. Raise SourceError CKM105."""
         entry = self._entries.get(name)
         return self._entry(name)[1] if entry is None else entry[1]
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Sizes of the members of this prefix."""
+        """Return name -> bytes of the members with this prefix."""
         return {n: entry[1] for n, entry in self._entries.items() if n.startswith(prefix)}
 
     def sizes_of(self, names: Sequence[str]) -> list[int]:
-        """Sizes of these members; -1 where there is none."""
+        """Return the bytes of these members; -1 for a name that is not in the archive."""
         return self._entries.sizes_of(names)
 
     def starts(self, prefix: str) -> Mapping[str, int]:
-        """Where the members of this prefix begin in the file, by what follows it."""
+        """Return name without prefix -> file offset of the data, for the members with this prefix."""
         names = [name for name in self._entries if name.startswith(prefix)]
         offsets, _ = self.locate_all(names)
         self._window.files.forget(self.file)  # nothing more is wanted of it here
         return {name[len(prefix) :]: at for name, at in zip(names, offsets, strict=True)}
 
     def crc32(self, name: str) -> int | None:
-        """None: it was not computed."""
+        """Return the CRC-32 of a member; None: the writer left it out."""
         entry = self._entry(name)
         return entry.crc32 if entry.crc32 or not entry.nbytes else None
 
     def __getitem__(self, name: str) -> Record:
-        """A member with its data start, which is read from its local header."""
+        """Return a member; the start of its data is read from its local header."""
         return Record(name, self.file, *self.locate(name))
 
     def locate(self, name: str) -> tuple[int, int, int | None]:
-        """The same without names: offset, nbytes and CRC-32."""
+        """Return (offset, nbytes, CRC-32) of a member. Raise SourceError CKM105."""
         header, nbytes, crc32, limit = self._entries.get(name) or self._entry(name)
         full, fixed = self._root + name.encode(), LOCAL.size
         near = self._many and limit - header < NEAR_NBYTES
@@ -175,7 +177,7 @@ class Records:
         return self.base + start, nbytes, crc
 
     def locate_all(self, names: Sequence[str]) -> tuple[list[int], list[int | None]]:
-        """Offset and CRC-32 of each: `locate` of many."""
+        """Return the offsets and the CRC-32s of many members: `locate` in columns."""
         if not names:
             return [], []
         try:
@@ -201,12 +203,12 @@ class Records:
         return [self.base + start for start in starts], found
 
     def _one_by_one(self, names: Sequence[str]) -> tuple[list[int], list[int | None]]:
-        """The same, every fault by its name."""
+        """Return the same by `locate`, which names the member in its error."""
         found = [self.locate(name) for name in names]
         return [at for at, _, _ in found], [crc for _, _, crc in found]
 
     def read(self, name: str, *, limit: int = 1 << 30, check: bool = False) -> bytes:
-        """A member's bytes, at most `limit`; `check`: against its CRC-32."""
+        """Return the bytes of a member, at most `limit`; with `check`, verify the CRC-32."""
         record = self[name]
         if record.nbytes > limit:
             raise bad(self.file, f"{name}: {record.nbytes} bytes, expected at most {limit}")
@@ -216,7 +218,7 @@ class Records:
         return data
 
     def check(self, name: str) -> None:
-        """Hold a member against its CRC-32, a block at a time; it may be large."""
+        """Verify the CRC-32 of a member, a block at a time: it may be large."""
         record, crc = self[name], 0
         start, end = record.offset - self.base, record.offset - self.base + record.nbytes
         for at in range(start, end, BLOCK_NBYTES):
@@ -238,9 +240,9 @@ class Records:
 
 
 def read_records(files: Files, file: str, base: int = 0, nbytes: int | None = None) -> Records:
-    """The directory of the archive that is `nbytes` of `file` from `base` on (default: all).
+    """Return the members of the archive in `nbytes` bytes of `file` from `base` on (default: all).
 
-    Raises SourceError CKM104 where its end is missing, CKM105 where a member is compressed or
+    Raise SourceError CKM104 where its end is missing, CKM105 where a member is compressed or
     encrypted, doubled, named outside the one root folder, overlaps another or ends past the file.
     """
     window = Window(files, file, base, nbytes)
@@ -253,7 +255,7 @@ def read_records(files: Files, file: str, base: int = 0, nbytes: int | None = No
 
 
 def _find_directory(window: Window) -> tuple[int, int, int]:
-    """(members, nbytes, offset) of the central directory, from the end records."""
+    """Return (members, nbytes, offset) of the central directory, from the end records."""
     end_at, fields = _find_end(window)
     count, nbytes, offset = fields
     stop = end_at
@@ -277,7 +279,7 @@ def _find_directory(window: Window) -> tuple[int, int, int]:
 
 
 def _find_end(window: Window) -> tuple[int, tuple[int, int, int]]:
-    """Where the end record lies, and its (members, directory nbytes, directory offset)."""
+    """Return the offset of the end record, and its (members, directory nbytes, directory offset)."""
     near = window.nbytes - _END.size
     raw = window.read(near, _END.size)
     if raw[:4] == b"PK\5\6" and raw[20:] == b"\0\0":
@@ -300,5 +302,5 @@ def _find_end(window: Window) -> tuple[int, tuple[int, int, int]]:
 
 
 def stem(name: str) -> str:
-    """The root folder that torch.save takes for a file of this name: the name less its suffix."""
+    """Return the root folder that torch.save writes for a file of this name: without its suffix."""
     return Path(name).stem or "archive"

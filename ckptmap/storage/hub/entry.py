@@ -23,7 +23,7 @@ class Entry:
         return self.sha256 or self.git_sha1
 
     def is_in(self, file: str | Path) -> bool:
-        """Has the local file this size and hash?"""
+        """Return True if the local file has this size and hash."""
         if os.stat(file).st_size != self.nbytes:
             return False
         with Path(file).open("rb") as stream:
@@ -33,5 +33,5 @@ class Entry:
 
 
 def git_sha1(data: bytes) -> str:
-    """What Git calls a file of this content: SHA-1 over `blob SIZE\\0` and the bytes."""
+    """Return Git's hash of a file with this content: SHA-1 over `blob SIZE\\0` and the bytes."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()

@@ -1,10 +1,10 @@
-"""A directory that stands for a repository: every file with its name and size, none with content.
+"""A mirror: a local directory with a placeholder (name and size, no content) for each repository file.
 
-Whoever looks at it finds what a download would give; bytes come when `ckptmap.storage.files` is asked for
-them, and only those: a header by range, a whole file once it is to be converted. What was read by
-range lies in the placeholder (sparse, in the temporary directory); whole files lie in
-huggingface_hub's cache, or where a run with little disk keeps the one at work. No hole is ever
-read: what is not there is fetched or refused.
+It looks as a download would. Bytes are fetched when `ckptmap.storage.files` asks for them, and only
+those: a header by range, a whole file once it is converted. Bytes that were read by range are kept
+in the placeholder (a sparse file in the temporary directory). Whole files are kept in
+huggingface_hub's cache; with --low-disk, in a directory of the run. A hole is never read: missing
+bytes are fetched, or refused.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SHARD = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d+)(?P<suffix>\.\w+)")
 
 
 class _Ranges:
-    """Which bytes of a file are there: disjoint, sorted (start, stop)."""
+    """The byte ranges of a file that were fetched: disjoint, sorted (start, stop)."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int]] = []
 
     def missing(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The parts of start..stop that are not there."""
+        """Yield the parts of start..stop that were not fetched."""
         for low, high in self.spans:
             if high <= start or low >= stop:
                 continue
@@ -68,14 +68,14 @@ class _Ranges:
 
 
 class _File:
-    """One placeholder: what of it is there, and where a whole copy lies."""
+    """One placeholder: its fetched ranges, and the path of a whole copy."""
 
     def __init__(self, path: str, entry: Entry) -> None:
         self.path, self.entry = path, entry
         self.ranges = _Ranges()
         self.held: str | None = None
         self.staged = False
-        """Was the whole copy fetched for one run only?"""
+        """True if the whole copy is in a directory of the run, not in huggingface_hub's cache."""
         self.lock = threading.Lock()
 
 
@@ -102,7 +102,7 @@ class Mirror:
             self._files[str(file)] = _File(str(file), entry)
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
-        """(placeholder, what it stands for) of every file."""
+        """Yield (placeholder, repository entry) of every file."""
         return ((file, found.entry) for file, found in self._files.items())
 
     def entry(self, file: str) -> Entry:
@@ -111,7 +111,7 @@ class Mirror:
     # ------------------------------------------------------------------ what files asks
 
     def fingerprint(self, file: str) -> Fingerprint | None:
-        """By content, not by time: the same on every machine. None: it is a folder."""
+        """Return a fingerprint by content, the same on every machine; None: `file` is a folder."""
         found = self._files.get(file)
         if found is None:
             return None
@@ -122,8 +122,8 @@ class Mirror:
         return None if found is None else found.held
 
     def fetch(self, file: str, into: Path | None = None) -> str:
-        """The whole file, verified, in huggingface_hub's cache or `into` a directory; its path.
-        Raises RunError CKM709 where what was read of it by range is not in it."""
+        """Fetch the whole file, verify it, and return its path: in huggingface_hub's cache, or `into`.
+        Raise RunError CKM709 where what was read of it by range is not in it."""
         found = self._files[file]
         with found.lock:
             if found.held is None:
@@ -136,7 +136,7 @@ class Mirror:
             return found.held
 
     def fetch_all(self, files: Sequence[str], into: Path | None) -> None:
-        """Raises RunError CKM710 where they do not fit."""
+        """Fetch these files. Raise RunError CKM710 where they do not fit on the disk."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
         found = [self._files[file] for file in files]
@@ -167,7 +167,7 @@ class Mirror:
                 found.held, found.staged = None, False
 
     def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Bytes by range, into consecutive buffers. The caller has checked nothing."""
+        """Fill the buffers by range requests. Raise RunError CKM308 for bytes past the end."""
         found = self._files[file]
         wanted = sum(buffer.nbytes for buffer in buffers)
         if offset < 0 or offset + wanted > found.entry.nbytes:
@@ -195,7 +195,7 @@ class Mirror:
             offset += flat.nbytes
 
     def _bring(self, found: _File, start: int, stop: int) -> None:
-        """Fetch what is missing of start..stop, in whole blocks, into the placeholder."""
+        """Fetch the missing parts of start..stop, in whole blocks, into the placeholder."""
         if not any(found.ranges.missing(start, stop)):
             return
         end = found.entry.nbytes
@@ -210,7 +210,7 @@ class Mirror:
             found.ranges.add(low, high)
 
     def _ahead(self, found: _File) -> None:
-        """The first block of a shard brings those of its set, several at once."""
+        """Fetch the first blocks of all shards of a set at once, when the first of them is read."""
         match = SHARD.fullmatch(found.entry.path)
         if match is None or found.ranges.spans:
             return
@@ -251,7 +251,7 @@ PREFIX = "ckptmap-hub-"
 
 
 def mirrored(name: HubName) -> tuple[Mirror, Path]:
-    """The mirror of a place on the Hub, and the path in it; one a place and process."""
+    """Return the mirror of a place on the Hub, and the path in it; each place has one a process."""
     with _LOCK:
         if name not in _MIRRORS:
             _MIRRORS[name] = _made(name)
@@ -280,7 +280,7 @@ def _made(name: HubName) -> tuple[Mirror, Path]:
 
 
 def _sweep() -> None:
-    """Remove what killed processes of this user left."""
+    """Remove the mirrors that killed processes of this user left."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         match = re.match(rf"{PREFIX}(\d+)-", left.name)
         with suppress(OSError):

@@ -1,5 +1,4 @@
-"""A path as the user gives it -> where it can be looked at: itself, or the mirror of its place on
-the Hub."""
+"""Resolve a path of the user: a local path stays as it is, hf://ORG/NAME becomes its local mirror."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from ckptmap.storage.hub.uri import HubName, is_hub, parse
 
 @dataclass(frozen=True)
 class Located:
-    """`origin` is the place on the Hub, its commit pinned; "" for a local path."""
+    """A local path; `origin` is the place on the Hub with its commit, "" for a local path."""
 
     path: Path
     origin: str = ""
@@ -25,7 +24,7 @@ class Located:
 
 
 def locate(path: str | os.PathLike[str]) -> Located:
-    """Nothing is asked of the Hub for a local path. Raises SourceError CKM101 for an empty path,
+    """Return the local path. A local path needs no request to the Hub. Raise SourceError CKM101 for an empty path,
     which pathlib takes for the working directory, and CKM701 to 708, CKM716."""
     argument_checks.path("path", path)
     if not os.fspath(path):
@@ -44,12 +43,12 @@ def locate(path: str | os.PathLike[str]) -> Located:
 
 
 def local(path: str | None) -> str | None:
-    """Where a path that an option gives can be looked at; a local one as it was written."""
+    """Return the local path for the value of an option; a local value is returned unchanged."""
     return str(locate(path).path) if path is not None and is_hub(path) else path
 
 
 def silence() -> None:
-    """No progress bars of huggingface_hub in this process."""
+    """Turn off the progress bars of huggingface_hub in this process."""
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     disable_progress_bars()
@@ -57,8 +56,8 @@ def silence() -> None:
 
 @contextmanager
 def named_as_asked() -> Iterator[None]:
-    """Around what writes nothing: errors name files as the user does, not by the mirror they were
-    met in, and what cannot be fetched is a SourceError."""
+    """Rewrite errors of a command that writes nothing: they name files as the user does, not by the
+    mirror, and a failed fetch (RunError CKM7xx) is a SourceError."""
     try:
         yield
     except CkptmapError as error:

@@ -1,7 +1,7 @@
-"""A whole file into a directory of the caller's, continued where a killed run left it.
+"""Download a whole file from the Hub into a directory; continue where a killed run stopped.
 
-huggingface_hub itself continues a connection that is cut; since 1.18 each of its processes begins
-a file anew, and what a killed one had is lost. Its `http_get` takes where to go on from.
+huggingface_hub itself continues after a lost connection. Since 1.18 each process begins a file
+again, and the bytes of a killed one are lost; its `http_get` takes an offset to continue from.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ from ckptmap.storage.hub.entry import Entry
 
 
 def over_http(entry: Entry) -> bool:
-    """Does it come by HTTP ranges? What xet holds comes by hf_xet, where that is there: it brings
-    parts of a file in parallel, and begins a file anew."""
+    """Return True if the file is downloaded by HTTP ranges.
+
+    A file on xet is downloaded by hf_xet if it is installed: in parallel parts, always from the
+    start.
+    """
     from huggingface_hub.file_download import is_xet_available  # type: ignore[attr-defined]
 
     return not (entry.xet and is_xet_available())
 
 
 def continued(repo: str, commit: str, entry: Entry, directory: Path) -> str:
-    """The file at its path below `directory`, its hash unchecked. What came so far lies beside it
-    by a name of its content, and is continued. Raises what huggingface_hub raises."""
+    """Download a file to its path below `directory`, and return that path; the hash is not checked.
+
+    A partial download lies beside it, named by its digest, and is continued. Raise what
+    huggingface_hub raises.
+    """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
