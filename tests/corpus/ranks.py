@@ -30,6 +30,7 @@ GRACE_S = 3.0
 """How long the others may go on once a rank has failed: their own message is worth the wait."""
 POLL_S = 0.02
 SERVERS = 2
+_alone = itertools.count()
 allowed = True
 """Whether several ranks may be started; in a test that has no mark `ranks` they may not."""
 NATIVE_CRASH = (-signal.SIGABRT, -signal.SIGSEGV)
@@ -98,6 +99,31 @@ def run_ranks(
     return outputs
 
 
+def run_alone(
+    module: str,
+    args: Sequence[str] = (),
+    timeout: float = 120.0,
+    env: Mapping[str, str] | None = None,
+) -> RankOutput:
+    """Run the module in one process that knows of no ranks; each call takes the other server.
+
+    Raises RanksError where it exits with another code than 0, or after `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="ckptmap-alone-") as temporary:
+        number = next(_alone) % SERVERS
+        variables = _environment() | dict(env or {})
+        process = _start(number, module, args, Path(temporary) / "alone", variables)
+        try:
+            late = not _wait([process], time.monotonic() + timeout)
+        finally:
+            _kill([process])
+        output = process.output(0)
+    if late or output.returncode:
+        reason = f"not done after {timeout:g} s" if late else "failed"
+        raise RanksError(f"{module}: {reason}\n{_failures([output])}")
+    return output
+
+
 def _run(
     module: str,
     world_size: int,
@@ -115,7 +141,7 @@ def _run(
             for number in range(min(world_size, SERVERS)):
                 _server(number)  # they import at the same time
             for rank in range(world_size):
-                variables = _environment(rank, world_size, store.port) | dict(env or {})
+                variables = _rank_environment(rank, world_size, store.port) | dict(env or {})
                 folder = Path(temporary) / str(rank)
                 ranks.append(_start(rank, module, args, folder, variables))
             late = not _wait(ranks, time.monotonic() + timeout)
@@ -126,8 +152,8 @@ def _run(
     return outputs, late
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return os.environ | {
+def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return _environment() | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -136,6 +162,11 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         # Rank 0 joins the store of the parent in place of opening one of its own.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         # Ranks with uneven shards must not share compiled graphs.
@@ -165,14 +196,15 @@ def _start(rank: int, module: str, args: Sequence[str], folder: Path, env: dict[
 def _read_by_imports(*environments: Mapping[str, str]) -> set[str]:
     """Return the variables that a library may read while it is imported, and never again."""
     prefixes = ("HF_", "HUGGINGFACE_", "LD_", "OMP_", "TORCH", "TRANSFORMERS_")
-    return {name for env in environments for name in env if name.startswith(prefixes)}
+    names = {name for env in environments for name in env if name.startswith(prefixes)}
+    return names - {"TORCHELASTIC_USE_AGENT_STORE"}
 
 
 class _Server:
     """A process of `tests.corpus.rank_server`, for as long as this process lives."""
 
     def __init__(self) -> None:
-        self.env = _environment(0, 1, 0)
+        self.env = _environment()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.corpus.rank_server"],
             cwd=ROOT,

@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from huggingface_hub import save_torch_state_dict
 import ckptmap
 from ckptmap.errors import CkptmapError, PlanError, RunError, SourceError
 from tests.corpus.case import Case
-from tests.corpus.ranks import run_ranks
+from tests.corpus.ranks import run_alone, run_ranks
 from tests.corpus.writers_directories import SAMPLES, sample
 from tests.support.same_tensors import assert_same
 
@@ -417,11 +415,7 @@ def test_groups_that_trainer_cannot_have(framework_directories: Path, tmp_path: 
 
 
 def live(*args: str | Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ranks.directories", *map(str, args)],
-        capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_alone("tests.ranks.directories", list(map(str, args)))
 
 
 def test_weights_alone_become_a_new_run(framework_directories: Path, tmp_path: Path) -> None:

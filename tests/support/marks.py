@@ -25,7 +25,7 @@ SLOW_S = 5.0
 """A test that takes more processor seconds than this is `slow`."""
 SLOW = frozenset(
     {
-        "formats/dcp/test_metadata_shortcut.py::test_damage_is_read_as_in_full",
+        "formats/dcp/test_metadata_compaction.py::test_damage_is_read_as_in_full",
         "formats/test_frameworks.py::test_trainer_goes_on_from_other_groups",
         "formats/test_frameworks.py::test_trainer_goes_on_from_what_is_written",
         "integrations/test_integrations.py::test_example_alone",
@@ -33,6 +33,9 @@ SLOW = frozenset(
         "live/optimizer/test_resume_exact.py",
         "operations/hub/test_pull.py::test_a_pull_killed_anywhere",
         "operations/hub/test_pull.py::test_a_push_killed_anywhere",
+        "operations/test_convert_restart.py::test_killed_at_any_point_and_continued",
+        "operations/test_convert_restart.py::test_old_destination_stays_until_the_new_one_is_whole",
+        "quantization/test_nf4_recode_runs.py::test_the_gpu_benchmark_runs_on_a_cpu_for_a_try",
     }
 )
 """Tests that take longer than `SLOW_S`: `PATH` below tests/, or `PATH::FUNCTION`."""

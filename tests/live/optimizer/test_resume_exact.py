@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.corpus.ranks import ROOT, run_ranks
+from tests.corpus.ranks import run_alone, run_ranks
 from tests.support.resume_optimizers import ALL, LOW_BIT, ROUNDING, TORCH
 
 EAGER = {"CKPTMAP_TEST_EAGER": "1"}
@@ -19,15 +16,7 @@ MODULE = "tests.ranks.resume_exact"
 
 def alone(part: str, folder: Path, names: str, mode: str, env: dict[str, str]) -> None:
     """One process without torch.distributed."""
-    done = subprocess.run(
-        [sys.executable, "-m", MODULE, part, str(folder), names, "plain", mode],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_alone(MODULE, [part, str(folder), names, "plain", mode], timeout=400, env=env)
 
 
 def test_one_process(tmp_path: Path) -> None:
