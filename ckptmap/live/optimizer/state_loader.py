@@ -19,6 +19,7 @@ from ckptmap.live.model.tensor_reader import TensorReader, window
 from ckptmap.live.optimizer.family import STEP, Codes, codes_of, local_of
 from ckptmap.live.optimizer.flat_lowbit import FlatCodes, filled
 from ckptmap.live.optimizer.local_state import ParamOwner, decoded
+from ckptmap.live.optimizer.stored_state import Source, counted, derivation, leading, step_of
 from ckptmap.optim import lowbit_codes
 from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit, flat_span
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -26,9 +27,6 @@ from ckptmap.tensors import Box
 
 if TYPE_CHECKING:
     import torch
-
-Source = Mapping[str, Any]
-"""State of one parameter: canonical name -> LazyTensor or plain value."""
 
 
 @dataclass
@@ -293,50 +291,6 @@ class StateLoader:
 def _zero(views: Iterable[torch.Tensor]) -> None:
     for view in views:
         view.zero_()
-
-
-def step_of(source: Source) -> float | None:
-    """Return the count of steps; None: the state has none."""
-    step = source.get(STEP)
-    value = step.read() if isinstance(step, LazyTensor) else step
-    return None if value is None else float(value)
-
-
-def leading(sources: Sequence[Source]) -> Source:
-    """Return the state of the member that was stepped most: a flat parameter has one step count."""
-    found = [source for source in sources if source]
-    return found[0] if len(found) == 1 else max(found, key=lambda source: step_of(source) or 0)
-
-
-def counted(live: Any, number: float) -> Any:
-    """Return a step count in the live optimizer's type, or in a wider one where that cannot hold it: in
-    bfloat16 1001 would be 1000, and stay 1000."""
-    import torch
-
-    if isinstance(live, torch.Tensor):
-        wide = (live.dtype, torch.float32, torch.float64)
-        holds = (d for d in wide if torch.tensor(number, dtype=d).item() == number)
-        with torch.no_grad():
-            return live.to(next(holds, live.dtype)).fill_(number)
-    return int(number)
-
-
-def derivation(name: str, source: Source, betas: Sequence[float] = ()) -> tuple[str, float | None]:
-    """Return the entry that a moment is computed from, and the factor; (name, None) where the checkpoint
-    has it.
-
-    max_exp_avg_sq <- exp_avg_sq, its value if this were the first step with amsgrad.
-    momentum_buffer <- exp_avg / (1 - beta1): both sum past gradients with weights beta1^k, and
-    Adam's average has the factor 1 - beta1 (Kingma and Ba, 2015, algorithm 1).
-    """
-    if name in source:
-        return name, None
-    if name == "max_exp_avg_sq" and "exp_avg_sq" in source:
-        return "exp_avg_sq", 1.0
-    adam = "exp_avg" in source and "exp_avg_sq" in source  # Lion's average has another factor
-    if name == "momentum_buffer" and adam and betas:
-        return "exp_avg", 1.0 / (1.0 - float(betas[0]))
-    return name, None
 
 
 def code_places(

@@ -16,14 +16,8 @@ from ckptmap.live.optimizer import flat_lowbit as flat_codes
 from ckptmap.live.optimizer.local_state import ParamOwner, owners
 from ckptmap.live.optimizer.param_groups import ParamGroups
 from ckptmap.live.optimizer.param_order_check import refuse_other_order
-from ckptmap.live.optimizer.state_loader import (
-    Policy,
-    Source,
-    StateLoader,
-    StateNotes,
-    derivation,
-    step_of,
-)
+from ckptmap.live.optimizer.state_loader import Policy, StateLoader, StateNotes
+from ckptmap.live.optimizer.stored_state import Source, derivation, step_of
 from ckptmap.live.optimizer.unwrap import is_offloaded, unwrapped
 from ckptmap.optim.lowbit import LowBit
 from ckptmap.optim.optimizer_reader import AS_GIVEN, BY_GROUPS

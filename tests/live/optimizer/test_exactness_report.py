@@ -14,7 +14,7 @@ from torch import nn
 import ckptmap
 from ckptmap.errors import LoadError
 from ckptmap.live.optimizer.family import OptimizerParam
-from ckptmap.live.optimizer.state_loader import counted
+from ckptmap.live.optimizer.stored_state import counted
 from ckptmap.live.optimizer.torch_optim import TorchAdam
 from tests.conftest import Device
 from tests.corpus.ranks import run_ranks
