@@ -1,4 +1,4 @@
-"""Every real checkpoint opens to plain FQNs with its writer's values, bit for bit."""
+"""Every checkpoint of the corpus opens under plain FQNs, with its writer's values bit for bit."""
 
 from __future__ import annotations
 

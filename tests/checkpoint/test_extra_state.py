@@ -1,4 +1,4 @@
-"""What modules keep beside tensors (`get_extra_state`) stays in the model's dict, as torch has it."""
+"""What modules save by `get_extra_state` stays in the model's state dict, where torch expects it."""
 
 from __future__ import annotations
 

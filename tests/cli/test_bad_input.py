@@ -1,4 +1,4 @@
-"""Bad input of every kind: one line that names it and says what to do, exit code 2, nothing written.
+"""Bad input of every kind gives one line that names it and the next step, exit code 2, and no output.
 
 Each case starts from a real checkpoint and damages it, through the command line as a user would.
 """

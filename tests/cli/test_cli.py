@@ -1,4 +1,4 @@
-"""The command line: what it prints where, and its exit codes."""
+"""The command line: what it prints on which stream, and its exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the command line by themselves: sizes, JSON, progress, error codes, what the README lists."""
+"""Parts of the command line: sizes, JSON, progress, error codes, the commands that the README lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places on the Hub wherever an option or a command takes a path: headers by range, no more."""
+"""Options and commands take hf:// URIs wherever they take a path, and fetch only headers by range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users do wrong at the command line: one line that names it, and a next step that works."""
+"""Mistakes at the command line: one line names the mistake and a next step that works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of the Python calls that mean nothing: one error of ours, before anything is touched."""
+"""Python calls refuse arguments that mean nothing with one ckptmap error, before they touch a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors rearranged of parts of others, read from files box by box, against plain indexing."""
+"""Tensors made of parts of other tensors, read from files box by box, against plain indexing."""
 
 from __future__ import annotations
 

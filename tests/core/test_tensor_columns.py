@@ -1,4 +1,4 @@
-"""Checkpoints of many tensors alike are read as columns: what one by one would give, or not at all."""
+"""Readers take headers with many similar tensors as columns, with the same result as one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tilings are proven from boxes, holes and overlaps named."""
+"""A set of boxes is proven to tile a tensor; holes and overlaps are named."""
 
 from __future__ import annotations
 

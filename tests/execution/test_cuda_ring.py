@@ -1,4 +1,4 @@
-"""Values on their way to a device and back, on every device, and on one that takes its time."""
+"""Values are staged to a device and back: on every device, and on one that is slow."""
 
 from __future__ import annotations
 

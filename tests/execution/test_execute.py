@@ -1,4 +1,4 @@
-"""Moving the bytes of a plan: right bytes, right sums, bounded memory, faults survived.
+"""A plan is executed: bytes, digests, bounded memory, recovery from faults.
 
 The files are laid out by hand: a head, slots with or without gaps, CRCs in the tail.
 """

@@ -1,5 +1,4 @@
-"""What 100,000 tensors cost: nothing is made, read or written one by one that need not be; and
-conversions without digests."""
+"""The cost of 100,000 tensors: no object, read or write for each of them; and conversion without digests."""
 
 from __future__ import annotations
 

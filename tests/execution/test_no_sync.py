@@ -1,5 +1,5 @@
-"""What is on disk when a run returns: everything, in the right order; or, with --no-sync, nothing
-is waited for. And that threads copy while torch is brought."""
+"""What is on disk when a run returns: all of it, in order; with --no-sync nothing is waited for.
+Threads copy bytes while torch is still being imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several ranks make one conversion: the same bytes, or nothing and one line that says why."""
+"""Several ranks make one conversion: the same bytes as one process, or one line that says why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories as frameworks leave them: opened whole, weights and optimizer moments bit for bit."""
+"""Directories that training frameworks write open whole, weights and optimizer moments bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints of several ranks become one model, or are refused by name."""
+"""Megatron-LM's checkpoints of several ranks become one model, or are refused with their rank named."""
 
 from __future__ import annotations
 

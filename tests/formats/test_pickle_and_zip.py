@@ -1,4 +1,4 @@
-"""Pickles and zip archives: what is read, what is refused, and that nothing is ever called."""
+"""Pickles and zip archives: what is read, what is refused, and that no pickle ever calls anything."""
 
 from __future__ import annotations
 

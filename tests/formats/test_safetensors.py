@@ -1,4 +1,4 @@
-"""One safetensors file: header goldens, the attack folder in code, torch's own files."""
+"""One safetensors file: golden headers, hostile files, and files that torch tensors were saved to."""
 
 from __future__ import annotations
 

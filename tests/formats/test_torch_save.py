@@ -1,4 +1,4 @@
-"""One torch.save file: what torch wrote is read, what we write torch reads."""
+"""One torch.save file: ckptmap reads what torch wrote, and torch reads what ckptmap writes."""
 
 from __future__ import annotations
 

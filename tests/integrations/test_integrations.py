@@ -1,4 +1,4 @@
-"""Integrations: their examples as they are, and each against what the framework itself does."""
+"""The integrations: their examples run unchanged, and each is compared with the framework alone."""
 
 from __future__ import annotations
 

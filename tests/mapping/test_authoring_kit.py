@@ -1,4 +1,4 @@
-"""For the people who write mapping files: the kit, the pytest plugin, `ckptmap mappings`."""
+"""The tools for authors of mapping files: the kit, the pytest plugin, `ckptmap mappings`."""
 
 from __future__ import annotations
 

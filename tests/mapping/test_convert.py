@@ -1,4 +1,4 @@
-"""The shipped mapping files on real files, through `ckptmap.convert`, against the same goldens."""
+"""`ckptmap.convert` applies the shipped mapping files to real files; the results are the goldens."""
 
 from __future__ import annotations
 

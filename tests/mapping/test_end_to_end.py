@@ -1,4 +1,4 @@
-"""Names that change on the way through the spine: quantized sources, optimizer state, shards, memory.
+"""Names change during a conversion: of quantized sources, optimizer state, shards, tensors in memory.
 
 What the peers' own code makes of the same numbers is held in `test_goldens` and
 `test_convert`; here the expected tensors are torch's own, or come from the tested rules.

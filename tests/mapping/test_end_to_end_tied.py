@@ -1,6 +1,5 @@
-"""Tied heads there and back under other names, and what else travels with names: scales from a base
-checkpoint, and moments in 8 bits. Models, optimizers and quantized weights are the libraries' own.
-"""
+"""Tied heads go there and back under other names; scales of a base checkpoint and moments in 8 bits go
+with them. Models, optimizers and quantized weights are the libraries' own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fails without a word elsewhere, on the shapes of real models: here it is one line."""
+"""Mistakes that pass silently in other tools give one line here, on the shapes of real models."""
 
 from __future__ import annotations
 

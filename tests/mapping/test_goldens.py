@@ -1,4 +1,4 @@
-"""Every shipped mapping file against what the peers' own code makes of the same numbers.
+"""Every shipped mapping file gives what the peers' own code makes of the same numbers.
 
 The goldens stand in `tests/golden/mappings`; who made each of them, its first line says.
 """

@@ -1,4 +1,4 @@
-"""The shipped files at the sizes of published models: from shapes alone, no tensor is made."""
+"""The shipped mapping files at the sizes of published models, from shapes alone."""
 
 from __future__ import annotations
 

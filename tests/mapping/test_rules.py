@@ -1,4 +1,4 @@
-"""The rule form: what it can say, and what is proven of a file when it is loaded."""
+"""The rules of mapping files: what they can express, and what is proven when a file is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mapping files against transformers as it is installed: what it writes, loads and computes."""
+"""Mapping files against the installed transformers: what it writes, loads and computes."""
 
 from __future__ import annotations
 

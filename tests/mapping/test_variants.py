@@ -1,4 +1,4 @@
-"""The forms that real checkpoints of one scheme come in: other names, buffers, filling, ties."""
+"""The variants of one naming scheme in real checkpoints: other names, buffers, padding, tied weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrapper segments are stripped by segment, with a bijection check."""
+"""Names of wrappers are stripped segment by segment, and no two keys become one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every reader against every writer: the output, loaded by its own library, holds the truth."""
+"""Every reader with every writer: the output holds the true values when its own library loads it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""hf -> every setup -> hf, and every container -> every setup that other tests do not prove: the
-values that come back are the values that went in, bit for bit."""
+"""hf -> every setup -> hf, and every container -> each setup that no other test covers: the values that
+come back are those that went in, bit for bit."""
 
 from __future__ import annotations
 

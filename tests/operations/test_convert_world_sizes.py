@@ -1,4 +1,4 @@
-"""3, 5 and 8 real ranks: what they saved, in every form, is the same model and the same moments."""
+"""What 3, 5 and 8 real ranks saved, in every form, is the same model with the same moments."""
 
 from __future__ import annotations
 

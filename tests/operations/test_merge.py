@@ -1,4 +1,4 @@
-"""`ckptmap merge` against peft's own merge, over bases in every encoding."""
+"""`ckptmap merge` gives what peft's own merge gives, over base models in every encoding."""
 
 from __future__ import annotations
 

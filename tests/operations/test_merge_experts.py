@@ -1,4 +1,4 @@
-"""`ckptmap merge` of adapters on parameters: stacked experts, routers, against peft's own merge."""
+"""`ckptmap merge` of adapters on parameters (stacked experts, routers) against peft's own merge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckptmap merge` of what people train: QLoRA's own checkpoints, towers, classifiers, ties."""
+"""`ckptmap merge` of what people train: QLoRA's checkpoints, vision towers, classifiers, tied weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verify and diff: any damage is found, and named."""
+"""`verify` and `diff` find any damage and name it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raw per-rank optimizer state of FSDP1: flat shards become the state of parameters, by name."""
+"""Raw optimizer state of FSDP1's ranks: flat shards become the state of each parameter, by FQN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-bit moments as files hold them: what torchao, bitsandbytes and torch write, and damage."""
+"""Low-bit moments in files that torchao, bitsandbytes and torch write, and in damaged ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bitsandbytes' optimizers of one state, and AdEMAMix, as its own `state_dict()` files hold them."""
+"""bitsandbytes' optimizers with one state, and AdEMAMix, as their `state_dict()` files hold them."""
 
 from __future__ import annotations
 

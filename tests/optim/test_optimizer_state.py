@@ -1,4 +1,4 @@
-"""Optimizer state by name, whatever keyed it: read, written, and resumed by torch's own loaders."""
+"""Optimizer state by FQN, from every key form: read, written, and resumed by torch's own loaders."""
 
 from __future__ import annotations
 

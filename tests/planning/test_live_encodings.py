@@ -1,4 +1,4 @@
-"""What live models hold: the table is whole, planning keeps to it, doctor shows it, facts hold."""
+"""The encodings that live models take: the table is complete, plans keep to it, `doctor` prints it."""
 
 from __future__ import annotations
 

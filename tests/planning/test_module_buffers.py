@@ -1,4 +1,4 @@
-"""What a checkpoint shows of its tensors decides which are cut: parameters are, buffers are not."""
+"""Parameters are sharded and buffers are not: what a checkpoint shows of which tensor is which."""
 
 from __future__ import annotations
 

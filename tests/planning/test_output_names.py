@@ -1,4 +1,4 @@
-"""Where weights, and what lies beside them, stand in an output: nothing on top of anything else."""
+"""The names of weights and of extra values in an output: none takes the place of another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: what is chosen, what is left behind and why, saved and run again exactly."""
+"""Plans: what they choose, what they leave behind and why; saved plans run again exactly."""
 
 from __future__ import annotations
 

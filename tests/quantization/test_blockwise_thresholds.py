@@ -1,4 +1,4 @@
-"""Codes by thresholds: bit-equal to comparing all of them, and moments to torchao's own `copy_`."""
+"""Codes found by thresholds are those of comparing all of them, and moments those of torchao's `copy_`."""
 
 from __future__ import annotations
 

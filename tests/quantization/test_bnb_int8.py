@@ -1,4 +1,4 @@
-"""bitsandbytes' LLM.int8: read as it decodes, written as it loads."""
+"""bitsandbytes' LLM.int8: we decode what it wrote as it does, and it loads what we write."""
 
 from __future__ import annotations
 

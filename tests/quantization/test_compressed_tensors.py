@@ -1,4 +1,4 @@
-"""compressed-tensors: read as it decompresses, written as it loads."""
+"""compressed-tensors: we decode what it wrote as it does, and it loads what we write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights are quantized by default: no embedding and no head, whatever a model calls them."""
+"""The weights that are quantized by default: no embedding and no head, whatever their names."""
 
 from __future__ import annotations
 

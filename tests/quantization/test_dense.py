@@ -1,4 +1,4 @@
-"""Dense tensors and casts: bit-equal to torch, overflow refused, nothing else touched."""
+"""Dense tensors and casts: bit-equal to torch, overflow is refused, other tensors stay as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records, metadata and pickles of 8-bit codes that lie: one SourceError, never anything else."""
+"""Hostile records, metadata and pickles of 8-bit codes raise one SourceError, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""8-bit codes carried from one encoding to another, and over any number of ranks, bit for bit."""
+"""8-bit codes move from one encoding to another, and over any number of ranks, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NF4 arithmetic: bit-equal to torchao both ways, in any box, however it is fed."""
+"""NF4 arithmetic: bit-equal to torchao in both directions, for any box and any size of input chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NF4 as it is found and used: records, torchao's pickles, ranks' shards, targets, live tensors."""
+"""The forms of NF4: records in files, torchao's pickles, shards of ranks, outputs, live tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes that move between torchao NF4 and bitsandbytes bit for bit, and scales without loss."""
+"""Codes move between torchao's NF4 and bitsandbytes bit for bit, and scales without loss."""
 
 from __future__ import annotations
 

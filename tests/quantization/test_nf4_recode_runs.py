@@ -1,4 +1,4 @@
-"""Kept codes cut over ranks, on the command line, in live models, in the kit and the benchmarks."""
+"""Kept codes are sharded over ranks, on the command line, in live models, in the kit, in benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchao's int8, read from whatever torchao has written, and written as it reads it."""
+"""torchao's int8: files of every torchao release are read, and torchao reads what we write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemes that move as bytes only: named with all their parts, never decoded, never half cast."""
+"""Quantization schemes that move as bytes only: all parts are named, never decoded, never cast."""
 
 from __future__ import annotations
 

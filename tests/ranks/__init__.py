@@ -1,1 +1,1 @@
-"""Modules that run under N gloo ranks, by `tests.corpus.ranks.run_ranks`."""
+"""Programs that `tests.corpus.ranks.run_ranks` runs on N gloo ranks."""

@@ -1,4 +1,4 @@
-"""DTensors on meshes of several dims: strided shards, TP, HSDP; the rows are those that torch cuts."""
+"""DTensors on meshes of several dims (strided shards, TP, HSDP): our rows are the rows torch cuts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gather.fill against torch indexing: any strides, any chunks, any box."""
+"""`fill` of the box reader against torch indexing: any strides, any chunks, any box."""
 
 from __future__ import annotations
 

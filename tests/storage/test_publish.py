@@ -1,4 +1,4 @@
-"""Publishing: all or nothing, one writer, whatever kills a run."""
+"""Publishing is all or nothing, with one writer, whatever kills a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the system refuses a process: each a line of its own with the way out, and nothing published."""
+"""Each resource limit that a process hits gives one line with the way out, and nothing is published."""
 
 from __future__ import annotations
 

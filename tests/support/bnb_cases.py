@@ -1,4 +1,4 @@
-"""Checkpoints that bitsandbytes itself quantizes, and what its own formula decodes them to."""
+"""Checkpoints that bitsandbytes itself quantized, and the values that its own formula decodes."""
 
 from __future__ import annotations
 

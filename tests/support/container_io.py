@@ -1,4 +1,4 @@
-"""Write what a Writer planned without the spine, and read leaves back, for tests of containers."""
+"""Write the files that a Writer planned, and read leaves back, without planning or execution."""
 
 from __future__ import annotations
 

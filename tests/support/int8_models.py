@@ -1,4 +1,4 @@
-"""Tiny models, quantized and saved by the libraries themselves, with what each decodes them to."""
+"""Tiny models that the libraries themselves quantized and saved, with the values they decode to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models with adapters that peft itself makes, trains nothing of, and saves."""
+"""Tiny models with adapters that peft makes and saves, untrained."""
 
 from __future__ import annotations
 

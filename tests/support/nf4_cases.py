@@ -1,4 +1,4 @@
-"""What the NF4 tests share: torchao's module, weights, and parts made, cut and decoded."""
+"""Weights and NF4 parts that the NF4 tests share, with torchao's own module."""
 
 from __future__ import annotations
 

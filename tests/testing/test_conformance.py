@@ -1,4 +1,4 @@
-"""The kit over everything that the registry knows; what is added there is checked here."""
+"""Every adapter of the registry passes the conformance kit."""
 
 from __future__ import annotations
 

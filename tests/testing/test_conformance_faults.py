@@ -1,4 +1,4 @@
-"""The kit can fail: each adapter here has one fault, and is caught by the check meant for it."""
+"""The conformance kit can fail: each adapter here has one fault, and the check for that fault finds it."""
 
 from __future__ import annotations
 

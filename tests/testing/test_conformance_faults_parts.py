@@ -1,4 +1,4 @@
-"""The kit can fail, of key forms, layouts, encodings and directories: each has one fault and is caught."""
+"""The kit for key forms, layouts, encodings and directories can fail: each adapter has one fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A format added in one file, from outside the package, passes the kit and does all the rest."""
+"""A format in one file outside the package passes the kit, converts, verifies and is found by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DCP directories: torch's own, ours read by torch, and broken or hostile ones."""
+"""DCP directories: torch's own are read, ours are read by torch, broken and hostile ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our outputs in a live FSDP1 model, loaded by torch under FULL and SHARDED_STATE_DICT."""
+"""torch loads our outputs into a live FSDP1 model, under FULL and SHARDED_STATE_DICT."""
 
 from __future__ import annotations
 

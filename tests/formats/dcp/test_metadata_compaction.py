@@ -1,4 +1,4 @@
-"""A long `.metadata` is made shorter before it is read: it says what it says in full, or is read so."""
+"""A long `.metadata` is compacted before it is parsed; the result is that of the full pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DCP in safetensors form: what torch's HuggingFaceStorageWriter leaves at two ranks."""
+"""DCP in safetensors form, as torch's HuggingFaceStorageWriter leaves it on two ranks."""
 
 from __future__ import annotations
 

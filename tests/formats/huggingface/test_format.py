@@ -1,4 +1,4 @@
-"""Hugging Face directories: transformers' own, ours read by transformers, and broken ones."""
+"""Hugging Face directories: transformers' own are read, transformers reads ours, broken ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers loads of quantized models that are no plain decoder: towers, T5, BART, ViT."""
+"""transformers loads quantized models that are no plain decoder: vision towers, T5, BART, ViT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with experts: what transformers loads of them, quantized."""
+"""transformers loads quantized models with experts."""
 
 from __future__ import annotations
 

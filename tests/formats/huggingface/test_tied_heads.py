@@ -1,4 +1,4 @@
-"""Output layers that no file holds: what is said of them to transformers, which loads the rest."""
+"""Output layers that no file holds: the directory tells transformers that they are tied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP1's rank files: ShardedTensors and flat parameters become the tensors that were saved."""
+"""FSDP1's rank files: ShardedTensors and flat parameters are joined to the tensors that were saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fsdp1-local` with optimizer state: live FSDP1 runs go on from it, and it reads back by name."""
+"""`fsdp1-local` with optimizer state: a live FSDP1 run goes on from it, and it reads back by FQN."""
 
 from __future__ import annotations
 

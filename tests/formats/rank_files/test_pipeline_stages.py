@@ -1,4 +1,4 @@
-"""Ranks that hold different things: pipeline stages, experts, each with names of its own."""
+"""Ranks that hold different tensors: pipeline stages and experts, each rank with names of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank files that are alike are parsed once; whatever is not is read, or refused, as by itself."""
+"""Rank files of one shape are parsed once; any other file is read, or refused, as it would be alone."""
 
 from __future__ import annotations
 

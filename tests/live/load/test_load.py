@@ -1,4 +1,4 @@
-"""`ckptmap.load` into live models: plain ones here, those of several ranks in tests/ranks."""
+"""`ckptmap.load` into live models of one process; those of several ranks are in tests/ranks."""
 
 from __future__ import annotations
 

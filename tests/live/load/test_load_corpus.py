@@ -1,4 +1,4 @@
-"""Every checkpoint of the corpus goes into a live model of its names, shapes and dtypes."""
+"""Every checkpoint of the corpus loads into a live model with its names, shapes and dtypes."""
 
 from __future__ import annotations
 

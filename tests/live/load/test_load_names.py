@@ -1,5 +1,5 @@
-"""A checkpoint by other names than the live model's: transformers 5 holds experts stacked that it
-saves one by one, and Meta's names are not the hub's."""
+"""Checkpoints whose names differ from the live model's: transformers 5 stacks experts that its files
+hold one by one, and Meta's names are not those of the Hub."""
 
 from __future__ import annotations
 

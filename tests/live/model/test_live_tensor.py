@@ -1,4 +1,4 @@
-"""What a rank holds of a DTensor, by our own arithmetic, against torch's private one."""
+"""The part of a DTensor that a rank holds: our arithmetic against torch's private one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bases and adapters into a model that peft has wrapped already, names told apart by segment."""
+"""Base models and adapters load into a model that peft has wrapped already."""
 
 from __future__ import annotations
 

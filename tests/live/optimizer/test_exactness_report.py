@@ -1,5 +1,5 @@
-"""What makes a resume inexact is said, and refused where it is asked to be exact; names and shapes
-that do not match are refused before anything is touched."""
+"""The report of a load says what makes a resume inexact, and `exact=True` refuses it. Names and shapes
+that do not match are refused before anything changes."""
 
 from __future__ import annotations
 

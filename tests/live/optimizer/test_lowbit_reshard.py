@@ -1,4 +1,4 @@
-"""Low-bit moments on other numbers of ranks, mixed parameters included."""
+"""Low-bit moments load on other numbers of ranks, also where a rank holds a parameter's moments plain."""
 
 from __future__ import annotations
 

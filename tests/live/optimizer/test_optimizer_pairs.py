@@ -1,5 +1,5 @@
-"""Every optimizer's state into every other: the next step works, in the destination's own form, and
-20 more steps come out where one that never switched does."""
+"""Every optimizer's state loads into every other: the next step works, the state has the form of the
+destination, and 20 more steps end where a run that never switched ends."""
 
 from __future__ import annotations
 

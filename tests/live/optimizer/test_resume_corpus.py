@@ -1,4 +1,4 @@
-"""Optimizer state of every checkpoint of the corpus, whoever wrote it, goes on in a live AdamW."""
+"""A live AdamW goes on with the optimizer state of every checkpoint of the corpus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""10 steps, or 5, a save, another process and 5: the same bits, for every optimizer."""
+"""10 steps give the same bits as 5 steps, a save, another process and 5 more, for every optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""save here, load there: every wrapping and mode in a chain, weights and fp32 moments bit for bit."""
+"""A chain of saves and loads over every wrapping and mode keeps weights and fp32 moments bit for bit."""
 
 from __future__ import annotations
 

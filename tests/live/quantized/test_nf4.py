@@ -1,4 +1,4 @@
-"""NF4 under DDP, NF4 in bitsandbytes' classes, float32 weights rounded by chance."""
+"""NF4 under DDP, NF4 in bitsandbytes' classes, and float32 weights that are rounded stochastically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""save(): what it writes, for whom, and what it refuses."""
+"""`ckptmap.save`: what it writes, on which ranks, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hooks.install(): plain load_state_dict with names, encodings and optimizers of other setups."""
+"""With `hooks.install()`, plain load_state_dict takes names, encodings and optimizers of other setups."""
 
 from __future__ import annotations
 

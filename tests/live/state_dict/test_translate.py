@@ -1,4 +1,5 @@
-"""translate(): state dicts in memory, into live models and other names; live DTensors resharded."""
+"""`translate`: state dicts in memory go into live models and under other names; live DTensors are
+resharded."""
 
 from __future__ import annotations
 

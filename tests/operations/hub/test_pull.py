@@ -1,4 +1,4 @@
-"""Fetching from the Hub as it is, and what kills leave of a push and a pull."""
+"""`ckptmap pull`: files arrive as they are; a push or a pull that is killed leaves nothing in the way."""
 
 from __future__ import annotations
 

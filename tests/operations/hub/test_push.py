@@ -1,4 +1,4 @@
-"""Publishing: proven beside what is there, then visible at once; and what can go wrong."""
+"""`ckptmap push`: an upload is proven in a pull request, then visible at once; and what can go wrong."""
 
 from __future__ import annotations
 

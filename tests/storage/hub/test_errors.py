@@ -1,4 +1,4 @@
-"""What can be wrong with a place on the Hub: one line each, with the next command."""
+"""Faults of the Hub and of its URIs: one line each, with the next command."""
 
 from __future__ import annotations
 

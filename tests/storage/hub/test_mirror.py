@@ -1,4 +1,4 @@
-"""Converting from the Hub: what is fetched, verified, continued; and that its commit is pinned."""
+"""Conversion from the Hub: what is fetched, verified and continued; the commit is pinned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading from the Hub: names, headers by range, values by range, whole files verified."""
+"""Reading from the Hub: names, headers by range, values by range; whole files are verified."""
 
 from __future__ import annotations
 

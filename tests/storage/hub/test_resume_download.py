@@ -1,5 +1,5 @@
-"""What was fetched stays fetched: a file that a failed or killed run began is continued by the next
-within the file, by range, wherever it does not go through huggingface_hub's cache."""
+"""A download that a failed or killed run began is continued within the file, by range, wherever it does
+not go through huggingface_hub's cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way that most weights of the Hub take today: hf_xet, to and from its content store."""
+"""hf_xet, which carries most weights of the Hub today, to and from its content store."""
 
 from __future__ import annotations
 
