@@ -1,4 +1,4 @@
-"""Cut over a mesh of ranks: FSDP2 on one dim, HSDP, tensor parallelism by a plan of names.
+"""Sharding over a device mesh: FSDP2 on one dim, HSDP, tensor parallelism by a plan of names.
 
     --mesh replicate=2,shard=4              [rows, cols] -> 4 x [rows / 4, cols], each on 2 ranks
     --mesh dp=2,tp=4 --tp-plan plan.toml    colwise: rows over tp, then over dp (_StridedShard)
@@ -33,13 +33,13 @@ STYLES: Mapping[str, tuple[int | None, int | None]] = {
 }
 """Style -> (dim that tp cuts of a matrix, of a vector); None: replicated over tp."""
 PLAIN = "plain"
-"""Style of a tensor that is no DTensor at all: a buffer."""
+"""Style of a tensor that is not a DTensor: a buffer."""
 _EXAMPLE = "for example --mesh replicate=2,shard=4, or --mesh dp=2,tp=4 --tp-plan FILE"
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout of one mesh, by default of one dim without a name; the registry's has one rank."""
+    """The layout of one mesh; by default it has one dim without a name and one rank."""
 
     dims: tuple[tuple[str, int], ...] = (("", 1),)
     plan: Mapping[str, str] = field(default_factory=dict)
@@ -56,8 +56,10 @@ class Mesh:
         world_size: int | None,
         names: Collection[str],
     ) -> Mesh:
-        """Raises PlanError CKM204 where the mesh is malformed or has other ranks than asked for,
-        CKM201 where the plan cannot be read, CKM206 where it names what is not there."""
+        """Return the layout that `--mesh` and `--tp-plan` describe, for weights of these names.
+
+        Raises PlanError CKM204 if the mesh is malformed or does not have `world_size` ranks, CKM201
+        if the plan cannot be read, CKM206 if it names a module that is not there."""
         dims = _parse(mesh) if mesh is not None else (("", world_size or 1),)
         made = Mesh(dims, _read_plan(tp_plan) if tp_plan is not None else {})
         if world_size is not None and made.world_size != world_size:
@@ -83,17 +85,19 @@ class Mesh:
         return made
 
     def cut(self, info: TensorInfo, world_size: int) -> Sequence[tuple[int, Box]]:
-        """By rows over all ranks: for what has no name."""
+        """Return the cut by rows over all ranks, for a tensor without a name."""
         return cut_rows(info, world_size)
 
     def join(self, values: Sequence[Leaf], key: str) -> None:
-        """None: DTensors say themselves where they belong."""
+        """Return None: DTensors say themselves where they belong."""
         return None
 
     def placement(self, fqn: str, info: TensorInfo, whole: bool) -> Placement:
-        """A DTensor on the mesh, or a plain tensor on every rank: what is no weight by its dtype
-        or shape, a buffer by its name, and what the source shows to be one (`whole`), unless its
-        name says that it is a parameter, which TP may leave whole."""
+        """Return whether a tensor is a DTensor on the mesh, and how it is cut, or plain on every rank.
+
+        Plain are scalars, tensors that are not floating, buffers by their name, and tensors that the
+        source holds whole (`whole`), unless the name is that of a parameter, which TP may leave whole.
+        """
         style = self._style(fqn)
         last = fqn.rpartition(".")[2]
         buffer = last in BUFFERS or (whole and last not in PARAMETERS)
@@ -106,8 +110,8 @@ class Mesh:
         return Placement(self.dims, shards if on_mesh else None)
 
     def chunks(self, placement: Placement, info: TensorInfo) -> Sequence[tuple[int, Box]]:
-        """Each box once, on the first rank that holds it; empty ones left out. Raises PlanError
-        CKM504 where torch cannot hold it so."""
+        """Return each box that is not empty once, with the first rank that holds it. Raises
+        PlanError CKM504 if torch cannot hold the tensor so."""
         first: dict[Box, int] = {}
         for rank, box in enumerate(held_boxes(placement, info)):
             if box.numel or not info.numel:
@@ -120,7 +124,7 @@ class Mesh:
         return [axis for axis, (name, _) in enumerate(self.dims) if _role(name) == "tp"]
 
     def _style(self, fqn: str) -> str | None:
-        """The plan's style for a tensor; a pattern names it, or a module that it lies in."""
+        """Return the plan's style for a tensor: of the first pattern that matches it or its module."""
         return next((s for pattern, s in self.plan.items() if _matches(pattern, fqn)), None)
 
     def _shard(self, name: str, style: str | None, info: TensorInfo) -> int | None:
@@ -165,7 +169,7 @@ def _parse(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def _read_plan(path: str) -> dict[str, str]:
-    """Pattern -> style. Raises PlanError CKM201."""
+    """Return style by pattern. Raises PlanError CKM201."""
     try:
         text = FilePath(path).read_text(encoding="utf-8")
         found: object = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)

@@ -1,4 +1,4 @@
-"""What a pickled DTensor says: its mesh, its placements, and the box that its local part fills.
+"""A pickled DTensor, read without torch: its mesh, its placements, and the box of its local tensor.
 
 Reads the state of torch 2.13 (`DeviceMesh._layout`, `_flatten_rank_map`) and of older releases
 (`mesh`, `_flatten_mesh_list`); see torch/distributed/device_mesh.py and
@@ -10,25 +10,26 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import NamedTuple, TypeAlias, TypeGuard
 from weakref import WeakKeyDictionary
 
 from ckptmap.errors import SourceError
 from ckptmap.tensors import Box, Chunk, Leaf, Opaque, StoredTensor, TensorInfo
 
 MAX_SPLIT = 1 << 16
-"""Of a _StridedShard: the ranks of the meshes inside it."""
+"""The largest split factor of a _StridedShard: the number of ranks in the mesh dims inside it."""
 
 
 def chunk_of(numel: int, parts: int, index: int) -> tuple[int, int]:
-    """(start, length) of part `index` by torch.chunk: parts of ceil(numel / parts), the last less."""
+    """Return (start, length) of part `index` by the rule of torch.chunk: each part has
+    ceil(numel / parts) elements, the last ones may have fewer."""
     length = -(-numel // parts)
     start = min(index * length, numel)
     return start, min(length, numel - start)
 
 
 def cut_rows(info: TensorInfo, world_size: int) -> list[tuple[int, Box]]:
-    """(rank, box) along dim 0 of each rank that holds rows; a scalar or empty tensor is rank 0's.
+    """Return (rank, box) of each rank that holds rows; rank 0 holds a scalar or an empty tensor.
 
     `[rows, ...] -> N x [ceil(rows / N), ...]`: the last ranks may hold fewer rows, or none.
     """
@@ -45,11 +46,14 @@ def cut_rows(info: TensorInfo, world_size: int) -> list[tuple[int, Box]]:
 
 
 def moved(box: Box, tensor: StoredTensor, within: Box | None = None) -> list[Chunk]:
-    """A rank's chunks in the coordinates of the whole tensor: `box` is filled by the part `within`
-    of what the rank holds (default: all of it)."""
+    """Return the chunks of a rank's local tensor in the coordinates of the whole tensor.
+
+    The part `within` of the local tensor (default: all of it) fills `box` of the whole."""
     held = tensor.chunks
     if len(held) == 1 and held[0].box.sizes == box.sizes and within in (None, held[0].box):
-        return [Chunk(box, held[0].region, held[0].crc32)]  # what nearly every rank holds
+        return [
+            Chunk(box, held[0].region, held[0].crc32)
+        ]  # the common case, without a loop over chunks
     chunks = []
     for chunk in held:
         part = chunk.box if within is None else chunk.box.intersect(within)
@@ -68,7 +72,7 @@ def moved(box: Box, tensor: StoredTensor, within: Box | None = None) -> list[Chu
 
 
 class Cutting(NamedTuple):
-    """One Shard: tensor dim `dim` over mesh dim `axis`; `split` above 1: a _StridedShard."""
+    """One Shard placement: tensor dim `dim` over mesh dim `axis`; with `split` above 1 a _StridedShard."""
 
     dim: int
     axis: int
@@ -76,7 +80,7 @@ class Cutting(NamedTuple):
 
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
-"""(start, length) of rows, in the order that the rank holds them."""
+"""(start, length) of each run of rows, in the order in which the rank holds them."""
 
 
 class Geometry(NamedTuple):
@@ -121,7 +125,7 @@ def geometry_of(
     coordinate: tuple[int, ...],
     cuts: tuple[Cutting, ...],
 ) -> Geometry:
-    """Worked out once for the many tensors of a model that have one shape."""
+    """Return what a rank holds; computed once for all tensors of one shape that are cut alike."""
 
     def held(dim: int, cuts: Sequence[Cutting]) -> Runs:
         runs: Runs = ((0, shape[dim]),)
@@ -159,7 +163,7 @@ def _pieces(dims: Sequence[Runs]) -> tuple[tuple[Box, Box], ...]:
 
 
 def cut_runs(runs: Runs, parts: int, index: int, split: int = 1) -> Runs:
-    """Part `index` of `parts`; with `split`, of each of that many pieces, one after the other.
+    """Return part `index` of `parts` of the rows; with `split`, that part of each of `split` pieces.
 
     8 rows over 2, split 2: part 0 holds rows 0-1 and 4-5. As torch's `_StridedShard` documents.
     """
@@ -177,12 +181,12 @@ def cut_runs(runs: Runs, parts: int, index: int, split: int = 1) -> Runs:
 
 
 def _filled(runs: Runs) -> Runs:
-    """Without empty runs: where nothing begins is of no account."""
+    """Return the runs that are not empty."""
     return tuple(run for run in runs if run[1])
 
 
 def _slice(runs: Runs, start: int, length: int) -> Iterator[tuple[int, int]]:
-    """Rows `start` to `start + length` of those that the runs hold, empty runs left out."""
+    """Yield rows `start` to `start + length` of those that the runs hold, without empty runs."""
     at = 0
     for first, numel in runs:
         low, high = max(start, at), min(start + length, at + numel)
@@ -192,7 +196,7 @@ def _slice(runs: Runs, start: int, length: int) -> Iterator[tuple[int, int]]:
 
 
 def is_dtensor(leaf: Leaf) -> TypeGuard[Opaque]:
-    """torch.distributed.tensor.DTensor, or `torch.distributed._tensor.api.DTensor` of older."""
+    """Is it a DTensor? Older releases of torch pickle it as `torch.distributed._tensor.api.DTensor`."""
     return (
         isinstance(leaf, Opaque)
         and leaf.name == "DTensor"
@@ -204,13 +208,13 @@ Mesh: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Ranks of the whole mesh, sizes of the dims, this rank's coordinate."""
 
 _meshes: WeakKeyDictionary[Opaque, Mesh] = WeakKeyDictionary()
-"""By the pickled object, of which all DTensors of a file share one; read once, for it lists every
-rank of the job."""
+"""Meshes by their pickled object, which all DTensors of a file share. Each is read once: it lists
+every rank of the job."""
 
 
 def read_placed(leaf: Opaque, key: str) -> Placed:
-    """Raises SourceError CKM112 where the DTensor is malformed, or placed in a way that is not
-    known (Partial)."""
+    """Return what a pickled DTensor says. Raises SourceError CKM112 if it is malformed, or has a
+    placement other than Shard and Replicate (Partial)."""
     state = leaf.state if isinstance(leaf.state, Mapping) else {}
     spec = _attributes(state.get("_spec"))
     mesh = spec.get("mesh")
@@ -232,7 +236,7 @@ def read_placed(leaf: Opaque, key: str) -> Placed:
 
 
 def read_mesh(mesh: Opaque, key: str) -> Mesh:
-    """Raises SourceError CKM112 where it is malformed."""
+    """Return a pickled DeviceMesh. Raises SourceError CKM112 if it is malformed."""
     known = _meshes.get(mesh)
     if known is None:
         known = _meshes.setdefault(mesh, _read_mesh(_attributes(mesh), key))
@@ -240,7 +244,7 @@ def read_mesh(mesh: Opaque, key: str) -> Mesh:
 
 
 def mesh_ranks(leaves: Iterable[Leaf]) -> tuple[int, ...]:
-    """The ranks of the first DTensor among the leaves; empty: there is none."""
+    """Return the mesh ranks of the first DTensor among the leaves; empty if there is none."""
     for leaf in leaves:
         if is_dtensor(leaf):
             return read_placed(leaf, "mesh").ranks
@@ -248,11 +252,11 @@ def mesh_ranks(leaves: Iterable[Leaf]) -> tuple[int, ...]:
 
 
 def meshes_apart(ranks: tuple[int, ...], others: Iterable[Collection[int]]) -> bool:
-    """Has a mesh none of its ranks in the others? Stages of a pipeline may have one each."""
+    """Does a mesh share no rank with the others? Each stage of a pipeline may have its own mesh."""
     return not any(rank in other for other in others for rank in ranks)
 
 
-def _attributes(value: Any) -> Mapping[Any, Any]:
+def _attributes(value: object) -> Mapping[object, object]:
     return value.state if isinstance(value, Opaque) and isinstance(value.state, Mapping) else {}
 
 
@@ -285,12 +289,13 @@ def _read_mesh(mesh: Mapping[object, object], key: str) -> Mesh:
 
 @lru_cache(maxsize=16)
 def _one(ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """The same tuple for equal ones: the files of a job list the same ranks, and are compared."""
+    """Return one tuple for all that are equal: every file of a job lists the same ranks."""
     return ranks
 
 
 def _layout_shape(layout: Mapping[object, object]) -> tuple[int, ...] | None:
-    """Sizes of the mesh dims: an axis of several is a flattened one, of none has size 1."""
+    """Return the sizes of the mesh dims; an axis with several factors is a flattened one, with none
+    it has size 1."""
     sizes = []
     axes = layout.get("axes")
     for axis in axes if isinstance(axes, list | tuple) else ():
@@ -305,7 +310,7 @@ def _layout_shape(layout: Mapping[object, object]) -> tuple[int, ...] | None:
 
 
 def _cuts(placements: Sequence[object], order: object, ndim: int, key: str) -> tuple[Cutting, ...]:
-    """The shards, mesh dims left to right unless the spec says other."""
+    """Return the shards, mesh dims left to right unless the spec gives another order."""
     cuts = []
     for axis, placement in enumerate(placements):
         kind = placement.name if isinstance(placement, Opaque) else type(placement).__name__
@@ -327,7 +332,7 @@ def _cuts(placements: Sequence[object], order: object, ndim: int, key: str) -> t
 
 
 def _ordered(cuts: list[Cutting], order: object) -> list[Cutting]:
-    """By `shard_order` of newer specs: ((tensor dim, mesh dims in order), ...)."""
+    """Return the cuts in the `shard_order` of newer specs: ((tensor dim, mesh dims in order), ...)."""
     given: list[tuple[int, int]] = []
     for entry in order if isinstance(order, list | tuple) else ():
         args = entry.args if isinstance(entry, Opaque) else entry

@@ -1,7 +1,7 @@
-"""Part of a row-major tensor, cut out of a flat one, as rectangles.
+"""A range of flat elements of a tensor as boxes, as FSDP1 cuts its flat parameters.
 
-Elements [start, stop) of a matrix that do not begin and end on rows are up to three rectangles:
-the rest of the first row, whole rows, the begin of the last one.
+Elements [start, stop) of a matrix that do not begin and end on rows are up to three boxes: the end
+of the first row, whole rows, and the start of the last row.
 
     [4, 5], 3..17   . . . a a      a: [0, 3] + [1, 2] from 3
                     b b b b b      b: [1, 0] + [2, 5] from 5
@@ -20,8 +20,8 @@ from ckptmap.tensors import Box, Region
 
 @dataclass(frozen=True, slots=True)
 class InUnit:
-    """Share of a tensor that lies in a flat parameter of several, from flat element `offset` on;
-    `unit` is the flat parameter's key, `first` where its first element is."""
+    """The storage of a tensor that lies in a flat parameter, from flat element `offset` on; `unit`
+    is the key of the flat parameter, `first` the region of its first shard."""
 
     unit: str
     first: Region
@@ -30,16 +30,16 @@ class InUnit:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Share of a tensor that ranks hold flat slices of: the share and the numel of each rank's."""
+    """The storage of a tensor that ranks hold flat slices of: storage and numel of each rank's slice."""
 
     shares: tuple[object, ...]
     counts: tuple[int, ...]
 
 
 def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """(box, flat element that it begins at) in row-major order, at most 2 * ndim - 1 of them.
+    """Yield (box, flat element at which it begins) in row-major order, at most 2 * ndim - 1 of them.
 
-    Each box is contiguous in the flat tensor; together they are the elements [start, stop).
+    Each box is contiguous in the flat tensor; together they hold the elements [start, stop).
     """
     if start >= stop:
         return
@@ -61,7 +61,7 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Bo
 
 
 def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """The rectangles of one row, in the coordinates of the whole."""
+    """Yield the boxes of one row, in the coordinates of the whole tensor."""
     inner = math.prod(shape[1:])
     for box, at in rectangles(shape[1:], start, stop):
         yield Box((row, *box.offsets), (1, *box.sizes)), row * inner + at

@@ -1,9 +1,9 @@
-"""Which FSDP1 unit a tensor's flat parameter is of: what `--fsdp-units` says.
+"""The layout of FSDP1's flat parameters: which FSDP unit holds a tensor, as `--fsdp-units` says.
 
     --fsdp-units 'layers.*'   layers.0.mlp.up_proj.weight -> layers.0, norm.weight -> "" (the root)
 
-A unit is a module that was wrapped; the root always is one, and of units inside each other the
-innermost holds a parameter (torch/distributed/fsdp/_flat_param.py). Buffers lie in none.
+A unit is a module that FSDP wraps; the root always is one. Of nested units the innermost holds a
+parameter (torch/distributed/fsdp/_flat_param.py). No unit holds buffers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ckptmap.tensors import BUFFERS, FLOATING, PARAMETERS, Box, Leaf, TensorInfo
 
 @dataclass(frozen=True)
 class FlatCut:
-    """By unit; `units` are patterns of modules, segment by segment."""
+    """The layout by units: `units` are patterns of module names, `named` is `use_orig_params`."""
 
     units: tuple[str, ...] = ()
     named: bool = False
     name: str = "flat"
 
     def over_units(self, units: Sequence[str], named: bool, names: Collection[str]) -> FlatCut:
-        """`named`: use_orig_params. Raises PlanError CKM206 where a pattern is of no module."""
+        """Return the layout for these units. Raises PlanError CKM206 if a pattern matches no module."""
         modules = {module for name in names for module in _modules(name)}
         for pattern in units:
             if not any(_matches(pattern, module) for module in modules):
@@ -38,9 +38,10 @@ class FlatCut:
         return FlatCut(tuple(units), named)
 
     def unit(self, fqn: str, info: TensorInfo, whole: bool = False) -> FlatUnit | None:
-        """The unit that holds a parameter; None for a buffer: not floating, a scalar (which FSDP1
-        takes as no parameter), called so, or shown to be one by the source (`whole`) and not called
-        as parameters are."""
+        """Return the unit that holds a parameter; None for a buffer.
+
+        A buffer is a tensor that is not floating, a scalar (FSDP1 flattens none), one with the name
+        of a buffer, or one that the source holds whole (`whole`) and that has no parameter's name."""
         last = fqn.rpartition(".")[2]
         if info.dtype not in FLOATING or not info.shape or last in BUFFERS:
             return None
@@ -50,11 +51,11 @@ class FlatCut:
         return FlatUnit(inside[-1] if inside else "", self.named)
 
     def cut(self, info: TensorInfo, world_size: int) -> Sequence[tuple[int, Box]]:
-        """Whole: where a flat parameter is cut is known when all that lies in it is."""
+        """Return the whole tensor: a flat parameter is cut once all tensors in it are known."""
         return [(0, Box.whole(info.shape))]
 
     def join(self, values: Sequence[Leaf], key: str) -> None:
-        """None: flat parameters are taken apart before layouts join."""
+        """Return None: flat parameters are taken apart before layouts join."""
         return None
 
 
@@ -65,6 +66,6 @@ def _modules(fqn: str) -> list[str]:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Segment by segment: `layers.*` is not `layers.0.mlp`."""
+    """Does the pattern match segment by segment? `layers.*` does not match `layers.0.mlp`."""
     wanted, found = pattern.split("."), module.split(".")
     return len(wanted) == len(found) and all(map(fnmatchcase, found, wanted))

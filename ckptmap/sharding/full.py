@@ -1,4 +1,4 @@
-"""Not cut at all: every tensor whole, on rank 0."""
+"""The layout without sharding: rank 0 holds every tensor whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptmap.tensors import Box, Leaf, TensorInfo
 
 @lru_cache(maxsize=4096)
 def _cut(shape: tuple[int, ...]) -> tuple[tuple[int, Box]]:
-    """One for all tensors of a shape."""
+    """Return the one chunk; shared by all tensors of a shape."""
     return ((0, Box.whole(shape)),)
 
 
@@ -20,9 +20,9 @@ class Full:
     name = "full"
 
     def cut(self, info: TensorInfo, world_size: int) -> Sequence[tuple[int, Box]]:
-        """[(0, whole)], whatever the world size."""
+        """Return [(0, whole)], whatever the world size."""
         return _cut(info.shape)
 
     def join(self, values: Sequence[Leaf], key: str) -> None:
-        """None: a whole tensor is nothing to be joined."""
+        """Return None: whole tensors are not joined."""
         return None

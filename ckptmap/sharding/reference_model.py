@@ -1,6 +1,6 @@
-"""What another checkpoint or a config.json says of a model: names, shapes and their order.
+"""The tensors of a reference model: names, shapes and order from another checkpoint or a config.json.
 
-Flat shards hold numbers alone; what they are comes from here.
+FSDP1's flat parameters hold numbers alone; which tensors they are, the reference (`--like`) says.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Like:
-    """A model's tensors by plain FQN, buffers among them.
+    """The tensors of a reference model by plain FQN, buffers among them.
 
-    shapes   in the order of the model's modules
-    ordered  the names of which that is known; None: of all
-    ties     FQN -> the FQN before it whose values it shares, as far as the source tells
-    equal    do two of its tensors hold the same bytes? None: it holds no values
+    shapes   shapes in the order of the model's modules
+    ordered  the names whose order is known; None: all
+    ties     FQN -> the earlier FQN whose values it shares, as far as the source tells
+    equal    tells whether two tensors hold the same bytes; None: the reference has no values
     """
 
     name: str
@@ -41,19 +41,19 @@ class Like:
     equal: Callable[[str, str], bool] | None = None
 
     def in_order(self, names: Collection[str]) -> bool:
-        """Is it known in which order they are?"""
+        """Is the order of these tensors known?"""
         return self.ordered is None or all(name in self.ordered for name in names)
 
 
 Plain = Callable[[Collection[str]], Mapping[str, str]]
-"""Keys -> plain FQN by key: wrapper segments taken off."""
+"""A function from keys to plain FQN by key: without the segments of wrappers."""
 
 Units = Mapping[Path, Sequence[str]]
 """Path of a dict of weights -> the modules in it that FSDP1 wraps, as `Index.units`."""
 
 
 class Unflattener(Protocol):
-    """A way of saving that puts several tensors into one: it sees all leaves at once."""
+    """A form of saving that puts several tensors into one; it is given all leaves at once."""
 
     name: str
 
@@ -65,19 +65,21 @@ class Unflattener(Protocol):
         where: str,
         units: Units,
     ) -> Mapping[Path, Leaf]:
-        """The leaves with each flat tensor replaced by the tensors in it; the same where there is
-        none. Raises SourceError CKM112 where `like`, asked only then, is missing or of another
+        """Return the leaves with each flat tensor replaced by the tensors in it; the same leaves if
+        there is none.
+
+        `like` is called only if there is one. Raises SourceError CKM112 if it is missing or of another
         model."""
 
 
 def unflatteners() -> tuple[Unflattener, ...]:
-    """Every way that is registered, in the order in which they are applied."""
+    """Return every registered unflattener, in the order in which they are applied."""
     return registry.unflatteners()
 
 
 def is_alphabetical(names: Sequence[str], dtypes: Sequence[str]) -> bool:
-    """Are the names of each dtype sorted? A safetensors file lists them so, whatever the model's
-    own order; what was converted from one still does."""
+    """Are the names of each dtype sorted? A safetensors file lists them so, whatever the order of
+    the model, and so does a checkpoint that was converted from one."""
     by_dtype: dict[str, list[str]] = {}
     for name, dtype in zip(names, dtypes, strict=True):
         by_dtype.setdefault(dtype, []).append(name)
@@ -97,9 +99,9 @@ MANIFEST = "ckptmap.manifest.json"
 
 
 def like_manifest(manifest: FilePath) -> Like:
-    """What our own output was made of: its tensors in the order that they were planned in.
+    """Return the tensors that a manifest of ckptmap lists, in their order.
 
-    Raises SourceError CKM403 where it does not say so."""
+    Raises SourceError CKM403 if it lists none."""
     try:
         document = json.loads(local_copy(manifest).read_text(encoding="utf-8"))
         shapes = {
@@ -119,17 +121,17 @@ def like_manifest(manifest: FilePath) -> Like:
 
 
 def like_config(config: FilePath) -> Like:
-    """The transformers class that a config.json names, built without memory for its values.
+    """Return the tensors of the transformers class that a config.json names, built on meta.
 
     Only a class of the installed transformers is built, never code from beside the config. Raises
-    SourceError CKM101 where there is none, or transformers is not installed.
+    SourceError CKM101 if there is none, or transformers is not installed.
     """
     model = on_meta(config)
     return _of_module(model, str(config))
 
 
 def _of_module(model: nn.Module, name: str) -> Like:
-    """Its state dict, in order; what is one parameter under two names is tied."""
+    """Return the state dict of a module, in order; one parameter under two names is a tie."""
     shapes: dict[str, tuple[int, ...]] = {}
     ties: dict[str, str] = {}
     first: dict[int, str] = {}

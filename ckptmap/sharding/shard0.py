@@ -1,4 +1,5 @@
-"""Cut along dim 0 by torch.chunk's rule, as FSDP2 and FSDP1's sharded state dicts do."""
+"""The Shard(0) layout: dim 0 is cut by the rule of torch.chunk, as FSDP2 and FSDP1's sharded state
+dicts do."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ class Shard0:
     name = "shard0"
 
     def cut(self, info: TensorInfo, world_size: int) -> Sequence[tuple[int, Box]]:
-        """One box for each rank that holds rows. A scalar, or an empty tensor, is rank 0's."""
+        """Return the box of each rank that holds rows; rank 0 holds a scalar or an empty tensor."""
         return cut_rows(info, world_size)
 
     def join(self, values: Sequence[Leaf], key: str) -> None:
-        """None: a part that does not say where it belongs cannot be placed."""
+        """Return None: plain tensors do not say which rows they hold."""
         return None

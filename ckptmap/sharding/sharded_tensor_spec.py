@@ -1,4 +1,4 @@
-"""What a pickled ShardedTensor says: its shape, and the shards that this rank holds.
+"""A pickled ShardedTensor, read without torch: its shape, and the shards that this rank holds.
 
 torch/distributed/_shard/sharded_tensor/api.py `ShardedTensor.__getstate__`:
 (local_shards, metadata, ProcessGroupState, sharding_spec, init_rrefs). FSDP1 writes it for
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from ckptmap.errors import SourceError
 from ckptmap.tensors import Box, Leaf, Opaque, StoredTensor, TensorInfo
@@ -21,10 +21,12 @@ CLASS = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 
 @dataclass(frozen=True)
 class Sharded:
-    """One rank's ShardedTensor: `shards` are the boxes that it holds, with what fills each.
+    """The ShardedTensor of one rank.
 
-    `rank` is what the file says of who wrote it, `world` how many ranks the job had; `boxes` are
-    all shards of all ranks, as every rank's metadata lists them.
+    shards  the boxes that this rank holds, each with its tensor
+    boxes   the shards of all ranks, which the metadata of every rank lists
+    rank    the rank that wrote the file, as the file says
+    world   how many ranks the job had
     """
 
     info: TensorInfo
@@ -40,12 +42,13 @@ def is_sharded(leaf: Leaf) -> TypeGuard[Opaque]:
 
 
 def read_sharded(leaf: Opaque, key: str) -> Sharded:
-    """Raises SourceError CKM112 where it is malformed, or a shard has another shape than it says."""
+    """Return what a pickled ShardedTensor says. Raises SourceError CKM112 if it is malformed, or if a
+    shard has another shape than its metadata says."""
     state = leaf.state
     if leaf.info is None or not isinstance(state, tuple) or len(state) < 3:
         raise _malformed(key, "a ShardedTensor without its shape or state")
-    shards, whole = state[0], _attributes(state[1])
-    if not isinstance(shards, list) or not isinstance(whole.get("shards_metadata"), list):
+    shards, metadata = state[0], _attributes(state[1]).get("shards_metadata")
+    if not isinstance(shards, list) or not isinstance(metadata, list):
         raise _malformed(key, "a ShardedTensor without its shards")
     ndim = len(leaf.info.shape)
     group = _attributes(state[2])
@@ -53,14 +56,14 @@ def read_sharded(leaf: Opaque, key: str) -> Sharded:
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world:
         raise _malformed(key, f"a ShardedTensor of rank {rank!r:.20} of {world!r:.20}")
     held = tuple(_shard(shard, leaf.info, key) for shard in shards)
-    boxes = tuple(_box(_attributes(each), ndim, key) for each in whole["shards_metadata"])
+    boxes = tuple(_box(_attributes(each), ndim, key) for each in metadata)
     return Sharded(leaf.info, held, boxes, rank, world)
 
 
 def check_writer(leaves: Iterable[Leaf], rank: int, file: str) -> int | None:
-    """How many ranks the job of this file had, by its first ShardedTensor; None: it has none.
+    """Return how many ranks the job of this file had, by its first ShardedTensor; None if it has none.
 
-    Raises SourceError CKM110 where another rank wrote it than its name says.
+    Raises SourceError CKM110 if the file was written by another rank than its name says.
     """
     for leaf in islice((leaf for leaf in leaves if is_sharded(leaf)), 1):
         found = read_sharded(leaf, file)
@@ -90,7 +93,7 @@ def _shard(shard: object, whole: TensorInfo, key: str) -> tuple[Box, StoredTenso
     return box, tensor
 
 
-def _box(metadata: Mapping[Any, Any], ndim: int, key: str) -> Box:
+def _box(metadata: Mapping[object, object], ndim: int, key: str) -> Box:
     offsets, sizes = (_ints(metadata.get(name)) for name in ("shard_offsets", "shard_sizes"))
     if offsets is None or sizes is None or not len(offsets) == len(sizes) == ndim:
         raise _malformed(key, f"a shard without {ndim} offsets and sizes")
@@ -103,8 +106,8 @@ def _ints(values: object) -> tuple[int, ...] | None:
     return None
 
 
-def _attributes(value: Any) -> Mapping[Any, Any]:
-    """Of an inert object: what it was given as state, or the slots of (None, slots)."""
+def _attributes(value: object) -> Mapping[object, object]:
+    """Return the attributes of an inert object: its state, or `slots` if the state is (None, slots)."""
     state = value.state if isinstance(value, Opaque) else None
     if isinstance(state, Sequence) and len(state) == 2 and state[0] is None:
         state = state[1]

@@ -1,12 +1,12 @@
-"""Tensors that tensor parallelism cut, each rank's part a plain tensor: put together as they lie.
+"""Plain tensors that tensor parallelism cut, one part a rank, joined to the whole tensor.
 
     N x [rows / N, cols], along 0               -> [rows, cols]
     N x [gate / N; up / N], along 0, 2 sections -> [gate; up]
     N x [head, cols], along 0, 2 copies         -> N/2 heads, each on two neighbouring ranks
     N x [cols], along None                      -> [cols]
 
-What several ranks hold is kept once; the others are replicas, to be compared in the run. Sections
-are cut one by one, as Megatron-LM cuts a fused gate and up projection.
+A part that several ranks hold is kept once; the others are replicas, which the run compares with it.
+Sections are cut one by one, as Megatron-LM cuts a fused gate and up projection.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from ckptmap.tensors import Box, Chunk, StoredTensor, TensorInfo
 
 
 class Partition(NamedTuple):
-    """How a tensor is cut: along a dim (None: every rank holds all of it), in so many sections,
-    each part on so many neighbouring ranks."""
+    """How a tensor is cut.
+
+    dim       the dim that is cut; None: every rank holds the whole tensor
+    sections  how many equal sections are each cut over the ranks
+    copies    how many neighbouring ranks hold each part
+    """
 
     dim: int | None
     sections: int = 1
@@ -35,10 +39,10 @@ _Piece: TypeAlias = tuple[Box, StoredTensor, Box | None]
 
 
 def joined(parts: Sequence[StoredTensor], cut: Partition, key: str, hint: str) -> StoredTensor:
-    """The tensor that the ranks' parts make, in rank order.
+    """Return the tensor that the parts make, which are in rank order.
 
-    Raises SourceError CKM113 where the parts differ in shape or dtype, CKM112 where they cannot be
-    cut so; `hint` is the next step.
+    Raises SourceError CKM113 if the parts differ in shape or dtype, CKM112 if `cut` does not fit
+    them; `hint` is the next step that the error gives.
     """
     info = whole_info(parts, cut, key, hint)
     pieces = _pieces(parts, cut, info)
@@ -53,7 +57,7 @@ def joined(parts: Sequence[StoredTensor], cut: Partition, key: str, hint: str) -
 
 
 def whole_info(parts: Sequence[StoredTensor], cut: Partition, key: str, hint: str) -> TensorInfo:
-    """Shape and dtype of the whole; raises as `joined` does."""
+    """Return shape and dtype of the whole tensor; raises as `joined` does."""
     part = parts[0].info
     for rank, other in enumerate(parts):
         if other.info != part:
@@ -78,7 +82,7 @@ def whole_info(parts: Sequence[StoredTensor], cut: Partition, key: str, hint: st
 
 
 def _pieces(parts: Sequence[StoredTensor], cut: Partition, info: TensorInfo) -> list[_Piece]:
-    """(box of the whole, what a rank holds, the part of that which fills it; None: all)."""
+    """Return (box of the whole, a rank's tensor, the part of it that fills the box; None: all of it)."""
     if cut.dim is None:
         return [(Box.whole(info.shape), part, None) for part in parts]
     dim, own = cut.dim, parts[0].info.shape
@@ -100,7 +104,7 @@ def _along(dim: int, start: int, ndim: int) -> tuple[int, ...]:
 
 
 def unstacked(stored: StoredTensor) -> list[StoredTensor]:
-    """[n, ...] -> n x [...]: a tensor for each index of its first dim, where the bytes lie."""
+    """Return a tensor for each index of the first dim, [n, ...] -> n x [...]; no byte is moved."""
     if not stored.info.shape:
         return [stored]
     info = TensorInfo(stored.info.shape[1:], stored.info.dtype)

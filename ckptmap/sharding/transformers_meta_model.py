@@ -1,7 +1,7 @@
 """The transformers model that a config.json describes, built on meta: names, shapes, order, no data.
 
-Only classes that the installed transformers itself defines are built; what a config could make it
-fetch or run (kernels, `auto_map`, quantizers) is taken out first.
+Only classes that the installed transformers itself defines are built. Entries by which a config
+could make it fetch or run code (kernels, `auto_map`, quantizers) are removed first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 MAX_LAYERS = 10_000
-"""More than any model has; a config that asks for a billion would keep us building."""
+"""More layers than any model has; building a billion, as a config may ask, would not end."""
 
 
 @quiet_torchao()
 def on_meta(config: Path, max_layers: int = MAX_LAYERS) -> nn.Module:
-    """Raises SourceError CKM101 where the config, or the installed transformers, gives no model."""
+    """Return the model, on meta. Raises SourceError CKM101 if transformers cannot build it from the
+    config."""
     described = _described(config, max_layers)
     try:
         import torch
@@ -35,7 +36,10 @@ def on_meta(config: Path, max_layers: int = MAX_LAYERS) -> nn.Module:
     cls: Any = getattr(transformers, name, None)
     known = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
     if not known or described.get("model_type") not in CONFIG_MAPPING:
-        raise unusable(config, f"names the architecture {name!r}, which transformers has not")
+        raise unusable(
+            config,
+            f"names the architecture {name!r}, which the installed transformers does not have",
+        )
     try:
         settings = CONFIG_MAPPING[described["model_type"]].from_dict(described)
         with torch.device("meta"):
@@ -49,9 +53,9 @@ def _described(config: Path, max_layers: int) -> dict[str, Any]:
     try:
         found = json.loads(local_copy(config).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise unusable(config, f"is no JSON: {error}") from error
+        raise unusable(config, f"is not valid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise unusable(config, "is no JSON object")
+        raise unusable(config, "is not a JSON object")
     names = found.get("architectures")
     if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
         raise unusable(config, f"names the architectures {names!r}, expected a list of one")
@@ -63,7 +67,8 @@ def _described(config: Path, max_layers: int) -> dict[str, Any]:
 
 
 def _harmless(value: Any) -> Any:
-    """Kernels are named by `*_implementation`, and may be repositories; classes by `auto_map`."""
+    """Return the config without entries that name code: `*_implementation` may name a repository of
+    kernels, `auto_map` a class."""
     if isinstance(value, dict):
         return {
             key: _harmless(item)

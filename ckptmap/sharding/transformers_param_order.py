@@ -1,4 +1,4 @@
-"""The order of a transformers model's parameters, from its config alone: built on meta, no data.
+"""The order of a transformers model's parameters, from its config.json: the model is built on meta.
 
 Only classes that the installed transformers itself defines are built; code that a config names is
 never run. Trainer puts parameters into two groups, those that decay and those that do not.
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 MIN_LAYERS = 1000
-"""That a config may have though few of the parameters are trained."""
+"""A config may have so many layers even if few of the parameters are trained."""
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Names that do not decay, beside all of nn.LayerNorm: transformers' `Trainer`, 5.x."""
+"""Names without weight decay, beside all of nn.LayerNorm: transformers' `Trainer`, 5.x."""
 
 
 def find_config(path: str, like: str | None) -> Path | None:
-    """The config.json that was given, or that lies beside the weights."""
+    """Return the config.json that `like` names, or that lies beside the weights; None if there is none."""
     if like is not None:
         given = Path(like)
         found = given if given.is_file() and given.name.endswith(".json") else given / CONFIG
@@ -39,8 +39,10 @@ def find_config(path: str, like: str | None) -> Path | None:
 def from_config(
     config: Path, counts: Sequence[int], weights: Mapping[str, TensorInfo]
 ) -> list[list[str]] | None:
-    """Names of the parameters of each group, of which there are `counts`: all in one group, or
-    Trainer's two. None: no such class is installed, or its parameters are not these weights.
+    """Return the names of the parameters of each group: all in one group, or Trainer's two.
+
+    `counts` are the sizes of the groups. None: no such class is installed, or its parameters are not
+    these weights.
     """
     model = _model(config, weights)
     if model is None:
@@ -52,9 +54,9 @@ def from_config(
 
 
 def decay_groups(config: Path, trained: Mapping[str, TensorInfo]) -> list[list[str]] | None:
-    """Those of the parameters that are trained in Trainer's groups: that decay, that do not.
+    """Return the trained parameters in Trainer's two groups: with weight decay, without.
 
-    None: no such class is installed, or it has not all of them.
+    None: no such class is installed, or it does not have all of them.
     """
     model = _model(config, trained)
     if model is None:
@@ -64,7 +66,7 @@ def decay_groups(config: Path, trained: Mapping[str, TensorInfo]) -> list[list[s
 
 
 def _model(config: Path, weights: Mapping[str, TensorInfo]) -> torch.nn.Module | None:
-    """The model on meta; None: there is none, or a weight has another shape."""
+    """Return the model on meta; None if it cannot be built, or a weight has another shape."""
     try:
         model = on_meta(config, max(MIN_LAYERS, len(weights)))
     except SourceError:  # it then tells no order

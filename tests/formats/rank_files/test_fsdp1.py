@@ -326,7 +326,10 @@ def test_config_json_gives_shapes_order_and_ties(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "config.json").read_text())
     document["architectures"] = ["os.system"]
     (tmp_path / "config.json").write_text(json.dumps(document))
-    with pytest.raises(SourceError, match=r"architecture 'os\.system', which transformers has not"):
+    with pytest.raises(
+        SourceError,
+        match=r"architecture 'os\.system', which the installed transformers does not have",
+    ):
         like_config(tmp_path / "config.json")
     assert transformers is not None
 
