@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from ckptmap import registry
 from ckptmap.core.columns import distinct
 from ckptmap.planning.key_selection import Selection
+from ckptmap.planning.layout_builder import TensorLayout
 from ckptmap.planning.output_names import OutputNames, unknown_to_transformers
 from ckptmap.planning.quantization_config import WrittenWeights
 from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
-from ckptmap.planning.tensor_layout import TensorLayout
 from ckptmap.planning.weight_encodings import WeightEncodings
 from ckptmap.protocols import CarriedFile
 from ckptmap.tensors import FLOATING

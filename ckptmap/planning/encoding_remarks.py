@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.tensor_table import listed
 from ckptmap.planning.conversion import Steps
+from ckptmap.planning.layout_builder import TensorLayout
 from ckptmap.planning.options import Options
 from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
-from ckptmap.planning.tensor_layout import TensorLayout
 from ckptmap.planning.weight_encodings import ROUND, WeightEncodings
 from ckptmap.protocols import Refusal, Scheme
 from ckptmap.tensors import TensorInfo

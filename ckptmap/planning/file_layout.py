@@ -15,8 +15,8 @@ from ckptmap.core.state_paths import counts, nest
 from ckptmap.core.tensor_columns import nbytes_of
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.planning.file_plan import Encode, FilePlan, SlotRef, Sources
+from ckptmap.planning.layout_builder import EncodedTensor, TensorLayout
 from ckptmap.planning.request import Request
-from ckptmap.planning.tensor_layout import EncodedTensor, TensorLayout
 from ckptmap.protocols import OutState, OutTensor
 from ckptmap.tensors import Box, Path, PlainValue
 
@@ -72,7 +72,7 @@ def _sources(layout: TensorLayout, slots: Slots) -> Sources:
     infos = [layout.tensors.forms[number].info for number in numbers]
     if nbytes_of(infos) == list(slots.sizes):
         return sources
-    # A slot that is a part of its tensor is no extent: its box is found in the whole tensor.
+    # A slot that is a part of its tensor is no extent: its box is taken from the whole tensor.
     others, files = list(sources.others), list(sources.files)
     for index, (info, nbytes) in enumerate(zip(infos, slots.sizes, strict=True)):
         if nbytes != info.nbytes and files[index]:
@@ -115,44 +115,53 @@ def prove_output(tensors: OutTensors, files: Sequence[FilePlan]) -> None:
     Ranks of a mesh may hold the same box, each in its own file.
     """
     for file in files:
-        _prove_apart(file.out.name, file.slots, file.out.nbytes)
-    boxes: dict[Path, Box] = {}
+        _assert_disjoint(file.out.name, file.slots, file.out.nbytes)
+    box_of: dict[Path, Box] = {}
     for file in files:
-        boxes.update(zip(file.slots.paths, file.slots.boxes, strict=True))
-    several = _several(tensors, files) if len(boxes) < sum(len(f.slots) for f in files) else {}
-    # By form and box: of tensors of one slot there are 100,000, of kinds of them few.
-    paths, forms, held = tensors.paths, tensors.forms, list(map(boxes.get, tensors.paths))
-    apart = map(several.get, paths) if several else repeat(None)
-    marks = zip(map(id, forms), map(id, held), map(id, apart), strict=False)
-    columns = zip(paths, forms, held, strict=True)
-    for path, form, box in dict(zip(marks, columns, strict=True)).values():
-        found = several.get(path) or ([] if box is None else [box])
-        if found or (form.alias_of is None and form.info.numel):
-            wrong = prove_tiling(form.info.shape, list(found))
+        box_of.update(zip(file.slots.paths, file.slots.boxes, strict=True))
+    boxes_of: dict[Path, dict[Box, set[int]]] = {}
+    if len(box_of) < sum(len(file.slots) for file in files):
+        boxes_of = _boxes_of_several(tensors, files)
+    # There are 100,000 tensors of one slot, but few pairs of form and box: each pair is proven once.
+    paths, forms, boxes = tensors.paths, tensors.forms, list(map(box_of.get, tensors.paths))
+    several = map(boxes_of.get, paths) if boxes_of else repeat(None)
+    pairs = zip(map(id, forms), map(id, boxes), map(id, several), strict=False)
+    rows = zip(paths, forms, boxes, strict=True)
+    for path, form, box in dict(zip(pairs, rows, strict=True)).values():
+        tiles = list(boxes_of.get(path, ()))
+        if not tiles and box is not None:
+            tiles = [box]
+        if tiles or (form.alias_of is None and form.info.numel):
+            wrong = prove_tiling(form.info.shape, tiles)
             assert wrong is None, f"{path}: {wrong}"
 
 
-def _prove_apart(name: str, slots: Slots, nbytes: int) -> None:
+def _assert_disjoint(name: str, slots: Slots, nbytes: int) -> None:
+    """Assert that the slots of a file do not overlap and lie inside it."""
     offsets, sizes = slots.offsets, slots.sizes
     ends = list(map(add, offsets, sizes))
-    if not all(map(le, [0, *ends], [*offsets, nbytes])):  # then they are in another order
-        end = 0
-        for offset, size in sorted(zip(offsets, sizes, strict=True)):
-            assert offset >= end, f"{name}: slots overlap at {offset}"
-            end = offset + size
-        assert end <= nbytes, f"{name}: a slot leaves the file"
+    if all(map(le, [0, *ends], [*offsets, nbytes])):  # they are in the order of the file, mostly
+        return
+    end = 0
+    for offset, size in sorted(zip(offsets, sizes, strict=True)):
+        assert offset >= end, f"{name}: slots overlap at {offset}"
+        end = offset + size
+    assert end <= nbytes, f"{name}: a slot leaves the file"
 
 
-def _several(tensors: OutTensors, files: Sequence[FilePlan]) -> dict[Path, dict[Box, set[int]]]:
+def _boxes_of_several(
+    tensors: OutTensors, files: Sequence[FilePlan]
+) -> dict[Path, dict[Box, set[int]]]:
     """Return the boxes of each tensor of more than one slot, with the numbers of their files."""
     count = Counter(path for file in files for path in file.slots.paths)
-    placed = {tensor.path for tensor in tensors if tensor.placement is not None}
-    found: dict[Path, dict[Box, set[int]]] = {path: {} for path, n in count.items() if n > 1}
+    on_mesh = {tensor.path for tensor in tensors if tensor.placement is not None}
+    boxes_of: dict[Path, dict[Box, set[int]]] = {path: {} for path, n in count.items() if n > 1}
     for number, file in enumerate(files):
         for path, box in zip(file.slots.paths, file.slots.boxes, strict=True):
-            if path in found:
-                ranks = found[path].setdefault(box, set())
-                again = number in ranks or (ranks and path not in placed)
-                assert not again, f"{path}: {box} is written twice"
-                ranks.add(number)
-    return found
+            if path not in boxes_of:
+                continue
+            holders = boxes_of[path].setdefault(box, set())
+            again = number in holders or (holders and path not in on_mesh)
+            assert not again, f"{path}: {box} is written twice"
+            holders.add(number)
+    return boxes_of

@@ -219,7 +219,7 @@ class Plan:
         lines = [
             f"{self.ckpt.shown}  ({self.ckpt.setup}, {counted(self.ckpt.world_size, 'rank')})"
             f" -> {self.aim.text}, {counted(self.world_size, 'rank')}",
-            *table(self.steps.fqns, each(self.steps.conversions, _look)),
+            *table(self.steps.fqns, each(self.steps.conversions, _summary)),
         ]
         lines += renamed(self._origins(), stripped=self.ckpt.translated is None)
         lines += listed("dropped", self.dropped)
@@ -243,7 +243,7 @@ def _digested(conversion: Conversion) -> str:
     return str((conversion.source, conversion.target, conversion.fidelity))
 
 
-def _look(conversion: Conversion) -> TensorSummary:
+def _summary(conversion: Conversion) -> TensorSummary:
     """Return what the table shows of a conversion."""
     kind = (conversion.source, "->", conversion.target)
     return TensorSummary(

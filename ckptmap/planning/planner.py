@@ -22,7 +22,6 @@ from ckptmap.planning.file_layout import file_layout
 from ckptmap.planning.flat_param_order import with_units
 from ckptmap.planning.foreign_records import foreign_records
 from ckptmap.planning.key_selection import select
-from ckptmap.planning.lay_out import lay_out
 from ckptmap.planning.optimizer_state import OptimizerState, optimizer_state
 from ckptmap.planning.options import OptionKeywords, Options, options_from
 from ckptmap.planning.output_names import output_names
@@ -31,6 +30,7 @@ from ckptmap.planning.plan import Plan
 from ckptmap.planning.remarks import Remarks
 from ckptmap.planning.request import Request
 from ckptmap.planning.source import PlanSource, open_source
+from ckptmap.planning.tensor_layout import tensor_layout
 from ckptmap.planning.weight_encodings import weight_encodings
 from ckptmap.storage.file_systems import MOUNTS
 from ckptmap.storage.hub.resolve import named_as_asked
@@ -72,7 +72,7 @@ def _planned(source: PlanSource, request: Request) -> Plan:
     optimizer = OptimizerState()
     if selection.optimizer:
         optimizer = optimizer_state(request, sharding, selection.remarks.dropped)
-    layout = lay_out(request, sharding, names, selection, encodings, optimizer)
+    layout = tensor_layout(request, sharding, names, selection, encodings, optimizer)
     remarks = selection.remarks + encodings.remarks + optimizer.remarks
     remarks += Remarks(notes=noted(selection.values))
     carried = carried_files(request, selection, names, encodings, layout, remarks)

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 import ckptmap
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import PlanError, RunError, SourceError
+from ckptmap.planning.layout_builder import LayoutBuilder
 from ckptmap.planning.saved_plan import replan
-from ckptmap.planning.tensor_layout import LayoutBuilder
 from tests.corpus import CASES, Corpus
 from tests.support.same_tensors import assert_same
 
