@@ -56,10 +56,10 @@ def _require_module(lazy: LazyTensor, scheme: Scheme) -> None:
     if isinstance(scheme, TakesModules) and not scheme.takes(lazy.fqn):
         raise PlanError(
             "CKM203",
-            f"{lazy.fqn}: cannot be {scheme.name}: by its name it is of no linear module of its own,"
-            " and transformers would not load it",
-            f"leave it as it is with --no-encode '{lazy.fqn}', or write where no config.json"
-            f" promises it, --to full-{scheme.suffix}; from codes of another scheme: first --to hf-bf16",
+            f"{lazy.fqn}: cannot be {scheme.name}: by its name it is not the weight of one linear"
+            " module, and transformers would not load it",
+            f"leave it as it is with --no-encode '{lazy.fqn}', or write it without a config.json,"
+            f" --to full-{scheme.suffix}; from codes of another scheme: first --to hf-bf16",
         )
 
 

@@ -94,8 +94,8 @@ def _refused(request: Request) -> Remarks:
             continue
         option = f"--drop {shlex.quote(item.key)}" if item.droppable else ""
         hint = f"leave it behind with {option}" if option else (
-            "save it with plain tensors, as weight.dequantize() gives of a quantized one; what "
-            "ckptmap does not know is never called"
+            "save it as plain tensors, which weight.dequantize() makes of a quantized one; ckptmap "
+            "never calls a class that it does not know"
         )  # fmt: skip
         unresolved.append(Unresolved(item.key, item.reason, hint, option))
     return Remarks(dropped, unresolved)

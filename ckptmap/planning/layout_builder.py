@@ -165,8 +165,8 @@ class LayoutBuilder:
             setup, other = self._setup.name, "fsdp2" if encoding is None else f"fsdp2-{name}"
             raise PlanError(
                 "CKM203",
-                f"{lazy.fqn}: would be {name}, {setup} holds dense tensors only: what loads it knows"
-                " no payloads with scales",
+                f"{lazy.fqn}: would be {name}, but {setup} holds dense tensors only: its loader knows"
+                " no codes with scales",
                 f"decode it, for example --to {setup}-bf16, or choose {other}",
             )
 
@@ -287,7 +287,7 @@ def _require_text(fqns: Sequence[str]) -> None:
         if any("\ud800" <= char <= "\udfff" for char in fqn):
             raise PlanError(
                 "CKM202",
-                f"{fqn!r}: a name with half a character in it (a lone surrogate), no file holds that",
+                f"{fqn!r}: half a character in the name (a lone surrogate), which no file can hold",
                 "leave it out with --exclude, or rename it where it is saved",
             )
 

@@ -114,8 +114,8 @@ def _key_form(request: Request) -> KeyForm:
     if form.whole and request.setup.sharded:
         raise PlanError(
             "CKM207",
-            f"--optimizer-keys {name}: {request.setup.name} is of several ranks, and"
-            " state that is keyed by index holds in one file of whole tensors only",
+            f"--optimizer-keys {name}: {request.setup.name} is cut over ranks, and state that is"
+            " keyed by index can be written to one file of whole tensors only",
             "use --optimizer-keys fqn, which set_optimizer_state_dict takes",
         )
     return form
@@ -125,12 +125,12 @@ def _unnamed(reader: OptimizerReader) -> Unresolved:
     if reader.form is None:
         return Unresolved(
             "optimizer",
-            reader.why or "its state is keyed in no form that is known",
+            reader.why or "its state has keys of no known form",
             "convert the weights alone with --optimizer drop",
         )
     return Unresolved(
         "optimizer",
-        f"its state is keyed by parameter index, and the file does not say which is which:"
+        f"its state is keyed by parameter index, and the file does not name the parameters:"
         f" {reader.why}",
         "give the names in order with --param-order FILE, or convert the weights alone with"
         " --optimizer drop",

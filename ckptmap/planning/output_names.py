@@ -112,9 +112,9 @@ def _require_names_unlike_ddp(selection: Selection) -> None:
     if all(fqn.startswith(f"{HEAD}.") for fqn in selection.written):
         raise PlanError(
             "CKM114",
-            f"{selection.written[0]}: all names that are left begin with '{HEAD}.', which would be"
-            " read as DDP's",
-            "let a weight without it go along, or give other names with --names FILE",
+            f"{selection.written[0]}: all names that are left begin with '{HEAD}.', which readers"
+            " take for the wrapper of DDP",
+            f"include a weight without '{HEAD}.', or rename the weights with --names FILE",
         )
 
 
@@ -148,6 +148,6 @@ def unknown_to_transformers(names: Mapping[str, str]) -> list[str]:
         return []
     more = f" and {len(renamed) - 1} more" if len(renamed) > 1 else ""
     return [
-        f"transformers would not find {renamed[0]}{more}, and begin at random: it goes by plain"
-        " names, those without --wrap and --names-like"
+        f"transformers would not find {renamed[0]}{more}, and would initialize them at random: it"
+        " loads plain names, without --wrap and --names-like"
     ]

@@ -143,7 +143,7 @@ class WrittenWeights:
             lost = {QUANTIZATION: None}
         return [
             f"config.json no longer says {key} of {methods[0]}: the model"
-            " computes without it, and scales stored for it go along unread"
+            " computes without it, and scales stored for it stay in the output unread"
             for key in lost
         ]
 

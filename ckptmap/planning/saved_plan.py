@@ -62,7 +62,7 @@ def replan(path: str | os.PathLike[str]) -> Plan:
         why = f"it has no {error}" if isinstance(error, KeyError) else why
         raise PlanError(
             "CKM209",
-            f"{path}: is no saved plan: {why}",
+            f"{path}: is not a saved plan: {why}",
             "write one with ckptmap plan -o plan.json",
         ) from error
     if schema != SCHEMA:
@@ -86,7 +86,7 @@ def replan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(
             "CKM209",
             f"{path}: {edited!r} is not what its options give: it was edited",
-            "what a plan does is said by options: plan again with --exclude, --drop, --encode",
+            "options decide what a plan does: plan again with --exclude, --drop, --encode",
         )
     return made
 

@@ -163,7 +163,7 @@ def test_saved_plan_runs_exactly_and_only_on_the_same_source(linears: Path, tmp_
     saved = plan.to_json()
     for damaged in ({}, [], saved | {"options": None}, saved | {"source": {"path": None}}):
         (tmp_path / "plan.json").write_text(json.dumps(damaged))
-        with pytest.raises(PlanError, match="is no saved plan"):
+        with pytest.raises(PlanError, match="is not a saved plan"):
             replan(tmp_path / "plan.json")
 
 
