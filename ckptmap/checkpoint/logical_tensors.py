@@ -43,20 +43,15 @@ class LogicalTensors(Mapping[str, Group]):
     def __contains__(self, fqn: object) -> bool:
         return fqn in self._held if self.run is None else (fqn,) in self.run
 
-    def _each(self) -> dict[str, Group | StoredTensor]:
-        """Held one by one, from now on."""
-        if self.run is not None:
-            self._held = {name: self.run.held(name) for name in self.run.names}
-            self.run = None
-        return self._held
-
     def held(self, fqn: str) -> Group | StoredTensor:
         """As it is held: a dense tensor itself."""
         return self._held[fqn] if self.run is None else self.run.held(fqn)
 
     def dense(self) -> Mapping[str, StoredTensor]:
-        """Those that are one plain tensor."""
-        held = self._each()
+        """Return the tensors that are one plain tensor each, as stored."""
+        if self.run is not None:
+            return {name: self.run.held(name) for name in self.run.names}
+        held = self._held
         if any(type(one) is Group for one in held.values()):
             return {fqn: h for fqn, h in held.items() if not isinstance(h, Group)}
         return cast("Mapping[str, StoredTensor]", held)
