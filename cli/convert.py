@@ -1,4 +1,4 @@
-"""`ckptmap convert`: plan, run, verify the structure, publish."""
+"""`ckptmap convert`: plan a conversion and run it, by itself or as one of several ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def command(
     plan_file: Annotated[
         str | None,
         typer.Option(
-            "--plan", metavar="FILE", show_default=False, help="Run exactly this saved plan."
+            "--plan",
+            metavar="FILE",
+            show_default=False,
+            help="Run this saved plan; the source must be unchanged.",
         ),
     ] = None,
     rank_timeout: Annotated[
@@ -48,7 +51,7 @@ def command(
         typer.Option(
             metavar="SECONDS",
             min=1.0,
-            help="Under torchrun: give up when a rank shows no sign of life for so long.",
+            help="Under torchrun: give up a rank after this time without a sign of life.",
         ),
     ] = 120.0,
     dry_run: DryRun = False,
@@ -57,8 +60,8 @@ def command(
 ) -> None:
     """Convert a checkpoint into another setup.
 
-    DST appears by one rename when it is complete; SRC is never written. A run that was stopped is
-    continued by the same command. Under torchrun the ranks share the work:
+    DST appears by one rename when it is complete. SRC is never written. The same command continues
+    a run that was stopped. Under torchrun the ranks share the work:
     torchrun --nproc-per-node 8 -m ckptmap convert SRC DST --to hf
     """
     from ckptmap.execution.ranks import ShownElsewhere, join
@@ -76,7 +79,7 @@ def command(
             if not dry_run:
                 report = executed(plan, dst, how, out, ranks)
     except ShownElsewhere as stopped:
-        Printer.printed = True  # by that rank
+        Printer.printed = True  # that rank prints the error document
         raise typer.Exit(stopped.exit_code) from stopped
     if ranks.rank == 0:
         show(plan, report, out)
@@ -87,7 +90,7 @@ def command(
 
 
 def _leave() -> None:
-    """End this rank now: gloo may abort a process that ends the ordinary way, all work done."""
+    """End this rank at once: gloo may abort a process whose interpreter shuts down."""
     from ckptmap.storage.file_systems import close_mounts
 
     sys.stdout.flush()
@@ -135,7 +138,7 @@ def _saved(src: str, plan_file: str) -> Plan:
 
 
 def executed(plan: Plan, dst: str, how: RunOptions, out: Printer, ranks: Ranks) -> Report:
-    """With its progress on stderr; of several ranks, rank 0's."""
+    """Run the plan; rank 0 shows progress on stderr unless --quiet."""
     from dataclasses import replace
 
     from ckptmap.operations.convert import run

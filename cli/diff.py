@@ -1,4 +1,4 @@
-"""`ckptmap diff`: two checkpoints, by plain names, whatever setups they are in."""
+"""`ckptmap diff`: compare two checkpoints by plain names; their setups may differ."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ EXAMPLES = (
     "like",
     "param_order",
     source_root="The dict of A that holds the weights.",
-    param_order="Which parameters the indices of A's optimizer state mean.",
+    param_order="The names behind the indices of A's optimizer state.",
 )
 def command(
     a: Annotated[str, typer.Argument(metavar="A")],
     b: Annotated[str, typer.Argument(metavar="B")],
     values: Annotated[
-        bool, typer.Option("--values", help="Compare decoded values too, bit for bit.")
+        bool, typer.Option("--values", help="Also compare decoded values, bit for bit.")
     ] = False,
     *,
     typed: TypedOptions,
     json: Json = False,
 ) -> None:
-    """Compare names, shapes, dtypes, encodings, and what both hold beside tensors (step, scheduler,
-    settings of the optimizer); exit code 1 where they differ."""
+    """Compare two checkpoints: names, shapes, dtypes, encodings, and values beside tensors (step,
+    scheduler, settings of the optimizer). The exit code is 1 where they differ."""
     import ckptmap
 
     like = {"like": typed.values["like"]}

@@ -1,4 +1,4 @@
-"""`ckptmap doctor`: what is installed here, and what that means for live models."""
+"""`ckptmap doctor`: show what is installed, and which encodings live models can hold."""
 
 from __future__ import annotations
 
@@ -32,43 +32,46 @@ def command(
     source: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar="PATH|SETUP", help="What the weights are now: its encodings."
+            "--from",
+            metavar="PATH|SETUP",
+            help="A checkpoint or setup; its encodings are looked up.",
         ),
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="SETUP", help="What they are for: fsdp2, ddp-int8, ..."),
+        typer.Option("--to", metavar="SETUP", help="Setup of the live model: fsdp2, ddp-int8."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show versions, devices, and whether what live models need of torch and torchao works here.
+    """Show versions, devices, and whether the parts of torch and torchao that live models use work.
 
-    With --from or --to: which encodings a live model of the setup can hold, with what is installed.
+    With --from or --to: show which encodings a live model of the setup can hold with the installed
+    libraries.
 
-    Exit code 1 where something does not work, or where what is asked for cannot be held.
+    The exit code is 1 where a part does not work, or the live model cannot hold the encoding.
     """
     out = Printer(json)
     if source is not None or to is not None:
-        asked = holding(source, to)
+        rows = holding(source, to)
         if out.json:
-            out.document({"holding": asked})
+            out.document({"holding": rows})
         else:
-            out.text("\n".join(_table(asked)))
-        one = (source is not None and to is not None) or len(asked) == 1
-        if one and not all(row["holds"] for row in asked):
+            out.text("\n".join(_table(rows)))
+        one = (source is not None and to is not None) or len(rows) == 1
+        if one and not all(row["holds"] for row in rows):
             raise typer.Exit(1)
         return
-    found = report()
+    document = report()
     if out.json:
-        out.document(found)
+        out.document(document)
     else:
-        out.text("\n".join(_lines(found)))
-    if any(fix["problem"] for fix in found["fixes"]):
+        out.text("\n".join(_lines(document)))
+    if any(fix["problem"] for fix in document["fixes"]):
         raise typer.Exit(1)
 
 
 def holding(source: str | None, to: str | None) -> list[dict[str, Any]]:
-    """A row for each pair of setup and encoding that is asked for.
+    """Return a row for each pair of setup and encoding that the options select.
 
     `--to ddp-int8` asks for one; `--to fsdp1` for the encodings of `--from`, or all; `--from` alone
     for all setups. Raises what `open` and `parse` raise.
@@ -108,7 +111,7 @@ def _row(setup: str, encoding: str, found: LiveSupport, dense: bool) -> dict[str
 
 
 def _encodings(source: str) -> set[str]:
-    """Of a checkpoint, or of a `--to` name; those that live models know."""
+    """Return the encodings of a checkpoint, or the one of a setup's name."""
     from pathlib import Path
 
     from ckptmap.checkpoint.open import open
@@ -128,7 +131,7 @@ def _encodings(source: str) -> set[str]:
 
 
 def _lacking(needs: Sequence[tuple[str, str]]) -> str:
-    """What is not installed here, or too old."""
+    """Return which library is missing or too old; an empty string where none is."""
     for library, least in needs:
         found = _version(library)
         if found is None or _numbers(found) < _numbers(least):
@@ -140,14 +143,14 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()]
 
 
-def _table(asked: Sequence[dict[str, Any]]) -> list[str]:
-    if not asked:
+def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    if not rows:
         return ["dense weights, or codes that no live model holds: every setup holds them, decoded"]
     installed = ", ".join(
         f"{name} {_version(name) or '-'}" for name in ("torch", "torchao", "bitsandbytes")
     )
     lines = [f"what a live model holds, with {installed}"]
-    for row in asked:
+    for row in rows:
         verdict = "yes" if row["holds"] else "no"
         nearest = " or ".join(f"--to {name}" for name in row["nearest"])
         lines.append(f"  {row['setup']:<16} {row['encoding']:<11} {verdict:<4} {row['how']}")
@@ -157,7 +160,7 @@ def _table(asked: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def report() -> dict[str, Any]:
-    """Versions from package records; torch is imported only to ask it for devices."""
+    """Return versions, devices and fixes. torch is imported only to list devices."""
     from ckptmap.version import __version__
 
     return {
@@ -179,7 +182,7 @@ def _version(name: str) -> str | None:
 
 
 def _devices() -> list[str]:
-    """`["cpu", "cuda:0 NVIDIA H200 (139.8 GB)"]`; empty where torch is not there."""
+    """`["cpu", "cuda:0 NVIDIA H200 (139.8 GB)"]`; empty where torch is not installed."""
     try:
         import torch
     except ImportError:
@@ -194,7 +197,7 @@ def _devices() -> list[str]:
 
 
 def _fixes() -> list[dict[str, Any]]:
-    """Places that depend on versions of torch and torchao: does each work here?"""
+    """Return the state of each place that depends on the versions of torch and torchao."""
     from ckptmap.live.quantized.library_fixes import states
 
     return [

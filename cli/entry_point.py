@@ -1,5 +1,8 @@
-"""The first module of a command: until `main` is there to answer it, Ctrl-C ends the process as the
-system does, without a word of Python's about whichever import it met."""
+"""Entry point of the `ckptmap` command.
+
+Ctrl-C during the imports ends the process silently, as the system does it: Python would print a
+traceback from whichever import it interrupted. Once `main` is imported, it answers Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,13 @@ import signal
 
 
 def run() -> None:
-    """The command line of a process of its own. Does not return."""
-    ours = (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )  # else it is ignored: nohup
-    if ours:
+    """Run the command line of this process and exit."""
+    # Another handler means that SIGINT is to be ignored: under nohup, for one.
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from .main import leave
 
-    if ours:
+    if is_default:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     leave()

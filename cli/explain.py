@@ -1,4 +1,4 @@
-"""`ckptmap explain`: what an error code means, and what to do."""
+"""`ckptmap explain`: show what an error code means and what to do."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ EXAMPLES = (
 
 def command(
     code: Annotated[
-        str | None, typer.Argument(metavar="CODE", help="As CKM202; all codes without it.")
+        str | None,
+        typer.Argument(
+            metavar="CODE", help="An error code, as CKM202; without it all codes are listed."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say what an error code means and what to do about it."""
+    """Show what an error code means and what to do about it."""
     from ckptmap.error_codes import CODES
 
     out = Printer(json)

@@ -1,4 +1,4 @@
-"""`ckptmap inspect`: what is this checkpoint? From headers alone."""
+"""`ckptmap inspect`: show what a checkpoint holds, from its headers alone."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def command(
     keys: Annotated[
         str,
         typer.Option(
-            "--keys", metavar="GLOB", show_default=False, help="List only tensors named so."
+            "--keys", metavar="GLOB", show_default=False, help="List only tensors with these names."
         ),
     ] = "*",
     *,
     typed: TypedOptions,
     json: Json = False,
 ) -> None:
-    """Show what a checkpoint is and holds: container, setup, wrappers, encodings, every tensor.
+    """Show the container, setup, wrappers, encodings and tensors of a checkpoint.
 
-    Reads headers only; nothing is unpickled, torch is not imported.
+    It reads headers only, unpickles nothing and does not import torch.
     """
     show(path, keys, typed.values["source_root"], json, typed.values["like"])

@@ -1,4 +1,4 @@
-"""A checkpoint as `inspect` shows it: a block of facts, then its keys in few lines."""
+"""The report of `ckptmap inspect`: a block of facts, then a table of tensors with layers folded."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import TensorInfo
 
 SHOWN = 8
-"""Entries of `extra`, wrappers and ties that the text spells out; JSON has all."""
+"""Entries of `extra`, wrappers and ties that the text lists; JSON has all."""
 
 
 class _Look(NamedTuple):
-    """What a row of the table and the counts above it say of a tensor."""
+    """The facts of a tensor that its row of the table and the counts above it show."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -35,7 +35,7 @@ class _Look(NamedTuple):
 
 
 class InspectReport:
-    """`keys` is a glob over plain names that limits the table, not the facts above it."""
+    """The report of one checkpoint. `keys` is a glob over names that limits only the table."""
 
     def __init__(self, ckpt: Checkpoint, keys: str = "*") -> None:
         self.ckpt = ckpt
@@ -48,7 +48,7 @@ class InspectReport:
         if run is None:
             self.looks |= {fqn: _look(ckpt[fqn]) for fqn in infos if fqn not in self._dense}
         self.kinds = self._counts()
-        # Asked only then: to name what an index means, a transformers class may have to be built.
+        # Not read where keyed by index: naming parameters may build a transformers class.
         named = {} if ckpt.optimizer_by_index else ckpt.optimizer
         self.states = [lazy for states in named.values() for lazy in states.values()]
         self.other = list(ckpt.other.values())
@@ -84,7 +84,7 @@ class InspectReport:
         }
 
     def _counts(self) -> Counter[_Look]:
-        """How many weights look so; a look at a time, of which there are few."""
+        """Return how many weights share each set of facts, of which there are few."""
         many = Counter(map(id, self.looks.values()))
         kinds: Counter[_Look] = Counter()
         for look in distinct(self.looks.values()).values():
@@ -92,7 +92,7 @@ class InspectReport:
         return kinds
 
     def _schemes(self) -> list[CatalogEntry]:
-        """The naming schemes whose fingerprints the keys have."""
+        """Return the naming schemes that the keys match."""
         try:
             config = config_beside(self.ckpt.index.sidecar_dir or self.ckpt.path)
         except CkptmapError:
@@ -110,7 +110,7 @@ class InspectReport:
         return sum(look.nbytes * count for look, count in self.kinds.items())
 
     def _counted(self, what: str) -> Counter[str]:
-        """Tensors by dtype or by encoding."""
+        """Return the number of tensors by dtype or by encoding."""
         found: Counter[str] = Counter()
         for look, count in self.kinds.items():
             found[look.dtype if what == "dtype" else look.encoding] += count
@@ -132,15 +132,15 @@ class InspectReport:
         }
 
     def _listed(self) -> Iterator[tuple[str, LazyTensor]]:
-        """Role and tensor of all that `keys` asks for."""
+        """Yield role and tensor of everything that `keys` matches."""
         for role, found in (
             ("model", self.ckpt.values()), ("optimizer", self.states), ("other", self.other)
         ):  # fmt: skip
             for lazy in found:
-                if self._is_asked(lazy.fqn):
+                if self._is_listed(lazy.fqn):
                     yield role, lazy
 
-    def _is_asked(self, fqn: str) -> bool:
+    def _is_listed(self, fqn: str) -> bool:
         return self.keys == "*" or fnmatchcase(fqn, self.keys)
 
     # ------------------------------------------------------------------ as text
@@ -148,19 +148,20 @@ class InspectReport:
     def __str__(self) -> str:
         facts = [(name, text) for name, text in self._facts() if text]
         block = [f"  {name:<11}{text}" for name, text in facts]
-        lines = self._table() or ["  no tensor is named so"]
+        lines = self._table() or ["  no tensor has such a name"]
         return "\n".join([self.ckpt.shown, *block, "", *lines])
 
     def _table(self) -> list[str]:
-        """Optimizer state repeats every weight two or three times: only if asked for by name."""
+        """Return the lines of the table. Optimizer state, which repeats every weight two or three
+        times, is listed only where `keys` is given."""
         asked = self.looks
         if self.keys != "*":
-            asked = {fqn: look for fqn, look in asked.items() if self._is_asked(fqn)}
+            asked = {fqn: look for fqn, look in asked.items() if self._is_listed(fqn)}
         names = list(asked)
         looks = each(asked.values(), lambda look: _row("model", look))
         states = [("optimizer", lazy) for lazy in self.states if self.keys != "*"]
         for role, lazy in (*states, *(("other", lazy) for lazy in self.other)):
-            if self._is_asked(lazy.fqn):
+            if self._is_listed(lazy.fqn):
                 names.append(lazy.fqn)
                 looks.append(_row(role, _look(lazy)))
         return table(names, looks)

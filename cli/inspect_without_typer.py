@@ -1,4 +1,7 @@
-"""A plain `inspect`, done without typer: that takes longer to get ready than reading most headers."""
+"""A plain `ckptmap inspect PATH`, run without typer.
+
+Typer takes longer to import than most headers take to read.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from .printer import Printer
 
 
 def show(path: str, keys: str, root: str | None, json: bool, like: str | None = None) -> None:
-    """Print a checkpoint's portrait."""
+    """Print the report of a checkpoint."""
     import ckptmap
 
     from .inspect_report import InspectReport
@@ -17,9 +20,8 @@ def show(path: str, keys: str, root: str | None, json: bool, like: str | None = 
         Printer(json).show(InspectReport(ckpt, keys))
 
 
-def at_once(args: Sequence[str]) -> bool:
-    """Do what a plain `inspect PATH [--json]` asks for, without the parser: typer takes longer to
-    get ready than reading the headers of most checkpoints. False: it is for the parser."""
+def ran_plain_inspect(args: Sequence[str]) -> bool:
+    """Run `inspect PATH [--json]` without a parser; return False where there is more to parse."""
     rest = [arg for arg in args[1:] if arg != "--json"]
     if list(args[:1]) != ["inspect"] or len(rest) != 1 or rest[0].startswith("-"):
         return False

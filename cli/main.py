@@ -1,8 +1,8 @@
-"""`ckptmap COMMAND`: finds the command, and turns every outcome into an exit code.
+"""Run `ckptmap COMMAND` and turn every outcome into an exit code.
 
 0 ok · 1 the answer is no · 2 usage, or refused before a byte was written · 3 failed while
-working, run again to continue · 130 interrupted, likewise. Only the module of the command that is
-asked for is imported, and torch never by this package itself.
+working, run again to continue · 130 interrupted, likewise. Only the module of the command in use
+is imported, and this package itself never imports torch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ckptmap.errors import CkptmapError, Interrupted
 from ckptmap.storage.file_systems import MOUNTS, close_mounts
 from ckptmap.storage.resource_limits import resource_error
 
-from .inspect_without_typer import at_once
+from .inspect_without_typer import ran_plain_inspect
 from .printer import Printer, Unprintable
 
 GC_THRESHOLD = (50_000, 20, 20)
-"""Opening a checkpoint makes objects by the 100,000 and no garbage: collecting is lost time."""
+"""Opening a checkpoint creates objects by the 100,000 and no garbage: collections are lost time."""
 USAGE, WORKING = 2, 3
 UNPRINTED = (
     "send it elsewhere and run it again; a conversion is complete if its destination is there"
 )
 SHOWN = 120
-"""Characters of arguments that nobody asked for."""
+"""Characters that an error shows of a usage message."""
 INTERRUPTED = Interrupted.exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (default: the process's own); its exit code."""
+    """Run one command line, by default the process's own; return its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     _open_streams()
     gc.set_threshold(*GC_THRESHOLD)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Printer(json="--json" in args)
     before = _on_terminate(_interrupt)
     try:
-        if not at_once(args):
+        if not ran_plain_inspect(args):
             from .typer_app import build
 
             code = build(args)(args, prog_name="ckptmap", standalone_mode=False)
@@ -79,13 +79,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave() -> NoReturn:
-    """The command line of a process of its own, which is gone at once when it is done: taking
-    apart what 100,000 tensors are made of takes longer than to open them. Not one of several
-    ranks: the others may still be reading what it has said."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which spin and have no work here
+    """Run the command line of this process and end it at once.
+
+    Freeing the objects of 100,000 tensors would take longer than opening them. One of several ranks
+    ends the ordinary way: the others may still read what it has said.
+    """
+    # Threads of numpy's OpenBLAS would spin, and there is no work for them.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         code = main()
-    except KeyboardInterrupt:  # before it could answer, or once more while it did
+    except KeyboardInterrupt:  # before `main` could answer it, or a second time while it did
         code = INTERRUPTED
     if os.environ.get("WORLD_SIZE", "") not in ("", "1"):
         sys.exit(code)
@@ -97,7 +100,7 @@ def leave() -> NoReturn:
 
 
 def _open_streams() -> None:
-    """Whoever started this may have closed them (`>&-`): then nobody reads what is said."""
+    """Open streams that the caller has closed (`>&-`): nobody reads them."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 (until the end)
@@ -108,7 +111,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _on_terminate(handler: object) -> object:
-    """SIGTERM ends a run as Ctrl-C does; the handler that was there."""
+    """Set the handler of SIGTERM and return the one before; SIGTERM ends a run as Ctrl-C does."""
     try:
         return signal.signal(signal.SIGTERM, handler)  # type: ignore[arg-type]
     except (ValueError, TypeError):  # not in the main thread, or a handler of C code
@@ -116,7 +119,7 @@ def _on_terminate(handler: object) -> object:
 
 
 def _typed(args: Sequence[str]) -> dict[str, str]:
-    """Whole path -> what was written for it, of arguments that may be relative paths."""
+    """Return absolute path -> as typed, for arguments that may be relative paths."""
     names = [arg for arg in args[1:] if arg and not os.path.isabs(arg) and arg[0] != "-"]
     try:
         found = {str(Path(name).absolute()): name.rstrip("/") for name in names}
@@ -126,15 +129,17 @@ def _typed(args: Sequence[str]) -> dict[str, str]:
 
 
 def _usage(error: Any, args: Sequence[str], out: Printer) -> int:
-    """What the parser refuses, told as every other error is: click's own exceptions, which are
-    typer's in one release and click's in another."""
+    """Print what the parser refuses in the form of every other error; return the exit code.
+
+    `error` is an exception of click's; releases of typer differ in where its class lives.
+    """
     if len(args) == 0:
         error.show()
         return USAGE
     command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "ckptmap"
     message = " ".join(error.format_message().split()).removeprefix("Invalid value: ")
     hint = f"{command} --help"
-    if "unexpected extra argument" in message:  # most often a pattern that the shell has filled in
+    if "unexpected extra argument" in message:  # most often the shell has expanded a pattern
         message = message if len(message) <= SHOWN else f"{message[:SHOWN]}...)"
         hint = f"patterns need quotes: '*.mlp.*'; {hint}"
     out.error("usage", message, hint)

@@ -1,4 +1,4 @@
-"""`ckptmap mappings`: the naming schemes there are, and what is needed to write one."""
+"""`ckptmap mappings`: list, show, check, test and draft naming schemes."""
 
 from __future__ import annotations
 
@@ -32,31 +32,35 @@ def command(
         str | None,
         typer.Argument(
             metavar="[SCHEME|FILE]",
-            help="A scheme as llama/meta, or a mapping file; list: a family or model type, too.",
+            help="A scheme, as llama/meta, or a mapping file; list: also a family or model type.",
         ),
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option("--config", metavar="PATH", help="test: the config.json of a tiny model."),
+        typer.Option(
+            "--config", metavar="PATH", help="test: the config.json of a tiny model to test with."
+        ),
     ] = None,
     source: Annotated[
         str | None,
-        typer.Option("--from", metavar="SRC", help="new: a checkpoint in Hugging Face's names."),
+        typer.Option("--from", metavar="SRC", help="new: a checkpoint with Hugging Face's names."),
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="DST", help="new: the same model in the other names."),
+        typer.Option("--to", metavar="DST", help="new: the same model with the other names."),
     ] = None,
     values: Annotated[
         bool,
-        typer.Option("--values", help="new: compare contents too, to tell equal shapes apart."),
+        typer.Option(
+            "--values", help="new: also compare values, to tell weights of equal shape apart."
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """List naming schemes, show or prove one, test a mapping file, or draft a new one.
+    """List naming schemes, show or check one, test a mapping file, or draft a new one.
 
-    The form of a mapping file is described in ckptmap/mapping/README.md. Files are looked for in
-    the directories of CKPTMAP_MAPPINGS, then among those that are shipped.
+    ckptmap/mapping/README.md describes the form of a mapping file. ckptmap looks for files in the
+    directories of CKPTMAP_MAPPINGS, then among its own.
     """
     out = Printer(json)
     if action == "list":

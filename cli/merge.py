@@ -1,4 +1,4 @@
-"""`ckptmap merge`: a base and a LoRA adapter into one checkpoint, in any setup."""
+"""`ckptmap merge`: merge a LoRA adapter into its base, written in any setup."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ To = Annotated[
         "--to",
         metavar="SETUP",
         show_default=False,
-        help="What to write: hf, hf-bf16, fsdp2; default: the setup and the dtypes of BASE.",
+        help="Setup to write: hf, hf-bf16, fsdp2; default: setup and dtypes of BASE.",
     ),
 ]
 AdapterConfig = Annotated[
@@ -32,13 +32,13 @@ AdapterConfig = Annotated[
         "--adapter-config",
         metavar="PATH",
         show_default=False,
-        help="The adapter_config.json, where it is not beside ADAPTER.",
+        help="The adapter_config.json, if it is not beside ADAPTER.",
     ),
 ]
 Force = Annotated[
     bool,
     typer.Option(
-        "--force", help="Merge a quantized BASE back into a grid, and say how much survived."
+        "--force", help="Quantize the merged weights of a quantized BASE again; report the loss."
     ),
 ]
 
@@ -48,7 +48,7 @@ Leave = Annotated[
         "--leave",
         metavar="GLOB",
         show_default=False,
-        help="Do not merge this module or tensor of the adapter; repeatable.",
+        help="Leave this module or tensor of the adapter unmerged; repeatable.",
     ),
 ]
 
@@ -58,9 +58,14 @@ Leave = Annotated[
     "wrap", "exact_scales", "max_shard_size", "config_from", "low_disk", "no_sync",
 )  # fmt: skip
 def command(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="What the adapter was trained on.")],
+    base: Annotated[
+        str, typer.Argument(metavar="BASE", help="The checkpoint that the adapter was trained on.")
+    ],
     adapter: Annotated[
-        str, typer.Argument(metavar="ADAPTER", help="A peft directory or file, or DCP of a model.")
+        str,
+        typer.Argument(
+            metavar="ADAPTER", help="A peft directory or file, or a DCP directory of a peft model."
+        ),
     ],
     dst: Dst,
     to: To = None,
@@ -75,7 +80,8 @@ def command(
 ) -> None:
     """Merge a LoRA adapter (rsLoRA, DoRA, modules_to_save) into its base, tensor by tensor.
 
-    Merged in fp32 and rounded once. BASE may be quantized; DST appears when it is complete.
+    Weights are merged in fp32 and rounded once. BASE may be quantized. DST appears when it is
+    complete.
     """
     from ckptmap.execution.ranks import ALONE
     from ckptmap.operations.merge import plan_merge, with_survival

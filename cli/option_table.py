@@ -16,7 +16,7 @@ from .shared_parameters import one_of
 from .sizes import parse_memory, parse_nbytes
 
 Value = Any
-"""What typer gives for an option: a text, a number, a flag, a list of texts, or None."""
+"""What typer gives for an option: a string, a number, a flag, a list of strings, or None."""
 
 
 def _wrappers(text: str) -> tuple[str, ...]:
@@ -31,13 +31,15 @@ def read_param_order(file: str) -> Sequence[Sequence[str]]:
 
 @dataclass(frozen=True)
 class CliOption:
-    """One option of the command line; `TABLE` has it under the name of its parameter.
+    """One option of the command line. Its key in `TABLE` is the name of its parameter.
 
-    field   the field that it sets, where that has another name
-    names   of the option, where they are not the parameter's
-    kind    the type that typer parses, where it is not the field's
-    default in the form that is typed, where it is not the field's
-    read    makes the field's value of what was typed
+    field     the field that it sets, where the parameter has another name
+    names     the option's names, where they differ from the parameter's: `--encode`
+    kind      the type that typer parses, where it differs from the field's
+    default   the default as a user would type it, where it differs from the field's
+    read      makes the field's value of the typed one
+    check     refuses a typed value
+    at_least  smallest number that typer accepts
     """
 
     help: str
@@ -53,95 +55,137 @@ class CliOption:
 
 
 TABLE: Mapping[str, CliOption] = {
-    "world_size": CliOption("Ranks to cut for; default: as many as wrote SRC.", at_least=1),
+    "world_size": CliOption(
+        "Number of ranks to shard DST for; default: as many as wrote SRC.", at_least=1
+    ),
     "max_memory": CliOption(
-        "Bound of all buffers of a rank, 2MiB or more.", "SIZE", kind=str,
-        default=f"{MAX_MEMORY >> 20}MiB", read=parse_memory, show_default=True,
+        "Upper bound for all buffers of a rank, 2MiB or more.",
+        "SIZE",
+        kind=str,
+        default=f"{MAX_MEMORY >> 20}MiB",
+        read=parse_memory,
+        show_default=True,
     ),
     "digest": CliOption(
-        "Of what is written: xxh3 of every tensor, or sha256 of every file as well. Without any,"
-        " `verify` can check structure only, and a killed run begins anew.",
-        "|".join(DIGESTS), check=one_of(*DIGESTS), show_default=True,
+        "Digests to store in the manifest: xxh3 of every tensor; sha256: of every file as well;"
+        " none: `verify` can then check structure only, and a killed run begins anew.",
+        "|".join(DIGESTS),
+        check=one_of(*DIGESTS),
+        show_default=True,
     ),
-    "device": CliOption("Where arithmetic runs: cpu, cuda, cuda:1.", show_default=True),
-    "threads": CliOption("Default: by the cores.", at_least=1),
-    "overwrite": CliOption("Replace DST once the new one is whole."),
+    "device": CliOption("Device for arithmetic: cpu, cuda, cuda:1.", show_default=True),
+    "threads": CliOption("Number of threads; default: one a core, at most 4.", at_least=1),
+    "overwrite": CliOption("Replace DST when the new one is complete."),
     "include": CliOption(
-        "Only these weights, by plain names, with --names those in DST; repeatable.", "GLOB",
-    ),
-    "exclude": CliOption(
-        "Not these weights, by plain names, with --names those in SRC or in DST; repeatable.",
+        "Write only weights with these plain names (with --names: names in DST); repeatable.",
         "GLOB",
     ),
-    "drop": CliOption("Leave this entry behind: a key or a glob; repeatable.", "KEY"),
+    "exclude": CliOption(
+        "Leave out weights with these plain names (with --names: names in SRC or in DST);"
+        " repeatable.",
+        "GLOB",
+    ),
+    "drop": CliOption(
+        "Leave out this entry of SRC, whatever it is: a key or a glob; repeatable.", "KEY"
+    ),
     "optimizer": CliOption(
-        "What becomes of optimizer state.", "keep|drop", check=one_of("keep", "drop"),
+        "Whether to convert or to leave out the optimizer state.",
+        "keep|drop",
+        check=one_of("keep", "drop"),
         show_default=True,
     ),
     "optimizer_keys": CliOption(
-        "How DST keys optimizer state; index is what optimizer.load_state_dict takes.",
-        "fqn|index|flattened", show_default=True,
+        "Keys of optimizer state in DST; index is what optimizer.load_state_dict takes.",
+        "fqn|index|flattened",
+        show_default=True,
     ),
     "param_order": CliOption(
-        "Which parameters the indices of optimizer state mean: one name a line, an empty line"
-        " between groups, or JSON, a list of names a group.",
-        "FILE", kind=str | None, read=read_param_order,
+        "The names behind the indices of SRC's optimizer state: one name a line and an empty line"
+        " between groups, or JSON with one list of names a group.",
+        "FILE",
+        kind=str | None,
+        read=read_param_order,
     ),
     "like": CliOption(
-        "Another checkpoint of the same model, or its config.json: names, shapes, order.", "PATH",
+        "Another checkpoint of the same model, or its config.json, to take names, shapes and the"
+        " order of parameters from.",
+        "PATH",
     ),
     "mesh": CliOption(
-        "The mesh that DTensors are cut over: replicate=2,shard=4 or dp=2,tp=4.", "DIMS",
+        "The device mesh of DTensors: replicate=2,shard=4 or dp=2,tp=4.",
+        "DIMS",
     ),
     "tp_plan": CliOption(
-        "How the mesh dim tp cuts, TOML or JSON: name pattern to colwise, rowwise, replicate.",
+        "How weights are split over the mesh dim tp. TOML or JSON: name pattern to colwise, rowwise"
+        " or replicate.",
         "FILE",
     ),
     "fsdp_units": CliOption(
-        "A module that FSDP1 wraps, as 'layers.*', beside the root; repeatable.", "GLOB",
+        "Modules that FSDP1 wraps besides the root, for example 'layers.*'; repeatable.",
+        "GLOB",
     ),
-    "use_orig_params": CliOption("The FSDP1 model is built with use_orig_params=True."),
-    "root": CliOption("The dict to put weights in, as model or app/model; '' for none.", "KEY"),
+    "use_orig_params": CliOption(
+        "The FSDP1 model that loads DST is built with use_orig_params=True."
+    ),
+    "root": CliOption(
+        "The dict of DST that holds the weights: model, app/model, or '' for none.", "KEY"
+    ),
     "source_root": CliOption("The dict of SRC that holds the weights.", "KEY"),
     "wrap": CliOption(
-        "Wrappers to name for, outermost first: ddp,compile.", "NAMES", kind=str | None,
+        "Name weights as below these wrappers, outermost first: ddp,compile.",
+        "NAMES",
+        kind=str | None,
         read=_wrappers,
     ),
-    "names_like": CliOption("Name keys as this checkpoint does.", "PATH"),
+    "names_like": CliOption("Give weights the names that they have in this checkpoint.", "PATH"),
     "names": CliOption(
-        "Naming scheme of DST: meta, torchtune, hf, auto (known names to hf), or a mapping"
-        " file; see `ckptmap mappings list`.",
+        "Naming scheme of DST: meta, torchtune, hf, auto (hf where the names of SRC are known), or a"
+        " mapping file; see `ckptmap mappings list`.",
         "SCHEME",
     ),
-    "names_from": CliOption("That of SRC; default: by its keys.", "SCHEME"),
+    "names_from": CliOption("Naming scheme of SRC; default: recognized by its keys.", "SCHEME"),
     "encode": CliOption(
-        "Encode these weights only; repeatable.", "GLOB", names=("--encode", "--quantize"),
+        "Encode only weights with these names; repeatable.",
+        "GLOB",
+        names=("--encode", "--quantize"),
     ),
     "no_encode": CliOption(
-        "Leave these weights as they are; repeatable.", "GLOB", names=("--no-encode", "--keep"),
+        "Do not encode weights with these names; repeatable.",
+        "GLOB",
+        names=("--no-encode", "--keep"),
     ),
     "strict": CliOption(
-        "Refuse where a weight's shape keeps it dense, or a glob matches nothing."
+        "Refuse the plan where the shape of a weight keeps it dense, or a glob matches nothing."
     ),
     "exact_scales": CliOption(
-        "Store quantization scales without loss, where that can be.", kind=bool, default=False,
+        "Store quantization scales without loss where the encoding has a form for that.",
+        kind=bool,
+        default=False,
     ),
     "base": CliOption(
-        "The quantized checkpoint that has the scales of payloads which SRC holds alone.", "PATH",
+        "A quantized checkpoint with the scales of payloads that SRC holds without scales.",
+        "PATH",
     ),
     "max_shard_size": CliOption(
-        "Largest file of a shard set; default 5GB.", "SIZE", field="max_shard_nbytes",
-        kind=str | None, read=parse_nbytes,
+        "Size of the largest file where DST is split into several; default: 5GB.",
+        "SIZE",
+        field="max_shard_nbytes",
+        kind=str | None,
+        read=parse_nbytes,
     ),
-    "config_from": CliOption("Directory or config.json to carry over.", "PATH"),
+    "config_from": CliOption(
+        "A config.json, or a directory with one and a tokenizer, to copy into DST.", "PATH"
+    ),
     "low_disk": CliOption(
-        "From hf://: keep one file of SRC at a time, beside DST, not the cache."
+        "With hf://: keep one file of SRC at a time, beside DST, instead of all in the cache."
     ),
     "no_sync": CliOption(
-        "Publish without waiting for the disk, as cp does: a power cut in the next half minute"
-        " may leave DST without all of its bytes, which `verify` finds, unless with --digest none."
-        " A killed run still leaves all or nothing.",
-        field="sync", default=False, read=lambda typed: not typed,
+        "Publish without waiting for the disk, as cp does. After a power cut in the next half minute"
+        " DST may lack bytes; `verify` finds that, but not with --digest none. A killed run still"
+        " leaves all or nothing.",
+        field="sync",
+        default=False,
+        read=lambda typed: not typed,
     ),
-}  # fmt: skip
+}
 """In the order of the help."""

@@ -1,4 +1,4 @@
-"""`ckptmap plan`: what a conversion would do, before a byte moves."""
+"""`ckptmap plan`: show what a conversion would do."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ def command(
     typed: TypedOptions,
     save: Annotated[
         str | None,
-        typer.Option("-o", metavar="FILE", help="Save it, for `ckptmap convert --plan FILE`."),
+        typer.Option(
+            "-o", metavar="FILE", help="Save the plan, for `ckptmap convert --plan FILE`."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what a conversion would do: per tensor its way, its fidelity and its bytes.
+    """Show what a conversion would do: source, target, fidelity and bytes of each tensor.
 
-    Reads headers only and writes nothing. Exit code 1 where a key cannot be accounted for.
+    It reads headers only and writes nothing. The exit code is 1 where the plan cannot account for a
+    key of SRC.
     """
     import ckptmap
 

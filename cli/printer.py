@@ -1,4 +1,4 @@
-"""Where everything is printed: the result on stdout, all else on stderr."""
+"""Print everything a command says: its result on stdout, all else on stderr."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, TextIO
 
 SCHEMA = 1
-"""Version of every JSON document that is printed."""
+"""Schema version of every JSON document that a command prints."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters, save tab and line feed."""
 
 
 class Unprintable(Exception):
-    """The result cannot be written where stdout leads to."""
+    """Raised where stdout cannot take the result: a full disk, for one."""
 
 
 class Shown(Protocol):
-    """A result: text for people, and a document for programs."""
+    """A result of a command: text for people, a JSON document for programs."""
 
     def __str__(self) -> str: ...
 
@@ -29,12 +29,12 @@ class Shown(Protocol):
 
 
 class Printer:
-    """One command's output: text, or with `json` exactly one document on stdout."""
+    """Prints for one command: text, or with `json` exactly one document on stdout."""
 
     printed: ClassVar[bool] = False
-    """Whether this process printed a result: two documents would be none."""
+    """True once this process printed a document: a second one would make stdout no JSON."""
     typed: ClassVar[Mapping[str, str]] = {}
-    """Whole path -> as the user wrote it: what people read names files as they do."""
+    """Absolute path -> as the user typed it. Texts name files as the user does."""
 
     def __init__(self, json: bool = False, quiet: bool = False) -> None:
         self.json = json
@@ -58,7 +58,7 @@ class Printer:
             _write(sys.stderr, printable(self._as_typed(text)))
 
     def error(self, code: str, message: str, hint: str) -> None:
-        """`error[CKM104]: message`, the hint below; with `json` also as the document."""
+        """Print `error[CKM104]: message` with the hint below; with `json` also the document."""
         message, hint = self._as_typed(message), self._as_typed(hint)
         label = f"error[{code}]" if code.startswith("CKM") else "error"
         text = f"{label}: {message}" + (f"\n  hint: {hint}" if hint else "")
@@ -75,7 +75,7 @@ class Printer:
 
 
 def dumps(document: Mapping[str, Any]) -> str:
-    """One line of JSON; what a checkpoint holds that JSON has no word for is shown as text."""
+    """Return one line of JSON; values that JSON cannot express become strings."""
     try:
         return json.dumps(document, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError):
@@ -83,7 +83,7 @@ def dumps(document: Mapping[str, Any]) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """The same in what JSON knows: other objects as text, bytes as their count."""
+    """Return the value in types of JSON: other objects as their repr, bytes as their count."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -98,16 +98,17 @@ def jsonable(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Names come from files of others: nothing in them may speak to the terminal."""
+    """Return the text with control characters escaped: names come from files of others, and
+    escape sequences in them must not reach the terminal."""
     return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """A line; a reader that has gone away (`| head`) is no failure of ours."""
+    """Write a line. A reader that has gone away (`| head`) is no error."""
     try:
         _write_all(stream, (text + "\n").encode(stream.encoding or "utf-8", "backslashreplace"))
     except BrokenPipeError:
-        # What is left in the buffer must go somewhere when the interpreter flushes it at exit.
+        # The interpreter flushes the rest of the buffer at exit: it must go somewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     except OSError as error:  # a full disk behind `>`, for one
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -116,11 +117,13 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def _write_all(stream: TextIO, data: bytes) -> None:
-    """With PYTHONUNBUFFERED a text stream forgets what a disk that fills up has not taken, and says
-    nothing: so bytes are counted."""
+    """Write all bytes, counting them.
+
+    With PYTHONUNBUFFERED a text stream silently drops what a full disk did not take.
+    """
     stream.flush()
     buffer, left = getattr(stream, "buffer", None), memoryview(data)
-    if buffer is None:  # a stream of text alone, as a test may put in its place
+    if buffer is None:  # a text stream without bytes below, as tests have
         stream.write(data.decode(stream.encoding or "utf-8"))
         return
     while left:

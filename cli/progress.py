@@ -1,4 +1,4 @@
-"""How far a run is: a live line on a terminal, a line now and then elsewhere."""
+"""Progress of a run: a live line on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVERY_LOG_S = 10.0
 
 
 class Progress:
-    """Called with the bytes done since the last call and the tensor they belong to."""
+    """A progress line; call it with the bytes done since the last call and their tensor."""
 
     def __init__(self, total_nbytes: int) -> None:
         self.total_nbytes = total_nbytes
@@ -54,9 +54,9 @@ class Progress:
             sys.stderr.write(line)
             sys.stderr.flush()
         except OSError:
-            pass  # a run goes on without anybody who looks at it
+            pass  # nobody reads it; the run goes on
 
     def close(self) -> None:
-        """Take the live line away."""
+        """Erase the live line."""
         if self._live:
             self._print("")

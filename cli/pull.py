@@ -1,4 +1,4 @@
-"""`ckptmap pull`: a checkpoint from the Hub, as it is or converted on the way."""
+"""`ckptmap pull`: fetch a checkpoint from the Hub, as it is or converted on the way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def command(
     to: Annotated[
         str | None,
         typer.Option(
-            "--to", metavar="SETUP", show_default=False, help="Convert it on the way: fsdp2-nf4."
+            "--to", metavar="SETUP", show_default=False, help="Setup to convert to on the way: fsdp2-nf4."
         ),
     ] = None,
     *,
@@ -37,11 +37,11 @@ def command(
     quiet: Quiet = False,
     json: Json = False,
 ) -> None:  # fmt: skip
-    """Fetch a checkpoint from the Hub, every file's size and hash verified.
+    """Fetch a checkpoint from the Hub; the size and hash of every file is verified.
 
-    Without --to files come as they are: what the index names and what lies beside it. With --to it
-    is `ckptmap convert`, which has all options of a conversion. A run that was stopped is continued
-    by the same command.
+    Without --to, files come as they are: those that the index names and those beside it. With --to
+    this is `ckptmap convert`, which has all options of a conversion. The same command continues a
+    run that was stopped.
     """
     from ckptmap.storage.hub.resolve import silence
 

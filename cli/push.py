@@ -1,4 +1,4 @@
-"""`ckptmap push`: a checkpoint to the Hub, proven there before anybody sees it."""
+"""`ckptmap push`: publish a checkpoint on the Hub; it is checked there before it is visible."""
 
 from __future__ import annotations
 
@@ -20,22 +20,30 @@ EXAMPLES = (
 Repo = Annotated[str, typer.Argument(metavar="REPO", help="org/name on the Hub.")]
 To = Annotated[
     str | None,
-    typer.Option("--to", metavar="SETUP", show_default=False, help="Convert it first: hf-bf16."),
+    typer.Option(
+        "--to", metavar="SETUP", show_default=False, help="Setup to convert to first: hf-bf16."
+    ),
 ]
 Private = Annotated[
-    bool, typer.Option("--private", help="Make REPO private; refused where it is public.")
+    bool, typer.Option("--private", help="Make REPO private; an existing public REPO is refused.")
 ]
 Revision = Annotated[
     str,
     typer.Option(
-        "--revision", metavar="BRANCH", show_default=False, help="Publish here; default: main."
+        "--revision",
+        metavar="BRANCH",
+        show_default=False,
+        help="Branch to publish on; default: main.",
     ),
 ]
 PullRequest = Annotated[bool, typer.Option("--pr", help="Leave the pull request open for review.")]
 BaseModel = Annotated[
     str | None,
     typer.Option(
-        "--base-model", metavar="ORG/NAME", show_default=False, help="For the model card."
+        "--base-model",
+        metavar="ORG/NAME",
+        show_default=False,
+        help="Base model that the model card names.",
     ),
 ]
 Work = Annotated[
@@ -44,7 +52,7 @@ Work = Annotated[
         "--work",
         metavar="DIR",
         show_default=False,
-        help="Convert in this directory and keep it; default: in huggingface_hub's cache.",
+        help="Directory to convert in, which is kept; default: one in huggingface_hub's cache.",
     ),
 ]
 
@@ -52,7 +60,7 @@ Work = Annotated[
 @takes_options(
     "include", "exclude", "drop", "config_from", "max_shard_size", "max_memory", "device",
     "low_disk",
-    max_memory="Bound of all buffers, 2MiB or more.", device="Where arithmetic runs.",
+    max_memory="Upper bound for all buffers, 2MiB or more.", device="Device for arithmetic.",
     low_disk="From hf://: keep one file of SRC at a time.",
 )  # fmt: skip
 def command(
@@ -71,9 +79,9 @@ def command(
 ) -> None:
     """Publish a checkpoint on the Hub: all of it at once, or nothing.
 
-    It is uploaded into a pull request (or a work branch, with --revision), every size and SHA-256
-    is checked there, and then it is merged. A push that was stopped is continued by the same
-    command, in the same pull request. REPO is made where there is none.
+    The files are uploaded into a pull request (with --revision: a work branch), every size and
+    SHA-256 is checked there, then it is merged. The same command continues a push that was stopped,
+    in the same pull request. REPO is created where there is none.
     """
     import ckptmap
     from ckptmap.storage.hub.resolve import silence

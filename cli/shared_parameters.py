@@ -22,18 +22,21 @@ def one_of(*choices: str) -> Callable[[str], str]:
 Src = Annotated[
     str, typer.Argument(metavar="SRC", help="A checkpoint: file, directory, hf://org/name.")
 ]
-Dst = Annotated[str, typer.Argument(metavar="DST", help="Where to; made complete or not at all.")]
+Dst = Annotated[
+    str,
+    typer.Argument(metavar="DST", help="Destination path; it becomes complete or is not touched."),
+]
 _TO = typer.Option(
     "--to",
     metavar="SETUP",
     show_default=False,
-    help="What to convert to: hf, full-bf16, fsdp2-nf4.",
+    help="Setup to convert to: hf, full-bf16, fsdp2-nf4.",
 )
 To = Annotated[str | None, _TO]
 RequiredTo = Annotated[str, _TO]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")]
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", "-q", help="No progress; on stdout the destination only."),
+    typer.Option("--quiet", "-q", help="Show no progress; print only the destination."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

@@ -1,4 +1,4 @@
-"""The application that typer makes: a command a module, the one that is asked for, or all."""
+"""The typer application: one module a command, of which only the one in use is imported."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ COMMANDS = (
     "inspect", "plan", "convert", "verify", "diff", "merge", "mappings", "pull", "push", "doctor",
     "explain",
 )  # fmt: skip
-"""Each is a module of this package with a function `command` and its `EXAMPLES`."""
+"""Modules of this package; each has a function `command` and `EXAMPLES`."""
 
 
 def build(args: Sequence[str]) -> typer.Typer:
-    """The application, with the one command that `args` begins with, or else with all."""
+    """Return the application with the command that `args` begins with, or else with all."""
     app = typer.Typer(
         help="Convert PyTorch checkpoints between training setups: every byte of the output is "
         "accounted for, or nothing is published.",
@@ -60,20 +60,20 @@ def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Show the version and leave."
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
 ) -> None:
-    """What comes before a command."""
+    """Take the options that stand before a command."""
 
 
 def _lines(title: str, *lines: str) -> str:
-    """Text that the help shows as it stands, not filled into a paragraph."""
+    """Return text that the help shows line by line, not as a paragraph."""
     return "\b\n" + "\n".join([title, *(f"  {line}" for line in lines)])
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
-    """Typer would answer Ctrl-C itself; how to continue is worth a line."""
+    """Let Ctrl-C reach `main`, which says how to continue; typer would answer it itself."""
 
     @functools.wraps(command)
     def run(*args: object, **kwargs: object) -> None:

@@ -1,4 +1,4 @@
-"""`ckptmap verify`: is an output whole, and is it what it was made from?"""
+"""`ckptmap verify`: check that an output is complete, and that its values are the source's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ EXAMPLES = (
 
 @takes_options("base", "source_root", "like", "param_order")
 def command(
-    dst: Annotated[str, typer.Argument(metavar="DST", help="What `ckptmap convert` wrote.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="An output of `ckptmap convert`.")],
     against: Annotated[
         str | None,
         typer.Option(
             "--against",
             metavar="SRC",
             show_default=False,
-            help="Compare the values, each by its fidelity, with the source's.",
+            help="Compare values with this source, as strictly as the fidelity of each allows.",
         ),
     ] = None,
     adapter: Annotated[
@@ -37,14 +37,14 @@ def command(
             "--adapter",
             metavar="PATH",
             show_default=False,
-            help="The adapter that `ckptmap merge` merged with SRC.",
+            help="The adapter that `ckptmap merge` merged into SRC.",
         ),
     ] = None,
     *,
     typed: TypedOptions,
     json: Json = False,
 ) -> None:
-    """Check coverage, sizes and digests by the manifest; exit code 1 where one is wrong."""
+    """Check coverage, sizes and digests against the manifest; exit code 1 where one is wrong."""
     import ckptmap
 
     of_source = [typed.values[name] for name in ("source_root", "like", "param_order")]

@@ -1,11 +1,11 @@
-"""The ranks of one conversion: what each has to say to the others, over gloo, whatever the device.
+"""The ranks of one conversion: how processes exchange data and errors, over gloo on any device.
 
     torchrun --nproc-per-node N -m ckptmap convert ...
 
-`join()` gives `Ranks`, one process by itself, which imports no torch; or `GlooRanks`, where the
+`join()` returns `Ranks`, a single process, which imports no torch; or `GlooRanks`, where the
 environment says that this process is one of several. Use it as a context around everything that
-may fail: leaving it with an error tells the others, and raises on rank 0 the error that is to be
-shown, once and with the rank it comes from, on all others ShownElsewhere.
+may fail. An error that leaves the context is sent to the other ranks. Rank 0 then raises the error
+to show, with the rank it comes from; all others raise ShownElsewhere.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 TIMEOUT_S = 120.0
-"""Seconds without a sign of life after which a rank is given up."""
+"""Seconds without a sign of life after which a rank counts as lost."""
 GRACE_S = 5.0
-"""Seconds to wait for the last words of ranks that are alive."""
+"""Seconds to wait for the errors of ranks that are alive."""
 _joined = itertools.count()
 
 
@@ -46,7 +46,7 @@ class ShownElsewhere(CkptmapError):
 
 
 class Ranks:
-    """One process by itself; the same calls among several are GlooRanks'."""
+    """A single process. `GlooRanks` has the same methods for several."""
 
     rank = 0
     world_size = 1
@@ -54,18 +54,18 @@ class Ranks:
     """Ranks on this machine: they share its cores."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What every rank gave, in rank order, on every rank. Waits for all that are alive."""
+        """Return the data of every rank, in rank order. Waits for all ranks that are alive."""
         return [data]
 
     def barrier(self) -> None:
         self.gather(b"")
 
     def of_lead(self, data: bytes) -> bytes:
-        """What rank 0 gave."""
+        """Return the data of rank 0 on every rank."""
         return self.gather(data if self.rank == 0 else b"")[0]
 
     def agree(self, digest: str) -> None:
-        """Raises PlanError CKM209, on every rank, where not all give the same plan digest."""
+        """Raise PlanError CKM209, on every rank, where plan digests differ."""
         found: dict[str, list[str]] = {}
         for rank, other in enumerate(self.gather(digest.encode())):
             found.setdefault(other.decode(), []).append(str(rank))
@@ -78,20 +78,22 @@ class Ranks:
             )
 
     def advance(self, nbytes: int) -> int:
-        """Bytes just done, or 0 as a sign of life; bytes that others have done meanwhile.
-        Raises Stopped where another rank has failed."""
+        """Report bytes just done, or 0 as a sign of life; return bytes that others did meanwhile.
+
+        Raises Stopped where another rank has failed.
+        """
         return 0
 
     def check(self) -> None:
-        """Raises Stopped where another rank has failed, or the others have given this one up."""
+        """Raise Stopped where another rank has failed, or this one counts as lost."""
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, only `advance` shows that this rank is not stuck."""
+        """Inside, only calls of `advance` are signs of life: a rank that is stuck makes none."""
         yield
 
     def device(self, name: str) -> str:
-        """The device of this rank: of several on one machine each has its own `cuda`."""
+        """Return the device of this rank: several ranks on one machine each have their own `cuda`."""
         return name
 
     def __enter__(self) -> Self:
@@ -103,14 +105,14 @@ class Ranks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the others."""
+        """Leave the other ranks."""
 
 
 ALONE = Ranks()
 
 
 def join(timeout: float = TIMEOUT_S, env: Mapping[str, str] = os.environ) -> Ranks:
-    """Meet the other ranks that torchrun started; by itself where it started none.
+    """Meet the other ranks that torchrun started; return `ALONE` where it started none.
 
     Raises RunError CKM307 where they do not meet within `timeout` seconds.
     """
@@ -121,19 +123,19 @@ def join(timeout: float = TIMEOUT_S, env: Mapping[str, str] = os.environ) -> Ran
 
 
 class GlooRanks(Ranks):
-    """Several processes: a gloo group of its own, and heartbeats through the group's store."""
+    """Several processes, with a gloo group of their own and heartbeats through its store."""
 
     def __init__(self, timeout: float, env: Mapping[str, str]) -> None:
         self.rank, self.world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
         self.local_world_size = int(env.get("LOCAL_WORLD_SIZE", "1"))
         self._local_rank = int(env.get("LOCAL_RANK", "0"))
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is told in our words
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # our own error tells of a lost rank
         try:
             self._group, self._owned, self._beats = self._meet(timeout)
         except (RuntimeError, ValueError, OSError) as error:
             raise self._never_met(timeout, error) from error
         self._beats.start()
-        # A thread that is inside torch while the interpreter ends would abort the process.
+        # A thread inside torch while the interpreter shuts down would abort the process.
         atexit.register(self._beats.close)
 
     def _meet(self, timeout: float) -> tuple[ProcessGroup | None, bool, Heartbeat]:
@@ -174,7 +176,7 @@ class GlooRanks(Ranks):
         found: list[bytes] = [b""] * self.world_size
         try:
             dist.all_gather_object(found, data, group=self._group)
-        except RuntimeError as error:  # gloo's words for a peer that is gone or too late
+        except RuntimeError as error:  # what gloo raises for a rank that is gone or too late
             raise Stopped from error
         return found
 
@@ -221,9 +223,9 @@ class GlooRanks(Ranks):
             dist.destroy_process_group()
 
     def _lead_failed(self, error: BaseException) -> BaseException:
-        """Rank 0: hear what the others have to say, and choose what to show."""
+        """Rank 0: wait for the errors of the others; return the one to raise."""
         beats, own = self._beats, _own_words(error)
-        # The others wait for these words, so that torchrun lets this process show the error first.
+        # The others wait for this error, so that torchrun does not end rank 0 before it shows it.
         atexit.register(beats.leave, own)
         beats.fail()
         beats.hear(beats.others, GRACE_S)
@@ -246,7 +248,7 @@ class GlooRanks(Ranks):
         return error if not isinstance(error, Stopped) else _error(*interrupted[:1] or [{}])
 
     def _failed(self, error: BaseException) -> BaseException:
-        """Any other rank: tell rank 0, which shows it; rank 1 shows that rank 0 is lost."""
+        """Any other rank: send the error to rank 0, which shows it. Rank 1 tells of a lost rank 0."""
         beats, own = self._beats, _own_words(error)
         beats.fail()
         beats.leave(own)
@@ -257,7 +259,7 @@ class GlooRanks(Ranks):
 
 
 def _own_words(error: BaseException) -> str:
-    """A failure as JSON; `{}` where it is only the answer to another rank's."""
+    """Return an error as JSON; `{}` where it only follows the failure of another rank."""
     if isinstance(error, Stopped):
         return "{}"
     if isinstance(error, KeyboardInterrupt):
@@ -276,7 +278,7 @@ def _own_words(error: BaseException) -> str:
 
 
 def _error(said: Mapping[str, str], prefix: str = "") -> CkptmapError:
-    """The error that another rank's words tell of."""
+    """Return the error that another rank has sent."""
     kind = getattr(errors, said.get("kind", ""), RunError)
     message = prefix + said.get("message", "stopped: another rank failed")
     found: CkptmapError = kind(said.get("code", "CKM307"), message, said.get("hint", ""))
@@ -293,7 +295,7 @@ def _lost(rank: int, how: str) -> RunError:
 
 @contextmanager
 def _no_sigterm() -> Iterator[None]:
-    """torchrun ends all ranks when one has failed: first let that failure be told."""
+    """Ignore SIGTERM inside: torchrun sends it once a rank fails, before the error is shown."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

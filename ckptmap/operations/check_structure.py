@@ -1,4 +1,6 @@
-"""Is everything where the manifest says? Asked of an output before it is published, and by verify."""
+"""Check that every tensor of an output lies where its manifest says; used before publishing and by
+verify().
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from ckptmap.tensors import Box, Extent, Region, StoredTensor
 
 
 def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
-    """Every tensor of the manifest is found where it says, by our own readers, and no other."""
+    """Return the problems: tensors that do not lie where the manifest says, or that it does not
+    list."""
     base = Path(ckpt.path).absolute() if Path(ckpt.path).is_dir() else None
     problems = [
         f"{name}: {size} bytes, expected {entry['nbytes']}"
@@ -55,8 +58,11 @@ def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
 
 
 def _all_lie(ckpt: Checkpoint, planned: Mapping[str, object]) -> bool:
-    """Is every tensor the one extent that was planned, and no other there? A look at columns, for
-    what was just written; False leaves it to a look at each to say what is wrong."""
+    """Return whether every tensor is the one extent that was planned, and there is no other.
+
+    This compares whole columns, which is fast for an output that was just written. After False the
+    tensors are compared one by one, to say what is wrong.
+    """
     leaves, path = ckpt.index.leaves, Path(ckpt.path).absolute()
     outs = planned.alone() if isinstance(planned, manifests.Tensors) else None
     if outs is None or not isinstance(leaves, PlainTensors):
@@ -85,14 +91,14 @@ def _all_lie(ckpt: Checkpoint, planned: Mapping[str, object]) -> bool:
 
 
 def chunks_of(document: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Key and (file, offset, nbytes, offsets, sizes, digest) of every chunk."""
+    """Yield key and (file, offset, nbytes, offsets, sizes, digest) of every chunk of a manifest."""
     for key, entry in document["tensors"].items():
         for chunk in entry["chunks"]:
             yield key, chunk
 
 
 def _places(planned: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, Slot]]]]:
-    """Key, and the file and slot of each chunk."""
+    """Yield each key with the file and slot of its chunks."""
     if isinstance(planned, manifests.Tensors):
         yield from planned.places()
         return
@@ -105,8 +111,10 @@ def _places(planned: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, S
 
 
 def _lies_at(tensor: StoredTensor, chunks: Sequence[tuple[str, Slot]], root: str | None) -> bool:
-    """Is it the one chunk that was planned? A quick look at what nearly every tensor is: False
-    leaves it to `_place_problems` to find out, and to say, what is wrong."""
+    """Return whether the tensor is the one chunk that was planned, as nearly every tensor is.
+
+    After False, `_place_problems` finds out what is wrong.
+    """
     try:
         place = tensor.place
     except CkptmapError:
@@ -125,12 +133,13 @@ def _lies_at(tensor: StoredTensor, chunks: Sequence[tuple[str, Slot]], root: str
 
 
 def _is_listed(region: Region, listed: Container[tuple[str, int, int]], base: Path | None) -> bool:
-    """Are they the bytes of another one: of the one step count that a flat parameter has, say?"""
+    """Return whether a listed tensor has these bytes: parameters of a flat parameter share one step
+    count."""
     return (_name(region.file, base), region.offset, region.nbytes) in listed
 
 
 def nbytes_of(file: Path) -> int:
-    """Bytes of a file; -1 where there is none."""
+    """Return the bytes of a file; -1 where there is none."""
     return file.stat().st_size if file.is_file() else -1
 
 
@@ -162,5 +171,6 @@ def _place_problems(
 
 
 def _name(file: str, base: Path | None) -> str:
-    """A file of a directory by its name; a checkpoint of one file may have any."""
+    """Return the name of a file in a directory, or an empty string for a one-file checkpoint, which
+    may be renamed."""
     return "" if base is None else os.path.basename(file)

@@ -1,5 +1,4 @@
-"""diff(): two checkpoints of any setups, compared by plain FQN, and by what both hold beside
-tensors."""
+"""diff(): compare two checkpoints of any setups by plain FQN, and plain values beside them."""
 
 from __future__ import annotations
 
@@ -20,13 +19,18 @@ from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path
 
 SHOWN = 20
-"""Plain values that differ and that the text lists."""
+"""Differing plain values that the text lists."""
 
 
 @dataclass(frozen=True)
 class DiffReport:
-    """`changed` names what differs a tensor: shape, dtype, encoding, values; `settings` what is no
-    tensor, and is in both but not equal: step, scheduler, hyper-parameters."""
+    """The differences of two checkpoints.
+
+    changed        FQN -> what differs: shape, dtype, encoding, values
+    settings       name -> both values, of what is no tensor: step, scheduler, hyper-parameters
+    same           tensors in both that agree
+    same_settings  plain values in both that agree
+    """
 
     a: str
     b: str
@@ -72,8 +76,10 @@ class DiffReport:
 
 
 def _alike(names: Sequence[str], whys: Sequence[str] = ()) -> Iterator[tuple[str, str, str]]:
-    """Pattern, how many times, and reason, of names that differ by numbers alone and have one
-    reason: a model's optimizer, missing, is a screen and not a thousand lines."""
+    """Yield pattern, count and reason of names that differ only in numbers and share a reason.
+
+    A whole optimizer that is missing then takes a screen, not a thousand lines.
+    """
     looks = {why: TensorSummary(why, (), (), "", 0) for why in {"", *whys}}
     for found in fold(names, [looks[why] for why in whys or [""] * len(names)]):
         yield found.pattern, f"  {found.count}x" if found.count > 1 else "", found.look.role
@@ -85,9 +91,11 @@ def diff(
     *,
     values: bool = False,
 ) -> DiffReport:
-    """Weights and optimizer state by FQN; with `values` their decoded values too, bit for bit,
-    streamed in bounded memory. What is neither, tensors too, is compared where both hold it; what
-    one has more inside of such an entry, and is no tensor, is a difference."""
+    """Compare weights and optimizer state by FQN; with `values` also decoded values, bit for bit.
+
+    Values stream in bounded memory. Other entries are compared where both checkpoints have them; a
+    plain value inside such an entry that only one has is a difference.
+    """
     one, two = (x if isinstance(x, Checkpoint) else open(x) for x in (a, b))
     mine, theirs = _tensors(one), _tensors(two)
     beside, others = map(_beside, (one, two), matched(one, two))
@@ -119,7 +127,7 @@ def _tensors(ckpt: Checkpoint) -> dict[str, LazyTensor]:
 
 
 def _beside(ckpt: Checkpoint, names: Mapping[Path, Path]) -> dict[str, LazyTensor]:
-    """Tensors that are neither weights nor optimizer state."""
+    """Return the tensors that are neither weights nor optimizer state."""
     return {
         f"other:{join(names[path]) if path in names else lazy.fqn}": lazy
         for path, lazy in ckpt.other.items()

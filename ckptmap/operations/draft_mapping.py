@@ -1,8 +1,8 @@
-"""A first draft of a mapping file, from two checkpoints of one model in two naming schemes.
+"""Draft a mapping file from two checkpoints of one model in two naming schemes.
 
-Keys are grouped by pattern (`layers.{}.w`), and groups of one set of numbers are paired: by equal
-contents where these may be read, else by shape and by how alike the names are. What is drafted
-without contents is a guess, and says so.
+Keys are grouped by pattern (`layers.{}.w`). Groups with the same numbers are paired: by equal values
+where these may be read, otherwise by shape and by how similar the names are. A rule that is drafted
+without values is a guess, and says so.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ckptmap.mapping.name_patterns import HOLE, skeleton
 from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
 
 LETTERS = "nekjlm"
-"""Names of captures, in the order of the numbers in a key."""
+"""Names of the captures, in the order of the numbers in a key."""
 MAX_PARTS = 3
-"""Tensors that may be one: q, k and v."""
+"""Tensors that may be fused into one: q, k and v."""
 MAX_NUMEL = 1 << 28
-"""Elements of a tensor whose contents are still looked at."""
+"""Elements of the largest tensor whose values are compared."""
 
 
 @dataclass
 class Group:
-    """All keys of one pattern: they have the same shape, or none of them is drafted."""
+    """All keys of one pattern. They are drafted only if all have the same shape."""
 
     pattern: str
     tensors: dict[tuple[int, ...], LazyTensor]
@@ -62,13 +62,13 @@ class Group:
 
     @cached_property
     def rows(self) -> list[bytes]:
-        """A digest of each row of the first tensor; of each element of a vector."""
+        """Digests of the rows of the first tensor, or of the elements of a vector."""
         return row_digests(self.first)
 
 
 @dataclass
 class Draft:
-    """The rules found, and what is left on both sides."""
+    """The drafted rules, and the patterns of both sides that none covers."""
 
     rules: list[str] = field(default_factory=list)
     dims: dict[str, str] = field(default_factory=dict)
@@ -106,8 +106,8 @@ class Draft:
 def draft(
     source: str | os.PathLike[str], target: str | os.PathLike[str], *, values: bool = False
 ) -> Draft:
-    """`source` has the hub's names. With `values` contents are compared, of one tensor a pattern.
-    Raises PlanError CKM615 where nothing can be paired."""
+    """Return a draft; `source` has Hugging Face's names. With `values` the values of one tensor a
+    pattern are compared. Raises PlanError CKM615 where nothing can be paired."""
     with open(source) as hub, open(target) as other:
         drafting = _Drafting(groups_of(hub), groups_of(other), values)
         found = drafting.run()
@@ -121,7 +121,7 @@ def draft(
 
 
 def groups_of(ckpt: Checkpoint) -> list[Group]:
-    """The patterns of a checkpoint, in stored order."""
+    """Return the patterns of a checkpoint, in stored order."""
     found: dict[str, Group] = {}
     for fqn in ckpt:
         pattern, numbers = skeleton(fqn)
@@ -173,7 +173,7 @@ class _Drafting:
     # ------------------------------------------------------------------ one to one
 
     def _pairs(self) -> None:
-        """Best first: equal contents, then likeness of names."""
+        """Return candidates, best first: by equal values, then by similar names."""
         scored = [
             (score, -i, -j, a, b, axes)
             for i, a in enumerate(self.draft.left)

@@ -1,7 +1,7 @@
-"""merge(): a base and an adapter into one checkpoint, planned, written and published as any other.
+"""merge(): merge a LoRA adapter into its base and write the result like any other conversion.
 
-A quantized base can be merged back into its own grid, but steps of the grid can be larger than what
-an adapter adds: how much of it survives is measured, and it needs `force`.
+A quantized base can be quantized again after the merge. But the steps of its grid can be larger
+than what the adapter adds. So this needs `force`, and the report states how much of it survives.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
     from ckptmap.checkpoint.lora.adapter_files import Adapter
 
 SAMPLE_NUMEL = 1 << 18
-"""Values of each tensor that are looked at."""
+"""Values of each tensor that are sampled."""
 RUNS = 4
-"""Places of a tensor that they are taken from."""
+"""Runs of rows that a sample is taken from."""
 TRIED = 4
-"""Tensors that are encoded for an estimate before anything is written."""
+"""Tensors that are encoded for an estimate before a byte is written."""
 OPTIONS = tuple(sorted(MergeOptionKeywords.__annotations__))
-"""Options of a conversion that a merge takes too."""
+"""Options of a conversion that a merge also takes."""
 
 
 @dataclass(frozen=True)
 class Survival:
-    """What a grid leaves of a change D = merged - base, once it is E = written - base.
+    """How much of the change D = merged - base is left in E = written - base after quantization.
 
     error       |E - D| / |D|: 0 all of it; 1 as if nothing had been added
     projection  <E, D> / |D|²: the part of D that E has in its direction
@@ -67,7 +67,7 @@ class Survival:
 
 @dataclass(frozen=True)
 class MergeReport(Report):
-    """What a merge did. `survival` has the matrices that were written to a grid, by FQN."""
+    """What a merge did. `survival` has the merged matrices that were quantized, by FQN."""
 
     survival: Mapping[str, Survival] = field(default_factory=dict)
 
@@ -142,15 +142,15 @@ def plan_merge(
 
 
 def own_setup(ckpt: Checkpoint) -> str:
-    """The `--to` that leaves everything as it is; for what no setup writes (a safetensors file
-    alone) `hf`."""
+    """Return the setup that the checkpoint has; `hf` where no setup writes such a checkpoint, for
+    example a single safetensors file."""
     encoded = [name for name in ckpt.encodings if name != "dense"]
     name = ckpt.setup.removesuffix("-" + "-".join(encoded)) if encoded else ckpt.setup
     return name if name in setups.names() else "hf"
 
 
 def _gridded(made: Plan) -> list[Encode]:
-    """Matrices with something added that are written quantized."""
+    """Return the steps that quantize merged matrices."""
     return [
         step
         for step in made.encodes
@@ -177,7 +177,7 @@ def _refused(again: Sequence[Encode], to: str) -> PlanError:
 
 
 def with_survival(made: Plan, report: Report) -> MergeReport:
-    """The report, with what was left of the changes in the file that was written."""
+    """Return the report with the survival of each quantized matrix, measured in the output."""
     found: dict[str, Survival] = {}
     steps = _gridded(made)
     if steps:
@@ -194,7 +194,7 @@ def _stored(out: LazyTensor) -> Callable[[Box, torch.Tensor], torch.Tensor]:
 
 
 def _estimate(step: Encode) -> Survival | None:
-    """As `measured`, by encoding the sample alone; None: the encoding does not take one."""
+    """Return the survival by encoding only a sample; None where the encoding refuses its shape."""
     tensor = step.tensor
     refusals = (
         isinstance(step.encoding.parts(TensorInfo(box.sizes, tensor.dtype)), Refusal)
@@ -206,7 +206,7 @@ def _estimate(step: Encode) -> Survival | None:
 
 
 def measured(step: Encode, written: Callable[[Box, torch.Tensor], torch.Tensor]) -> Survival:
-    """What survives on a sample; `written(box, merged)` gives what a file holds of it."""
+    """Return the survival on a sample; `written(box, merged)` gives the written values of a box."""
     tensor, base = step.tensor, untouched(step.tensor)
     squares = errors = along = 0.0
     for box in _sample(tensor.shape):
@@ -222,7 +222,7 @@ def measured(step: Encode, written: Callable[[Box, torch.Tensor], torch.Tensor])
 
 
 def _sample(shape: tuple[int, ...]) -> Iterator[Box]:
-    """Runs of whole rows, spread over the matrix."""
+    """Yield boxes of whole rows, spread over the matrix."""
     columns = max(1, prod(shape[1:]))
     rows = min(shape[0], max(1, SAMPLE_NUMEL // columns))
     if rows == shape[0]:
@@ -234,7 +234,7 @@ def _sample(shape: tuple[int, ...]) -> Iterator[Box]:
 
 
 def _encoded(encoding: Encoding, values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The values as they come back from this encoding."""
+    """Return the values, encoded and decoded again."""
     import torch
 
     info = TensorInfo(tuple(values.shape), dtype)
@@ -254,5 +254,5 @@ def _encoded(encoding: Encoding, values: torch.Tensor, dtype: str) -> torch.Tens
 
 
 def _last(encoder: Encoder) -> Iterator[Write]:
-    """What it adds, asked for only after all was fed."""
+    """Call `finish` only when everything was fed."""
     yield from encoder.finish()

@@ -1,9 +1,9 @@
-"""What --overwrite may replace: a checkpoint that lies exactly there, and nothing beside it.
+"""What --overwrite may replace: a checkpoint at exactly this path, and no files of somebody else.
 
-`open` looks into a directory for the one checkpoint inside; a home directory with a single model
-in it opens well, and must not be replaced. Nor is a file lost that somebody put into a checkpoint's
-own directory: what goes is the checkpoint, what we wrote, what frameworks keep beside weights, and
-what the new output has a file of that name for.
+`open` looks into a directory for the one checkpoint inside. So a home directory with a single model
+in it opens, and must not be replaced. Nor may a file be lost that a user put into the directory of
+a checkpoint. --overwrite deletes the files of the checkpoint, those that ckptmap wrote, those that
+frameworks keep beside weights, and those that the new output replaces by name.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ COMPANION = re.compile(
     r"|(all|train|eval|test|predict)_results\.json|data\.pt|.*\.index\.json"
     r"|((diffusion_)?pytorch_)?model([-_.]\w+)*\.(bin|safetensors)|\.metadata|__\d+_\d+\.distcp"
 )
-"""What transformers, its Trainer, verl and torch keep beside the weights, or leave of them: names
-of their own, and few that a user would give."""
+"""Names of files that transformers, its Trainer, verl and torch keep beside weights. A user would
+give few of them to other files."""
 CACHES = (".cache", "__pycache__", ".ipynb_checkpoints")
-"""Directories that programs make for themselves; .cache is huggingface_hub's."""
+"""Directories that programs create for themselves; .cache is huggingface_hub's."""
 SHOWN = 3
 
 
 def manifest_at(target: Path) -> dict[str, Any] | None:
-    """The manifest of what is at the destination: a run killed just after it published left it."""
+    """Return the manifest of the checkpoint at the destination; None where there is none."""
     if target.is_symlink() or not (target.is_file() or target.is_dir()):
         return None
     try:
@@ -53,8 +53,10 @@ def manifest_at(target: Path) -> dict[str, Any] | None:
 
 
 def refuse_stranger(target: Path, written: Collection[str] = ()) -> None:
-    """--overwrite replaces a checkpoint, never what holds something else; `written` are the names
-    of files that come in the place of others. Raises DestinationError CKM301."""
+    """Raise DestinationError CKM301 where --overwrite would delete more than a checkpoint.
+
+    `written` are the names of files of the new output, which replace others of these names.
+    """
     if not target.is_file() and not (target.is_dir() and any(target.iterdir())):
         return
     kind = "directory" if target.is_dir() else "file"
@@ -73,7 +75,7 @@ def refuse_stranger(target: Path, written: Collection[str] = ()) -> None:
     if foreign:
         more = f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
         raise _refusal(
-            f"{target}: holds what is no part of its checkpoint: {', '.join(foreign[:SHOWN])}{more}",
+            f"{target}: holds files that are no part of its checkpoint: {', '.join(foreign[:SHOWN])}{more}",
             FOREIGN,
         )
 
@@ -83,7 +85,8 @@ def _refusal(message: str, hint: str = HINT) -> DestinationError:
 
 
 def _foreign(target: Path, ckpt: Checkpoint, written: Collection[str]) -> Iterator[str]:
-    """Files below that are none of the checkpoint's, ours, a framework's or replaced."""
+    """Yield files below that belong neither to the checkpoint, nor to ckptmap or a framework, and
+    that no new file replaces."""
     root = target.absolute()
     own = {*ckpt.index.files, *ckpt.index.file_of.values()}
     own |= {str(root / name) for name in (*_listed(root), *written)}
@@ -99,7 +102,7 @@ def _foreign(target: Path, ckpt: Checkpoint, written: Collection[str]) -> Iterat
 
 
 def _listed(root: Path) -> list[str]:
-    """What an earlier run of ours wrote here, by its manifest."""
+    """Return the files that an earlier run of ckptmap wrote here, by its manifest."""
     try:
         document = json.loads((root / manifests.NAME).read_bytes())
         return [manifests.NAME, *document["files"], *document["carried"]]
@@ -112,7 +115,7 @@ def _lies_at(ckpt: Checkpoint, target: Path) -> bool:
 
 
 def _others(target: Path, files: Sequence[str]) -> list[str]:
-    """Directories below that are checkpoints, and hold no part of this one: checkpoint-500/."""
+    """Return directories below that are other checkpoints: checkpoint-500/."""
     root = target.absolute()
     own = (Path(file) for file in files)
     mine = {file.relative_to(root).parts[0] for file in own if file.is_relative_to(root)}

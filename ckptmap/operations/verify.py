@@ -1,4 +1,6 @@
-"""verify(): is an output whole, are its bytes those that were written, are its values the source's?"""
+"""verify(): check that an output is complete, that its bytes are those that were written, and that
+its values are the source's.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ FEED_NUMEL = 1 << 19
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was checked, and what was found wrong: `problems` is empty where all is well."""
+    """What was checked, and the problems; none where the output is as it should be."""
 
     path: str
     tensors: int
@@ -89,11 +91,15 @@ def verify(
     adapter: str | os.PathLike[str] | None = None,
     base: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
-    """Coverage, sizes and digests by the manifest; with `against`, values by their fidelity.
+    """Check coverage, sizes and digests against the manifest; with `against`, also the values.
 
-    Moved and cast values must be bit-equal (to `torch.Tensor.to`), quantized ones to an encoding
-    of the source's values made once more; its error is reported. `adapter` is what was merged with
-    `against`, whose config lies beside it; `base` is what has the scales of its payloads. Raises AnswerNo CKM403 where there is no manifest.
+    against  the source: moved values must equal its values bit for bit, cast ones those of
+             `torch.Tensor.to`, quantized ones those of encoding its values once more
+    adapter  the LoRA adapter that was merged into `against`; its config lies beside it
+    base     the checkpoint with the scales of the payloads of `against`
+
+    The report states the error of quantized values and does not judge it. Raises AnswerNo CKM403
+    where there is no manifest.
     """
     try:
         ckpt = open(path)
@@ -224,7 +230,7 @@ def _against(
 
 
 def _plain_problems(ckpt: Checkpoint, source: Checkpoint, dropped: Container[str]) -> Iterator[str]:
-    """What is no tensor: what lies beside the weights, and the settings of the optimizer."""
+    """Yield differences of plain values: beside the weights, and settings of the optimizer."""
     theirs, mine, depth = beside_pair(source, ckpt, dropped)
     yield from differing(mine, theirs, depth)
     for theirs, mine, depth in optimizer_pairs(source, ckpt) if ckpt.optimizer_groups else ():
@@ -232,7 +238,7 @@ def _plain_problems(ckpt: Checkpoint, source: Checkpoint, dropped: Container[str
 
 
 def _named_as(ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any]) -> Checkpoint:
-    """The source under the names of the output, its indices those of the output's groups."""
+    """Return the source with the names of the output, and its indices as the output's groups."""
     if source.optimizer_by_index:
         source = _ordered_as(ckpt, source)
     if document.get("names") is None:
@@ -242,7 +248,7 @@ def _named_as(ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any])
 
 
 def _stored_otherwise(name: str, source: LazyTensor, mine: LazyTensor) -> Iterator[str]:
-    """The source may hold a payload alone, whose scales came from a `--base`: its bytes are there."""
+    """Yield a problem unless the source holds this payload; its scales then came from --base."""
     here, there = mine.parts.get(""), source.parts.get("")
     if here is None or there is None or here.info != there.info:
         yield f"{name}: {mine.info}, the source has {source.info}"
@@ -276,7 +282,7 @@ def _cast(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str
 
 
 def _quantized(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
-    """Encode the source once more: every part must come out bit for bit. How large its error is is not judged."""
+    """Encode the source once more: every part must be equal bit for bit. No error is judged."""
     encoder = mine.encoding_.encoder(source.info, "cpu")
     feeds = (encoder.feed(*values) for values in _steps(source, encoder.step))
     for write in chain.from_iterable(chain(feeds, _after(encoder.finish))):
@@ -286,12 +292,12 @@ def _quantized(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -
 
 
 def _after(finish: Callable[[], Iterable[Write]]) -> Iterator[Iterable[Write]]:
-    """Called only once all that stands before it in a chain is used up."""
+    """Call `finish` only when the iterators before it in a chain are exhausted."""
     yield finish()
 
 
 def _recoded(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
-    """Keep the source's codes once more: every part must come out bit for bit as it is stored."""
+    """Keep the source's codes once more: every part must equal the stored one bit for bit."""
     grid = code_grid(source)
     if grid is None or kept_fidelity(source, mine.encoding_, grid) is None:
         return f"{source.encoding} codes cannot be kept in {mine.encoding}"
@@ -302,7 +308,7 @@ def _recoded(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> 
 
 
 def _measure(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
-    """Its size is not judged, but what was finite must be so still."""
+    """Measure the error, which is not judged, but finite values must stay finite."""
     found = difference(source, mine)
     errors[source.fqn] = found.relative if found else 0.0
     if found is None or not found.lost:
@@ -317,7 +323,8 @@ CHECKS: Mapping[str, Callable[[LazyTensor, LazyTensor, dict[str, float]], str | 
 
 
 def _steps(lazy: LazyTensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(flat offset, values) in row-major order, each a multiple of `step` elements but the last."""
+    """Yield (flat offset, values) in row-major order; all but the last hold a multiple of `step`
+    elements."""
     import torch
 
     offset, rest = 0, torch.empty(0, dtype=lazy.torch_dtype)

@@ -1,4 +1,4 @@
-"""What a run of a plan gives back: what was written where, how exactly, and how long it took."""
+"""The report of a run: what was written where, with which fidelity, and how long it took."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptmap.core.formatting import counted, human
 from ckptmap.core.tensor_table import listed
 
 SAMPLE_NUMEL = 1 << 14
-"""Values of a quantized tensor whose error is measured."""
+"""Values of a quantized tensor that the error is measured on."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Report:
     seconds: float
     fidelity: Mapping[str, int]
     continued_nbytes: int
-    """Bytes that an earlier, interrupted run had already written."""
+    """Bytes that an earlier, interrupted run had written already."""
     dropped: Mapping[str, str]
     tied: Mapping[str, str]
     notes: Sequence[str] = ()
     errors: Mapping[str, float] = field(default_factory=dict)
-    """Tensors that were quantized, by FQN: rms of the error over rms of the values, on a sample of
-    at most SAMPLE_NUMEL values each."""
+    """Quantized tensor, by FQN -> rms of its error over rms of its values, on a sample of at most
+    SAMPLE_NUMEL values."""
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""Whether a path may become an output, asked before a byte is written and again under its lock."""
+"""Checks of a destination path, made before a byte is written and again under its lock."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from ckptmap.storage.resource_limits import or_resource_error
 
 
 def named_place(dst: str | os.PathLike[str]) -> Path:
-    """Raises DestinationError CKM304 for an empty path, which pathlib takes for the working
-    directory, and for one that the filesystem cannot hold."""
+    """Return the destination as a path.
+
+    Raises DestinationError CKM304 for an empty path, which pathlib takes for the working directory,
+    and for a path that the filesystem cannot hold.
+    """
     if not os.fspath(dst):
         raise DestinationError("CKM304", "the destination is an empty path", "name a new path")
     try:
@@ -36,9 +39,11 @@ def named_place(dst: str | os.PathLike[str]) -> Path:
 
 
 def check_destination(dst: Path, one_file: bool, overwrite: bool) -> None:
-    """Raise DestinationError where `dst` must not be written: CKM301 it exists (an empty
-    directory may be used, like may replace like with `overwrite`), CKM304 it is a link, a device
-    or a directory that is in use."""
+    """Raise DestinationError where `dst` must not be written.
+
+    CKM301: it exists. An empty directory may be used, and with `overwrite` a file may replace a file
+    and a directory a directory. CKM304: it is a link, a device or a directory that is in use.
+    """
     if not dst.name:
         raise DestinationError("CKM304", f"{dst}: is no place for an output", "name a new path")
     try:
@@ -106,13 +111,13 @@ def check_overlap(sources: Sequence[str | Path], dst: Path) -> None:
 
 
 def _around(folder: str) -> tuple[Sequence[Path], set[tuple[int, int] | None]]:
-    """A directory and all above it, resolved, and their devices and inodes."""
+    """Return a directory and all above it, resolved, with their devices and inodes."""
     real = Path(os.path.realpath(folder))
     return (real, *real.parents), {*_identities(real)}
 
 
 def _identities(path: Path) -> list[tuple[int, int] | None]:
-    """Device and inode of a path and all above it; None where there is nothing."""
+    """Return device and inode of a path and of all above it; None for one that does not exist."""
     return [_identity(place) for place in (path, *path.parents)]
 
 

@@ -1,15 +1,15 @@
-"""Publish a conversion as a whole or not at all.
+"""Publish an output as a whole or not at all: it is written beside its destination, then renamed.
 
-    .NAME.ckptmap-lock           who writes NAME now
-    .NAME.ckptmap-DIGEST/        beside the destination, so that one rename publishes
-        journal.jsonl            what is written
-        out/                     what will be published: the directory, or the one file in it
-        publishing               inode of what is being published: tells before from after
-        old                      what was there, where two renames replace it
-    .NAME.ckptmap-DIGEST.done/   a work directory being removed
+    .NAME.ckptmap-lock           the process that writes NAME now
+    .NAME.ckptmap-DIGEST/        the work directory, beside the destination NAME for the rename
+        journal.jsonl            the chunks that are written
+        out/                     the output: a directory, or the one file in it
+        publishing               inode of the output: tells whether the rename happened
+        old                      the replaced output, where the system cannot exchange two paths
+    .NAME.ckptmap-DIGEST.done/   a work directory that is being removed
 
-A run that fails leaves the destination as it was and the work directory for the next run of the
-same plan. Whatever state a killed run left is set right under the lock by the next `open`.
+A run that fails leaves the destination as it was, and the work directory for the next run of the
+same plan. The next `WorkDirectory.open` repairs, under the lock, whatever a killed run left.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ckptmap.storage.locks import Lock
 from ckptmap.storage.resource_limits import or_resource_error
 
 _DONE = ".done"
-"""Ends the name of a work directory that is being removed."""
+"""Suffix of a work directory that is being removed."""
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class WorkDirectory:
-    """A locked place to write one output in: fill `out_dir`, then `publish`.
+    """A locked directory to write one output in: fill `out_dir`, then `publish`.
 
-    Use as a context: leaving it releases the lock, and keeps the work unless it was published.
+    Use it as a context. Leaving it releases the lock and keeps the work unless it was published.
     """
 
     def __init__(self, dst: Path, path: Path, one_file: bool, overwrite: bool, lock: Lock) -> None:
@@ -48,17 +48,18 @@ class WorkDirectory:
         self.out_dir = path / "out"
         self.journal_path = path / "journal.jsonl"
         self.notes: tuple[str, ...] = ()
-        """What the user should be told: restored content, removed leftovers."""
+        """Notes for the user: restored content, removed leftovers."""
         self._lock = lock
 
     @classmethod
     def open(
         cls, dst: Path, plan_digest: str, one_file: bool, overwrite: bool, nbytes: int = 0
     ) -> WorkDirectory:
-        """Check the destination, lock it, set right what a killed run left, make room to work.
+        """Check and lock the destination, repair what a killed run left, make the directory.
 
-        `nbytes` is the output's size, for the check of free space. Raises DestinationError CKM301
-        exists, CKM303 no space, CKM304 cannot be written or must not be replaced, CKM305 locked.
+        `nbytes` is the size of the output, for the check of free space. Raises DestinationError
+        CKM301 the destination exists, CKM303 there is no space, CKM304 it cannot be written or must
+        not be replaced, CKM305 another process writes it.
         """
         if dst.parts[:1] == ("hf:",):
             raise DestinationError(
@@ -100,8 +101,8 @@ class WorkDirectory:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A refusal before any work was journaled must not keep reserved space. What cannot be
-        # removed is no failure: the output is published, or what went wrong is told already.
+        # A run that was refused before it journaled any work must not keep reserved space. Failing
+        # to remove it is no error: the output is published, or an error is being raised already.
         with contextlib.suppress(OSError):
             if self.path.exists() and (isinstance(error, DestinationError) or error is None):
                 self._drop_if_nothing_done()
@@ -114,16 +115,16 @@ class WorkDirectory:
             _discard(self.path)
 
     def discard(self) -> None:
-        """Forget what was written: another plan takes its place."""
+        """Remove what was written: another plan takes its place."""
         _discard(self.path)
 
     def publish(self, sync: bool = True) -> None:
-        """Sync everything, then let it appear at the destination by one rename; without `sync`
-        the order holds for whoever looks, but not through a power cut.
+        """Sync all files, then move the output to the destination by one rename.
 
+        Without `sync` processes still see all or nothing, but a power cut may not leave it so.
         Raises DestinationError CKM301 where something appeared at the destination meanwhile,
-        RunError CKM306 where syncing or renaming fails: the work is kept, the destination is as
-        it was.
+        RunError CKM306 where syncing or renaming fails: the work is then kept, and the destination
+        is as it was.
         """
         content = self.out_dir
         try:
@@ -178,7 +179,7 @@ class WorkDirectory:
 
 
 def _recover(dst: Path, mine: Path) -> Iterator[str]:
-    """Set right what killed runs left, under the lock; notes of what was done."""
+    """Repair what killed runs left; yield notes about it. The caller holds the lock."""
     pattern = re.compile(re.escape(f".{dst.name}.ckptmap-") + r"[0-9A-Za-z]{12}(\.done)?")
     for work in sorted(dst.parent.iterdir()):
         if not pattern.fullmatch(work.name) or work.is_symlink() or not work.is_dir():
@@ -207,8 +208,10 @@ def _recover(dst: Path, mine: Path) -> Iterator[str]:
 
 
 def clear_published(dst: Path, plan_digest: str, sync: bool) -> Iterator[str]:
-    """Remove what a run of this plan left that was killed just after it published; notes of what
-    was done. Whoever writes there now, or keeps us from it, will see to it."""
+    """Remove what a run of this plan left that was killed just after it published; yield notes.
+
+    Does nothing where another process holds the lock: that one removes it.
+    """
     dst = Path(os.path.abspath(dst))  # noqa: PTH100 (as `WorkDirectory.open` names it)
     work = _work_path(dst, plan_digest)
     done = work.with_name(work.name + _DONE)
@@ -246,7 +249,7 @@ def _removed(work: Path) -> str:
 
 
 def _discard(work: Path) -> None:
-    """Remove a work directory. It is renamed first: half removed, it would be misread."""
+    """Remove a work directory. It is renamed first: the next run would misread half of one."""
     done = work.with_name(work.name + _DONE)
     shutil.rmtree(done, ignore_errors=True)
     os.rename(work, done)
@@ -269,7 +272,7 @@ def _files(directory: Path) -> Iterator[str]:
 
 
 def _allocated(directory: Path) -> int:
-    """Bytes that an earlier run has reserved."""
+    """Return the bytes that an earlier run has reserved."""
     return sum(os.lstat(file).st_blocks * 512 for file in _files(directory))
 
 
@@ -293,7 +296,7 @@ def _sync(path: str | Path) -> None:
 
 
 def _renameat2(old: Path, new: Path, flags: int) -> bool:
-    """rename with flags; False where the system or the filesystem knows no such thing."""
+    """Rename with flags; return False where the system or the filesystem does not support them."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False

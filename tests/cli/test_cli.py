@@ -174,7 +174,7 @@ def test_inspect_keys_limits_the_table_only(run: Any, source: Path) -> None:
     done = run("inspect", source, "--keys", "*.1.*")
     assert "model.layers.1.mlp" in done.out and "layers.{0..2}" not in done.out
     assert "4 tensors" in done.out
-    assert "no tensor is named so" in run("inspect", source, "--keys", "nope").out
+    assert "no tensor has such a name" in run("inspect", source, "--keys", "nope").out
 
 
 # ------------------------------------------------------------------ plan and convert

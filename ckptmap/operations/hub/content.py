@@ -1,5 +1,6 @@
-"""What is published: the files of a local checkpoint with their hashes, and which of the
-repository's old files they replace."""
+"""The content of a push: files of a local checkpoint with their hashes, and the old files of the
+repository that they replace.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ WEIGHTS = re.compile(
     r"|(diffusion_)?pytorch_model(-\d+-of-\d+)?\.bin|(diffusion_)?pytorch_model\.bin\.index\.json"
     r"|ckptmap\.manifest\.json"
 )
-"""Names that a loader takes for the model's weights: old ones must not stay beside new ones. Not
-adapters, variants, or what lies in folders below."""
+"""Names that a loader takes for the model's weights: old ones must not stay beside new ones. They
+do not match adapters, variants, or files in folders below."""
 LOCAL_ONLY = re.compile(r"(\.git|\.cache|__pycache__)(/.*)?|.*\.(lock|tmp|incomplete)|\.env.*")
 
 
 @dataclass(frozen=True)
 class Item:
-    """One file to be published at `path`: a local file, or its content."""
+    """One file to publish at `path`: a local file, or its content."""
 
     path: str
     nbytes: int
@@ -38,7 +39,7 @@ class Item:
     content: bytes = b""
 
     def equals(self, entry: Entry | None) -> bool:
-        """Is it what the repository has?"""
+        """Return whether the repository has this very file."""
         if entry is None or entry.nbytes != self.nbytes:
             return False
         if entry.sha256 is not None:
@@ -51,14 +52,14 @@ class Item:
 
 @dataclass(frozen=True)
 class Content:
-    """Everything that one push publishes. `deleted` are paths of the repository that go."""
+    """Everything that one push publishes; `deleted` are paths of the repository to delete."""
 
     items: Sequence[Item]
     deleted: Sequence[str] = ()
 
     @property
     def id(self) -> str:
-        """The same for the same content, wherever it is pushed from."""
+        """An id of the content, the same on every machine."""
         seen = hashlib.sha256()
         for item in sorted(self.items, key=lambda item: item.path):
             seen.update(f"{item.path} {item.nbytes} {item.sha256}\n".encode())
@@ -66,8 +67,8 @@ class Content:
 
     @property
     def change(self) -> str:
-        """The id, and what goes: a pull request that began before a file was there cannot delete
-        it."""
+        """The id, extended by the deletions: a pull request that began before a file was there
+        cannot delete it."""
         gone = hashlib.sha256("\n".join(sorted(self.deleted)).encode()).hexdigest()[:6]
         return f"{self.id}-{gone}" if self.deleted else self.id
 
@@ -76,7 +77,7 @@ class Content:
         return sum(item.nbytes for item in self.items)
 
     def left(self, tree: Mapping[str, Entry]) -> list[Item]:
-        """Items that the tree does not have yet."""
+        """Return the items that the tree does not have yet."""
         return [item for item in self.items if not item.equals(tree.get(item.path))]
 
     def is_in(self, tree: Mapping[str, Entry]) -> bool:
@@ -84,10 +85,11 @@ class Content:
 
 
 def items_of(ckpt: Checkpoint, folder: str, fresh: bool) -> tuple[list[Item], list[str]]:
-    """The files of a local checkpoint, to be put into `folder` of the repository, and notes.
+    """Return the files of a local checkpoint, to publish in `folder` of the repository, and notes.
 
-    `fresh`: it was written just now, so that the manifest's hashes are the files'. Else files are
-    held against the manifest, where there is one: DestinationError CKM715 where they differ.
+    `fresh`: the checkpoint was written just now, so its manifest has the hashes of the files.
+    Otherwise files are compared with the manifest, if there is one: DestinationError CKM715 where
+    they differ.
     """
     sha256: Mapping[str, str] = _known_sha256(ckpt) if fresh else {}
     if not fresh:
@@ -117,14 +119,14 @@ def _check(ckpt: Checkpoint) -> None:
 
 
 def _known_sha256(ckpt: Checkpoint) -> Mapping[str, str]:
-    """SHA-256 that the manifest states of files that were written just now."""
+    """Return the SHA-256 of files that the manifest states."""
     manifest = manifest_of(ckpt)
     files: Mapping[str, Any] = {} if manifest is None else manifest["files"]
     return {name: about["sha256"] for name, about in files.items() if "sha256" in about}
 
 
 def manifest_of(ckpt: Checkpoint) -> dict[str, Any] | None:
-    """ckptmap's own manifest; None: it did not write this."""
+    """Return the manifest; None where ckptmap did not write the checkpoint."""
     try:
         return read_manifest(ckpt)
     except AnswerNo:
@@ -137,7 +139,7 @@ def _item(file: Path, name: str, folder: str, sha256: Mapping[str, str]) -> Item
 
 
 def written(folder: str, name: str, content: bytes) -> Item:
-    """A file that is made here."""
+    """Return an item with the given content."""
     digest = hashlib.sha256(content).hexdigest()
     return Item(_in(folder, name), len(content), digest, content=content)
 
@@ -147,7 +149,7 @@ def _in(folder: str, name: str) -> str:
 
 
 def replaced(tree: Iterable[str], items: Sequence[Item], folder: str) -> list[str]:
-    """Weights in `folder` of the repository that a loader could take in place of the new ones."""
+    """Return old weights in `folder` that a loader could take in place of the new ones."""
     mine = {item.path for item in items}
     below = _in(folder, "")
     names = {path: path.removeprefix(below) for path in tree if path.startswith(below)}

@@ -1,6 +1,6 @@
-"""The model card that a repository gets where it has none: what the model is made of and how.
+"""The model card that a repository gets if it has none: what the model was made from, and how.
 
-It claims nothing but what the manifest says. Fields are those of the Hub's model cards
+It states only what the manifest says. Fields are those of the Hub's model cards
 (https://huggingface.co/docs/hub/model-cards).
 """
 
@@ -30,7 +30,7 @@ _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def base_of(origin: str, folder: Path) -> str | None:
-    """The repository that a model was made of: where it was read from, or what its config names."""
+    """Return the repository that a model was made from: its source, or the one its config names."""
     if is_hub(origin):
         return parse(origin).repo
     config = folder / "config.json"
@@ -51,8 +51,11 @@ def card(
     manifest: Mapping[str, Any] | None,
     library: str | None = None,
 ) -> bytes:
-    """The card's text. `manifest` is ckptmap's own of what is published; None: it made nothing.
-    `library` is the one whose `from_pretrained` loads it."""
+    """Return the text of the card.
+
+    manifest  of the published output; None where ckptmap did not write it
+    library   the library whose `from_pretrained` loads the model
+    """
     from huggingface_hub import ModelCard, ModelCardData
 
     steps = [] if manifest is None else list(manifest["logical"].values())
@@ -95,7 +98,7 @@ def _body(
 
 
 def _quantization(manifest: Mapping[str, Any]) -> str:
-    """`14 tensors as nf4 (bfloat16)`, by what tensors became."""
+    """Return `14 tensors as nf4 (bfloat16)`, one such part for each target."""
     became = Counter(
         str(step["target"])
         for step in manifest["logical"].values()

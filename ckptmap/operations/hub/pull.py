@@ -1,4 +1,4 @@
-"""pull(): a checkpoint from the Hub as it is, every file verified, all of it or nothing."""
+"""pull(): fetch a checkpoint from the Hub as it is; every file is verified, all or none appear."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ OTHER_WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".ot",
     ".npz", ".distcp", ".index.json", ".tflite", ".mlmodel",
 )  # fmt: skip
-"""Ends of names of weights: of a model directory, those in other forms stay on the Hub."""
+"""Suffixes of weights. Of a model directory, weights in other forms stay on the Hub."""
 
 GIT = (".gitattributes", ".gitignore")
-"""How Git is to keep the repository: nothing of the checkpoint."""
+"""Settings of Git for the repository, which are no part of the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,13 @@ def pull(
     overwrite: bool = False,
     sync: bool = True,
 ) -> PullReport:
-    """Fetch the checkpoint at `hf://org/name[@revision][/folder]`, its files as they are: what its
-    index names and what lies beside it (config, tokenizer, card), no weights in other forms.
+    """Fetch the files of the checkpoint at `hf://org/name[@revision][/folder]` as they are.
 
-    The destination is complete or untouched, and the same call continues one that was interrupted:
-    whole files are kept. `sync` as for `convert`. Raises SourceError where there is no checkpoint, DestinationError where it
-    must not be written, RunError CKM709 where what comes is not what the Hub lists.
+    These are the files that its index names and those beside it (config, tokenizer, card), without
+    weights in other forms. The destination is complete or untouched. The same call continues one
+    that was interrupted and keeps whole files. `sync` is that of `RunOptions`. Raises SourceError
+    where there is no checkpoint, DestinationError where the destination must not be written,
+    RunError CKM709 where a file is not the one that the Hub lists.
     """
     started = time.monotonic()
     if not is_hub(src):
@@ -113,7 +114,7 @@ def pull(
 
 
 def _chosen(ckpt: Checkpoint, mirror: Mirror, place: Path) -> tuple[dict[str, Entry], list[str]]:
-    """Files by their name in the destination, and those left on the Hub."""
+    """Return the files by their names in the destination, and the names left on the Hub."""
     mine = {*ckpt.index.files, *(str(place / name) for name in ckpt.index.missing_weights)}
     if place.is_file():
         return {place.name: mirror.entry(str(place))}, []

@@ -1,10 +1,10 @@
-"""Where a push puts what is not yet to be seen, and how it becomes visible at once.
+"""Where a push uploads files before they are visible, and how they become visible all at once.
 
-    main          a pull request, found again by its title; merged when it is proven
-    another one   a work branch; then one commit, or the branch itself where it is new
+    to main            a pull request, found again by its title, merged once it is checked
+    to another branch  a work branch; then one commit, or the branch itself where it is new
 
-Both are refs that nobody loads from. What a ref holds is asked of the Hub, never remembered: a
-killed push leaves no state that the next one could misread.
+Both are refs that nobody loads from. ckptmap always asks the Hub what a ref holds and stores
+nothing itself: a killed push leaves no state that the next one could misread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAIN = "main"
 BATCH_NBYTES = 10_000_000_000
-"""Bytes of files that one commit into the pull request brings: what a killed push may do again."""
+"""Bytes of files of one commit into the pull request. A killed push may upload so much again."""
 BATCH_FILES = 100
 """Files of one commit: what the Hub advises (huggingface_hub, upload guide)."""
 _WORK_BRANCH = re.compile(r"ckptmap-[0-9a-f]{12}")
@@ -38,7 +38,7 @@ def api() -> HfApi:
 
 @dataclass(frozen=True)
 class Target:
-    """A revision to be published to, as it is now: `head` its commit, `tree` what it holds."""
+    """A branch to publish on, as it is now: `head` is its commit, `tree` its files."""
 
     repo: str
     revision: str
@@ -48,7 +48,7 @@ class Target:
 
     @classmethod
     def look(cls, repo: str, revision: str) -> Target:
-        """A branch that is not there yet begins as main is."""
+        """Return the branch as it is; one that does not exist yet begins as main is."""
         at = _at(repo, revision)
         if at is not None:
             return cls(repo, revision, at.commit, at.tree(kind=RunError))
@@ -59,7 +59,7 @@ class Target:
 
 @dataclass
 class Stage:
-    """A ref apart from the target, that content is written into."""
+    """A ref besides the target that the content is uploaded to."""
 
     target: Target
     content: Content
@@ -76,7 +76,7 @@ class Stage:
         return at.commit, at.tree(kind=RunError)
 
     def write(self) -> int:
-        """Bring what is not there yet, batch by batch; the bytes of it."""
+        """Upload what is not there yet, in batches; return its bytes."""
         head, tree = self.tree()
         left, nbytes = self.content.left(tree), 0
         gone = [path for path in self.content.deleted if path in tree]
@@ -102,7 +102,7 @@ class Stage:
         return done.oid
 
     def check(self) -> None:
-        """Raises RunError CKM713 where the Hub does not hold exactly what was to be there."""
+        """Raise RunError CKM713 where the ref does not hold exactly what it should."""
         _, tree = self.tree()
         wrong = [item.path for item in self.content.left(tree)]
         wrong += [path for path in self.content.deleted if path in tree]
@@ -124,7 +124,7 @@ class Stage:
             )
 
     def foreign(self, tree: Tree) -> list[str]:
-        """Paths outside the content in which the ref differs from its target."""
+        """Return paths outside the content in which the ref differs from its target."""
         mine = {item.path for item in self.content.items} | set(self.content.deleted)
         paths = {*tree, *self.target.tree} - mine
         return sorted(path for path in paths if tree.get(path) != self.target.tree.get(path))
@@ -134,7 +134,7 @@ class Stage:
 
 
 def open_pull(target: Target, content: Content, what: str) -> Stage:
-    """The pull request of an earlier run of the same push, or a new one, a draft."""
+    """Return the pull request of an earlier run of this push, or a new one as a draft."""
     title = f"{what} (ckptmap {content.change})"
     with told(target.repo, RunError, "looking for its pull request"):
         found = [d for d in api().get_repo_discussions(target.repo) if _is_ours(d, content)]
@@ -172,7 +172,7 @@ def _description(content: Content) -> str:
 
 
 def merge_pull(stage: Stage) -> None:
-    """Raises RunError CKM714 where main changed meanwhile so that it cannot be merged."""
+    """Merge the pull request. Raises RunError CKM714 where main changed and it cannot be merged."""
     from huggingface_hub.errors import HfHubHTTPError
 
     assert stage.pull is not None
@@ -193,7 +193,7 @@ def merge_pull(stage: Stage) -> None:
 
 
 def ready(stage: Stage) -> None:
-    """A pull request is opened as a draft, which cannot be merged."""
+    """Mark the pull request as ready: a draft cannot be merged."""
     assert stage.pull is not None
     with told(stage.target.repo, RunError, "opening its pull request for merging"):
         details = api().get_discussion_details(stage.target.repo, stage.pull)
@@ -211,7 +211,7 @@ def page(stage: Stage) -> str:
 
 
 def open_branch(target: Target, content: Content, what: str) -> Stage:
-    """A work branch that begins where the target is; one of another time is begun anew."""
+    """Return a work branch that begins at the target; an older one is replaced."""
     ref = f"ckptmap-{content.id}"
     stage = Stage(target, content, ref, f"{what} (ckptmap {content.id})")
     at = _at(target.repo, ref)
@@ -227,7 +227,7 @@ def open_branch(target: Target, content: Content, what: str) -> Stage:
 
 
 def advance_branch(stage: Stage) -> None:
-    """The target takes what the work branch holds, in one step; the work branch goes."""
+    """Move the target to the content of the work branch in one step; delete the work branch."""
     target, content = stage.target, stage.content
     with told(target.repo, RunError, f"moving {target.revision}"):
         if not target.exists:
@@ -245,8 +245,8 @@ def advance_branch(stage: Stage) -> None:
 
 
 def sweep(target: Target) -> None:
-    """Remove work branches that hold what the target holds: of runs that were stopped right after
-    they had published."""
+    """Remove work branches that hold what the target holds. A run leaves one that is stopped right
+    after it published."""
     with told(target.repo, RunError, "removing work branches"):
         for ref in api().list_repo_refs(target.repo).branches:
             if _WORK_BRANCH.fullmatch(ref.name) is None:
@@ -259,7 +259,7 @@ def sweep(target: Target) -> None:
 
 
 def _at(repo: str, revision: str) -> Repo | None:
-    """The repository at a revision; None: it has none of this name."""
+    """Return the repository at a revision; None where there is no such revision."""
     from huggingface_hub.errors import RevisionNotFoundError
 
     with told(repo, RunError):
@@ -274,7 +274,9 @@ def _addition(path: str, source: object, sha256: str) -> CommitOperationAdd:
     from huggingface_hub import CommitOperationAdd
 
     made = CommitOperationAdd(path, source)  # type: ignore[arg-type]
-    made.upload_info.sha256 = bytes.fromhex(sha256)  # known already: one read less
+    made.upload_info.sha256 = bytes.fromhex(
+        sha256
+    )  # known already, which saves reading the file once more
     return made
 
 
@@ -285,10 +287,10 @@ def _deletions(paths: list[str]) -> list[CommitOperationDelete]:
 
 
 def found_or_made(name: HubName, private: bool) -> Repo:
-    """The repository to push into, made where there is none.
+    """Return the repository to push into; create it where there is none.
 
-    Raises DestinationError CKM707 without a token, 711 where it was renamed, 712 where it is public
-    and should not be.
+    Raises DestinationError CKM707 without a token, CKM711 where it was renamed, CKM712 where it is
+    public and should be private.
     """
     from huggingface_hub.constants import ENDPOINT
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
