@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class Shared:
         if failed.exists():
             raise RanksError(failed.read_text())
         if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # half filled by a killed process
             try:
                 fill(folder)
             except RanksError as error:
