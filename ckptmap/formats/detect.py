@@ -1,4 +1,8 @@
-"""Looking at a path before anything is read: what is there, and what it is if it is no checkpoint."""
+"""Look at a path before its headers are read, and explain a path that is not a checkpoint.
+
+`look` takes the first bytes of a file, or the entries of a directory. `find` returns the checkpoint
+at that place, or the only one inside it. `refuse_place` names what lies there instead.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,12 @@ HEAD_NBYTES = 512
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:
-    """Sort key: rank_2 before rank_10."""
+    """Return a sort key that puts rank_2 before rank_10."""
     return [(0, int(s)) if s.isdigit() else (1, s) for s in re.split(r"(\d+)", name)]
 
 
 def look(path: Path) -> Place:
-    """Raises SourceError CKM101 where nothing can be read there."""
+    """Return the first bytes, or the entries, of a path. Raise SourceError CKM101 if it cannot be read."""
     try:
         if path.is_dir():
             names = sorted((entry.name for entry in os.scandir(path)), key=natural)
@@ -38,7 +42,7 @@ def look(path: Path) -> Place:
 
 
 def _way_to(path: Path, error: OSError) -> str:
-    """What to do about a path that cannot be looked at: a name that is nearly there, most often."""
+    """Return the hint for a path that cannot be read: most often a file with a similar name."""
     if isinstance(error, PermissionError):
         return "check its permissions, and who you are"
     if not isinstance(error, FileNotFoundError):
@@ -60,7 +64,7 @@ SIDE_FILES = re.compile(
     r"(data|dataloader.*|training_args|optim.*|scheduler|scaler|rng_state.*)\.(pt|pth|bin)"
     r"|random_states_\d+\.pkl|optimizer_\d+"
 )
-"""What training frameworks leave beside weights, and what is no checkpoint by itself."""
+"""Names of files that training frameworks write beside weights; none is a checkpoint by itself."""
 
 
 ZERO_PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")
@@ -71,9 +75,10 @@ SHARD = re.compile(r".+-\d{5}-of-(\d{5})\.(safetensors|bin)")
 
 
 def find(place: Place, is_checkpoint: Callable[[Place], bool]) -> tuple[Place, tuple[str, ...]]:
-    """The place itself, or the one checkpoint inside it with a note that says which.
+    """Return the place itself, or the only checkpoint inside it, with notes that say which.
 
-    Raises SourceError: CKM111 with the candidates where there are several, else what is there.
+    Raise SourceError: CKM111 with the candidates if there are several, else the error that says
+    what lies there.
     """
     _refuse_part(place)
     if is_checkpoint(place):
@@ -88,7 +93,7 @@ def find(place: Place, is_checkpoint: Callable[[Place], bool]) -> tuple[Place, t
 
 
 def _refuse_part(place: Place) -> None:
-    """Raises SourceError CKM111 for what alone is no checkpoint, though its bytes look like one."""
+    """Raise SourceError CKM111 for a part of a checkpoint whose bytes look like a whole one."""
     path = Path(place.path)
     names = place.names if place.is_dir else (path.name,)
     if any(map(ZERO_PART.fullmatch, names)):
@@ -107,7 +112,7 @@ def _refuse_part(place: Place) -> None:
 
 
 def _one_of_many(place: Place) -> tuple[str, ...]:
-    """A note on a file that by its name is one of several."""
+    """Return a note if the name of a file says that it is one of several shards."""
     match = SHARD.fullmatch(Path(place.path).name)
     if place.is_dir or match is None or int(match[1]) < 2:
         return ()
@@ -118,7 +123,7 @@ def _one_of_many(place: Place) -> tuple[str, ...]:
 
 
 def refuse_place(place: Place, is_checkpoint: Callable[[Place], bool]) -> SourceError:
-    """What to say of a path that no container claims."""
+    """Return the error for a path that no format recognises."""
     return _of_directory(place, is_checkpoint) if place.is_dir else _of_file(place)
 
 
@@ -147,9 +152,9 @@ LEGACY_MAGIC = re.compile(
 )
 """The pickled magic number that torch.save's format of before torch 1.6 starts with, of any protocol."""
 LEGACY_NBYTES = 32
-"""No less than the longest of them."""
+"""Bytes that hold any of them."""
 TAR_MAGIC = 257
-"""Where a tar archive has its magic bytes."""
+"""Offset of the magic bytes of a tar archive."""
 OTHER_FRAMEWORKS = (
     r".*\.(h5|keras|msgpack|ckpt\.index|onnx|tflite)|saved_model\.pb"
     r"|manifest\.ocdbt|_CHECKPOINT_METADATA"
@@ -157,7 +162,7 @@ OTHER_FRAMEWORKS = (
 
 
 def _foreign(place: Place) -> tuple[str, str] | None:
-    """What a file of another program is, and what to do; None: nothing that is known."""
+    """Return what a file of another program is, and a hint; None: it is not known."""
     for magic, what, hint in FOREIGN:
         if place.head.startswith(magic):
             return what, hint
@@ -169,7 +174,7 @@ def _foreign(place: Place) -> tuple[str, str] | None:
 
 
 def legacy(path: str) -> SourceError:
-    """Of a file that begins as `LEGACY_MAGIC` says."""
+    """Return the error for a file that begins with `LEGACY_MAGIC`."""
     return SourceError(
         "CKM117",
         f"{path}: is in the torch.save format of before torch 1.6",
@@ -230,7 +235,7 @@ MARKS: tuple[tuple[str, str, str], ...] = (
 
 
 BESIDE_WEIGHTS = re.compile(r"config\.json|tokenizer(_config)?\.(json|model)|vocab\.(json|txt)")
-"""What lies beside a model's weights, and says nothing by itself."""
+"""Files beside a model's weights that do not tell what a directory is."""
 
 
 def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> SourceError:
@@ -264,13 +269,13 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
 
 
 def adapters_in(place: Place) -> list[str]:
-    """Entries that are peft adapters: save_pretrained of a model with several makes one each."""
+    """Return the entries that are peft adapters: save_pretrained writes a folder for each."""
     ends = [(name, os.path.join(place.path, name, ADAPTER_CONFIG)) for name in place.names[:200]]
     return [name for name, end in ends if os.path.isfile(end)]  # Path raises where it may not look
 
 
 def _mark(place: Place) -> tuple[str, str] | None:
-    """What a directory that holds a known name is, and what to do; None: no such name."""
+    """Return what a directory with a known entry is, and a hint; None: no entry is known."""
     for pattern, what, hint in MARKS:
         if any(re.fullmatch(pattern, name) for name in place.names):
             return what, hint
@@ -278,7 +283,7 @@ def _mark(place: Place) -> tuple[str, str] | None:
 
 
 def _candidates(place: Place, is_checkpoint: Callable[[Place], bool]) -> list[str]:
-    """Entries, and entries of entries, that are checkpoints."""
+    """Return the entries, and entries of entries, that are checkpoints."""
     found: list[str] = []
     for name in place.names[:200]:
         if name.startswith(".") or SIDE_FILES.fullmatch(name):

@@ -1,8 +1,8 @@
-"""The items of DCP data files: each is a complete torch.save archive at (offset, length).
+"""Read the items of DCP data files: each is a complete torch.save archive at (offset, length).
 
-Reading one with all checks takes about 60 us. The items of one save that hold chunks of one shape
-and dtype differ in nothing but data, checksums and torch's content id, so the first of a kind is
-read in full and the others are compared with it, everything else byte for byte (about 12 us).
+To parse an item with all checks takes about 60 us. The items of one save that hold chunks of one
+shape and dtype differ only in data, checksums and torch's content id. So the first of a kind is
+parsed in full; the others are compared with it byte by byte, but for these three (about 12 us).
 """
 
 from __future__ import annotations
@@ -41,33 +41,34 @@ SAVE_TO_READ = (
     " save_distributed=True)"
 )
 TOGETHER = 256
-"""Items whose bytes are read together."""
+"""Items whose headers are read by one call of `Files.read_each`."""
 
 Found: TypeAlias = tuple[Region, int | None]
-"""The bytes of a chunk, and their CRC-32 if it is there."""
+"""The region of a chunk, and its CRC-32; None: the writer left it out."""
 Part: TypeAlias = tuple[str, Item, tuple[int, ...]]
 """File and item of a chunk, and its sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What items of one kind share: `head` before the data, `fixed` runs (start, bytes) after it."""
+    """The bytes that items of one kind share: `head` before the data, `fixed` runs (start, bytes) after
+    it."""
 
     head: bytes
     tail_nbytes: int
     fixed: tuple[tuple[int, bytes], ...]
     crc_at: int
-    """Where the data's CRC-32 is in the tail."""
+    """Offset of the data's CRC-32 in the tail."""
     region: Region
-    """Of the first of the kind, its offset relative to the item."""
+    """Region of the first item of the kind; its offset is relative to the item."""
 
     @property
     def nbytes(self) -> int:
-        """Of head and tail."""
+        """Return the bytes of head and tail together."""
         return len(self.head) + self.tail_nbytes
 
     def found(self, raw: bytes | bytearray, at: int, file: str, item: Item) -> Found | None:
-        """The region of an item whose head and tail are in `raw`; None: it is of another kind."""
+        """Return the region of an item, whose head and tail are in `raw`; None: it is of another kind."""
         tail = at + len(self.head)
         if not raw.startswith(self.head, at):
             return None
@@ -80,7 +81,7 @@ class _Kind:
 
 
 class Items:
-    """Reads items of the files of one checkpoint; remembers the kinds it has met.
+    """Reads items from the files of one checkpoint; remembers the kinds that it has parsed.
 
     Tensors keep it to find their chunks later; its descriptors are closed with the last of them.
     """
@@ -93,20 +94,20 @@ class Items:
         self._sizes: dict[str, int] = {}
 
     def value(self, file: str, item: Item, key: str) -> Any:
-        """What an item holds: a StoredTensor, an Opaque, a plain value. Raises SourceError."""
+        """Return the value in an item: a StoredTensor, an Opaque, a plain value. Raise SourceError."""
         return self._load(file, item, key).tree
 
     def is_plain(self, file: str, item: Item, key: str, info: TensorInfo) -> bool:
-        """Does it hold a plain tensor? `info` is what it is declared as. Raises SourceError."""
+        """Return True if the item holds a plain tensor; `.metadata` declares it as `info`."""
         kind = self._kinds.get((info.dtype, info.shape, item.nbytes))
         if kind is not None and self._same_kind(kind, file, item) is not None:
             return True
         return isinstance(self._learned(file, item, key, info.dtype, info.shape), StoredTensor)
 
     def region(self, file: str, item: Item, key: str, dtype: str, sizes: tuple[int, ...]) -> Found:
-        """The bytes of a chunk declared as `sizes` of `dtype`.
+        """Return the region of a chunk that `.metadata` declares as `sizes` of `dtype`.
 
-        Raises SourceError CKM112 where the item holds something else.
+        Raise SourceError CKM112 where the item holds something else.
         """
         kind = self._kinds.get((dtype, sizes, item.nbytes))
         if kind is not None:
@@ -122,7 +123,7 @@ class Items:
         return chunk.region, chunk.crc32
 
     def regions(self, parts: Sequence[Part], key: str, dtype: str) -> list[Found]:
-        """`region` of all chunks of a tensor."""
+        """Return the regions of all chunks of a tensor."""
         found = [
             self.region(*part[:2], key, dtype, part[2]) for part in parts[:1]
         ]  # a kind, mostly
@@ -137,7 +138,7 @@ class Items:
     def _learned(
         self, file: str, item: Item, key: str, dtype: str, sizes: tuple[int, ...]
     ) -> object:
-        """What an item holds; if it is as declared, others of its kind are known from now on."""
+        """Return the value in an item. If it is as declared, remember its kind."""
         loaded = self._load(file, item, key)
         tensor = loaded.tree
         if isinstance(tensor, StoredTensor) and tensor.info == TensorInfo(sizes, dtype):
@@ -159,7 +160,7 @@ class Items:
             raise SourceError(error.code, f"{where}: {text}", error.hint) from error
 
     def _same_kind(self, kind: _Kind, file: str, item: Item) -> Found | None:
-        """The region, if all but data and checksums is as in the kind; None: read it in full."""
+        """Return the region if the item is of this kind; None: it must be parsed."""
         head = self._read(file, item.offset, len(kind.head), item)
         tail_at = item.offset + item.nbytes - kind.tail_nbytes
         return kind.found(head + self._read(file, tail_at, kind.tail_nbytes, item), 0, file, item)
@@ -167,7 +168,7 @@ class Items:
     def _alike(
         self, parts: Sequence[Part], kinds: Sequence[_Kind | None]
     ) -> Iterator[Found | None]:
-        """The same of many, whose bytes are read together."""
+        """Yield the same for many items, whose heads and tails are read together."""
         raw = bytearray(sum([kind.nbytes for kind in kinds if kind is not None]))
         reads, at, view = [], 0, memoryview(raw)
         for (file, item, _), kind in zip(parts, kinds, strict=True):
@@ -183,8 +184,8 @@ class Items:
             at += 0 if kind is None else kind.nbytes
 
     def _read(self, file: str, offset: int, nbytes: int, item: Item) -> bytes:
-        """Bytes of an item; small ones that follow each other in a file are read a block at a time,
-        where each is in another file, as of many ranks, one at a time."""
+        """Return bytes of an item. Small items that follow each other in a file are read a block at a
+        time; if each is in another file, as those of many ranks, one at a time."""
         if item.nbytes > SMALL_NBYTES:
             return self._files.read(file, offset, nbytes)
         held, start, block = self._block
@@ -205,7 +206,7 @@ class Items:
 def _learn(
     files: Files, loaded: Loaded, item: Item, region: Region, crc32: int | None
 ) -> _Kind | None:
-    """The kind of an item that was read in full; None where it is unusual (no checksum, a view)."""
+    """Return the kind of a parsed item; None where it is unusual (no checksum, a view)."""
     names = [name for name in loaded.records if name.startswith("data/")]
     if crc32 is None or len(names) != 1:
         return None
@@ -236,7 +237,7 @@ def _learn(
 
 
 def _between(tail: bytes, free: list[tuple[int, int]]) -> tuple[tuple[int, bytes], ...]:
-    """The runs of `tail` that are not free."""
+    """Return the (start, bytes) runs of `tail` outside of the `free` ranges."""
     runs = []
     at = 0
     for start, nbytes in sorted(free):

@@ -1,5 +1,7 @@
-"""`.metadata` as torch pickles it, made shorter before it is read: no object for each of 100,000
-tensors that are alike, nor for where each of their chunks lies.
+"""Make the pickle of `.metadata` shorter before it is unpickled.
+
+The unpickler makes several objects for each of 100,000 tensors. Most of them are equal to those of
+another tensor, or can be columns of numbers:
 
     state_dict_metadata   NAME body NAME body ...       an equal body is not built again: a reference
                           NAME body NAME get  ...       to what the first one built takes its place
@@ -21,9 +23,9 @@ from ckptmap.formats.dcp.metadata_classes import MARKS
 from ckptmap.formats.pickle.template import opcodes
 
 BATCH_NBYTES = 1 << 18
-"""Of entries at a time: what is made of them stays in the cache."""
+"""Bytes of entries that are matched at once: their columns stay in the CPU cache."""
 LOOK_NBYTES = 1 << 20
-"""How far the next entry may be."""
+"""Bytes within which the next entry is looked for."""
 
 _TEXT = 0x8C
 _GET = rb"(?:h.|j....)"
@@ -58,7 +60,7 @@ class Shortened:
 
 
 def shortened(data: bytes) -> Shortened | None:
-    """None: it is not as torch writes it, or holds nothing that is there twice."""
+    """Return the shorter pickle; None: torch did not write it so, or nothing in it repeats."""
     text = _unframed(data)
     if text is None:
         return None
@@ -77,8 +79,7 @@ def shortened(data: bytes) -> Shortened | None:
 
 
 def _unframed(data: bytes) -> bytes | None:
-    """The opcodes without the frames that they come in, and without the first; None: there is
-    something outside of frames."""
+    """Return the opcodes without PROTO and FRAME; None: there are opcodes outside of frames."""
     parts, at = [], 2
     while at < len(data):
         start = at + 9
@@ -92,7 +93,7 @@ def _unframed(data: bytes) -> bytes | None:
 def _runs(
     pattern: re.Pattern[bytes], text: bytes, at: int
 ) -> Iterator[tuple[int, int, list[tuple[bytes, ...]]]]:
-    """(start, end, entries) of entries that lie one behind the other."""
+    """Yield (start, end, entries) for each run of consecutive entries."""
     while first := pattern.search(text, at, at + LOOK_NBYTES):
         start = at = first.start()
         entries = pattern.findall(text, start, max(first.end(), start + BATCH_NBYTES))
@@ -109,8 +110,8 @@ def _runs(
 
 
 def _share(text: bytes, out: list[bytes]) -> int | None:
-    """Put out the tensors, bodies that are there twice by reference; how far `text` is read. None:
-    what was taken for a name is none."""
+    """Write the tensors to `out`, a repeated body as a reference. Return the offset after them in
+    `text`; None: an entry has another name length than stated."""
     at = memo = 0
     known: dict[bytes, tuple[bytes, int]] = {}
     for start, end, entries in _runs(_TENSOR_ENTRY, text, at):
@@ -134,7 +135,7 @@ def _share(text: bytes, out: list[bytes]) -> int | None:
 
 
 def _memos(piece: bytes) -> int:
-    """How many opcodes of it take a memo slot."""
+    """Return how many of the opcodes take a memo slot."""
     return sum(1 for at, _ in opcodes(piece) if piece[at] == 0x94)
 
 
@@ -151,7 +152,7 @@ class _Places:
         self.lengths: list[bytes] = []
 
     def take(self, text: bytes, at: int, out: list[bytes]) -> int | None:
-        """Put out what is not taken; how far `text` is read, None as `_share` does."""
+        """Take the entries, and write all between them to `out`. Return as `_share` does."""
         for start, end, entries in _runs(
             _PLACE_ENTRY, text, max(at, text.find(b"storage_data", at))
         ):

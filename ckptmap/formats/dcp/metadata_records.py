@@ -1,4 +1,7 @@
-"""What a DCP directory's `.metadata` says: the chunks of each tensor, and where their bytes lie."""
+"""The contents of a DCP `.metadata` file as records: the chunks of each tensor, and their places.
+
+An `Item` is the byte range of one chunk, or one value, in a data file: a torch.save archive.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ Offsets = tuple[int, ...]
 
 
 class Item(NamedTuple):
-    """Where one entry's bytes lie: `nbytes` from `offset` of a file of the directory."""
+    """A byte range: `nbytes` from `offset` on, in a file of the directory."""
 
     file: str
     offset: int
     nbytes: int
     transforms: tuple[str, ...] = ()
-    """Names of what the bytes went through, outermost last: `stream.zstd/1`."""
+    """Names of the stream transforms (compression) of the bytes, outermost last: `stream.zstd/1`."""
 
 
 class TensorEntry(NamedTuple):
@@ -31,8 +34,7 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Whole(Mapping[str, TensorEntry]):
-    """Tensors of one chunk each and at least one element, in columns; an entry is made when it is
-    asked for."""
+    """Tensors of one chunk and at least one element, in columns; an entry is made on access."""
 
     names: Sequence[str]
     infos: Sequence[TensorInfo]
@@ -42,7 +44,7 @@ class Whole(Mapping[str, TensorEntry]):
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorEntry]) -> Whole | None:
-        """None: some tensor is in several chunks, empty, or went through something."""
+        """Return the columns; None: a tensor has several chunks, no element, or a stream transform."""
         if isinstance(tensors, Whole):
             return tensors
         items = []
@@ -63,7 +65,7 @@ class Whole(Mapping[str, TensorEntry]):
         return dict(zip(self.names, range(len(self.names)), strict=True))
 
     def item(self, index: int) -> Item:
-        """Where tensor `index` lies."""
+        """Return the item of tensor `index`."""
         return Item(self.files[index], self.offsets[index], self.lengths[index])
 
     def __getitem__(self, name: str) -> TensorEntry:
@@ -80,12 +82,13 @@ class Whole(Mapping[str, TensorEntry]):
 
 @dataclass(frozen=True)
 class Metadata:
-    """`tensors` and `values` by flat key; `paths` says where each flat key sits."""
+    """`tensors` and `values` by flat key; `paths` maps a flat key to its path in the state dict."""
 
     tensors: Mapping[str, TensorEntry]
     values: Mapping[str, Item] = field(default_factory=dict)
     paths: Mapping[str, Path] = field(default_factory=dict)
 
     def path(self, key: str) -> Path:
-        """Never found by splitting the key: names hold dots. Without a path the key is one."""
+        """Return the path of a key. A key is never split: names contain dots. Without a path, the key is
+        a path of one segment."""
         return self.paths.get(key, (key,))

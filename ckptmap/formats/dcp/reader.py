@@ -1,4 +1,4 @@
-"""DCP directories (`torch.distributed.checkpoint.save`): `.metadata` and `__R_I.distcp` files."""
+"""Read DCP directories (`torch.distributed.checkpoint.save`): `.metadata` and `__R_I.distcp` files."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ RECORD_SUFFIX = ".__ckptmap__"
 """`P.__ckptmap__` is ckptmap's encoding record of tensor P, not a value of the state dict."""
 
 SIDE_FILE = re.compile(r"[^.].*\.(pt|pth|bin|pkl|ckpt|safetensors)")
-"""What a training loop may have put beside the shards (a scheduler, random states): nothing says
-what it is."""
+"""Files that a training loop may write beside the shards (a scheduler, random states). The format does
+not tell what they are."""
 RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 MAX_METADATA_NBYTES = 1 << 30
 SMALL_NBYTES = 16 << 10
-"""A subclass of a tensor this small may be as long as a plain one."""
+"""Items of tensors up to this size may be as long for a subclass as for a plain tensor."""
 MAX_SAMPLES = 32
 
 
@@ -57,7 +57,7 @@ class Dcp:
     name = "dcp"
 
     def claims(self, place: Place) -> bool:
-        """`.metadata` is written last, so it is there in a complete save and in no other."""
+        """Return True if there is a `.metadata`: torch writes it last, so the save is complete."""
         return place.is_dir and METADATA in place.names
 
     def index(self, place: Place) -> Index:
@@ -114,7 +114,7 @@ def _metadata_bytes(root: str, names: Sequence[str]) -> bytes:
 
 
 def _data_files(root: str, metadata: Metadata, where: str) -> dict[str, str]:
-    """Relative name -> path of every data file, in natural order of first use; sizes checked."""
+    """Return relative name -> path of every data file, in natural order; raise if one is too short."""
     files = {}
     for name, end in _ends(metadata, where).items():
         path = inside(root, name, where)
@@ -136,7 +136,7 @@ def _data_files(root: str, metadata: Metadata, where: str) -> dict[str, str]:
 
 
 def _ends(metadata: Metadata, where: str) -> dict[str, int]:
-    """How far each data file is used."""
+    """Return for each data file the byte after its last item."""
     ends: dict[str, int] = {}
     tensors = metadata.tensors
     if isinstance(tensors, Whole):
@@ -167,7 +167,8 @@ def _reach(ends: dict[str, int], item: Item, where: str) -> None:
 
 
 def _world(used: set[str]) -> int:
-    """Ranks are counted from the data files; a rank that wrote nothing at the end is not seen."""
+    """Return the number of ranks, from the names of data files. The last ranks may have written none;
+    then it is too small."""
     ranks = [int(match[1]) for match in map(RANK_FILE.fullmatch, used) if match]
     return 1 + max(ranks, default=0)
 
@@ -181,7 +182,7 @@ def _notes(names: Sequence[str], used: set[str]) -> tuple[str, ...]:
 
 
 class _Leaves:
-    """Turns metadata entries into leaves; reads the few items that must be known at open."""
+    """Turns metadata entries into leaves; reads the few items whose contents decide the leaves."""
 
     def __init__(self, files: Mapping[str, str], where: str) -> None:
         self._files = files
@@ -215,7 +216,7 @@ class _Leaves:
         return leaves, records
 
     def _is_plain(self, metadata: Metadata, run: Whole) -> bool:
-        """Are the items of these plain tensors, by their sizes and by a look at a few?"""
+        """Return True if the items hold plain tensors, by the item sizes and by a few that are read."""
         pairs = list(zip(map(id, run.infos), run.lengths, strict=True))
         first = dict(zip(reversed(pairs), range(len(pairs) - 1, -1, -1), strict=True))
         samples: set[str] = set()
@@ -228,7 +229,7 @@ class _Leaves:
         return not self._cuts(metadata, samples)
 
     def _cuts(self, metadata: Metadata, keys: set[str]) -> dict[str, Cut]:
-        """Those of the tensors whose items hold subclass objects."""
+        """Return the tensors whose items hold objects of a tensor subclass."""
         cuts = {}
         for key in keys:
             entry = metadata.tensors[key]
@@ -247,7 +248,7 @@ class _Leaves:
         return cuts
 
     def place(self, key: str, info: TensorInfo, item: Item) -> Places:
-        """The bytes of a tensor that is one chunk."""
+        """Return the region of a tensor of one chunk."""
         file = self._files[item.file]
         region, crc32 = self._items.region(file, item, key, info.dtype, info.shape)
         if region.is_contiguous:
@@ -255,7 +256,7 @@ class _Leaves:
         return (Chunk(Box.whole(info.shape), region, crc32),)
 
     def places(self, key: str, entry: TensorEntry) -> Places:
-        """Every chunk's bytes, item by item compared with what `.metadata` says of it."""
+        """Return the region of every chunk; each item is compared with what `.metadata` declares."""
         from ckptmap.core.tiling import prove_tiling
 
         info = entry.info
@@ -285,7 +286,7 @@ class _Leaves:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where tensors of one chunk lie: each item has to be looked at for that."""
+    """The places of tensors of one chunk. The start of the data is known only from each item."""
 
     leaves: _Leaves
     run: Whole
@@ -301,8 +302,8 @@ class _Places:
 
 
 class _DcpTensor(StoredTensor):
-    """A tensor that finds its bytes when asked: its items have to be looked at for that. Of one
-    chunk only the item is kept: there may be 100,000."""
+    """A tensor that reads the headers of its items on access, to find the data in them. For a tensor
+    of one chunk only the item is kept: there may be 100,000."""
 
     __slots__ = ("_entry", "_key", "_leaves")
 
@@ -330,7 +331,7 @@ class _DcpTensor(StoredTensor):
 
 
 def _is_unusual(entry: TensorEntry) -> bool:
-    """Is some item not as long as a plain tensor of that box would be?"""
+    """Return True if an item is longer or shorter than that of a plain tensor of its box."""
     itemsize = entry.info.itemsize
     for _, sizes, item in entry.chunks:
         if item.nbytes - itemsize * prod(sizes) not in PLAIN_OVERHEAD:
@@ -343,8 +344,8 @@ def _is_small(entry: TensorEntry) -> bool:
 
 
 def _samples(metadata: Metadata) -> set[str]:
-    """One small tensor of each of the first few kinds: if all subclasses are small, one of these
-    gives them away."""
+    """Return one small tensor of each of the first few kinds. If all tensors of a subclass are small,
+    their item sizes do not tell, and one of these does."""
     kinds: dict[tuple[TensorInfo, int], str] = {}
     for key, entry in metadata.tensors.items():
         if entry.chunks and entry.chunks[0][2].nbytes < SMALL_NBYTES:

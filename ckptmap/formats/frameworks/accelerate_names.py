@@ -1,4 +1,4 @@
-"""Names that accelerate gives to what it saves, which the directories of others hold too.
+"""The file names of accelerate, in its own directories and in those of transformers' Trainer.
 
 transformers' Trainer saves FSDP models and optimizers with accelerate's own functions, so both
 have these files. Source: accelerate 1.15, utils/fsdp_utils.py and checkpointing.py.
@@ -16,7 +16,7 @@ SECOND_MODEL = re.compile(
     r"pytorch_model_fsdp_[1-9]\d*(\.bin|_rank\d+\.bin)?"
     r"|model_[1-9]\d*\.safetensors|pytorch_model_[1-9]\d*\.bin"
 )
-"""`save_state` counts models from 0 where they are FSDP's, else leaves the first one's number out."""
+"""Second and later models of `save_state`: it numbers FSDP models from 0; else the first has no number."""
 
 _RANK_MODEL = re.compile(r"pytorch_model_fsdp(_0)?_rank\d+\.bin")
 _RANK_OPTIMIZER = re.compile(r"optimizer_0_rank\d+\.bin")
@@ -25,12 +25,12 @@ _HF_BIN = re.compile(r"pytorch_model-\d{5}-of-\d{5}\.bin|pytorch_model\.bin\.ind
 
 
 def matching(pattern: re.Pattern[str], place: Place) -> tuple[str, ...]:
-    """Entries whose whole name matches, in natural order."""
+    """Return the entries whose whole name matches, in natural order."""
     return tuple(name for name in place.names if pattern.fullmatch(name))
 
 
 def weights(place: Place) -> list[Member]:
-    """Every copy of the weights, the one that FSDP's own loading takes first; none: empty."""
+    """Return every copy of the weights; the one that FSDP's own loading takes is first."""
     found = [
         _directory(place, "pytorch_model_fsdp_0", "model", "model"),
         _ranks(place, _RANK_MODEL, "model"),
@@ -43,7 +43,7 @@ def weights(place: Place) -> list[Member]:
 
 
 def optimizers(place: Place) -> list[Member]:
-    """The optimizer's state in whatever form it lies there; none: empty."""
+    """Return the optimizer's state, in whatever form it was saved; empty: there is none."""
     found = [
         _directory(place, "optimizer_0", "optimizer", "optimizer"),
         _ranks(place, _RANK_OPTIMIZER, "optimizer"),
@@ -54,7 +54,7 @@ def optimizers(place: Place) -> list[Member]:
 
 
 def extras(place: Place, pattern: re.Pattern[str]) -> list[Member]:
-    """Files that hold neither weights nor optimizer state, each by its name without suffix."""
+    """Return the files without weights or optimizer state, by name without suffix."""
     return [
         Member(str(Path(place.path) / name), "extra", key=Path(name).stem)
         for name in matching(pattern, place)
@@ -62,13 +62,13 @@ def extras(place: Place, pattern: re.Pattern[str]) -> list[Member]:
 
 
 def world_of(place: Place, pattern: re.Pattern[str]) -> int:
-    """How many ranks there were, by files that each rank writes: group 1 is the rank."""
+    """Return the number of ranks, from files that each rank writes: group 1 is the rank."""
     ranks = [int(match[1]) for match in map(pattern.fullmatch, place.names) if match]
     return 1 + max(ranks, default=0)
 
 
 def unused(place: Place, members: Iterable[Member], pattern: re.Pattern[str]) -> list[str]:
-    """Entries that match and that no member has read."""
+    """Return the entries that match and that no member has read."""
     used = {name for m in members for name in (Path(m.path).name, *m.names)}
     return [name for name in matching(pattern, place) if name not in used]
 

@@ -1,4 +1,4 @@
-"""Pieces of a pickle that are the same but for numbers of four bytes at known places.
+"""Compare pieces of a pickle that differ only in numbers of four bytes, all at once.
 
     r\\1\\0\\0\\0 t r\\2\\0\\0\\0 R      width 12, numbers at 1 and 7
     r\\9\\0\\0\\0 t r\\10\\0\\0\\0 R     of the same form: equal where no number is
@@ -18,23 +18,23 @@ Places = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Alike:
-    """Pieces of one width with numbers at the same places."""
+    """Pieces of the same width that have numbers at the same offsets."""
 
     indices: Sequence[int]
-    """Which pieces, in order."""
+    """Indices of the pieces, ascending."""
     forms: Sequence[bytes]
-    """Each without its numbers."""
+    """Each piece with its numbers set to 0."""
     numbers: Sequence[tuple[bytes, ...]]
-    """Of each place the four columns of its bytes, the lowest first."""
+    """For each offset, four columns: byte 0 (the lowest) to byte 3 of the number in each piece."""
 
     def of(self, values: Sequence[int]) -> Sequence[int]:
-        """What these pieces have, of the values of all."""
+        """Return the values of these pieces, from the values of all pieces."""
         if len(self.indices) == len(values):
             return values
         return [values[i] for i in self.indices]
 
     def are(self, place: int, wanted: Iterable[int]) -> bool:
-        """Are the numbers at this place these?"""
+        """Return True if the numbers at offset number `place` are `wanted`."""
         given = pack(f"<{len(self.indices)}I", *wanted)
         return all(column == given[i::4] for i, column in enumerate(self.numbers[place]))
 
@@ -42,8 +42,10 @@ class Alike:
 def alike(
     pieces: Sequence[bytes], places_of: Callable[[bytes], Places], most: int
 ) -> list[Alike] | None:
-    """All pieces, by width and places; `places_of(piece)` reads one. None: they are of more than
-    `most` kinds or forms."""
+    """Group pieces by width and offsets of numbers; `places_of(piece)` returns the offsets.
+
+    Return None if there are more than `most` groups or forms.
+    """
     widths = list(map(len, pieces))
     found: list[Alike] = []
     forms = 0

@@ -39,7 +39,7 @@ Constant: TypeAlias = int | str
 
 
 class Hole:
-    """Where a constant differs between pickles: kept, never computed with."""
+    """The place of a constant that differs between pickles. It can be stored, and nothing else."""
 
     __slots__ = ("index",)
 
@@ -54,12 +54,12 @@ class Hole:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A parsed pickle, and its constants (start, end) that others have otherwise."""
+    """A parsed pickle, and (start, end) of the constants that differ in other pickles."""
 
     data: bytes
     holes: tuple[tuple[int, int], ...]
     segments: tuple[bytes, ...]
-    """What is between the constants, one more than there are."""
+    """The bytes between the constants: one segment more than constants."""
 
     @classmethod
     def of(cls, data: bytes, holes: Sequence[tuple[int, int]] = ()) -> Template:
@@ -69,7 +69,7 @@ class Template:
         return cls(data, tuple(holes), segments)
 
     def constants(self, data: bytes) -> tuple[Constant, ...] | None:
-        """What a pickle has in place of the holes; None: it is not alike."""
+        """Return the constants of a pickle in the holes; None: other bytes differ."""
         if not data.startswith(self.segments[0]):
             return None
         at = len(self.segments[0])
@@ -83,23 +83,23 @@ class Template:
         return tuple(found) if at == len(data) else None
 
     def widened(self, data: bytes) -> Template | None:
-        """The template with a hole more for each constant that `data` has otherwise; None where
-        the opcodes differ."""
+        """Return the template with a further hole for each constant that differs in `data`; None where
+        opcodes differ."""
         found = _differing(self.data, data)
         if found is None or len(found) + len(self.holes) > MAX_HOLES:
             return None
         return Template.of(self.data, sorted({*self.holes, *found}))
 
     def adopted(self, earlier: Template, constants: Sequence[Constant]) -> tuple[Constant, ...]:
-        """What a pickle has in place of the holes, which fitted an `earlier` template of fewer."""
+        """Return the constants for all holes of a pickle that matched an `earlier` template with fewer."""
         known = dict(zip(earlier.holes, constants, strict=True))
         mine = self.constants(self.data)
         assert mine is not None, "a template fits what it was made of"
         return tuple([known.get(hole, own) for hole, own in zip(self.holes, mine, strict=True)])
 
     def punched(self) -> tuple[bytes, Callable[[object], Hole | None]]:
-        """A pickle that refers to a hole, by its index, for each constant; and who resolves such
-        a persistent id. Only for data that was parsed before: then it has no such ids itself."""
+        """Return a pickle with a persistent id for each constant, and the function that resolves the id
+        to a `Hole`. Only for data that was parsed before: then it has no such ids itself."""
         marks = [b"M" + i.to_bytes(2, "little") + b"Q" for i in range(len(self.holes))]
         pieces = [self.segments[0]]
         for mark, segment in zip(marks, self.segments[1:], strict=True):
@@ -109,7 +109,7 @@ class Template:
 
 
 def _constant(data: bytes, at: int) -> tuple[Constant, int] | None:
-    """The integer or text that is pushed at `at`, and where the next opcode is."""
+    """Return the integer or text that the opcode at `at` pushes, and the offset of the next opcode."""
     op = data[at] if at < len(data) else 0
     width = _INTEGERS.get(op)
     if width is not None:
@@ -133,8 +133,8 @@ def _constant(data: bytes, at: int) -> tuple[Constant, int] | None:
 
 
 def _differing(mine: bytes, other: bytes) -> list[tuple[int, int]] | None:
-    """(start, end) of the constants of `mine` that `other` has otherwise; None where anything else
-    differs."""
+    """Return (start, end) of the constants of `mine` that differ in `other`; None where other opcodes
+    differ."""
     found: list[tuple[int, int]] = []
     theirs = opcodes(other)
     end = to = 0
@@ -149,7 +149,7 @@ def _differing(mine: bytes, other: bytes) -> list[tuple[int, int]] | None:
 
 
 def opcodes(data: bytes) -> Iterator[tuple[int, int]]:
-    """(start, end) of the opcodes of a pickle, as far as they are known and lie in it."""
+    """Yield (start, end) of the opcodes of a pickle, up to an unknown or truncated one."""
     at, limit = 0, len(data)
     while at < limit:
         op = data[at]

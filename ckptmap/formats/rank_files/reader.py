@@ -36,7 +36,7 @@ class _Group:
 
     @property
     def prefix(self) -> Path:
-        """Where the leaves go: weights at the root, the optimizer and others below a key."""
+        """Return the path of the leaves: weights at the root, the optimizer and others below a key."""
         lower = self.name.lower()
         if "optim" in lower:
             return ("optimizer",)
@@ -49,7 +49,7 @@ class RankFiles:
     name = "rank-files"
 
     def claims(self, place: Place) -> bool:
-        """A directory with a file named for a rank that is a zip."""
+        """Return True for a directory with a zip file that has a rank in its name."""
         if not place.is_dir:
             return False
         directory = FilePath(place.path)
@@ -99,7 +99,7 @@ def _groups(place: Place) -> list[_Group]:
 
 
 def _by_prefix(groups: Sequence[_Group], where: str) -> Mapping[Path, _Group]:
-    """The groups by where their leaves go; a group that is alone holds the weights."""
+    """Return the groups by the path of their leaves; a single group holds the weights."""
     if len(groups) == 1:
         return {(): groups[0]}
     placed: dict[Path, _Group] = {}
@@ -129,7 +129,7 @@ def _title(group: _Group) -> str:
 
 
 def _load_all(group: _Group) -> RankSet:
-    """The trees of all ranks; the set must be complete."""
+    """Return the trees of all ranks. Raise SourceError CKM110 if the set is not complete."""
     files, reader = Files(), RankReader()
     try:
         trees = {rank: reader.read(files, group.files[rank]) for rank in sorted(group.files)}

@@ -1,4 +1,4 @@
-"""A safetensors file as stored tensors and records; and what is often found in its place."""
+"""Read a safetensors file as stored tensors and records; refuse text files in its place."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LFS_MAGIC = b"version https://git-lfs"
 
 
 def looks_like_safetensors(head: bytes) -> bool:
-    """A length and a JSON object; a wrong length before an evident header still looks like one."""
+    """Return True for a length and a JSON object; a wrong length before a clear header counts too."""
     if head[8:10] == b'{"':
         return True
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_NBYTES
 
 
 def refuse_text(files: Files, file: str) -> None:
-    """Raises SourceError CKM102 or CKM103 where a shard is text: a pointer, an error page."""
+    """Raise SourceError CKM102 or CKM103 for a shard that is text: an LFS pointer, an error page."""
     nbytes = os.stat(file).st_size
     head = files.read(file, 0, min(nbytes, 512))
     if not looks_like_safetensors(head):
@@ -37,7 +37,7 @@ def refuse_text(files: Files, file: str) -> None:
 
 
 def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> PlainTensors:
-    """The tensors of some files, each one extent, by their path of one segment."""
+    """Return the tensors of these files, each one extent, by a path of one segment."""
     keys: list[str] = []
     infos: list[TensorInfo] = []
     begins: list[int] = []
@@ -51,7 +51,7 @@ def stored_tensors(headers: Sequence[Header], files: Sequence[str]) -> PlainTens
 
 
 def records_of(header: Header, file: str) -> dict[str, Mapping[str, object]]:
-    """ckptmap's own records in a header, or those that torchao's metadata make; else empty."""
+    """Return ckptmap's own records of a header, or those made from torchao's metadata; else empty."""
     text = header.metadata.get(RECORDS)
     others = torchao_metadata.read(header.metadata, header.keys)
     if text is None:
@@ -74,7 +74,7 @@ def _bad_records(file: str, what: str) -> SourceError:
 
 
 def not_weights(head: bytes, file: str, nbytes: int) -> SourceError | None:
-    """The error for a text file where weights were expected: an LFS pointer, a web page, JSON."""
+    """Return the error for a text file in the place of weights: an LFS pointer, a web page, JSON."""
     if head.startswith(LFS_MAGIC):
         return SourceError(
             "CKM102",

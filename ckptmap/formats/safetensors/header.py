@@ -1,4 +1,4 @@
-"""The safetensors header, parsed with every check and emitted byte for byte.
+"""Parse the safetensors header with every check, and write it byte for byte.
 
 Layout (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length,
 a JSON object `{name: {dtype, shape, data_offsets: [begin, end]}, "__metadata__": {str: str}}` that
@@ -48,8 +48,7 @@ HINT = "download or save the file again; nothing is read from a damaged one"
 
 @dataclass(frozen=True)
 class Header:
-    """What the header says of tensor i, in its order: `keys[i]`, `infos[i]`, and where in the file
-    its bytes begin."""
+    """Columns in the order of the header: key, info and file offset of the bytes of tensor i."""
 
     keys: Sequence[str]
     infos: Sequence[TensorInfo]
@@ -59,13 +58,13 @@ class Header:
 
     @property
     def tensors(self) -> dict[str, tuple[TensorInfo, int, int]]:
-        """(info, begin, end) by name: file offsets of the bytes."""
+        """Return name -> (info, begin, end), the file offsets of the bytes."""
         columns = zip(self.keys, self.infos, self.begins, strict=True)
         return {key: (info, begin, begin + info.nbytes) for key, info, begin in columns}
 
 
 def parse(files: Files, file: str) -> Header:
-    """The checked header of a file. Raises SourceError CKM101, CKM104 or CKM107."""
+    """Return the checked header of a file. Raise SourceError CKM101, CKM104 or CKM107."""
     try:
         file_nbytes = os.stat(file).st_size
     except OSError as error:
@@ -90,12 +89,12 @@ def parse(files: Files, file: str) -> Header:
 
 
 def parse_header(raw: bytes, file_nbytes: int, where: str) -> Header:
-    """The same from the JSON bytes; `where` names the file in errors."""
+    """Return the header from its JSON bytes; `where` names the file in errors."""
     return _written(raw, file_nbytes, where) or _any(raw, file_nbytes, where)
 
 
 def _any(raw: bytes, file_nbytes: int, where: str) -> Header:
-    """Of any JSON, entry by entry, every fault by its name."""
+    """Parse any JSON header, entry by entry; raise an error that names the bad entry."""
     pairs = _load(raw, where)
     data_start = 8 + len(raw)
     metadata: Mapping[str, str] = {}
@@ -134,8 +133,8 @@ _ENTRY_NCHARS = len('"":{,"data_offsets":[,]},')
 
 
 def _written(raw: bytes, file_nbytes: int, where: str) -> Header | None:
-    """Of a header as writers write it: no space, fields and data in order. None: it is another, or
-    not in order, which is for `_any` to say."""
+    """Parse a header as libraries write it: no space, fields and data in order. None: it is not so;
+    then `_any` parses it, or says what is wrong."""
     try:
         text = raw.decode().rstrip(" ")
         at, metadata = 1, ()
@@ -297,7 +296,7 @@ def _metadata(entry: object, where: str) -> dict[str, str]:
 
 
 def _check_name(name: str, where: str) -> None:
-    """Refuse what no writer means and what would break logs, terminals or UTF-8 encoders."""
+    """Refuse names that no library writes and that would break logs, terminals or UTF-8 encoders."""
     if not name or len(name) > MAX_NAME_NCHARS:
         raise _bad(
             where,
@@ -330,7 +329,7 @@ def _short(value: object) -> str:
 
 
 def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str]) -> bytes:
-    """The 8 length bytes and the header for tensors laid one after another in the given order.
+    """Return the 8 length bytes and the header of tensors that lie in the given order without gaps.
 
     Padded with spaces so that data starts at a multiple of 8 bytes, as safetensors does. Raises
     PlanError CKM203 for a dtype that the format has no name for (complex128).
@@ -361,7 +360,7 @@ def emit(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str])
 
 
 def _check_written(key: str) -> None:
-    """What no reader would take must not be written."""
+    """Refuse a header that no reader would accept."""
     if key.isprintable() and 0 < len(key) <= MAX_NAME_NCHARS:
         return
     try:
@@ -373,7 +372,7 @@ def _check_written(key: str) -> None:
 
 
 def _stored_form(key: str, info: TensorInfo) -> tuple[str, tuple[int, ...]]:
-    """dtype and shape as the header says them; a float4 pair counts as two elements."""
+    """Return dtype and shape as the header writes them; a float4 pair counts as two elements."""
     dtype = NAMES.get(info.dtype)
     if dtype is None:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""A flat state dict of many tensors, from a pickle whose entries are alike: no object for each.
+"""Read the pickle of a flat state dict as columns, without an object for each of 100,000 tensors.
 
     X \\x1a... NAME r.... h\\2((h\\3h\\4 X \\1... KEY r.... h\\6M\\0\\x08t r.... QK\\0M\\0\\x08\\x85 ... R r....
 
@@ -29,14 +29,14 @@ from ckptmap.tensors import Extent, Places
 T = TypeVar("T")
 
 MANY = 64
-"""Entries from which looking for them pays."""
+"""Entries from which columns are faster than the unpickler."""
 MIN_NBYTES = 40 * MANY
-"""They are longer than this."""
+"""A pickle of MANY entries is longer than this."""
 MAX_FORMS = 64
 BATCH_NBYTES = 1 << 18
-"""Of entries at a time: what is made of them stays in the cache."""
+"""Bytes of entries that are matched at once: their columns stay in the CPU cache."""
 MAX_BEFORE_NBYTES = 1 << 18
-"""What is before the entries: a few of them, whose memo numbers are of one byte."""
+"""Bytes before the first entry that matches: the first entries have memo numbers of one byte."""
 
 _GET = rb"(?:h.|j....)"
 _INT = rb"(?:K.|M..|J....)"
@@ -54,7 +54,7 @@ _OURS = rb"%s%stQ%s%s%s[\x88\x89]%s\)RtR" % (_GET, _INT, _INT, _INTS, _INTS, _GE
 
 
 class _Writing:
-    """How a writer pickles the entry of a tensor; it puts a thousand of them at once."""
+    """The opcodes by which one writer pickles the entry of a tensor."""
 
     def __init__(self, tail: bytes) -> None:
         self.entry = re.compile(rb"((?:u\()?%s(%s))" % (_START, tail), re.DOTALL)
@@ -62,14 +62,14 @@ class _Writing:
         self._tail = re.compile(numbered, re.DOTALL)
 
     def start(self, data: bytes) -> int | None:
-        """Where the first entry is; None: there is none near the start."""
+        """Return the offset of the first entry; None: there is none near the start."""
         for match in self.entry.finditer(data, 0, MAX_BEFORE_NBYTES):
             if int.from_bytes(match[2][1:], "little") == len(match[3]):
                 return match.start()
         return None
 
     def numbers(self, tail: bytes) -> At:
-        """Where its memo numbers are."""
+        """Return the offsets of the memo numbers in the opcodes after the key."""
         match = self._tail.fullmatch(tail)
         assert match is not None, "it is what the same opcodes matched before"
         return tuple([start for start, _ in match.regs[1:] if start >= 0])
@@ -82,7 +82,7 @@ def _writings() -> tuple[_Writing, ...]:
 
 @dataclass(frozen=True)
 class _Entries:
-    """Entries in columns, each as it is pickled."""
+    """The fields of entries in columns, each as pickled bytes."""
 
     whole: Sequence[bytes]
     length: Sequence[bytes]
@@ -94,7 +94,7 @@ class _Entries:
 
 @dataclass(frozen=True)
 class _Views:
-    """Tensors that are whole storages, by the storage's key."""
+    """The places of tensors that are whole storages, by the key of the storage."""
 
     records: Records
     keys: Sequence[str]
@@ -111,8 +111,11 @@ class _Views:
 def plain_tensors(
     records: Records, data: bytes, parse: Callable[[bytes, int], object]
 ) -> PlainTensors | None:
-    """The tensors of a pickle, where they are all that it holds and nearly all entries are alike.
-    None: it is another. `parse(pickle, nbytes)` reads a part of the pickle, which has so many."""
+    """Return the tensors of a pickle that is one flat dict of tensors; None: it is another pickle.
+
+    `parse(part, nbytes)` runs the restricted unpickler on a part of the pickle, which has `nbytes`
+    bytes in all.
+    """
     if len(data) < MIN_NBYTES:
         return None
     for writing in _writings():
@@ -146,7 +149,7 @@ def plain_tensors(
 
 
 class _Run:
-    """Entries one behind the other, as they are read; `before` is what the pickle begins with."""
+    """The columns of consecutive entries; `before` is the start of the pickle."""
 
     def __init__(self, writing: _Writing, before: bytes) -> None:
         self._writing = writing
@@ -156,13 +159,13 @@ class _Run:
         self.names: list[str] = []
         self.keys: list[str] = []
         self.like: list[int] = []
-        """Of each entry: the first of its form."""
+        """For each entry, the index of the first one of its form."""
         self.samples: dict[int, bytes] = {}
-        """These first ones, as they are pickled."""
+        """Index -> pickled bytes of these first entries."""
 
     def take(self, entries: _Entries) -> bool:
-        """False: there are too many forms, names or keys are not as long as is said before them,
-        or memo numbers do not count on, above all that were given before."""
+        """Add entries. Return False if a name or key has another length than stated, if memo numbers do
+        not count on, or if there are too many forms."""
         heads = alike(entries.length, lambda _: (1,), MAX_FORMS)
         middles = alike(entries.middle, lambda piece: (1, len(piece) - 4), MAX_FORMS)
         tails = alike(entries.tail, self._writing.numbers, MAX_FORMS)
@@ -182,7 +185,7 @@ class _Run:
         return holds and self._add(entries, list(zip(_forms(middles), _forms(tails), strict=True)))
 
     def _counted(self, tails: Sequence[Alike], start: int) -> Sequence[int]:
-        """The memo number that the name of each entry must have; `start`: the first one's own."""
+        """Return the memo number that the name of each entry must have; `start` is the first one's."""
         if self._next is None:
             self._next = max(start, self._given + 1)
         start = self._next
@@ -220,7 +223,7 @@ def _shifted(numbers: Sequence[int], by: int) -> Sequence[int]:
 
 
 def _in_order(parts: Iterable[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
-    """Values that are said to be at these indices, all together."""
+    """Return the values in the order of their indices."""
     parts = list(parts)
     if len(parts) == 1:
         return list(parts[0][1])
@@ -231,7 +234,7 @@ def _in_order(parts: Iterable[tuple[Sequence[int], Sequence[T]]]) -> list[T]:
 
 
 def _given(data: bytes) -> Iterator[int]:
-    """The memo numbers that the opcodes of the start of a pickle give."""
+    """Yield the memo numbers that the opcodes at the start of a pickle assign."""
     for at, end in opcodes(data):
         if data[at] in b"qr":
             yield int.from_bytes(data[at + 1 : end], "little")
@@ -240,7 +243,7 @@ def _given(data: bytes) -> Iterator[int]:
 
 
 def _together(records: Records, tree: Mapping[str, ReadTensor], run: _Run) -> PlainTensors | None:
-    """What was read, and what is like the samples in it."""
+    """Return the tensors that were unpickled together with those that have the form of a sample."""
     samples = [run.names[i] for i in run.samples]
     read = list(tree)
     at = read.index(samples[0]) if samples[0] in tree else 0
@@ -262,5 +265,5 @@ def _together(records: Records, tree: Mapping[str, ReadTensor], run: _Run) -> Pl
 
 
 def _is_whole(value: object) -> bool:
-    """Is it a tensor that is all of its storage, in row-major order?"""
+    """Return True for a tensor that is all of its storage, in row-major order."""
     return type(value) is ReadTensor and value.start == 0 and value.grid.is_contiguous

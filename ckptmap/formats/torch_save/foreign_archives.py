@@ -1,4 +1,4 @@
-"""Files that look like torch.save's zip and are none: what each is, and what to do with it."""
+"""Errors for files that look like a torch.save zip and are not: what each is, and a next step."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _OTHERS = (
 
 
 def before_zip(files: Files, file: str, base: int) -> SourceError | None:
-    """What to say of a file in the format of before torch 1.6; None: it is not."""
+    """Return the error for a file in the format before torch 1.6; None: it has another format."""
     with files.descriptor(file) as fd:
         found = os.pread(fd, LEGACY_NBYTES, base)
     return legacy(file) if LEGACY_MAGIC.match(found) else None
 
 
 def other_zip(file: str, base: int) -> SourceError | None:
-    """What to say of a zip that something else than torch.save has written; None: nothing."""
+    """Return the error for a zip that another program wrote (TorchScript, numpy, Keras); None: it is
+    not one of these."""
     import zipfile
 
     if base:  # an item inside a file
