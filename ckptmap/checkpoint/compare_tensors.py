@@ -34,7 +34,7 @@ class Difference:
 
 
 def same_bytes(a: StoredTensor, b: StoredTensor, files_a: Files, files_b: Files) -> Box | None:
-    """None where both hold the same bytes, else the first box where they do not."""
+    """Return the first box in which the two tensors hold different bytes; None: there is none."""
     limit = max(1, BLOCK_NBYTES // a.info.itemsize)
     for box in row_major_boxes(Box.whole(a.info.shape), limit):
         one, two = (bytearray(box.numel * a.info.itemsize) for _ in range(2))
@@ -46,8 +46,10 @@ def same_bytes(a: StoredTensor, b: StoredTensor, files_a: Files, files_b: Files)
 
 
 def same_parts(a: LazyTensor, b: LazyTensor) -> str | None:
-    """None where both are stored alike, byte for byte, else the name of the first part that is not.
-    Raises RunError CKM310 where one of them is not alike in itself."""
+    """Return the name of the first part whose bytes differ; None: both tensors are stored alike.
+
+    Raises RunError CKM310 where the replicas of one of them differ.
+    """
     for lazy in (a, b):
         lazy.require_replicas()
     for name, part in a.parts.items():
@@ -60,9 +62,9 @@ def same_parts(a: LazyTensor, b: LazyTensor) -> str | None:
 
 
 def difference(a: LazyTensor, b: LazyTensor) -> Difference | None:
-    """The decoded values of both, in the second's dtype if only that differs; None: bit-equal.
+    """Return how the decoded values differ; None: they are bit-equal.
 
-    NaNs of the same bits are equal.
+    If only the dtype differs, the first is cast to the second's. NaNs of the same bits are equal.
     """
     import torch
 
@@ -90,27 +92,32 @@ def difference(a: LazyTensor, b: LazyTensor) -> Difference | None:
 
 
 def _relative(squares_diff: float, squares: float) -> float:
-    """Of zeros, no more than the sign may differ: that is no error, anything else endless."""
+    """Return the root of the quotient. If the first tensor is all zeros, a difference of signs is an
+    error of 0, any other difference one of infinity."""
     if squares_diff == 0:
         return 0.0
     return (squares_diff / squares) ** 0.5 if squares else float("inf")
 
 
 def _countable(values: torch.Tensor) -> torch.Tensor:
-    """torch has no arithmetic, and no cast, for pairs of 4-bit floats: the bytes that hold them."""
+    """Return values that torch can compute with: pairs of 4-bit floats, which have neither arithmetic
+    nor a cast, become the bytes that hold them."""
     import torch
 
     return values.view(torch.uint8) if values.dtype == torch.float4_e2m1fn_x2 else values
 
 
 def worst(errors: Mapping[str, float]) -> str:
-    """The name of the largest; NaN, which compares as nothing, is larger than any."""
+    """Return the name of the largest error; NaN counts as larger than any number."""
     return max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
 
 
 def sampled_error(a: LazyTensor, b: LazyTensor, numel: int) -> tuple[float, int]:
-    """rms of b - a over rms of a, on up to 4 evenly spaced runs of rows, `numel` values in all; and
-    how many of these are finite in a, and NaN or infinite in b."""
+    """Return the relative error of b in a sample, and how many values b has lost there.
+
+    The sample is up to 4 evenly spaced runs of rows, `numel` values in all. The error is the rms of
+    b - a over the rms of a. A value is lost that is finite in a, and NaN or infinite in b.
+    """
     squares_diff = squares = 0.0
     lost = 0
     boxes = list(_sample(a.shape, numel, runs=4))
@@ -134,7 +141,7 @@ def _sample(shape: tuple[int, ...], numel: int, runs: int) -> Iterator[Box]:
 
 
 def _unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Elementwise, by bits: NaN equals the same NaN, -0.0 does not equal 0.0."""
+    """Return where the bits differ: NaN equals the same NaN, -0.0 does not equal 0.0."""
     import torch
 
     itemsize = a.element_size()

@@ -1,4 +1,4 @@
-"""What two checkpoints hold beside tensors: step, schedulers, settings of the optimizer, counts."""
+"""The plain values of two checkpoints compared: step, schedulers, hyper-parameters, step counts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path
 
 RECORD = "ckptmap"
-"""What `ckptmap.save` notes of the run itself: how many ranks, on which devices."""
+"""The key under which `ckptmap.save` describes the run itself: its ranks and their devices."""
 OPTIMIZER = "optimizer"
 FEW = 16
 """Elements of a hyper-parameter that is a tensor: a learning rate, betas."""
 
 
 def unequal_values(a: Checkpoint, b: Checkpoint) -> tuple[int, dict[str, tuple[object, object]]]:
-    """How many plain values of both agree, and those that differ, by name; what is said of the run
-    itself is no difference."""
+    """Return how many plain values agree, and those that differ by name.
+
+    The description of the run itself is not compared.
+    """
     count, found = 0, {}
     mine, theirs, _ = beside_pair(a, b)
     kept = [{path: held[path] for path in held if path[0] != RECORD} for held in (mine, theirs)]
@@ -37,15 +39,19 @@ Pair: TypeAlias = tuple[dict[Path, object], dict[Path, object], int]
 
 
 def beside_pair(a: Checkpoint, b: Checkpoint, dropped: Container[str] = ()) -> Pair:
-    """What is neither weight nor optimizer state, the extra state of modules by plain key; not what
-    was dropped of the first."""
+    """Return the values of both that are neither weights nor optimizer state.
+
+    Extra state of modules goes by plain key. What was dropped from the first is left out.
+    """
     mine, theirs = matched(a, b)
     return _kept(a, mine, dropped), _kept(b, theirs), 1
 
 
 def matched(a: Checkpoint, b: Checkpoint) -> tuple[dict[Path, Path], dict[Path, Path]]:
-    """Paths of the extra state of modules, as they can be held against each other: by plain key,
-    but as they are where both have that dict at one place."""
+    """Return the extra state of modules of both: stored path -> the path to compare it under.
+
+    That is the plain key; where both checkpoints have the dict at the same place, paths stay.
+    """
     one, two = (plainly({**c.plain, **c.other}, c.roles.model_root) for c in (a, b))
     heads = [{path[: _key_at(path)] for path in {**c.plain, **c.other}} for c in (a, b)]
     shared = heads[0] & heads[1]
@@ -57,7 +63,7 @@ def matched(a: Checkpoint, b: Checkpoint) -> tuple[dict[Path, Path], dict[Path, 
 
 
 def named_beside(a: Checkpoint, b: Checkpoint) -> dict[str, str]:
-    """Names of a's tensors beside the weights -> of those of b that are the same."""
+    """Return the names of a's tensors beside the weights -> the names of the same tensors in b."""
     mine, theirs = matched(a, b)
     there = {theirs.get(path, path): lazy.fqn for path, lazy in b.other.items()}
     ours = {lazy.fqn: mine.get(path, path) for path, lazy in a.other.items()}
@@ -65,14 +71,14 @@ def named_beside(a: Checkpoint, b: Checkpoint) -> dict[str, str]:
 
 
 def _key_at(path: Path) -> int:
-    """How many segments name a module's extra state; 0: it is none."""
+    """Return how many segments name a module's extra state; 0: the path is of something else."""
     at = state_at(path)
     return 0 if at is None else at + 1
 
 
 def optimizer_pairs(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
-    """Values by path of both, to be held against each other: of the same groups, of the same
-    parameter's state, and of what lies beside both."""
+    """Yield values of both to compare: those of the same parameter groups, of the same parameter's
+    state, and those beside state and groups."""
     mine, others = a.optimizer_groups, b.optimizer_groups
     for number, other in _group_pairs(mine, others):
         head = (OPTIMIZER, GROUPS, str(number))
@@ -87,7 +93,8 @@ def optimizer_pairs(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
 def _group_pairs(
     a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
 ) -> list[tuple[int, int]]:
-    """Numbers of groups that share a parameter; in order, where the names are another scheme's."""
+    """Return pairs of numbers of groups that share a parameter. Where no name is shared, because the
+    names are of two schemes, groups of the same number pair."""
     home = {fqn: number for number, group in enumerate(b) for fqn in group[PARAMS]}
     found = [
         (number, other)
@@ -117,7 +124,7 @@ def _settings(head: Path, group: Mapping[str, Any]) -> dict[Path, Any]:
 
 
 def _read(value: object) -> object:
-    """A hyper-parameter that is kept as a tensor, as a number."""
+    """Return a hyper-parameter that is stored as a tensor as a number or a list."""
     if isinstance(value, LazyTensor):
         return value.read().tolist() if value.info.numel <= FEW else None
     return value

@@ -1,6 +1,8 @@
-"""A framework's directory as one index: its members under `model`, `optimizer` and `extra`.
+"""A framework's directory of several checkpoints read as one Index.
 
-A member is a checkpoint of its own, read by the container that claims it.
+The directory's files or folders, its members, are checkpoints of their own: weights, optimizer
+state, schedulers. The container that claims a member reads it; its leaves then go below `model`,
+`optimizer` or `extra`.
 
     pytorch_model_fsdp_0/ {"model": {fqn: t}}            -> ("model", fqn): t
     optimizer_0/          {"optimizer": {"state": ...}}  -> ("optimizer", "state", ...): t
@@ -30,7 +32,7 @@ MAX_DOCUMENT_NBYTES = 256 << 20
 
 @dataclass
 class _Merge:
-    """The index as it grows, member by member."""
+    """The Index as it grows, member by member."""
 
     leaves: dict[Path, Leaf] = field(default_factory=dict)
     records: dict[str, Mapping[str, object]] = field(default_factory=dict)
@@ -43,11 +45,11 @@ class _Merge:
     keeps_order: Callable[[StoredTensor], bool] | None = None
     """Of the weights."""
     seen: dict[str, str] = field(default_factory=dict)
-    """Role -> the name of the member that has it."""
+    """Role -> the name of the first member of that role."""
 
 
 def index_of(place: Place) -> Index:
-    """By the framework whose directory it is, else by the container that claims it: one does."""
+    """Return the Index that the framework of a directory makes, else that of the claiming container."""
     directory = registry.directory_for(place)
     if directory is not None:
         return merged(directory, place)
@@ -57,8 +59,10 @@ def index_of(place: Place) -> Index:
 
 
 def merged(directory: Directory, place: Place) -> Index:
-    """One index of all members. Raises SourceError where one is malformed, CKM111 where two
-    hold the same role."""
+    """Return one Index of all members.
+
+    Raises SourceError where a member is malformed, CKM111 where two hold the same role.
+    """
     found = directory.members(place)
     merge = _Merge(unread_files=list(found.unread_files))
     for member in found.members:
@@ -92,13 +96,15 @@ def merged(directory: Directory, place: Place) -> Index:
 
 
 def left_behind(left: Sequence[str]) -> list[str]:
-    """What is said of it."""
+    """Return a note that names files and values that go nowhere; none if there are none."""
     return [f"left behind: {', '.join(left)}"] if left else []
 
 
 def _opened(member: Member) -> Index | None:
-    """The member's own index; None: no container knows it. Raises SourceError CKM104 for an empty
-    file: no framework writes one."""
+    """Return the member's own Index; None: no container knows it.
+
+    Raises SourceError CKM104 for an empty file, which no framework writes.
+    """
     place = look(FilePath(member.path).absolute())
     if not place.is_dir and not place.head:
         raise SourceError(
@@ -128,7 +134,7 @@ def _required(merge: _Merge, member: Member) -> Index:
 
 
 def _add(merge: _Merge, member: Member) -> None:
-    """Weights or optimizer state; what lies beside their root is extra."""
+    """Add weights or optimizer state; leaves outside the member's root become extra values."""
     index = _required(merge, member)
     merge.seen[member.role] = _name(member)
     merge.world = max(merge.world, index.world)
@@ -159,7 +165,10 @@ def _place(member: Member, path: Path) -> Path:
 
 
 def _add_copy(merge: _Merge, member: Member) -> None:
-    """The same role a second time: tensors of one name must be equal, which the run proves."""
+    """Add a second copy of the weights as replicas: the run proves that tensors of one name are equal.
+
+    Raises SourceError CKM111 for a second optimizer.
+    """
     if member.role != "model":
         raise SourceError(
             "CKM111",
@@ -180,7 +189,7 @@ def _add_copy(merge: _Merge, member: Member) -> None:
 
 
 def _with_replica(mine: Leaf, other: Leaf) -> StoredTensor | None:
-    """The first, with the second to be compared with it; None: they are not of one kind."""
+    """Return the first with the second as its replica; None: they are no tensors of one kind."""
     if not isinstance(mine, StoredTensor) or not isinstance(other, StoredTensor):
         return None
     if mine.info != other.info:
@@ -190,7 +199,7 @@ def _with_replica(mine: Leaf, other: Leaf) -> StoredTensor | None:
 
 
 def _add_extra(merge: _Merge, member: Member) -> None:
-    """Plain values as one leaf a key; what holds foreign classes, or differs by rank, stays."""
+    """Add plain values, one leaf a key; values of foreign classes or that differ by rank stay unread."""
     index = _opened(member)
     if member.key and not member.names:
         merge.file_of[member.key] = str(FilePath(member.path).absolute())
@@ -231,7 +240,7 @@ def _stays(leaf: Leaf) -> bool:
 
 
 def _name(member: Member) -> str:
-    """As the user sees it: a file, a directory, or the first of a set of files."""
+    """Return the name that the user sees: of a file, a directory, or the first of a set of files."""
     if not member.names:
         return FilePath(member.path).name
     more = f" and {len(member.names) - 1} more" if len(member.names) > 1 else ""
@@ -239,7 +248,7 @@ def _name(member: Member) -> str:
 
 
 def _document(file: FilePath) -> Any:
-    """A JSON file's value. Raises SourceError CKM101 or CKM103."""
+    """Return the value of a JSON file. Raises SourceError CKM101 or CKM103."""
     try:
         if file.stat().st_size > MAX_DOCUMENT_NBYTES:
             raise ValueError(f"{file.stat().st_size} bytes long")

@@ -1,6 +1,6 @@
-"""Which modules FSDP1 wraps, as another checkpoint shows it: `--like`, for `fsdp1-local` and for a raw
-optimizer beside weights that do not tell.
+"""The modules that FSDP1 wraps in a model, taken from another checkpoint of it (`--like`).
 
+The target `fsdp1-local`, and raw optimizer state beside weights that do not tell, need them. A
 LOCAL_STATE_DICT names them by their flat parameters, `layers.0._flat_param`; rank files of the other
 types by the modules that a raw state dict lists. No shapes are needed, and no value is read.
 """
@@ -33,7 +33,7 @@ class Units:
 
 
 def units_of(path: str) -> Units | None:
-    """The units of the checkpoint at `path`; None: it shows none. Raises SourceError."""
+    """Return the wrapped modules of the checkpoint at `path`; None: it shows none. Raises SourceError."""
     file = Path(path)
     if not file.is_dir():
         return None
@@ -48,8 +48,8 @@ def units_of(path: str) -> Units | None:
 
 
 class LikeUnits(Mapping[Key, Sequence[str]]):
-    """A checkpoint's own units by the path of the weights, and for all others those of the checkpoint
-    at `like`, which is looked at when they are asked for."""
+    """The wrapped modules by path of the weights: a checkpoint's own, else those of the checkpoint at
+    `like`, which is opened when first asked for."""
 
     def __init__(self, own: Mapping[Key, Sequence[str]], like: str) -> None:
         self._own, self._like = own, like
@@ -78,7 +78,7 @@ def _plain(module: str) -> str:
 
 
 def _has_views(index: Index, flat: dict[Key, Leaf]) -> bool:
-    """Are there other tensors in the bytes of the flat parameters?"""
+    """Do other tensors lie in the bytes of the flat parameters, as `use_orig_params=True` saves them?"""
     spans: dict[str, list[tuple[int, int]]] = {}
     for key, leaf in flat.items():
         for value in by_rank(leaf):

@@ -1,4 +1,7 @@
-"""From leaves to logical tensors: which stored parts make one, by the schemes that know them."""
+"""Stored tensors put together to logical tensors: payload and scales of a quantized weight are one.
+
+fc.weight, fc.weight.absmax, fc.weight.quant_map  ->  fc.weight, a Group of encoding bnb-nf4
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,11 @@ def group_parts(
     refused: list[RefusedLeaf],
     said: Mapping[str, str],
 ) -> LogicalTensors:
-    """Logical tensors by stored key, in stored order; what no scheme knows goes to `refused`.
+    """Return the logical tensors by stored key, in stored order; add what no scheme knows to `refused`.
 
-    `records` are by FQN from above `root`; what strings beside the tensors say is a record, too:
-    `{"value": text}` by their key. Raises SourceError CKM114 for a key that is there
-    twice, and what a scheme says of malformed parts.
+    `records` are encoding records by FQN, the FQN counted from above `root`. `said` are strings
+    that lie beside the tensors; each becomes a record `{"value": text}` under its key. Raises
+    SourceError CKM114 for a key that occurs twice, and what a scheme raises for malformed parts.
     """
     if isinstance(leaves, PlainTensors) and not records and _is_plain(leaves.kinds().values()):
         return LogicalTensors(leaves)
@@ -73,7 +76,7 @@ def group_parts(
 
 
 def string_records(rest: Mapping[Path, object], root: Path) -> dict[str, str]:
-    """Strings of a model's dict by key, as bitsandbytes 0.38 to 0.42 names the order of its codes."""
+    """Return the strings in a model's dict by key: bitsandbytes 0.38 to 0.42 names so the order of its codes."""
     depth = len(root)
     return {
         join(path[depth:]): leaf
@@ -95,7 +98,7 @@ def _in_order(
 
 
 def _adopted(key: str, leaf: Leaf, refused: list[RefusedLeaf]) -> Group | None:
-    """A pickled tensor subclass as the group that a scheme makes of it, else refused."""
+    """Return the group that a scheme makes of a pickled tensor subclass; None: it is refused."""
     if isinstance(leaf, Opaque | Cut):
         for scheme in registry.schemes():
             group = scheme.adopt(key, leaf)
@@ -117,7 +120,7 @@ def _is_plain(infos: Iterable[TensorInfo]) -> bool:
 
 
 def encoding_notes(groups: Mapping[str, Group]) -> list[str]:
-    """What encodings say about how tensors were found, one note for those that say the same."""
+    """Return what encodings say about tensors that they had to repair, one note for equal remarks."""
     found: dict[str, list[str]] = {}
     for fqn, group in groups.items():
         encoding = group.encoding

@@ -1,7 +1,8 @@
-"""What a leaf outside the weights is: a LazyTensor, a plain value, or refused.
+"""Leaves outside the weights: each is a tensor that is read later, a plain value, or refused.
 
-A `LeafReader` does not hold the Checkpoint that holds it, so that a checkpoint nobody refers to is
-gone at once, and its open files with it: Python looks for cycles as old as this one very seldom.
+A `LeafReader` has no reference to the Checkpoint that it is made for. Without a cycle, a checkpoint
+that nobody refers to is freed at once and its open files with it; Python's collector would find a
+cycle of objects that old very late.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from ckptmap.tensors import Leaf, Path, StoredTensor
 
 @dataclass(frozen=True, eq=False)
 class LeafReader:
-    """Leaves of the checkpoint `where`; what no plan can carry is added to `refused`.
+    """Reads leaves of the checkpoint `where`; adds to `refused` what no plan can carry.
 
-    optimizer_root  what stands before the paths of optimizer state
+    optimizer_root  the path of the dict of optimizer state, put before keys of what is refused
     """
 
     where: str
@@ -42,12 +43,12 @@ class LeafReader:
     optimizer_root: Path
 
     def tensor(self, path: Path, leaf: Leaf) -> LazyTensor | None:
-        """A tensor by itself; None: it is refused."""
+        """Return a tensor outside the weights; None: it is refused."""
         groups = group_parts({path: leaf}, {}, (), self.where, self.refused, {}).values()
         return next((LazyTensor(group.fqn, group, self.files) for group in groups), None)
 
     def plain(self, leaves: Mapping[Path, Leaf], root: Path = ()) -> Iterator[tuple[Path, Any]]:
-        """What is no tensor, by path; `root` stands before the paths of what is refused."""
+        """Yield the plain values by path; `root` is put before the keys of what is refused."""
         for path, leaf in leaves.items():
             held = buffer(path, leaf)
             if held is not None:
@@ -70,7 +71,7 @@ class LeafReader:
             self.refused.append(RefusedLeaf(join((*root, *path)), described(found), droppable))
 
     def optimizer(self, path: Path, leaf: Leaf) -> Any:
-        """A leaf of the optimizer's state as LazyTensor or plain value, or REFUSED."""
+        """Return a leaf of optimizer state as LazyTensor or plain value, or REFUSED."""
         if isinstance(leaf, Group):
             return LazyTensor(leaf.fqn, leaf, self.files)
         if is_tensor(leaf):

@@ -1,4 +1,4 @@
-"""The logical tensors of a checkpoint by name, of which nearly all are plain."""
+"""The weights of a checkpoint by FQN: nearly all are one plain tensor, some are payload and scales."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ DENSE = Dense()
 class LogicalTensors(Mapping[str, Group]):
     """FQN -> Group, in stored order.
 
-    A dense tensor is held as it is stored, in columns where all of them are, and its group made
-    when asked for: 100,000 groups with their dicts of parts are 30 MB and a tenth of a second, and
-    `inspect` asks for few of them.
+    A dense tensor is held as it is stored, in columns if all tensors are dense, and its Group is
+    made when someone asks for it: 100,000 groups with their dicts of parts are 30 MB and a tenth of
+    a second, and `inspect` asks for few of them.
     """
 
     __slots__ = ("_held", "run")
 
     def __init__(self, held: dict[str, Group | StoredTensor] | PlainTensors) -> None:
         self.run = held if isinstance(held, PlainTensors) else None
-        """All of them, side by side; None: they are held one by one."""
+        """The columns of all tensors; None: each is held by itself."""
         self._held = {} if isinstance(held, PlainTensors) else held
 
     def __getitem__(self, fqn: str) -> Group:
@@ -44,7 +44,7 @@ class LogicalTensors(Mapping[str, Group]):
         return fqn in self._held if self.run is None else (fqn,) in self.run
 
     def held(self, fqn: str) -> Group | StoredTensor:
-        """As it is held: a dense tensor itself."""
+        """Return a dense tensor itself, any other as its Group."""
         return self._held[fqn] if self.run is None else self.run.held(fqn)
 
     def dense(self) -> Mapping[str, StoredTensor]:
@@ -57,7 +57,7 @@ class LogicalTensors(Mapping[str, Group]):
         return cast("Mapping[str, StoredTensor]", held)
 
     def renamed(self, names: dict[str, str]) -> LogicalTensors:
-        """The same under `names[key]`."""
+        """Return the same tensors under `names[key]`."""
         if self.run is not None:
             return LogicalTensors(self.run.renamed(names))
         return LogicalTensors({names[key]: held for key, held in self._held.items()})
@@ -67,13 +67,13 @@ class LogicalTensors(Mapping[str, Group]):
         return LogicalTensors({**{fqn: self.held(fqn) for fqn in self}, **groups})
 
     def infos(self) -> dict[str, TensorInfo]:
-        """What they are, no group made."""
+        """Return shape and dtype of every weight; no group is made for that."""
         if self.run is not None:
             return dict(zip(self.run.names, self.run.infos, strict=True))
         return {fqn: held.info for fqn, held in self._held.items()}
 
     def sharing(self) -> list[tuple[str, ...]]:
-        """Names that the file itself says are one tensor."""
+        """Return sets of names that the file itself says are one tensor."""
         if self.run is not None:
             return []
         found: dict[object, list[str]] = {}
@@ -87,11 +87,11 @@ class LogicalTensors(Mapping[str, Group]):
         return [tuple(names) for names in found.values() if len(names) > 1]
 
     def encoded(self) -> dict[str, Group]:
-        """Those that are more than one plain tensor."""
+        """Return the weights that are more than one plain tensor."""
         return {fqn: held for fqn, held in self._held.items() if type(held) is Group}
 
     def encodings(self) -> tuple[str, ...]:
-        """Names of their encodings, in order of first use."""
+        """Return the names of their encodings, in order of first use."""
         if self.run is not None:
             return (DENSE.name,) if self.run else ()
         names = (

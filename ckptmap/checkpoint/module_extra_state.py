@@ -1,4 +1,4 @@
-"""What modules keep beside tensors, as it lies in state dicts: `get_extra_state()` of torch.nn.Module.
+"""Extra state of modules in state dicts: what `torch.nn.Module.get_extra_state()` returns.
 
     {"0.weight": ..., "0._extra_state": {"steps": 3, "seen": tensor}}    ("0._extra_state", "steps")
 
@@ -19,7 +19,7 @@ from ckptmap.tensors import Leaf, Opaque, Path
 SEGMENT = "_extra_state"
 """The last segment of its key in a state dict."""
 OWN = "module_extra_state"
-"""Where `ckptmap.save` keeps it, by plain key."""
+"""The dict in which `ckptmap.save` keeps it, by plain key."""
 
 
 def is_extra_state(key: object) -> bool:
@@ -27,7 +27,7 @@ def is_extra_state(key: object) -> bool:
 
 
 def state_at(path: Path) -> int | None:
-    """Which segment of a path is the key of a module's extra state."""
+    """Return the index of the path's segment that is the key of a module's extra state; None: none is."""
     return next((at for at, segment in enumerate(path) if is_extra_state(segment)), None)
 
 
@@ -35,7 +35,7 @@ _BUFFER = Global("_io", "BytesIO")
 
 
 def buffer(path: Path, leaf: Leaf) -> Instance | None:
-    """What Transformer Engine and others keep: an io.BytesIO of bytes, inert. None: it is none."""
+    """Return an io.BytesIO, which Transformer Engine and others keep, as an inert value; None: it is none."""
     if not isinstance(leaf, Opaque) or leaf.class_name != "_io.BytesIO" or state_at(path) is None:
         return None
     state = leaf.state
@@ -48,7 +48,7 @@ def buffer(path: Path, leaf: Leaf) -> Instance | None:
 
 
 def as_live(value: object) -> object:
-    """The io.BytesIO that `buffer` found; any other value as it is."""
+    """Return the io.BytesIO that an inert value of `buffer` stands for; any other value as it is."""
     if not isinstance(value, Instance) or value.cls != _BUFFER:
         return value
     from io import BytesIO
@@ -69,9 +69,9 @@ def noted(values: Mapping[Path, object]) -> list[str]:
 
 @dataclass(frozen=True)
 class States:
-    """Which extra values are extra state of the model that is converted, and where they go.
+    """The extra values that are extra state of the converted model, and their keys in the output.
 
-    at    path -> which of its segments is the key
+    at    path -> index of the segment that is the key
     keys  key -> key in the output
     """
 
@@ -82,8 +82,11 @@ class States:
         return path in self.at
 
     def place(self, path: Path, root: Path) -> Path:
-        """In the output: in the model's dict at `root`, all else in `extra`, a dict even of what
-        lay in a list beside the model."""
+        """Return the path of an extra value in the output.
+
+        Extra state goes to the model's dict at `root`; all else to `extra`, which is a dict also of
+        what lay in a list beside the model.
+        """
         at = self.at.get(path)
         if at is not None:
             return (*root, self.keys[str(path[at])], *path[at + 1 :])
@@ -94,8 +97,11 @@ NONE = States({}, {})
 
 
 def found_in(paths: Collection[Path], root: Path) -> tuple[dict[Path, int], dict[str, str]]:
-    """Those that lie in the dict of the model at `root`, or where `ckptmap.save` keeps them, and
-    the plain name of each key. What another model's dict holds is none."""
+    """Return the paths of extra state with the index of their key, and the plain name of each key.
+
+    It lies in the dict of the model at `root`, or where `ckptmap.save` keeps it. What another
+    model's dict holds does not count.
+    """
     found: dict[Path, int] = {}
     taken: dict[str, Path] = {}
     for home in ((), root, (OWN,)):
@@ -109,8 +115,8 @@ def found_in(paths: Collection[Path], root: Path) -> tuple[dict[Path, int], dict
 
 
 def plainly(paths: Collection[Path], root: Path) -> dict[Path, Path]:
-    """Those of the model's modules, by plain key: however the model was wrapped, and wherever in the
-    file it lies. None where wrappers hide two of one name."""
+    """Return the paths of extra state -> the paths by plain key, the same however the model was
+    wrapped. Empty where two keys differ in wrappers only."""
     try:
         found, plain = found_in(paths, root)
     except CkptmapError:
@@ -119,8 +125,11 @@ def plainly(paths: Collection[Path], root: Path) -> dict[Path, Path]:
 
 
 def states_of(paths: Collection[Path], root: Path, names: Mapping[str, str], prefix: str) -> States:
-    """`names`: of the weights, plain name -> name in the output; `prefix`: of a key with no weight
-    beside it."""
+    """Return the extra state among these paths.
+
+    `names` are those of the weights, plain -> in the output; `prefix` stands before the key of a
+    module that has no weight.
+    """
     found, plain = found_in(paths, root)
     return States(found, {key: _output_key(fqn, names, prefix) for key, fqn in plain.items()})
 

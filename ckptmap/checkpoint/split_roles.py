@@ -1,4 +1,4 @@
-"""Which leaves of a saved state dict are weights, which are optimizer state, which are the rest.
+"""The leaves of a saved state dict by role: weights, optimizer state, the rest.
 
 {"model": {...}, "optimizer": {...}, "step": 7}     weights at ("model",)
 {"app": {"model": {...}, "optim": {...}}}           weights at ("app", "model")
@@ -24,7 +24,7 @@ OPTIMIZER_KEYS = (
     "optimizer_states",
 )  # fmt: skip
 RANDOM_KEYS = ("rng", "rng_state", "rng_states", "random_state", "random_states")
-"""Tensors too, and of no model: Composer keeps them beside everything else."""
+"""Dicts of tensors that are no weights: Composer keeps random states beside everything else."""
 EXTRA_KEY = "extra"
 """Where our own outputs keep what is neither weight nor optimizer state."""
 
@@ -43,9 +43,9 @@ class Roles:
 _TENSORS = (StoredTensor, Cut)
 GROUPS = "param_groups"
 _OF_AN_OPTIMIZER = {("state",), (GROUPS,)}
-"""Where everything lies that `optimizer.state_dict()` gives."""
+"""The keys of what `optimizer.state_dict()` returns."""
 SHOWN = 8
-"""Dicts that an error names."""
+"""How many dicts an error names."""
 
 
 def is_tensor(leaf: Leaf) -> bool:
@@ -98,8 +98,11 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
 
 
 def _without_extra(rest: dict[Path, Leaf]) -> dict[Path, Leaf]:
-    """What lies in our `extra` as if it lay beside it; all of it stays where one value would take
-    the place of another, as in {"step": 2, "extra": {"step": 1}}, which none of us wrote."""
+    """Return the leaves with the contents of `extra` moved one level up.
+
+    They stay where one value would take the place of another, as in
+    {"step": 2, "extra": {"step": 1}}, which ckptmap never writes.
+    """
     cut = {path: path[1:] for path in rest if path[0] == EXTRA_KEY and len(path) > 1}
     if not cut:
         return rest
@@ -110,13 +113,13 @@ def _without_extra(rest: dict[Path, Leaf]) -> dict[Path, Leaf]:
 
 
 def _all_above(paths: Iterable[Path]) -> set[Path]:
-    """The paths, and those of all dicts on the way to them."""
+    """Return the paths and those of all dicts above them."""
     return {path[:depth] for path in paths for depth in range(1, len(path) + 1)}
 
 
 def _require_dict(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> None:
-    """A file that holds one object and no dict of names, or what an optimizer saves, has no
-    checkpoint in it."""
+    """Raise SourceError CKM206 for a file that holds one object and no dict of names, or only what
+    `optimizer.state_dict()` returns."""
     if root is None and _is_an_optimizer(leaves):
         raise SourceError(
             "CKM206",
@@ -141,7 +144,7 @@ def _require_dict(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> 
 
 
 def _is_an_optimizer(leaves: Mapping[Path, Leaf]) -> bool:
-    """Is it what `optimizer.state_dict()` gives? The first leaf tells it of nearly all others."""
+    """Is it what `optimizer.state_dict()` returns? For nearly all other files the first leaf says no."""
     first = next(iter(leaves), ())
     return first[:1] in _OF_AN_OPTIMIZER and {path[:1] for path in leaves} == _OF_AN_OPTIMIZER
 
@@ -212,13 +215,13 @@ def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
 
 
 def _states_of_optimizers(leaves: Mapping[Path, Leaf]) -> set[Path]:
-    """Dicts that hold what `optimizer.state_dict()` gives and nothing else, whatever their name."""
+    """Return the paths of dicts that hold what `optimizer.state_dict()` returns and nothing else."""
     found = {path[: path.index(GROUPS)] for path in leaves if GROUPS in path[1:]}
     return {root for root in found if _held(leaves, root) == _OF_AN_OPTIMIZER}
 
 
 def _held(paths: Iterable[Path], root: Path) -> set[Path]:
-    """What lies in the dict at `root`, each as a path from there."""
+    """Return the keys of the dict at `root`, each as a path of one segment."""
     depth = len(root)
     return {path[depth : depth + 1] for path in paths if path[:depth] == root}
 
@@ -230,8 +233,11 @@ def _is_in(path: Path, roots: Collection[Path]) -> bool:
 def _find_optimizer(
     leaves: Mapping[Path, Leaf], model_root: Path, states: Collection[Path]
 ) -> Path | None:
-    """The optimizer's dict beside the weights, at any level above them: by its name, else the only
-    one that is what an optimizer saves."""
+    """Return the path of the optimizer's dict; None: there is none.
+
+    It lies beside the weights or at a level above them, under a known name; else it is the only
+    dict there that has the keys of `optimizer.state_dict()`.
+    """
     for depth in range(len(model_root), -1, -1):
         level = model_root[:depth]
         # One pass for all names: few paths are longer than the level by two.
@@ -245,7 +251,8 @@ def _find_optimizer(
 
 
 def _only_one(root: Path, inside: Sequence[Path]) -> Path:
-    """Inside a list of one optimizer, or a dict of one by its class's name, as Composer has it."""
+    """Return the path of the single optimizer in a list, or in a dict by class name as Composer saves
+    it; else `root` itself."""
     first = inside[0][len(root)]
     alone = (*root, first)
     if not all(_under(path, alone) for path in inside):

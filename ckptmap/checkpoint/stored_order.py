@@ -1,8 +1,8 @@
-"""Does a checkpoint list its tensors in the order of the model's modules?
+"""Whether a checkpoint lists its tensors in the order of the model's modules.
 
-Flat parameters are told apart by that order alone: a wrong one gives files of the right sizes with
-the wrong values, so only what keeps the order counts: `Index.keeps_order` says of what. torch.save keeps
-that of a dict, DCP that of rank 0's; safetensors are sorted, file by file.
+Only that order tells which part of a flat parameter is which tensor. A wrong one gives files of the
+right sizes with wrong values, so only containers count that keep the order, as `Index.keeps_order`
+says: torch.save keeps that of the dict, DCP that of rank 0's dict; safetensors sorts each file.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from ckptmap.sharding.reference_model import MANIFEST, is_alphabetical
 
 
 def in_order(path: str, index: Index, groups: Mapping[str, Group]) -> list[str]:
-    """The tensors that are known to be listed in the order of modules; none where the container
-    keeps no order, where the names are sorted or could be those of no modules in order, and of what
-    we made ourselves, who keep what the source had."""
+    """Return the tensors that are known to be listed in the order of modules.
+
+    The list is empty if the container keeps no order, if the names are sorted or are in no order
+    that modules could have, and for an output of ckptmap, which has the order of its source.
+    """
     keeps_order = index.keeps_order
     ours = index.manifest is not None or (FilePath(path) / MANIFEST).is_file()
     if keeps_order is None or ours:
@@ -29,8 +31,11 @@ def in_order(path: str, index: Index, groups: Mapping[str, Group]) -> list[str]:
 
 
 def is_traversal(names: Sequence[str]) -> bool:
-    """Could a module's `state_dict` list them so: a module's own tensors before those of modules
-    inside it, and nothing of a module after what comes behind it."""
+    """Could a module's `state_dict` list the names so?
+
+    It lists a module's own tensors before those of its submodules, and nothing of a module after
+    the first tensor of the next one.
+    """
     left: set[tuple[str, ...]] = set()
     at: list[str] = []
     for name in names:

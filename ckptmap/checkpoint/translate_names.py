@@ -1,10 +1,11 @@
-"""A checkpoint under the names of another scheme: the same interface, other tensors.
+"""A checkpoint with the names of another naming scheme.
 
     Checkpoint (meta names) --choose, resolve--> Checkpoint (hf names)
 
-Nothing is read. A tensor that is only renamed is the same group under another name; one that is
-rearranged is a stored tensor woven of its sources' regions; one that must be decoded first (values
-change, or a quantized tensor is rearranged across its blocks) is read through its sources.
+No tensor is read. A tensor that is only renamed keeps its stored parts. A tensor that is split, fused
+or permuted is a stored tensor made of regions of its sources. A tensor that must be decoded first,
+because its values change or because it is quantized and cut across its blocks, is read through its
+sources.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _held(
 
 
 def _remarks(pulled: Mapping[str, DerivedTensor]) -> Iterator[str]:
-    """One note for tensors that are decoded for the same reason."""
+    """Yield one note for all tensors that are decoded for the same reason."""
     by_reason: dict[str, list[str]] = {}
     for name, lazy in pulled.items():
         by_reason.setdefault(lazy.why, []).append(name)
@@ -118,8 +119,11 @@ def translated(
     leave: Callable[[str], str | None] = lambda key: None,
     config: Mapping[str, object] | None = None,
 ) -> Checkpoint:
-    """The checkpoint under the names that are asked for; `leave` says why a key stays behind, if it
-    does; `config` is taken where none lies beside it. Raises PlanError CKM601 to CKM617."""
+    """Return the checkpoint under the names that are asked for.
+
+    `leave` returns why a key stays behind, or None. `config` is used where no config.json lies
+    beside the weights. Raises PlanError CKM601 to CKM617.
+    """
     config = config_beside(ckpt.index.sidecar_dir or ckpt.path, config_from) or config
     with paused_gc():
         left = {key: why for key in ckpt if (why := leave(key)) is not None}
@@ -129,7 +133,7 @@ def translated(
 
 
 def translated_as(ckpt: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
-    """The checkpoint as it was translated once, by the record of a manifest."""
+    """Return the checkpoint translated as the record of a manifest says."""
     source, target = (
         None if record[side] is None else parse_scheme(record[side]["text"], record[side]["title"])
         for side in ("from", "to")
@@ -140,8 +144,11 @@ def translated_as(ckpt: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
 def named_alike(
     ckpt: Checkpoint, record: Mapping[str, object], weights: Iterable[str]
 ) -> Checkpoint:
-    """`ckpt` as an output was translated; or as it is, if it has the output's `weights` by name
-    already: a model that went to another scheme and back is held against the original."""
+    """Return `ckpt` translated as an output was.
+
+    It stays as it is if that fails and it has the output's `weights` by name already: a model that
+    went to another scheme and back is compared with the original.
+    """
     try:
         return translated_as(ckpt, record)
     except PlanError:
@@ -153,8 +160,8 @@ def named_alike(
 def tied_away(
     ckpt: Checkpoint, record: Mapping[str, Any] | None, known: Collection[str]
 ) -> set[str]:
-    """Keys of `ckpt` beside `known` ones that the schemes of a translation tie to one of these, and
-    that have its bytes: a head that is stored too, held against an output that leaves it out."""
+    """Return the keys of `ckpt` that the schemes of a translation tie to one of the `known` keys and
+    that hold the same bytes: such as a head that an output leaves out."""
     found = set()
     for side in ("from", "to") if record is not None else ():
         if record is None or record[side] is None:

@@ -20,7 +20,7 @@ from ckptmap.storage.files import Files
 from ckptmap.tensors import BUFFERS, FLOATING, Leaf, Opaque, PerRank, StoredTensor, TensorInfo
 
 Counts = tuple[int, ...]
-"""Elements that each rank holds."""
+"""How many elements each rank holds."""
 
 KEY = "_flat_param"
 
@@ -55,7 +55,7 @@ class IndexMeaning:
         return sum(info.numel for info, _ in self.members.values())
 
     def fitted(self, held: HeldState) -> IndexMeaning | None:
-        """This place, tied tensors taken once, if it is what the ranks' state is of."""
+        """Return this meaning, tied tensors taken once, if it fits the ranks' state; else None."""
         if self._fits(held):
             return self
         if self.weights is None or not held.counts:
@@ -86,7 +86,7 @@ class IndexMeaning:
         return replace(self, members=dict(_behind_each_other(infos)))
 
     def _is_again(self, key: str) -> bool:
-        """Does it hold the bytes of another one of its shape?"""
+        """Does the tensor hold the bytes of another one of its shape?"""
         assert self.weights is not None
         mine = self.weights[key]
         return any(
@@ -97,14 +97,14 @@ class IndexMeaning:
 def _alike(
     members: Mapping[str, tuple[TensorInfo, int]],
 ) -> Iterator[tuple[str, str]]:
-    """(later, earlier) of one shape."""
+    """Yield pairs (later, earlier) of members of one shape."""
     for earlier, later in itertools.combinations(members, 2):
         if members[later][0] == members[earlier][0]:
             yield later, earlier
 
 
 def copies(counts: Counts, place: IndexMeaning) -> int:
-    """How many times the ranks together hold the place; 0: they do not.
+    """Return how many times the ranks together hold the parameter; 0: their counts do not fit it.
 
     A flat parameter's shards are equally long, the last ones padded; a parameter's slices are what
     they are. Ranks 0..N-1 hold it once, N..2N-1 again: replicas are the outermost dim of the mesh.
@@ -126,8 +126,8 @@ def copies(counts: Counts, place: IndexMeaning) -> int:
 
 
 def single_places(weights: Mapping[str, Leaf]) -> list[IndexMeaning]:
-    """Parameters in the order of the model's dict, tied ones once; those that lay in a flat
-    parameter of several as that."""
+    """Return the parameters in the order of the model's dict, tied ones once. Parameters that lay
+    together in one flat parameter are one entry."""
     units: dict[str, dict[str, tuple[TensorInfo, int]]] = {}
     found: dict[str, IndexMeaning | None] = {}
     seen: set[object] = set()
@@ -153,7 +153,7 @@ def single_places(weights: Mapping[str, Leaf]) -> list[IndexMeaning]:
 def unit_places(
     weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plain
 ) -> list[IndexMeaning]:
-    """Flat parameters by the modules that are wrapped, in module order, and what lies in none.
+    """Return the flat parameters by wrapped module, in module order, and parameters that lie in none.
 
     Within a unit tensors are in the order of the dict, which is that of its modules; what is not
     cut where others are is no part of a flat parameter: a buffer, or one that FSDP1 ignores.
@@ -190,7 +190,7 @@ def _unit(key: str, infos: Mapping[str, TensorInfo], weights: Mapping[str, Leaf]
 
 
 def _parameters(weights: Mapping[str, Leaf]) -> Iterator[tuple[str, TensorInfo, object]]:
-    """(key, info, share) of what can be a parameter."""
+    """Yield (key, info, share) of every weight that can be a parameter."""
     for key, leaf in weights.items():
         first = leaf.values[0] if isinstance(leaf, PerRank) else leaf
         info = getattr(first, "info", None)
@@ -201,13 +201,13 @@ def _parameters(weights: Mapping[str, Leaf]) -> Iterator[tuple[str, TensorInfo, 
 
 
 def is_cut(leaf: Leaf) -> bool:
-    """Do the ranks hold parts of it, as a ShardedTensor or a DTensor?"""
+    """Do the ranks hold parts of the weight, as a ShardedTensor or a DTensor?"""
     values = leaf.values if isinstance(leaf, PerRank) else (leaf,)
     return any(isinstance(value, Opaque) and value.info is not None for value in values)
 
 
 def are_whole(weights: Mapping[str, Leaf]) -> bool:
-    """Are none in parts? So NO_SHARD has them, as FSDP1 of one rank always does."""
+    """Is every weight whole? NO_SHARD saves them so, and FSDP1 of one rank always does."""
     return not any(
         is_cut(leaf) or isinstance(getattr(leaf, "share", None), InUnit | Slices)
         for leaf in weights.values()
@@ -227,7 +227,7 @@ def _behind_each_other(
 
 
 def _same(one: Leaf, other: Leaf) -> bool:
-    """The same bytes on every rank, by the checksums of the files where they have them."""
+    """Do both weights hold the same bytes on every rank? Checksums of the files say so if there are any."""
     mine, others = _shards(one), _shards(other)
     if not mine or [part.info for part in mine] != [part.info for part in others]:
         return False
@@ -235,7 +235,7 @@ def _same(one: Leaf, other: Leaf) -> bool:
 
 
 def _shards(leaf: Leaf) -> list[StoredTensor]:
-    """What the ranks hold of a tensor that they share."""
+    """Return the ranks' parts of a weight."""
     found: list[StoredTensor] = []
     for value in leaf.values if isinstance(leaf, PerRank) else (leaf,):
         if is_sharded(value):

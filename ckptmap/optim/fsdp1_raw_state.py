@@ -1,4 +1,4 @@
-"""Raw `optimizer.state_dict()` of FSDP1, one a rank: state is cut as the flat parameters are.
+"""Raw `optimizer.state_dict()` of FSDP1, one file a rank: state is cut as flat parameters are.
 
     use_orig_params=False   {0: {exp_avg: [ceil(numel / N)]}}   an index a FlatParameter, padded
     use_orig_params=True    {0: {exp_avg: [n]}, 3: ...}         an index a parameter, its slice of
@@ -48,7 +48,10 @@ from ckptmap.tensors import (
 
 
 class FlatOptimizer:
-    """Replaces flat state by that of the parameters, by name; comes after the weights' turn."""
+    """Replaces state of flat parameters by state of the parameters in them, keyed by name.
+
+    The registry asks it after the unflattener of the weights, whose result it needs.
+    """
 
     name = "flat-optimizer"
 
@@ -60,7 +63,8 @@ class FlatOptimizer:
         where: str,
         units: Units,
     ) -> Mapping[Path, Leaf]:
-        """Where the state cannot be resolved, one leaf stands for it that says why."""
+        """Return the leaves with the state by name; where it cannot be resolved, with a StateNote that
+        says why."""
         root = _root_of(leaves, units)
         if root is None:
             return leaves
@@ -83,11 +87,11 @@ class FlatOptimizer:
 
 
 class _Unresolved(Exception):
-    """Why the state cannot be given to parameters."""
+    """The state cannot be assigned to parameters; the text says why."""
 
 
 def _root_of(leaves: Mapping[Path, Leaf], units: Units) -> Path | None:
-    """Where state by index is, of several ranks, or of one that lists units (NO_SHARD)."""
+    """Return the path of state keyed by index: of several ranks, or of one that lists units (NO_SHARD)."""
     kinds = PerRank | StoredTensor if units else PerRank
     for path, leaf in leaves.items():
         at = path.index(STATE) if STATE in path else len(path)
@@ -97,7 +101,7 @@ def _root_of(leaves: Mapping[Path, Leaf], units: Units) -> Path | None:
 
 
 def _weights_root(leaves: Mapping[Path, Leaf], root: Path, units: Units) -> Path | None:
-    """The dict that holds cut weights, else the one that lists units; None: none does."""
+    """Return the path of the dict with cut weights, else of the one that lists units; None: neither."""
     cut = (path[:-1] for path, leaf in leaves.items() if path[: len(root)] != root and _cut(leaf))
     found = next(cut, next((path for path, modules in units.items() if modules), None))
     return None if found == root else found
@@ -106,7 +110,8 @@ def _weights_root(leaves: Mapping[Path, Leaf], root: Path, units: Units) -> Path
 def _readings(
     weights: Mapping[str, Leaf], modules: Sequence[str], plain: Plain
 ) -> list[Sequence[IndexMeaning]]:
-    """What indices can mean: flat parameters, where units are listed, else single ones."""
+    """Return the readings of the indices, likeliest first: as flat parameters where units are listed,
+    and as single parameters."""
     singles = single_places(weights)
     listed = modules and (any(map(is_cut, weights.values())) or are_whole(weights))
     return [unit_places(weights, modules, plain), singles] if listed else [singles]
@@ -118,7 +123,10 @@ def _by_name(
     plain: Plain,
     readings: Sequence[Sequence[IndexMeaning]],
 ) -> dict[Path, Leaf]:
-    """By the first reading that fits. Raises _Unresolved, with what speaks against the first."""
+    """Return the state by name, by the first reading that fits.
+
+    Raises _Unresolved with the objection to the first reading.
+    """
     against: _Unresolved | None = None
     for places in readings:
         try:
@@ -138,7 +146,7 @@ def _cut(leaf: Leaf) -> bool:
 
 
 def _is_flat(leaves: Mapping[Path, Leaf], keys: StateKeys, weights: Mapping[str, Leaf]) -> bool:
-    """Plain tensors of one dim, and no DTensor, beside weights that are cut."""
+    """Is the state made of plain one-dim tensors, and no DTensor, beside weights that are cut?"""
     values = [value for path in keys.state for value in by_rank(leaves[path])]
     stored = [value for value in values if isinstance(value, StoredTensor)]
     if len(stored) != sum(isinstance(value, StoredTensor | Opaque) for value in values):
@@ -158,7 +166,7 @@ _LISTS = (
 
 
 class _State:
-    """The optimizer's leaves below its root, with the weights' beside them."""
+    """One reading of the optimizer's leaves: what each index means."""
 
     def __init__(
         self,
@@ -173,7 +181,7 @@ class _State:
         self.places = places
 
     def by_name(self) -> dict[Path, Leaf]:
-        """The same keyed by the weights' stored keys. Raises _Unresolved."""
+        """Return the leaves keyed by the weights' stored keys. Raises _Unresolved."""
         if any(isinstance(self.leaves[path], PerRank) for path in self._listing):
             raise _Unresolved("the ranks list different parameters in their groups")
         source, order = self._order()
@@ -208,7 +216,7 @@ class _State:
     # ------------------------------------------------------------------ which is which
 
     def _order(self) -> tuple[str, Mapping[str, IndexMeaning]]:
-        """(source, index -> what it means), proven by what the ranks hold."""
+        """Return where the order came from, and index -> its meaning, proven by what the ranks hold."""
         listed = [key for params in self.keys.params for key in params]
         lost = next((key for key, _ in self.keys.state.values() if key not in listed), None)
         if lost is not None:
@@ -301,8 +309,11 @@ class _Flat(Enum):
 def _unflattened(
     title: str, leaf: Leaf, info: TensorInfo, start: int, counts: Sequence[int], again: int
 ) -> StoredTensor:
-    """One tensor's part of the ranks' flat shards, of which each rank has as many as `counts` says;
-    `again` times the same, one after the other."""
+    """Return one tensor's part of the flat shards.
+
+    Rank r holds `counts[r]` elements. The ranks together hold the flat parameter `again` times,
+    one copy after the other; the copies become replicas.
+    """
     stored = [value for value in _stored(leaf) if value.info.numel]
     found, expected = sum(value.info.numel for value in stored), sum(counts)
     if any(len(value.info.shape) != 1 for value in stored) or found != expected:
@@ -324,13 +335,13 @@ def _stored(leaf: Leaf) -> list[StoredTensor]:
 
 
 def _same_on_all(stored: Sequence[StoredTensor]) -> StoredTensor:
-    """The first rank's; the others' must be equal. Each parameter has one of its own: no share."""
+    """Return the first rank's tensor, the others' as its replicas; it shares storage with no other."""
     others = [chunk for each in stored[1:] for chunk in each.chunks]
     return StoredTensor(stored[0].info, list(stored[0].chunks), others)
 
 
 def _chunks(info: TensorInfo, stored: Sequence[StoredTensor], start: int) -> Iterator[Chunk]:
-    """What the ranks' flat shards hold of the tensor that begins at flat element `start`."""
+    """Yield what the flat shards hold of the tensor that begins at flat element `start`."""
     at = 0
     for shard in stored:
         low, high = max(at, start), min(at + shard.info.numel, start + math.prod(info.shape))

@@ -1,8 +1,9 @@
-"""Which parameter an index means, where a file keys optimizer state by index.
+"""The parameter that an index means, in files that key optimizer state by index.
 
-The first of these that can tell: an order given by the user; `param_names` in the groups; the
-order of the weights where it is that of the saved dict; a transformers class built from config.json. Shapes only
-refute: two parameters of one shape are never told apart by anything but their order.
+The first of these sources that can tell is used: an order given by the user; `param_names` in the
+groups; the order of the weights, if it is that of the saved dict; a transformers class built from
+config.json. Shapes can refute an order and never prove one: two parameters of one shape differ in
+their place alone.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 MODEL_ORDER = "the order of the saved model dict"
-"""Source of an order: `from_model`."""
+"""The source of an order that `from_model` found, as reports name it."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of the model dict, as it bears on the order: `share` is equal for tied names."""
+    """A tensor of the model dict; `share` is equal for names that are tied."""
 
     fqn: str
     info: TensorInfo
@@ -41,7 +42,8 @@ class Weight:
 
 
 def from_groups(optimizer: Optimizer) -> list[list[str]] | None:
-    """`param_names` as torch >= 2.6 keeps them for an optimizer built from named_parameters()."""
+    """Return `param_names`, which torch >= 2.6 keeps for an optimizer built from named_parameters();
+    None: the groups have none."""
     found: list[list[str]] = []
     for group in optimizer.groups:
         names = group.get(NAMES)
@@ -54,8 +56,11 @@ def from_groups(optimizer: Optimizer) -> list[list[str]] | None:
 
 
 def read_order(path: str | os.PathLike[str]) -> tuple[tuple[str, ...], ...]:
-    """An order from a file: JSON (a list of names a group, or one list), or one name a line with an
-    empty line between groups; `#` starts a comment. Raises SourceError CKM207."""
+    """Return the order that a file lists, one tuple of names a group.
+
+    The file is JSON (a list of names a group, or one list), or has one name a line with an empty
+    line between groups; `#` starts a comment. Raises SourceError CKM207.
+    """
     try:
         text = FilePath(path).read_text(encoding="utf-8")
         found = json.loads(text) if text.lstrip().startswith("[") else _lines(text)
@@ -106,7 +111,7 @@ def check_given(optimizer: Optimizer, order: Order, where: str) -> None:
 def check_fits(
     optimizer: Optimizer, names: Mapping[str, str], weights: Mapping[str, TensorInfo], where: str
 ) -> None:
-    """Raises SourceError CKM207 where a shape refutes an order that was said to be right."""
+    """Raise SourceError CKM207 where a shape refutes the order that someone gave."""
     for key, shapes in state_shapes(optimizer).items():
         info = weights.get(names[key])
         if info is not None and not any(
@@ -122,8 +127,8 @@ def check_fits(
 
 
 def from_model(optimizer: Optimizer, weights: Sequence[Weight]) -> list[list[str]] | str:
-    """The one way in which every group lists parameters in the order of the model dict; else why
-    there is none.
+    """Return the order in which every group lists parameters as the model dict does, if there is
+    exactly one; else the reason.
 
     Buffers lie among the weights and frozen parameters may be in no group, so weights may be
     skipped; a tied weight counts once. Where shapes allow a second way, be it that of groups made
@@ -148,7 +153,7 @@ def from_model(optimizer: Optimizer, weights: Sequence[Weight]) -> list[list[str
 
 
 def _candidates(weights: Sequence[Weight]) -> list[Weight]:
-    """Weights that can be parameters: floating, the first of a tied pair, no well-known buffer."""
+    """Return weights that can be parameters: floating, the first of a tied pair, no well-known buffer."""
     seen: set[object] = set()
     found = []
     for weight in weights:
@@ -167,8 +172,10 @@ def _folded(name: str) -> str:
 
 
 def state_shapes(optimizer: Optimizer) -> dict[str, Shapes]:
-    """Per parameter the shapes that bear on its own: all but the step count, and 0-d ones only
-    where there are no others."""
+    """Return for every parameter the shapes of its state that say something of its own shape.
+
+    The step count is left out, and 0-d tensors if there are others.
+    """
     found: dict[str, Shapes] = {}
     for key, tensors in optimizer.tensors.items():
         shapes = {name: lazy.shape for name, lazy in tensors.items() if name != "step"}

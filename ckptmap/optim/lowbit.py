@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 VERSION = 1
 CODES, SCALE, QMAP, PLAIN = "codes", "scale", "qmap", "plain"
 LOGICAL = "float32"
-"""What codes decode to, exactly: every optimizer here computes in it."""
+"""The dtype that codes decode to, exactly: every optimizer here computes in it."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One scheme: dtype of the stored codes, how many make one byte, values in its table."""
+    """One scheme: dtype of the stored codes, how many codes make one byte, values in the table."""
 
     codes: str
     packed: int
@@ -50,7 +50,7 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class LowBitCell:
-    """What one rank held: a box, quantized or plain."""
+    """The box of a moment that one rank held, quantized or plain."""
 
     box: Box
     quantized: bool
@@ -97,7 +97,7 @@ class LowBit:
 
     @cached_property
     def _starts(self) -> list[tuple[int, int, int]]:
-        """Of each cell: first code, first block, first plain element."""
+        """For each cell its first code, first block and first plain element."""
         coded = [c.box.numel if c.quantized else 0 for c in self.cells]
         plain = [0 if c.quantized else c.box.numel for c in self.cells]
         blocks = [self._blocks(c) for c in self.cells]
@@ -105,7 +105,7 @@ class LowBit:
         return list(zip(*runs, strict=True))
 
     def place(self, number: int) -> Mapping[str, Box]:
-        """Where a cell lies in the parts."""
+        """Return the box of a cell in each part."""
         low, high = self._starts[number], self._starts[number + 1]
         packed = self.kind.packed
         spans = {
@@ -116,7 +116,8 @@ class LowBit:
         return {part: Box((a,), (b - a,)) for part, (a, b) in spans.items() if b > a}
 
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
-        """Whole blocks that cover the box's flat span; with cells, all that it touches."""
+        """Return the box of a part that covers the flat span of `box` in whole blocks; with cells, all
+        cells that it touches."""
         if part == QMAP:
             return Box((0,), (self.kind.table,))
         if self.cells:
@@ -134,7 +135,7 @@ class LowBit:
         return Box((begin // packed,), ((end - begin) // packed,))
 
     def _touched(self, box: Box) -> tuple[int, int]:
-        """The first cell that shares elements with the box, and the one after the last."""
+        """Return the numbers of the first cell that shares elements with the box, and past the last."""
         found = [i for i, cell in enumerate(self.cells) if cell.box.intersect(box)]
         return (found[0], found[-1] + 1) if found else (0, 0)
 
@@ -143,7 +144,7 @@ class LowBit:
     def decode(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
     ) -> None:
-        """Bit-equal to `dequantize()` of torchao, and of bitsandbytes' blockwise table."""
+        """Fill `out`, bit-equal to `dequantize()` of torchao and of bitsandbytes' blockwise table."""
         if box.numel == 0:
             return
         if self.cells:
@@ -180,11 +181,11 @@ class LowBit:
         return {part: Box((offset,), (0,)) for part, offset in at.items()}
 
     def values(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Codes of whole blocks -> flat float32; only the last block may be short."""
+        """Return codes of whole blocks as flat float32; only the last block may be short."""
         return lowbit_codes.decode(parts[CODES], self.block_size, parts.get(QMAP), parts[SCALE])
 
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
-        """No target of a conversion: an optimizer's own library encodes, in a live run."""
+        """Raise PlanError CKM203: the optimizer's own library encodes moments, in a live run."""
         raise PlanError(
             "CKM203",
             f"{self.name} is written by a live optimizer only",
@@ -209,7 +210,7 @@ class LowBit:
 
 
 def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int]:
-    """Flat positions of a box's first element and of the one after its last."""
+    """Return the flat positions of a box's first element and of the one after its last."""
     strides = contiguous_strides(shape, 1)
     start = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
     if box.numel == 0:
@@ -219,7 +220,7 @@ def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int]:
 
 
 def joined(cells: Sequence[LowBitCell], shape: Sequence[int], block: int) -> tuple[LowBitCell, ...]:
-    """The cells in order of their place; none where they are one run of whole blocks."""
+    """Return the cells in row-major order; none where they are one run of whole blocks."""
     ordered = tuple(sorted(cells, key=lambda cell: cell.box.offsets))
     at = 0
     for cell in ordered:
@@ -235,7 +236,7 @@ def joined(cells: Sequence[LowBitCell], shape: Sequence[int], block: int) -> tup
 
 
 class LowBitScheme:
-    """Recognises one kind by its record, and as what its library pickles."""
+    """Recognises moments of one kind by their record, or by the class that its library pickles."""
 
     name = ""
     suffix = ""
@@ -243,7 +244,10 @@ class LowBitScheme:
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
     ) -> list[tuple[Group, Sequence[str]]]:
-        """Raises SourceError CKM115 where a record's parts are missing or misshapen."""
+        """Return the moments that have a record.
+
+        Raises SourceError CKM115 where a record's parts are missing or misshapen.
+        """
         return [
             self._recorded(fqn, record, stored)
             for fqn, record in records.items()
@@ -277,7 +281,10 @@ class LowBitScheme:
 
 
 def read_record(fqn: str, record: Mapping[str, Any]) -> tuple[LowBit, TensorInfo]:
-    """Raises SourceError CKM115 where the record is none of this version or does not add up."""
+    """Return the encoding and the moment's info that a record describes.
+
+    Raises SourceError CKM115 where the record is of another version or contradicts itself.
+    """
     if record.get("version") != VERSION:
         raise malformed(fqn, f"record of version {record.get('version')!r}, expected {VERSION}")
     shape, block, signed = (record.get(name) for name in ("shape", "block_size", "signed"))

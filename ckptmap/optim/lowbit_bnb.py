@@ -23,16 +23,19 @@ HIDDEN = "__bnb_optimizer_quant_state__"
 BLOCK = 256
 FIRST, SLOW, SECOND = "exp_avg", "exp_avg_slow", "exp_avg_sq"
 UNNAMED = "state1"
-"""A moment of which the file does not say what it is."""
+"""The name of a moment if the file does not say which moment it is."""
 
 
 class Bnb8bit(LowBitScheme):
-    """Known by its record; a foreign file's by the names of its tensors, see `moments`."""
+    """Moments known by their record, or in files of bitsandbytes by tensor names: see `moments`."""
 
     name = "bnb8bit"
 
     def moments(self, leaves: Mapping[Path, object]) -> Mapping[Path, object]:
-        """bitsandbytes' three tensors put together. Raises SourceError CKM115."""
+        """Return the leaves with a Group for each three tensors of bitsandbytes.
+
+        Raises SourceError CKM115.
+        """
         return _gathered(leaves)
 
 
@@ -57,14 +60,14 @@ def _gathered(leaves: Mapping[Path, object]) -> Mapping[Path, object]:
 
 
 def _is_part(path: Path, leaves: Mapping[Path, object]) -> bool:
-    """Is it a scale or table of a state beside it?"""
+    """Is the leaf the scale or table of a state beside it?"""
     name = str(path[-1])
     known = name[:-1] in ("absmax", "qmap") and name[-1] in "12"
     return known and (*path[:-1], f"state{name[-1]}") in leaves
 
 
 def _names(first: object, second: object, one: str) -> tuple[str, ...]:
-    """What `state1` holds: AdEMAMix's has a row for each of two averages."""
+    """Return the moments that `state1` holds: AdEMAMix's has a row for each of two averages."""
     if second is None:
         return (one,)
     shapes = [getattr(getattr(leaf, "info", None), "shape", ()) for leaf in (first, second)]
@@ -90,7 +93,7 @@ def _moments(
 
 
 def _row(stored: StoredTensor, number: int) -> StoredTensor:
-    """One index of the first dim."""
+    """Return one index of the first dim as a tensor."""
 
     def chunks() -> list[Chunk]:
         shape = stored.info.shape
@@ -108,18 +111,18 @@ def _row(stored: StoredTensor, number: int) -> StoredTensor:
 
 
 def _without_first(region: Region) -> Region:
-    """Without its first dim, of one element."""
+    """Return the region without its first dim, which has one element."""
     return region._replace(sizes=region.sizes[1:], strides=region.strides[1:])
 
 
 _ONE = {"SGD": "momentum_buffer", "RMSprop": "square_avg", "Adagrad": "sum", "Lion": FIRST}
-"""What the one state of an algorithm is called where torch or others have it, too."""
+"""Algorithm -> the name that torch or others give to its one state."""
 LION_BETA = 0.9
-"""A second beta above is Lion's; below it may be the dampening of an SGD."""
+"""A second beta above this is Lion's; below it may be the dampening of an SGD."""
 
 
 def _one_state(leaves: Mapping[Path, object]) -> str:
-    """The name of a state that stands alone, where all groups are of one algorithm."""
+    """Return the name of a state that stands alone, if all groups are of one algorithm."""
     known = {_algorithm(group) for group in _groups(leaves)}
     return _ONE.get(known.pop(), UNNAMED) if len(known) == 1 else UNNAMED
 
@@ -135,7 +138,7 @@ def _groups(leaves: Mapping[Path, object]) -> list[Mapping[object, object]]:
 
 
 def _algorithm(group: Mapping[Any, Any]) -> str:
-    """As bitsandbytes fills the words of Adam: SGD (momentum, dampening) and eps 0, RMSprop
+    """Return the algorithm by how bitsandbytes fills Adam's fields: SGD (momentum, dampening) and eps 0, RMSprop
     (alpha, momentum), Adagrad zeros, Lion two betas and eps 0."""
     betas, eps = group.get("betas"), group.get("eps")
     numbers = isinstance(betas, list | tuple) and all(isinstance(b, int | float) for b in betas)

@@ -24,7 +24,7 @@ CHUNK_NUMEL = 256 * 1024
 LEAST = 1e-12
 _LARGEST_FP8 = 448.0
 _ULPS = 128
-"""How far from the middle of two values a threshold is looked for."""
+"""Units in the last place around the middle of two values in which a threshold is searched."""
 
 _counters: dict[tuple[bytes, str], FineBucketizer] = {}
 
@@ -39,9 +39,11 @@ def encode(
     codes: torch.Tensor,
     scale: torch.Tensor,
 ) -> bool:
-    """values f32 [n], n a multiple of the block -> fill `codes` (u8, two to a byte where `qmap` has
-    16 values; float8 where there is none) and `scale` f32 [n/block]. False, and nothing done, where
-    the table is none that has thresholds."""
+    """Quantize values f32 [n], n a multiple of the block, into `codes` and `scale` f32 [n/block].
+
+    `codes` are u8, two to a byte if `qmap` has 16 values; float8 without a `qmap`. Return False,
+    with nothing written, where the table is not ascending and so has no thresholds.
+    """
     counter = None if qmap is None else _counter(qmap)
     if qmap is not None and counter is None:
         return False
@@ -79,7 +81,7 @@ def _encode(
 
 
 def _packed(qmap: torch.Tensor | None) -> int:
-    """Codes in a byte."""
+    """Return how many codes make a byte."""
     return 2 if qmap is not None and qmap.numel() == 16 else 1
 
 
@@ -94,7 +96,8 @@ def _counter(qmap: torch.Tensor) -> FineBucketizer | None:
 
 
 def thresholds(qmap: torch.Tensor) -> torch.Tensor | None:
-    """qmap [m] f32 ascending -> [m - 1]: the least quotient of each code but the first."""
+    """Return for qmap [m] f32 ascending the thresholds [m - 1]: the least quotient of each code but
+    the first."""
     import torch
 
     lower, upper = qmap.narrow(0, 0, qmap.numel() - 1), qmap.narrow(0, 1, qmap.numel() - 1)
@@ -114,7 +117,7 @@ def thresholds(qmap: torch.Tensor) -> torch.Tensor | None:
 def decode(
     codes: torch.Tensor, block: int, qmap: torch.Tensor | None, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Codes of whole blocks -> flat float32; only the last block may be short."""
+    """Return codes of whole blocks as flat float32; only the last block may be short."""
     import torch
 
     codes, packed = codes.view(-1), _packed(qmap)

@@ -34,7 +34,10 @@ class _TorchaoState(LowBitScheme):
     pickled = ""
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
-        """Raises SourceError CKM115 where the object's tensors do not fit each other."""
+        """Return the moment that a pickled object of this class holds; None: it is of another class.
+
+        Raises SourceError CKM115 where the object's tensors do not fit each other.
+        """
         if isinstance(leaf, Opaque):
             if not self._mine(leaf) or leaf.info is None:
                 return None
@@ -53,8 +56,8 @@ class _TorchaoState(LowBitScheme):
     def _whole(
         self, fqn: str, pieces: Sequence[tuple[Box, Opaque]], shape: tuple[int, ...]
     ) -> Group:
-        """Codes and scales of all pieces, one after the other in order of place; ranks whose shard
-        is small hold it plain."""
+        """Return one moment made of the ranks' pieces in row-major order. A rank whose shard is small
+        holds it plain."""
         pieces = sorted(pieces, key=lambda piece: piece[0].offsets)
         coded = [(box, leaf) for box, leaf in pieces if not _is_plain(leaf)]
         plain = [state_of(leaf)[""] for _, leaf in pieces if _is_plain(leaf)]
@@ -110,12 +113,12 @@ class AdamFp8(_TorchaoState):
 
 
 def _is_plain(leaf: Opaque) -> bool:
-    """A plain tensor among subclass objects, as `as_inert` makes it."""
+    """Is this a plain tensor among subclass objects, as `as_inert` makes it?"""
     return leaf.class_name == "torch.Tensor" and isinstance(state_of(leaf).get(""), StoredTensor)
 
 
 def _block(fqn: str, numel: int, parts: Mapping[str, StoredTensor]) -> int:
-    """Elements a scale, as torchao derives it."""
+    """Return the number of elements a scale, derived as torchao derives it."""
     blocks = parts[SCALE].info.numel
     if not blocks or numel % blocks:
         raise malformed(fqn, f"{blocks} scales for {numel} elements")
@@ -123,7 +126,7 @@ def _block(fqn: str, numel: int, parts: Mapping[str, StoredTensor]) -> int:
 
 
 def _joined(pieces: Sequence[StoredTensor]) -> StoredTensor:
-    """Flat tensors of each piece, one after the other; a piece may have any shape."""
+    """Return one flat tensor of the pieces in order; a piece may have any shape."""
     total = sum(piece.info.numel for piece in pieces)
 
     def chunks() -> list[Chunk]:
@@ -138,7 +141,7 @@ def _joined(pieces: Sequence[StoredTensor]) -> StoredTensor:
 
 
 def _flat(chunk: Chunk, shape: Sequence[int], at: int) -> Chunk:
-    """A chunk that is a whole row-major piece, as a range of the flat tensor."""
+    """Return a chunk that is a whole row-major piece as a range of the flat tensor."""
     from ckptmap.tensors import Region
 
     region = chunk.region

@@ -1,7 +1,7 @@
-"""Optimizer state of one checkpoint: read in the form it is keyed in, then by plain FQN.
+"""Optimizer state of one checkpoint: read as the file keys it, then keyed by plain FQN.
 
-Names that cost nothing are found when first asked for; a transformers class is built only for who
-asks for the state itself, so that `inspect` stays without torch.
+The names behind indices are looked up when first asked for. A transformers class, which needs torch,
+is built only when the state itself is asked for: `inspect` runs without torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ckptmap.tensors import Leaf, Path, StateNote, TensorInfo
 
 AS_GIVEN = "as given"
 BY_GROUPS = "param_names in the groups"
-"""Sources of an order that say the names; from all others they are inferred."""
+"""The sources of an order that state names; all others infer them."""
 
 
 @dataclass(frozen=True)
@@ -114,19 +114,19 @@ class OptimizerReader:
 
     @property
     def by_index(self) -> bool:
-        """Is it keyed by index, and nothing that lies in the checkpoint says which is which?"""
+        """Is the state keyed by index, with nothing in the checkpoint that says what an index means?"""
         if not self._by_index or self._named is not None:
             return False
         return self._tried or isinstance(self._cheap, str)
 
     @property
     def order(self) -> str:
-        """Where the names behind an index came from; "" where there was none, or none was found."""
+        """Where the names behind indices came from; "": there are no indices, or no source of names."""
         self.named()
         return self._order or self._told.order
 
     def named(self) -> Optimizer:
-        """By plain FQN; without state and groups where no order is known."""
+        """Return the state by plain FQN; it is empty where no order is known."""
         if not self._tried:
             if self._by_index:
                 self._named = self._named_by_order()
@@ -136,14 +136,17 @@ class OptimizerReader:
         return self._named if self._named is not None else Optimizer()
 
     def named_as(self, change: Callable[[Optimizer], Optimizer]) -> OptimizerReader:
-        """The same with its named state changed: other names, moments that follow."""
+        """Return a reader whose named state is changed: other names, moments that follow them."""
         found = copy(self)
         found._named, found._tried = change(self.named()), True
         return found
 
     def of_weights(self, infos: Mapping[str, TensorInfo]) -> OptimizerReader:
-        """The same, where it is keyed by index, as state of weights by these names: an order of
-        parameters names them."""
+        """Return a reader of state that belongs to weights of these names.
+
+        It changes nothing unless the state is keyed by index: then an order of parameters will
+        name them.
+        """
         if not self.by_index:
             return self
         found = self._unnamed()
@@ -164,7 +167,7 @@ class OptimizerReader:
 
     @cached_property
     def _cheap(self) -> tuple[str, Order] | str:
-        """(source, order) from what lies in the checkpoint or was given; else why there is none."""
+        """(source, order) from what the user gave or the checkpoint holds; else why there is none."""
         if self.given is not None:
             orders.check_given(self.raw, self.given, self._where)
             self._check(self.given, known=True)
@@ -198,7 +201,7 @@ class OptimizerReader:
         return {weight.fqn: weight.info for weight in self._model.weights}
 
     def _check(self, order: Order, known: bool) -> None:
-        """Raises SourceError CKM207 where shapes refute the order, or a name is no weight's."""
+        """Raise SourceError CKM207 where shapes refute the order, or a name is no weight's."""
         names = self._keyed(order)
         strange = next((name for name in names.values() if name not in self._infos), None)
         if known and strange is not None:
@@ -210,7 +213,7 @@ class OptimizerReader:
         orders.check_fits(self.raw, names, self._infos, self._where)
 
     def _keyed(self, order: Order) -> dict[str, str]:
-        """Index -> plain FQN."""
+        """Return index -> plain FQN."""
         keys = [key for group in self.raw.groups for key in group[PARAMS]]
         names = [name for group in order for name in group]
         plain = self._plain(names)
@@ -231,14 +234,14 @@ class OptimizerReader:
 
 
 def _is_pickled(path: Path, leaf: Leaf) -> bool:
-    """Integer keys, and lists of groups in one piece: pickles keep them, DCP does not."""
+    """Has the leaf an integer key, or is it a whole list of groups? Pickles keep both, DCP neither."""
     if path == (GROUPS,):
         return bool(leaf)
     return len(path) > 1 and path[0] == STATE and isinstance(path[1], int)
 
 
 def _stripped(key: str) -> Iterator[str]:
-    """The key without wrapper segments: as the model's names are stripped, one head a step."""
+    """Yield the key without wrapper segments, then with one leading `module` less each time."""
     path = [segment for segment in key.split(".") if segment not in ANYWHERE]
     yield ".".join(path)
     while len(path) > 1 and path[0] == HEAD:
@@ -247,6 +250,6 @@ def _stripped(key: str) -> Iterator[str]:
 
 
 def _several(leaves: Iterable[Path]) -> str:
-    """Why a list of optimizers, as Lightning saves it, is not read; "": it is none."""
+    """Return why a list of several optimizers, as Lightning saves it, is not read; "": there is one."""
     count = len({path[0] for path in leaves if len(path) > 1 and isinstance(path[0], int)})
     return f"it is the state of {count} optimizers, and one is carried" if count > 1 else ""
