@@ -1,7 +1,7 @@
 """The error tree: every expected failure is one of these, with a code, one line, and a next step.
 
-An error's text is one line that says what, where, expected and found; its `hint` is the next
-command to run. `exit_code` is what the command line returns: 1 the answer is no, 2 refused before
+An error's text is one line: what is wrong, where, what was expected and what is there. Its `hint`
+is the next command to run. `exit_code` is what the command line returns: 1 the answer is no, 2 refused before
 a byte was written, 3 failed while working, 130 interrupted.
 """
 

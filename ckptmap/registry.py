@@ -1,10 +1,10 @@
-"""Who is there: one line a format, loaded when first needed; others come by entry points.
+"""The registry of formats, layouts, encodings and setups: one line each, loaded when first needed.
 
 An entry point of group `ckptmap.containers`, `ckptmap.directories`, `ckptmap.writers`,
 `ckptmap.layouts`, `ckptmap.schemes`, `ckptmap.key_forms`, `ckptmap.unflatteners`,
 `ckptmap.live_forms`, `ckptmap.optimizer_families` or `ckptmap.setups`
-names an object of the protocol of that name. They are asked first, as `ckptmap.testing.registered`
-puts them: a format that is a zip of its own is told from torch's by who knows more of it.
+names an object of the protocol of that name. Objects of entry points are asked before ours: a format
+that stores a zip of its own is told from torch's only by the code that knows more of it.
 """
 
 from __future__ import annotations
@@ -130,8 +130,10 @@ def _load(spec: str) -> Any:
 
 @cache
 def _has_third_party() -> bool:
-    """Does any installed distribution name us? A look at files, ten times faster than
-    importlib.metadata, which is asked only then."""
+    """Does any installed distribution have entry points of ours?
+
+    A look into the files is ten times faster than importlib.metadata, which is asked only then.
+    """
     return any(
         b"[ckptmap." in file.read_bytes()
         for directory in map(Path, sys.path)
@@ -156,7 +158,7 @@ def _all(specs: Iterable[str], group: str) -> Iterator[Any]:
 
 
 def container_for(place: Place) -> Container | None:
-    """The container that claims the place; None: nobody does."""
+    """Return the container that claims the place; None: none does."""
     for container in _all(CONTAINERS, "containers"):
         if container.claims(place):
             return cast(Container, container)
@@ -164,7 +166,7 @@ def container_for(place: Place) -> Container | None:
 
 
 def directory_for(place: Place) -> Directory | None:
-    """The framework whose directory it is, asked before any container; None: nobody's."""
+    """Return the framework whose directory the place is, asked before any container; None: none's."""
     for directory in _all(DIRECTORIES, "directories"):
         if directory.claims(place):
             return cast(Directory, directory)
@@ -172,7 +174,7 @@ def directory_for(place: Place) -> Directory | None:
 
 
 def knows(place: Place) -> bool:
-    """Is it a checkpoint, by its structure?"""
+    """Is the place a checkpoint, by its structure?"""
     return directory_for(place) is not None or container_for(place) is not None
 
 
@@ -185,12 +187,12 @@ def layouts() -> tuple[Layout, ...]:
 
 
 def unflatteners() -> tuple[Any, ...]:
-    """Of `ckptmap.sharding.reference_model.Unflattener`, which `unflatteners` there gives typed."""
+    """Return the unflatteners; `ckptmap.sharding.reference_model.unflatteners` returns them typed."""
     return tuple(_all(UNFLATTENERS, "unflatteners"))
 
 
 def key_forms() -> tuple[Any, ...]:
-    """Of `ckptmap.optim.state.KeyForm`, which `key_forms` there gives typed."""
+    """Return the key forms of optimizer state; `ckptmap.optim.state.key_forms` returns them typed."""
     return tuple(_all(KEY_FORMS, "key_forms"))
 
 

@@ -16,7 +16,7 @@ from ckptmap.protocols import Scheme, Setup
 
 @dataclass(frozen=True)
 class Aim:
-    """What `--to` asks for: a setup, and a scheme to encode with (None: as they are)."""
+    """The value of `--to`: a setup, and a scheme to encode with; None: encodings stay as they are."""
 
     text: str
     setup: Setup
@@ -24,7 +24,7 @@ class Aim:
 
 
 def parse(text: str) -> Aim:
-    """Raises PlanError CKM201 with the nearest name where there is no such setup."""
+    """Return the setup and scheme of a `--to` value. Raises PlanError CKM201 with the nearest name."""
     name = str(text).strip().lower()
     for setup in sorted(registry.setups(), key=lambda s: -len(s.name)):
         if name == setup.name:
@@ -38,7 +38,7 @@ def parse(text: str) -> Aim:
 
 
 def names() -> list[str]:
-    """Every name that `--to` takes."""
+    """Return every value that `--to` takes."""
     suffixes = [scheme.suffix for scheme in registry.schemes() if scheme.suffix]
     return [
         name

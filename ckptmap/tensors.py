@@ -59,14 +59,14 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def lies_in(self, shape: Sequence[int]) -> bool:
-        """Is it not empty, and all of it in a tensor of this shape?"""
+        """Is the box not empty, and does it lie in a tensor of this shape?"""
         for offset, size, limit in zip(self.offsets, self.sizes, shape, strict=True):
             if offset < 0 or size <= 0 or offset + size > limit:
                 return False
         return True
 
     def intersect(self, other: Box) -> Box | None:
-        """The part both share, in the same coordinates; None where that is empty."""
+        """Return the box that both share, in the same coordinates; None: it is empty."""
         lows = []
         sizes = []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
@@ -79,18 +79,18 @@ class Box(NamedTuple):
         return Box(tuple(lows), tuple(sizes))
 
     def relative_to(self, origin: Sequence[int]) -> Box:
-        """The same part seen from a tensor that starts at `origin`."""
+        """Return the same box in the coordinates of a tensor that starts at `origin`."""
         return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
 
 
 @lru_cache(maxsize=4096)
 def _whole(shape: tuple[int, ...]) -> Box:
-    """Most tensors of a model share one of a few shapes, and then one box."""
+    """Return the box of a whole tensor, cached: most tensors of a model have one of a few shapes."""
     return Box((0,) * len(shape), shape)
 
 
 def contiguous_strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Row-major strides in bytes: [2, 3] of 4 bytes -> (12, 4)."""
+    """Return row-major strides in bytes: [2, 3] of 4 bytes -> (12, 4)."""
     return _strides(tuple(sizes), itemsize)
 
 
@@ -147,7 +147,7 @@ class Region(NamedTuple):
         return True
 
     def crop(self, box: Box) -> Region:
-        """The region of a part; `box` is relative to this region."""
+        """Return the region of a part; `box` is relative to this region."""
         start = sum(o * s for o, s in zip(box.offsets, self.strides, strict=True))
         return Region(self.file, self.offset + start, box.sizes, self.strides, self.itemsize)
 
@@ -176,7 +176,7 @@ class TensorInfo:
 
 
 class Chunk(NamedTuple):
-    """A stored part of a tensor: the box it fills and the bytes that fill it.
+    """A stored part of a tensor: its box, and the region of a file that holds its bytes.
 
     `crc32` is the container's own checksum where it covers exactly these bytes, else None.
     """
@@ -196,7 +196,7 @@ class Extent(NamedTuple):
 
 
 FEW_CHUNKS = 16
-"""Up to here a scan of all chunks is quicker than a search."""
+"""Up to this many chunks a scan of all is quicker than a search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +228,8 @@ Places: TypeAlias = Extent | Sequence[Chunk]
 class StoredTensor:
     """A tensor as it lies in files: chunks that tile it, and replicas that must agree with them.
 
-    Its place is an extent, or chunks; or a function that gives one of them, called once when
-    first asked for: finding a chunk's bytes can cost a read that `inspect` does without.
+    Its place is an extent, or chunks; or a function that returns one of them, called once when the
+    place is first needed: to find a chunk's bytes can cost a read that `inspect` does not need.
     """
 
     __slots__ = ("_place", "_search", "_share", "info", "replicas")
@@ -249,12 +249,12 @@ class StoredTensor:
 
     @property
     def share(self) -> object:
-        """Equal for two tensors that are one view of one storage: a tie that the file states."""
+        """A value equal for two tensors that are one view of one storage: a tie that the file states."""
         return self._share
 
     @property
     def place(self) -> Places:
-        """As it was given, or found: no chunk is made where an extent says it all."""
+        """The extent or the chunks, as given; no chunk is made for a tensor that is one extent."""
         place = self._place
         if type(place) is Extent:
             return place
@@ -273,7 +273,7 @@ class StoredTensor:
 
     @property
     def extent(self) -> Extent | None:
-        """Its one extent; None where it lies in pieces, or not in row-major order."""
+        """The one extent of all bytes; None: they lie in pieces, or not in row-major order."""
         place = self.place
         if type(place) is Extent:
             return place
@@ -285,7 +285,7 @@ class StoredTensor:
         return Extent(region.file, region.offset, crc32)
 
     def pieces(self, box: Box) -> Iterator[tuple[Box, Region]]:
-        """Regions that fill `box`: each with its place relative to the box."""
+        """Yield the regions that tile `box`, each with its box relative to `box`."""
         whole = box.sizes == self.info.shape
         for held, region, _ in self.near(box):
             if whole and held.lies_in(box.sizes):
@@ -299,7 +299,7 @@ class StoredTensor:
             yield common if whole else common.relative_to(box.offsets), region
 
     def near(self, box: Box) -> Sequence[Chunk]:
-        """The chunks that may share elements with `box`: no full scan where there are many."""
+        """Return the chunks that may share elements with `box`, without a scan of all if there are many."""
         if len(self.chunks) < FEW_CHUNKS or not box.sizes:
             return self.chunks
         if self._search is None:
@@ -312,7 +312,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, eq=False)
 class Opaque:
-    """An object of a class that is never called: what a pickle says about it, inert.
+    """A pickled object of a class that is never called: an inert record of what the pickle says.
 
     `args` are what it would have been called with, `state` what it would have been given
     (usually a dict of attributes), `info` the outer shape and dtype of a tensor subclass.
@@ -330,12 +330,12 @@ class Opaque:
 
     @property
     def is_empty(self) -> bool:
-        """A tensor on the meta device: of an offloaded model, torch saves no values."""
+        """Is it a tensor on the meta device? torch saves no values of an offloaded model."""
         return self.class_name == "torch._utils._rebuild_meta_tensor_no_storage"
 
     @property
     def is_unresolved(self) -> bool:
-        """A view that torch conjugates or negates when it is used: it saves the values of before."""
+        """Is it a view that torch conjugates or negates on use? torch saves the values before that."""
         bits = self.args[-1] if self.args and self.module == "torch._utils" else None
         return isinstance(bits, dict) and bool(bits.get("conj") or bits.get("neg"))
 
@@ -352,8 +352,8 @@ class Cut:
 
 
 def as_inert(value: Opaque | StoredTensor) -> Opaque:
-    """A piece of a cut that is a plain tensor, where others are subclass objects: its state has
-    the stored tensor under ""."""
+    """Return a piece of a `Cut` as an Opaque. A plain tensor among subclass objects becomes one whose
+    state has the stored tensor under ""."""
     if isinstance(value, Opaque):
         return value
     return Opaque("torch", "Tensor", state={"": value}, info=value.info)

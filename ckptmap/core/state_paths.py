@@ -1,4 +1,4 @@
-"""What leaves of a state dict are: their keys, their nesting, and what foreign objects they hold."""
+"""Leaves of a state dict: their keys, their nesting, and the foreign objects inside them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor
 
 
 class ListIndex(int):
-    """A path segment that counts in a list: equal to the integer, told from an integer dict key."""
+    """A path segment that is an index of a list: equal to the integer, of a type of its own because an
+    integer can also be a key of a dict."""
 
     __slots__ = ()
 
@@ -17,22 +18,22 @@ class ListIndex(int):
 MAX_DEPTH = 128
 """Levels of dicts and lists in each other: nothing honest has as many, and what holds itself has more."""
 SPARE_ITEMS = 1_000_000
-"""Items that repetition may add to any value, as `wire.pickle_read` allows a load."""
+"""Items that repetition may add to any value, as the pickle reader allows a load."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def by_rank(leaf: Leaf) -> Sequence[Leaf]:
-    """What each rank holds of it; one value where they do not differ."""
+    """Return each rank's value of a leaf; one value if they do not differ."""
     return leaf.values if isinstance(leaf, PerRank) else (leaf,)
 
 
 def counts(segment: object) -> bool:
-    """Is it a key of a dict that is no text: an integer, or a bool?"""
+    """Is the segment a key of a dict that is an integer or a bool?"""
     return isinstance(segment, int) and type(segment) is not ListIndex
 
 
 def join(path: Path) -> str:
-    """Its key: segments joined with dots."""
+    """Return the key of a path: its segments joined with dots."""
     if len(path) == 1:
         return str(path[0])
     return ".".join(map(str, path))
@@ -42,21 +43,23 @@ ROLES = ("model", "optimizer", "other")
 
 
 def logical_key(role: str, fqn: str) -> str:
-    """How a manifest names a tensor: `fqn` a weight, `role:fqn` the others, and a weight with a
-    colon in its name."""
+    """Return the name of a tensor in a manifest: `fqn` for a weight, `role:fqn` for others and for a
+    weight with a colon in its name."""
     return fqn if role == "model" and ":" not in fqn else f"{role}:{fqn}"
 
 
 def role_and_fqn(key: str) -> tuple[str, str]:
-    """What `logical_key` made a key of."""
+    """Return the role and FQN of which `logical_key` made the key."""
     role, colon, fqn = key.partition(":")
     return (role, fqn) if colon and role in ROLES else ("model", key)
 
 
 def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
-    """Leaves by path -> nested dicts, and lists where segments are `ListIndex` 0..n-1; others stay
-    dicts, for what was taken out of a list is known by its index (written, it is a hole: see
-    `wire.tree.nest`)."""
+    """Return nested dicts of leaves by path, and lists where segments are `ListIndex` 0..n-1.
+
+    Other indices stay keys of a dict: an item taken out of a list is known by its index. (In files
+    the gaps become None: see `state_tree.nest`.)
+    """
     tree: dict[Any, Any] = {}
     for path, value in values.items():
         node = tree
@@ -77,7 +80,7 @@ def _listed(value: object) -> object:
 
 
 def opaques(value: object) -> Iterator[Opaque]:
-    """Every object of a class that is never called, at any depth."""
+    """Yield every object of a class that is never called, at any depth."""
     for item in within(value):
         if isinstance(item, Opaque):
             yield item
@@ -86,8 +89,10 @@ def opaques(value: object) -> Iterator[Opaque]:
 
 
 def within(value: object) -> Iterator[object]:
-    """It, and all that lies in its dicts, lists, tuples and sets, keys too; what lies in a container
-    that is there twice, once: it may hold itself."""
+    """Yield a value and all that lies in its dicts, lists, tuples and sets, keys too.
+
+    A container that occurs twice is entered once: it may hold itself.
+    """
     seen: dict[int, object] = {}
     todo = [value]
     while todo:
@@ -105,7 +110,7 @@ def _held(container: Any) -> list[Any]:
 
 
 def hides_tensor(value: object) -> bool:
-    """Is there a stored tensor, inside of foreign objects as well?"""
+    """Does the value hold a stored tensor, inside of foreign objects as well?"""
     seen: dict[int, object] = {}
     todo = [value]
     while todo:
@@ -123,8 +128,11 @@ def hides_tensor(value: object) -> bool:
 
 
 def is_endless(value: object) -> bool:
-    """Does it hold itself, nest deeper than anything that is read or written, or refer to the same
-    lists so often that written out, as containers are, it would be millions of times its size?"""
+    """Is the value too large to write out?
+
+    It is if it holds itself, if it nests deeper than `MAX_DEPTH`, or if it refers to the same lists
+    so often that the written form would be millions of times its size.
+    """
     extents: dict[int, tuple[int, int]] = {}
     own = 0
 
@@ -157,7 +165,7 @@ RESOLVED = "save tensor.resolve_conj().resolve_neg() in its place"
 
 
 def described(found: Opaque) -> str:
-    """What it is, as a reason why it cannot be carried."""
+    """Return why an object cannot be carried over."""
     if found.is_empty:
         return "was on the meta device when it was saved, so its values are not here"
     if found.is_unresolved:
@@ -166,7 +174,7 @@ def described(found: Opaque) -> str:
 
 
 def class_of(leaf: Leaf) -> str:
-    """A name for what it is, of the first foreign object in it."""
+    """Return the class name of the first foreign object in a leaf, else of the leaf itself."""
     found = next(opaques(leaf), None)
     return found.class_name if found else type(leaf).__name__
 
@@ -175,7 +183,7 @@ def class_of(leaf: Leaf) -> str:
 
 
 class _Said:
-    """What stands in a comparison for what is no value."""
+    """Stands in a comparison for something that is no plain value."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -190,9 +198,12 @@ TENSOR, NOTHING = _Said("a tensor"), _Said("nothing")
 def differing(
     mine: Mapping[Path, object], source: Mapping[Path, object], depth: int = 1
 ) -> list[str]:
-    """What values without tensors have become in an output: every one of the source must be there,
-    and be equal, with nothing added to an entry, which is what has the same `depth` segments.
-    Tuples and lists are alike, and so are keys 1 and "1": JSON and DCP know one."""
+    """Return the differences between an output's plain values and the source's.
+
+    Every value of the source must be in the output and be equal, and no entry may have more; an
+    entry is what shares the first `depth` segments. Tuples equal lists, and key 1 equals "1": JSON
+    and DCP know one of the two.
+    """
     ours, theirs = dict(_atoms(mine)), dict(_atoms(source))
     lasts = _lasts(ours)
     problems = [
@@ -211,8 +222,10 @@ def differing(
 def unequal(
     a: Mapping[Path, object], b: Mapping[Path, object], depth: int = 1
 ) -> tuple[int, dict[str, tuple[object, object]]]:
-    """How many values agree, and those that differ, by name; alike as in `differing`. Of an entry
-    that both hold, what only one has is a difference."""
+    """Return how many values agree, and those that differ by name; equal as in `differing`.
+
+    Within an entry that both hold, a value of only one side is a difference.
+    """
     ours, theirs = dict(_atoms(a)), dict(_atoms(b))
     found = _unlike(ours, theirs, depth)
     both = [path for path in ours if path in theirs and ours[path] is not TENSOR]
@@ -226,8 +239,10 @@ def unequal(
 def _unlike(
     ours: Mapping[_Where, object], theirs: Mapping[_Where, object], depth: int
 ) -> dict[_Where, tuple[object, object]]:
-    """What differs, or is on one side only, of entries that both hold. A tensor is held against
-    plain values alone: what compares tensors knows their encodings."""
+    """Return the values of common entries that differ or are on one side only.
+
+    A tensor is compared with plain values alone: tensors are compared elsewhere, by encoding.
+    """
     entries = {path[:depth] for path in ours} & {path[:depth] for path in theirs}
     ends = _lasts(ours), _lasts(theirs)
     found = {}
@@ -245,12 +260,12 @@ def _unlike(
 
 
 def _is_hole(path: _Where, value: object, lasts: Mapping[_Where, int]) -> bool:
-    """Is it the None that keeps the place of what was left out of a list, which goes on?"""
+    """Is the value a None that keeps the place of an item left out of a list that goes on?"""
     return value is None and path[-1][0] and int(path[-1][1]) <= lasts.get(path[:-1], -1)
 
 
 def _lasts(atoms: Iterable[_Where]) -> dict[_Where, int]:
-    """The last index of each list."""
+    """Return the last index of each list."""
     found: dict[_Where, int] = {}
     for path in atoms:
         for depth, (is_index, text) in enumerate(path):
@@ -264,8 +279,8 @@ def _name(path: _Where) -> str:
 
 
 _Where: TypeAlias = tuple[tuple[bool, str], ...]
-"""Each segment with whether it counts in a list; the first never does: what a checkpoint holds has
-names, even where it is a list."""
+"""Each segment, and whether it is an index of a list. The first never is: the entries of a checkpoint
+have names, even if they lie in a list."""
 
 
 def _atoms(values: Mapping[Path, object]) -> Iterator[tuple[_Where, object]]:

@@ -15,14 +15,14 @@ from ckptmap.tensors import Leaf, Opaque, Path, StoredTensor
 
 MAX_DEPTH = 64
 MIN_LIMIT = 100_000
-"""Leaves that any pickle may hold; above it as many as it has bytes. One that nests references to
-the same list 64 deep looks like 2**64 leaves."""
+"""How many leaves any pickle may hold; a longer one as many as it has bytes. A pickle that nests
+references to the same list 64 deep looks like 2**64 leaves."""
 MAX_LISTED = 1 << 16
-"""Holes in a list: a file may count to any number."""
+"""How many holes a list may have: a file can name any index."""
 
 
 def flatten(tree: object, where: str, pickle_nbytes: int) -> dict[Path, Leaf]:
-    """Leaves by path, in stored order; lists without tensors are one leaf each.
+    """Return the leaves by path, in stored order; lists without tensors are one leaf each.
 
     Segments are dict keys, or `ListIndex` inside a list or tuple that holds tensors. Raises
     SourceError CKM106 where nesting has no end in sight.
@@ -53,7 +53,7 @@ def _flatten(node: Any, path: Path, leaves: dict[Path, Leaf], where: str, limit:
 
 
 def holds_tensor(node: object) -> bool:
-    """Is there a tensor, plain or of a subclass, in these nested lists and dicts?"""
+    """Do these nested lists and dicts hold a tensor, plain or of a subclass?"""
     seen: set[int] = set()
     todo = [node]
     while todo:
@@ -67,7 +67,7 @@ def holds_tensor(node: object) -> bool:
 
 
 def nest(leaves: Iterable[tuple[Path, Any]]) -> Any:
-    """The nested dicts, and lists where segments are `ListIndex`, that have these leaves.
+    """Return the nested dicts that have these leaves; lists where segments are `ListIndex`.
 
     Raises PlanError CKM114 where one leaf lies inside another.
     """
@@ -87,7 +87,7 @@ def nest(leaves: Iterable[tuple[Path, Any]]) -> Any:
 
 
 class _Branch(dict[object, object]):
-    """A dict made here, told from one that is a leaf."""
+    """A dict made by `nest`, of a type of its own because a leaf can be a dict."""
 
 
 def _collision(inner: Path, outer: Path) -> PlanError:
@@ -99,8 +99,10 @@ def _collision(inner: Path, outer: Path) -> PlanError:
 
 
 def _listed(node: Mapping[Any, Any]) -> Any:
-    """Branches as plain dicts, as lists where every segment says so; None where one has a hole,
-    as torch fills them, so that all others keep their place."""
+    """Return branches as plain dicts, and as lists where every segment is a `ListIndex`.
+
+    None fills the holes of a list, as torch fills them, so that all other items keep their place.
+    """
     items = {k: _listed(v) if type(v) is _Branch else v for k, v in node.items()}
     if not items or any(type(key) is not ListIndex for key in items):
         return items

@@ -1,6 +1,6 @@
-"""In how many ways can ordered groups be read off one ordered sequence?
+"""Groups of an optimizer matched to the model's parameters by order and shape, if one way fits.
 
-groups [[A, C], [B]] of the sequence A B C    group 0 takes places 0 and 2, group 1 place 1
+groups [[A, C], [B]], sequence A B C  ->  group 0 takes places 0 and 2, group 1 place 1
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 MAX_STATES = 2000
-"""Readings followed at once; real models have one or two, more mean that shapes say nothing."""
+"""Readings followed at once; real models have one or two. More mean that shapes tell nothing."""
 
 SORTED_TOO = "the shapes allow the model's order, and that of sorted names (10 before 2)"
 DO_NOT_FIT = "the shapes do not fit its order"
@@ -27,11 +27,11 @@ def align(
     sequence: Sequence[Place],
     fits: Callable[[Item, Place], bool],
 ) -> list[list[int]] | str:
-    """Places of every group's items, ascending in each group, where there is exactly one such
-    reading; else the reason. Places may be skipped, items may not.
+    """Return the places of every group's items, ascending in each group, if exactly one reading
+    fits; else the reason.
 
-    One pass over the sequence that keeps every reading still possible, with the number of ways to
-    it (2 stands for more) and its last step.
+    Places may be skipped, items may not. One pass over the sequence keeps every reading that is
+    still possible, with the number of ways to it (2 stands for more) and its last step.
     """
     sizes = tuple(map(len, groups))
     skips = len(sequence) - sum(sizes)
@@ -66,8 +66,8 @@ def align_named(
     names: Sequence[str],
     fits: Callable[[Item, Place], bool],
 ) -> list[list[int]] | str:
-    """As `align`; nothing is chosen where several groups may also be made of sorted names, and
-    would mean other places then.
+    """Return what `align` returns, or a reason if the groups could also come from sorted names and
+    would then mean other places.
 
     minGPT, and what follows it, makes sets of names for decay and no decay and sorts them: layer
     10 comes before 2. With one group there is nothing to sort: it is `model.parameters()`.

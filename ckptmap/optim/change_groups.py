@@ -1,4 +1,4 @@
-"""Parameters put into other groups, with the hyper-parameters that they had."""
+"""Parameter groups made anew for a target that groups otherwise; hyper-parameters go along."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptmap.storage.lazy_tensor import LazyTensor
 
 
 def regrouped(optimizer: Optimizer, order: Sequence[Sequence[str]]) -> Optimizer:
-    """The same with the groups `order`, which have every parameter once.
+    """Return the state with the groups `order`, which list every parameter once.
 
     A group that gets no parameter has the hyper-parameters of the first. Raises PlanError CKM207
     where parameters of one new group were trained with different hyper-parameters.

@@ -1,4 +1,4 @@
-"""Optimizer state of parameters as FSDP1 can hold it: cut as the flat parameters are.
+"""Optimizer state in the form that FSDP1 can hold: cut as its flat parameters are.
 
 With `use_orig_params=False` a flat parameter is the optimizer's one parameter: one step count for
 all that lies in it, and one set of hyper-parameters.
@@ -23,7 +23,7 @@ _APART = (
 
 
 def by_unit(optimizer: Optimizer, unit_of: UnitOf, weights: Mapping[str, LazyTensor]) -> Optimizer:
-    """The same with one step count a flat parameter; the others must equal it (`same`).
+    """Return the state with one step count a flat parameter; the others must equal it (`same`).
 
     Raises PlanError CKM504 where FSDP1 cannot hold state of such a shape, or parameters of one unit
     differ in dtype, in plain values or in their group.
@@ -51,7 +51,7 @@ def by_unit(optimizer: Optimizer, unit_of: UnitOf, weights: Mapping[str, LazyTen
 
 
 def _is_vector(leaf: StateLeaf, shape: tuple[int, ...]) -> bool:
-    """Is it cut as the weight is? A scalar is not."""
+    """Is the state cut as its weight is? A scalar is not."""
     value = leaf.value
     if not isinstance(value, LazyTensor) or value.shape == ():
         return False
@@ -76,7 +76,8 @@ def _check_alike(one: StateLeaf, other: StateLeaf, unit: FlatUnit) -> None:
 
 
 def _kind(value: object) -> str:
-    """Of tensors dtype and being a scalar, of others the value."""
+    """Return a text that is equal for state that one flat parameter can hold: of tensors the dtype and
+    whether they are scalars, of other values the value."""
     if isinstance(value, LazyTensor):
         return f"a {value.dtype} {'tensor' if value.shape else 'scalar'}"
     return repr(value)

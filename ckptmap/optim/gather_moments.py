@@ -1,4 +1,4 @@
-"""Stored tensors of optimizer state that are one moment, put together before keys are read.
+"""Codes and scales of quantized moments put together to one Group, before keys are read.
 
 state.W.exp_avg.codes, .scale, .qmap and their record  ->  state.W.exp_avg, a Group
 """
@@ -14,11 +14,13 @@ from ckptmap.tensors import Path, StoredTensor
 
 @runtime_checkable
 class FindsMoments(Protocol):
-    """A scheme of which some library stores moments as tensors without a record."""
+    """A scheme whose library stores quantized moments as tensors without a record."""
 
     def moments(self, leaves: Mapping[Path, object]) -> Mapping[Path, object]:
-        """Leaves of optimizer state, a Group in place of the tensors of a moment; the same where
-        there is none. Raises SourceError CKM115."""
+        """Return the leaves with a Group in place of the tensors of each moment.
+
+        Raises SourceError CKM115 where the tensors do not fit together.
+        """
 
 
 def gather_moments(
@@ -27,7 +29,7 @@ def gather_moments(
     root: Path | None,
     schemes: Sequence[Scheme],
 ) -> Mapping[Path, Any]:
-    """Leaves below the optimizer's root; Groups stand where their parts were.
+    """Return the leaves below the optimizer's root with Groups in place of their parts.
 
     Raises SourceError CKM115 where a record's parts do not add up.
     """

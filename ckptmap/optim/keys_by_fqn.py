@@ -1,4 +1,4 @@
-"""Keyed by name: {"state": {fqn: {name: t}}, "param_groups": [{"params": [fqn, ...], ...}]}.
+"""The key form by FQN: {"state": {fqn: {name: t}}, "param_groups": [{"params": [fqn, ...], ...}]}.
 
 What `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, `FSDP.optim_state_dict`
 and ckptmap write, and what `set_optimizer_state_dict` takes; in DCP the same, leaf by leaf.

@@ -1,4 +1,4 @@
-"""Keyed by index: `optimizer.state_dict()`, where a number counts through the groups' parameters.
+"""The key form of `optimizer.state_dict()`: a number that counts through the groups' parameters.
 
     {"state": {0: {...}}, "param_groups": [{"params": [0, 1], ...}, {"params": [2], ...}]}
 
@@ -29,7 +29,7 @@ class ByIndex:
         return keys if keys is not None and keys.by_index else None
 
     def write(self, optimizer: Optimizer) -> list[tuple[Path, Any]]:
-        """Raises PlanError CKM207 where a parameter with state is in no group."""
+        """Return the leaves to write. Raises PlanError CKM207 where a parameter with state is in no group."""
         counter = count()
         index = {fqn: next(counter) for group in optimizer.groups for fqn in group[PARAMS]}
         lost = next((fqn for fqn in optimizer.keys if fqn not in index), None)

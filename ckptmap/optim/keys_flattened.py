@@ -1,4 +1,4 @@
-"""Keyed by name in one dotted key: "state.<fqn>.<name>" and "param_groups.<fqn>.<name>".
+"""The key form of one dotted key an entry: "state.<fqn>.<name>", "param_groups.<fqn>.<name>".
 
 What `get_optimizer_state_dict` makes with `flatten_optimizer_state_dict=True`, and with it
 torchtitan: every hyper-parameter is repeated for each parameter.
@@ -21,7 +21,7 @@ class Flattened:
     whole = False
 
     def read(self, leaves: Mapping[Path, Leaf]) -> StateKeys | None:
-        """Groups are made again of the parameters whose hyper-parameters are equal, in order."""
+        """Return whose state each leaf is; groups are the parameters with equal hyper-parameters."""
         state: dict[Path, tuple[str, Path]] = {}
         hyper: dict[str, dict[str, Path]] = {}
         rest: list[Path] = []
@@ -45,8 +45,10 @@ class Flattened:
         return StateKeys(False, state, found, groups, rest)
 
     def write(self, optimizer: Optimizer) -> list[tuple[Path, Any]]:
-        """Raises PlanError CKM207 for what has no place in one key: a parameter listed without
-        state is left out, as torch does, but nested state is refused."""
+        """Return the leaves to write; a parameter without state is left out, as torch leaves it out.
+
+        Raises PlanError CKM207 for nested state, which one dotted key cannot name.
+        """
         found: list[tuple[Path, Any]] = []
         for leaf in optimizer.leaves:
             if len(leaf.name) > 1:
@@ -80,7 +82,8 @@ def _split(path: Path) -> tuple[str, str, str]:
 def _regrouped(
     hyper: Mapping[str, Mapping[str, Path]], leaves: Mapping[Path, Leaf]
 ) -> list[list[str]]:
-    """A hyper-parameter that is a tensor does not part groups: its values are compared later."""
+    """Return the parameters of each group. Hyper-parameters that are tensors count as equal here: their
+    values are compared later."""
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for key, paths in hyper.items():
         values = {name: leaves[path] for name, path in paths.items()}

@@ -1,4 +1,5 @@
-"""Groups that differ from rank to rank: a pipeline stage's optimizer has its own parameters alone.
+"""Parameter groups that differ from rank to rank, merged: as a pipeline stage's optimizer has
+only its own parameters.
 
 rank 0 [{"lr": 0.1, "params": ["a"]}], rank 1 [{"lr": 0.1, "params": ["b"]}]
     -> [{"lr": 0.1, "params": ["a", "b"]}]
@@ -17,8 +18,10 @@ from ckptmap.tensors import Leaf, Path, PerRank
 
 @dataclass(frozen=True)
 class _United:
-    """The groups of this number on some ranks, all set alike; `params` are theirs, each with what
-    `param_names` calls it."""
+    """The groups of one number on several ranks that have equal hyper-parameters.
+
+    `params` are their parameters, each with its entry of `param_names`.
+    """
 
     number: int
     settings: Mapping[str, object]
@@ -35,14 +38,14 @@ class _United:
 
 
 def merge_rank_groups(leaves: Mapping[Path, Leaf]) -> Mapping[Path, Leaf]:
-    """The leaves with one list of groups where each rank has its own, and names what is in it."""
+    """Return the leaves with one list of groups in place of each rank's own, if groups list names."""
     leaf = leaves.get((GROUPS,))
     found = _united(leaf) if isinstance(leaf, PerRank) else None
     return leaves if found is None else {**leaves, (GROUPS,): [one.group() for one in found]}
 
 
 def contradiction(leaves: Mapping[Path, Leaf]) -> str:
-    """Why groups that differ from rank to rank are not those of one optimizer; "": none differ."""
+    """Return why groups that differ from rank to rank are not one optimizer's; "": none differ."""
     if any(path[0] == GROUPS and isinstance(leaf, PerRank) for path, leaf in leaves.items()):
         return (
             "its ranks have param_groups of their own, by numbers, or set one parameter otherwise"
@@ -51,7 +54,7 @@ def contradiction(leaves: Mapping[Path, Leaf]) -> str:
 
 
 def _united(leaf: PerRank) -> list[_United] | None:
-    """None where groups are not by name, or ranks set one parameter otherwise."""
+    """Return the merged groups; None: they list no names, or ranks set one parameter differently."""
     found: list[_United] = []
     for number, group in _each(leaf):
         params = group.get(PARAMS) if isinstance(group, dict) else None
@@ -67,7 +70,7 @@ def _united(leaf: PerRank) -> list[_United] | None:
 
 
 def _each(leaf: PerRank) -> Iterator[tuple[int, Any]]:
-    """(number, group) of every rank that has any; (0, what it is) of what is no list."""
+    """Yield (number, group) of every rank that has groups; (0, value) for a value that is no list."""
     for groups in by_rank(leaf):
         yield from enumerate(
             groups if isinstance(groups, list) else [groups] * (groups is not None)

@@ -1,5 +1,7 @@
-"""{"state": {key: {name: t}}, "param_groups": [{"params": [key, ...], "lr": 0.1}, ...]}, whatever
-the keys are: what is common to the forms that nest."""
+"""Nested optimizer state, read and written alike for keys that are indices and keys that are FQNs.
+
+{"state": {key: {name: t}}, "param_groups": [{"params": [key, ...], "lr": 0.1}, ...]}
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from ckptmap.tensors import Leaf, Path
 
 
 def read_nested(leaves: Mapping[Path, Leaf]) -> StateKeys | None:
-    """None where there is neither state nor a group. By index: every key counts, as an integer or
-    as the string that DCP makes of it."""
+    """Return whose state each leaf is; None: there is neither state nor a group.
+
+    The keys are indices if all of them are integers, or the strings that DCP makes of integers.
+    """
     state: dict[Path, tuple[str, Path]] = {}
     hyper: dict[Path, tuple[int, Path]] = {}
     params: dict[int, list[str]] = {}
@@ -41,14 +45,15 @@ def read_nested(leaves: Mapping[Path, Leaf]) -> StateKeys | None:
 
 
 def _keys(leaf: Leaf) -> list[str]:
-    """The parameters of a group, whole or, as older planners have it, one leaf each."""
+    """Return the parameters of a group; older planners of DCP store them as one leaf each."""
     return [str(key) for key in leaf] if isinstance(leaf, list | tuple) else [str(leaf)]
 
 
 def write_nested(
     optimizer: Optimizer, groups: Sequence[ParamGroup], key: Callable[[str], str | int]
 ) -> list[tuple[Path, Any]]:
-    """State under `key(fqn)`; groups as one list, or leaf by leaf where one holds a tensor."""
+    """Return the leaves to write: state under `key(fqn)`, and groups as one list, or leaf by leaf if
+    one holds a tensor."""
     found: list[tuple[Path, Any]] = [
         ((STATE, key(leaf.key), *leaf.name), leaf.value) for leaf in optimizer.leaves
     ]

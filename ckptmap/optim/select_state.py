@@ -1,4 +1,4 @@
-"""What of the optimizer's state goes with the weights that a plan carries."""
+"""The part of the optimizer state that goes along with the weights of a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptmap.optim.state import NAMES, PARAMS, Optimizer, ParamGroup
 
 @dataclass(frozen=True)
 class Carried:
-    """The state that goes along; `dropped` with reasons; `strangers` belong to no weight."""
+    """The state that goes along; `dropped`: key -> reason; `strangers`: keys that are no weight's."""
 
     optimizer: Optimizer
     dropped: Mapping[str, str]
@@ -24,9 +24,10 @@ def select_state(
     left: Mapping[str, str],
     drop: Callable[[str], str | None],
 ) -> Carried:
-    """State of weights that are `left` behind, and what `drop` names, is dropped with it.
+    """Return the state without that of weights which stay behind, and without what `drop` names.
 
-    `drop` gives a reason for a key such as `optimizer.layers.0.weight`; `left` by FQN.
+    `left` is FQN -> reason. `drop` returns a reason for a key such as `optimizer.layers.0.weight`,
+    or None.
     """
     dropped: dict[str, str] = {}
     strangers: list[str] = []

@@ -1,4 +1,4 @@
-"""Optimizer state as values: what a key form finds in a file, and the same by parameter name.
+"""Optimizer state as values: first in the keys of a file, then by parameter name.
 
     {"state": {0: {"exp_avg": t}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
         -> Keys       which leaf is whose state, in the file's own keys
@@ -84,7 +84,7 @@ class StateLeaf:
 
 
 class Same(NamedTuple):
-    """Two tensors of which one is written; where the other is different, `hint` is what to do."""
+    """Two tensors of which one is written; if the other differs, `hint` says what to do."""
 
     kept: LazyTensor
     other: LazyTensor
@@ -108,7 +108,7 @@ class Optimizer:
 
     @property
     def keys(self) -> list[str]:
-        """Every parameter that is named, those of the groups first."""
+        """Every parameter with state or in a group, those of the groups first."""
         found = dict.fromkeys(key for group in self.groups for key in group[PARAMS])
         found.update(dict.fromkeys(leaf.key for leaf in self.leaves))
         return list(found)
@@ -120,7 +120,7 @@ class Optimizer:
 
     @cached_property
     def values(self) -> dict[str, dict[str, Any]]:
-        """Parameter -> state name -> what is no tensor."""
+        """Parameter -> state name -> value that is no tensor."""
         return self._by_key(lambda leaf: not isinstance(leaf.value, LazyTensor))
 
     def _by_key(self, wanted: Callable[[StateLeaf], bool]) -> dict[str, dict[str, Any]]:
@@ -141,7 +141,7 @@ class Optimizer:
         yield from (v for v in (*values, *self.rest.values()) if isinstance(v, LazyTensor))
 
     def named(self, names: Mapping[str, str]) -> Optimizer:
-        """The same with every key of a parameter replaced by its name."""
+        """Return the state with every parameter's key replaced by its name."""
         leaves = [_named(leaf, names[leaf.key]) for leaf in self.leaves]
         groups = [
             {
@@ -154,7 +154,7 @@ class Optimizer:
 
 
 def _settings(group: Mapping[Any, Any]) -> Iterator[Any]:
-    """Every hyper-parameter, those in dicts of their own, too: betas that are two tensors."""
+    """Yield every hyper-parameter, those in nested dicts too: betas that are two tensors."""
     for value in group.values():
         if isinstance(value, Mapping):
             yield from _settings(value)
@@ -177,11 +177,12 @@ def _renamed(name: str, value: Any, params: list[str]) -> Any:
 
 
 REFUSED = object()
-"""What stands for a leaf of a class that is never called."""
+"""Stands for a leaf of a class that is never called."""
 
 
 def expanded(leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
-    """A list of groups that is one leaf, taken apart as it is where some leaf is a tensor:
+    """Return the leaves with a list of groups that is one leaf split into one leaf a value, as it is
+    stored where a hyper-parameter is a tensor:
     ("param_groups",): [{"lr": 0.1}] -> ("param_groups", 0, "lr"): 0.1"""
     found: dict[Path, Leaf] = {}
     for path, leaf in leaves.items():
@@ -196,8 +197,11 @@ def expanded(leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
 def collect(
     leaves: Mapping[Path, Leaf], keys: StateKeys, make: Callable[[Path, Leaf], Any]
 ) -> Optimizer:
-    """The state in its file's own keys, of `expanded` leaves. `make` gives a LazyTensor or plain
-    value for a leaf, and `REFUSED` for one that cannot be carried."""
+    """Return the state in the file's own keys, of `expanded` leaves.
+
+    `make` returns a LazyTensor or a plain value for a leaf, and `REFUSED` for one that cannot be
+    carried.
+    """
     made = {path: make(path, leaf) for path, leaf in leaves.items()}
     taken = {path: value for path, value in made.items() if value is not REFUSED}
     state = [
@@ -221,7 +225,7 @@ def _titled(value: object, path: Path) -> object:
 
 
 def _put(group: dict[str, Any], name: Path, value: Any) -> Any:
-    """Set a hyper-parameter, which may lie in a dict of its own; what was there, if anything."""
+    """Set a hyper-parameter, which may lie in a nested dict; return the value that was there before."""
     node: dict[Any, Any] = group
     for segment in name[:-1]:
         node = node.setdefault(segment, {})
@@ -240,8 +244,8 @@ def plain_names(
     strip: Callable[[str], Iterator[str]],
     where: str,
 ) -> dict[str, str]:
-    """Plain FQN of every key: the weight that is stored under it, else the first of the names that
-    `strip` makes of it that is a weight's, else the last one.
+    """Return the plain FQN of every key: that of the weight stored under the key, else the first of
+    the names that `strip` yields that is a weight's, else the last one.
 
     `stored` is the model's own key -> plain FQN. Raises SourceError CKM114 on a collision.
     """

@@ -1,6 +1,6 @@
-"""Optimizer state under the names of another scheme: moments go as their weights go.
+"""Optimizer state under the names of another naming scheme: moments follow their weights.
 
-A moment has the shape of its weight and is split, fused and rearranged with it. A step count goes
+A moment has the shape of its weight and is split, fused and permuted with it. A step count goes
 to every tensor made of its weight; tensors that are put together must have the same one.
 """
 
@@ -20,7 +20,7 @@ from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path, StoredTensor, TensorInfo
 
 STAYS = ("add", "cast")
-"""Value ops that leave a gradient, and so its moments, as they are."""
+"""Value ops that do not change a gradient, and so not its moments."""
 
 _PARTS = (
     "the two become parts of one parameter, which has one: leave both behind with --optimizer drop"
@@ -33,8 +33,11 @@ def translate_state(
     infos: Mapping[str, TensorInfo],
     dense: Encoding,
 ) -> Optimizer:
-    """State of the weights in `infos`, by the names of what they become. Raises PlanError CKM611
-    where it cannot follow. State of weights that become nothing is left out."""
+    """Return the state of the weights in `infos` under the names of the tensors that they become.
+
+    State of weights that become nothing is left out. Raises PlanError CKM611 where a moment cannot
+    follow its weight.
+    """
     return _Moving(found, resolution, infos, dense).optimizer()
 
 

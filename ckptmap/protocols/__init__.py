@@ -1,7 +1,7 @@
-"""What an adapter must be: a container, a layout, an encoding scheme, a writer, a setup.
+"""The protocols of the extension API: containers, layouts, encoding schemes, writers, setups.
 
-One format is one package of `formats/` and one line in `registry.py`. What opens, plans and executes
-speaks to these protocols only and names no format.
+A format implements them in one package of `formats/` and is one line in `registry.py`. The code that
+opens, plans and executes knows these protocols only and names no format.
 """
 
 from __future__ import annotations

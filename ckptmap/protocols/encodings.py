@@ -1,4 +1,4 @@
-"""What stores a logical tensor as payload and scales, and decodes it again."""
+"""Encodings: how a logical tensor is stored as payload and scales, and decoded again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Write:
-    """Bytes for a part, of its dtype: flat `values` go to the run `box` of its flat elements."""
+    """Values of a part, in its dtype: flat `values` go to the run `box` of the part's flat elements."""
 
     part: str
     box: Box
@@ -47,13 +47,14 @@ class Encoder(Protocol):
     splittable: bool
     """True: any box can be encoded alone, in any order; False: needs the whole tensor's statistics."""
     state_nbytes: int
-    """What it keeps between feeds, in bytes."""
+    """Bytes that the encoder keeps between feeds."""
 
     def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
-        """`values`: flat, row-major, of the logical dtype, starting at flat element `offset`."""
+        """Return the writes that are known so far. `values` are flat, row-major, of the logical dtype,
+        and start at flat element `offset`."""
 
     def finish(self) -> Iterable[Write]:
-        """What is known only after the last element: scales of scales, means."""
+        """Return the writes that are known only after the last element: scales of scales, means."""
 
 
 class Encoding(Protocol):
@@ -63,11 +64,13 @@ class Encoding(Protocol):
     def name(self) -> str: ...
 
     def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
-        """Part name -> what would be stored for a logical tensor; no data. Part names are
-        suffixes: part `p` of FQN `w` is stored under `w.p`, part `""` under `w` itself."""
+        """Return shape and dtype of every part that would be stored for a logical tensor; no data.
+
+        Part names are suffixes: part `p` of FQN `w` is stored under `w.p`, part `""` under `w`.
+        """
 
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
-        """The box of a part that holds what `box` of the logical tensor needs; None: the part
+        """Return the box of a part that holds what `box` of the logical tensor needs; None: the part
         cannot be cut there."""
 
     def decode(
@@ -78,7 +81,7 @@ class Encoding(Protocol):
     def encoder(self, info: TensorInfo, device: str) -> Encoder: ...
 
     def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
-        """JSON that says how to read the parts again; None where the parts say it themselves."""
+        """Return JSON that says how to read the parts again; None: the parts say it themselves."""
 
 
 # Encodings whose codes another can keep bit for bit, and how: see `ckptmap.core.quantized_codes`.
@@ -89,11 +92,11 @@ class NamesParts(Protocol):
     """An encoding whose parts have names of their library's: `fc._weight_qdata` of `fc.weight`."""
 
     def part_key(self, key: str, part: str) -> str:
-        """The stored name of a part of the tensor `key`."""
+        """Return the stored name of a part of the tensor `key`."""
 
 
 def part_key(encoding: Encoding, key: str, part: str) -> str:
-    """The stored name of a part: `w.part` of `w`, where the encoding does not say otherwise."""
+    """Return the stored name of a part: `w.part` of `w`, unless the encoding names it otherwise."""
     if isinstance(encoding, NamesParts):
         return encoding.part_key(key, part)
     return f"{key}.{part}" if part else key
@@ -111,16 +114,20 @@ class Scheme(Protocol):
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
     ) -> list[tuple[Group, Sequence[str]]]:
-        """Groups found among plainly stored tensors, each with the keys that it consumes. Asked
-        only where there is a record, or a tensor that is no float of 16 bits or more."""
+        """Return the logical tensors among stored tensors, each with the keys of its parts.
+
+        Called only if there is a record, or a tensor that is no float of 16 bits or more.
+        """
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
-        """The group that a pickled tensor subclass holds; None: not this scheme's class.
-        Raises SourceError where it is this scheme's but malformed."""
+        """Return the parts that a pickled tensor subclass holds; None: the class is not this scheme's.
+
+        Raises SourceError where it is this scheme's but malformed.
+        """
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """How this scheme would store the tensor; None: it leaves tensors like this as they are
-        (an integer buffer under a cast, a norm under a 4-bit scheme)."""
+        """Return how this scheme would store the tensor; None: it leaves tensors like this as they
+        are (an integer buffer under a cast, a norm under a 4-bit scheme)."""
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        """How it would store any tensor that the user names, or why it cannot."""
+        """Return how it would store any tensor that the user names, or why it cannot."""

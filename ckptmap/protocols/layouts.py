@@ -1,4 +1,4 @@
-"""What cuts logical tensors over ranks, and puts them together again."""
+"""Layouts: how logical tensors are cut over ranks and put together again."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ class Layout(Protocol):
     name: str
 
     def cut(self, info: TensorInfo, world_size: int) -> Sequence[tuple[int, Box]]:
-        """(rank, box) in rank order; the boxes tile the tensor exactly once, none is empty
+        """Return (rank, box) in rank order; the boxes tile the tensor exactly once, and none is empty
         unless the tensor is."""
 
     def join(self, values: Sequence[Leaf], key: str) -> StoredTensor | Cut | Opaque | None:
-        """The tensor that these values, one a rank, are the parts of; None: not this layout's.
-        Raises SourceError where the parts do not fit together."""
+        """Return the tensor whose parts these values are, one a rank; None: they are not this layout's.
+
+        Raises SourceError where the parts do not fit together.
+        """
 
 
 @runtime_checkable
@@ -55,19 +57,25 @@ class MeshLayout(Layout, Protocol):
         world_size: int | None,
         names: Collection[str],
     ) -> MeshLayout:
-        """For the mesh that is asked for: `"replicate=2,shard=4"`; None: one dim of the world
-        size. `tp_plan` is a file, of which every pattern must match one of `names`. Raises
-        PlanError CKM204 where they do not fit together, CKM201 and CKM206 for the plan."""
+        """Return the layout over a mesh such as `"replicate=2,shard=4"`; None: one dim of the world
+        size.
+
+        `tp_plan` is a file of which every pattern must match one of `names`. Raises PlanError
+        CKM204 where mesh and world size do not fit together, CKM201 and CKM206 for the plan.
+        """
 
     @property
     def world_size(self) -> int: ...
 
     def placement(self, fqn: str, info: TensorInfo, whole: bool) -> Placement:
-        """`whole`: no rank of the source held only a part of it, though of others they did."""
+        """Return how ranks hold the tensor. `whole`: in the source every rank held all of it, though only
+        parts of other tensors."""
 
     def chunks(self, placement: Placement, info: TensorInfo) -> Sequence[tuple[int, Box]]:
-        """(rank, box) that tile the tensor once, each on the first rank that holds it. Raises
-        PlanError CKM504 where torch cannot hold it so."""
+        """Return (rank, box) that tile the tensor once, each box on the first rank that holds it.
+
+        Raises PlanError CKM504 where torch cannot hold the tensor so.
+        """
 
 
 @dataclass(frozen=True, slots=True)

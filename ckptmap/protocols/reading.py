@@ -1,4 +1,4 @@
-"""What reads an on-disk format: a container, or a framework's directory of several."""
+"""Readers of on-disk formats: of one container, or of a framework's directory of several."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ckptmap.tensors import Leaf, Path, StoredTensor
 
 @dataclass(frozen=True)
 class Place:
-    """A path to be recognised: its first bytes if it is a file, its entries if a directory."""
+    """A path to be recognised: the first bytes of a file, or the entries of a directory."""
 
     path: str
     is_dir: bool
     head: bytes = b""
     names: tuple[str, ...] = ()
-    """Entry names, natural order, of a directory."""
+    """The entry names of a directory, in natural order."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """What a container holds, from headers alone.
+    """The contents of a container, from headers alone.
 
     leaves           every leaf of the nested state dict by its path, tensors and others
     files            every file that belongs to the checkpoint, absolute
@@ -68,15 +68,15 @@ class Container(Protocol):
     name: str
 
     def claims(self, place: Place) -> bool:
-        """Is this, by structure, of this format? Never by file extension alone."""
+        """Is the file or directory of this format, by its structure? Never by file extension alone."""
 
     def index(self, place: Place) -> Index:
-        """Everything it holds, from headers only. Raises SourceError where it is malformed."""
+        """Return everything it holds, from headers only. Raises SourceError where it is malformed."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A checkpoint inside a framework's directory, and what it is to the whole.
+    """A checkpoint inside a framework's directory, and its role there.
 
     path  absolute; a file or a directory, or the framework's directory itself with `names`
     role  "model", "optimizer" or "extra". A second "model" is a copy of the first: where both
@@ -96,7 +96,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Members:
-    """What a framework's directory holds.
+    """The contents of a framework's directory.
 
     members    in the order of use
     documents  JSON files carried as extra values: key -> entry name
@@ -114,12 +114,12 @@ class Members:
 
 
 class Directory(Protocol):
-    """One framework's directory: it reads no tensor, it says who does."""
+    """One framework's directory: it reads no tensor, it lists the checkpoints in it."""
 
     name: str
 
     def claims(self, place: Place) -> bool:
-        """Has it this framework's names? Never by its own name alone."""
+        """Has the directory entries that only this framework names so? Never by its own name alone."""
 
     def members(self, place: Place) -> Members:
-        """Raises SourceError where the names contradict each other."""
+        """Return the checkpoints in the directory. Raises SourceError where names contradict each other."""

@@ -1,4 +1,4 @@
-"""What `--to` names: a layout and a writer, and what they need beside the weights."""
+"""Setups, the values that `--to` names: a layout, a writer, and the files beside the weights."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ if TYPE_CHECKING:
 
 
 class Declared(Protocol):
-    """The weights that are written, as what lies beside them must declare them."""
+    """The weights that are written, as a config.json beside them must declare them."""
 
     def config(
         self, present: Mapping[str, Any] | None, heads: Collection[str]
     ) -> Mapping[str, Any] | None:
-        """Their `quantization_config`, for the one that the source had, and for the modules whose
-        weight is tied to another; None: there must be none."""
+        """Return their `quantization_config`; None: there must be none.
+
+        `present` is the source's, `heads` are modules whose weight is tied to another.
+        """
 
     def undeclared(
         self, present: Mapping[str, Any] | None, wanted: Mapping[str, Any] | None
     ) -> Sequence[str]:
-        """What should be said of what `present` declares and `wanted` does not."""
+        """Return notes on what `present` declares and `wanted` does not."""
 
     def check(self, document: Mapping[str, Any]) -> None:
-        """Raises PlanError CKM203 where a model of this config could not load them."""
+        """Raise PlanError CKM203 where a model of this config could not load the weights."""
 
 
 class CarriedFile(Protocol):
@@ -38,17 +40,17 @@ class CarriedFile(Protocol):
 
     @property
     def mark(self) -> str:
-        """Tells its content: the same on every machine."""
+        """A text that identifies the content, the same on every machine."""
 
     def read(self) -> bytes:
-        """All of it. Raises OSError, and RunError where it is on the Hub and cannot be fetched."""
+        """Return the content. Raises OSError, and RunError where it cannot be fetched from the Hub."""
 
     def pieces(self) -> Iterator[bytes]:
-        """The content, a piece at a time. Raises as `read` does."""
+        """Yield the content piece by piece. Raises as `read` does."""
 
 
 class Carrier(Protocol):
-    """What a framework keeps beside the weights, and what it says about them.
+    """The files that a framework keeps beside the weights: config, tokenizer.
 
     `siblings` are the source's files beside its weights; `beside`, if given, is a directory or
     config file to take them from instead.
@@ -57,7 +59,7 @@ class Carrier(Protocol):
     def ties(
         self, infos: Mapping[str, TensorInfo], siblings: Sequence[str], beside: str | None
     ) -> Mapping[str, str]:
-        """FQN -> the FQN it is declared tied to; the first is not written if both are equal."""
+        """Return FQN -> the FQN that a config ties it to; the first is not written if both are equal."""
 
     def files(
         self,
@@ -67,38 +69,41 @@ class Carrier(Protocol):
         quantized: Declared,
         untied: Collection[str],
     ) -> tuple[Mapping[str, CarriedFile], list[str]]:
-        """Files by name, and notes; `dtypes` are those of the matrices that are written, `untied`
-        heads that are no longer tied to an embedding."""
+        """Return the files to write by name, and notes.
+
+        `dtypes` are those of the matrices that are written, `untied` are heads that are no longer
+        tied to an embedding.
+        """
 
     def stem(self, carried: Mapping[str, CarriedFile]) -> str | None:
-        """How names of weight files must begin for who loads them beside these files; None: as
-        the writer has them."""
+        """Return how names of weight files must begin for the library that loads them beside these
+        files; None: as the writer names them."""
 
 
 class Filing(Protocol):
-    """How a framework's directory keeps what is neither weight nor optimizer state: in files, each
-    by the key of its value."""
+    """The files in which a framework's directory keeps extra values (scheduler, random state), one file
+    a value, by the value's key."""
 
     def file_of(self, key: str) -> str | None:
-        """`"scheduler"` -> `"scheduler.bin"`; None: it has no place for such a value."""
+        """Return the file of a value: `"scheduler"` -> `"scheduler.bin"`; None: it has none."""
 
     def rank_of(self, key: str) -> int | None:
-        """The one rank whose value it is; None: it is that of all."""
+        """Return the rank that the value is of; None: all ranks share it."""
 
     def new_rank(self, rank: int, first: str) -> tuple[str, CarriedFile] | None:
-        """Name and content of what a rank needs that the source had not, by the file of its rank 0;
-        None: nothing."""
+        """Return name and content of the file that a rank needs and the source lacks, made of rank 0's
+        file; None: it needs none."""
 
     def notes(self, keys: Collection[str], before: int, after: int) -> list[str]:
-        """What should be said of values that go along from one number of ranks to another."""
+        """Return notes on values that go from one number of ranks to another."""
 
 
 class Grouping(Protocol):
-    """How what loads a setup groups the parameters of its optimizer, where it counts them."""
+    """The parameter groups that the loader of a setup makes, if it keys optimizer state by index."""
 
     def groups(self, config: FilePath, infos: Mapping[str, TensorInfo]) -> list[list[str]] | None:
-        """The parameters `infos`, one list a group, by the model of a config.json; None: it is of
-        another model."""
+        """Return the parameters `infos`, one list a group, as the model of a config.json groups them;
+        None: the config is of another model."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What writes an on-disk format: the state dict it is asked for, and the files that hold it."""
+"""Writers of on-disk formats: the state dict to write, and the files that hold it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptmap.tensors import Box, Path, TensorInfo
 
 
 class OutTensor(NamedTuple):
-    """A stored tensor to be written: where in the state dict, what, and cut how.
+    """A stored tensor to be written: its path in the state dict, shape and dtype, and how it is cut.
 
     `chunks` tile it once; where `placement` is given, a writer may write some of them again, or
     in parts, as each rank holds them.
@@ -45,7 +45,7 @@ class OutState:
 
 
 class Slot(NamedTuple):
-    """Where one chunk's bytes go in an output file: row-major, `nbytes` from `offset`."""
+    """The place of one chunk in an output file: row-major, `nbytes` from `offset`."""
 
     path: Path
     box: Box
@@ -78,7 +78,7 @@ class OutFile:
     def pieces(
         self, crcs: Sequence[int], manifest: bytes | None = None
     ) -> Iterator[tuple[int, bytes]]:
-        """(offset, bytes) of all that is not slot data: what `seal` gives and what is between."""
+        """Yield (offset, bytes) of everything that is not slot data: from `seal` and from `between`."""
         yield from self.seal(crcs, manifest)
         if self.between is not None:
             for index, slot in enumerate(self.slots[:-1]):
@@ -95,5 +95,7 @@ class Writer(Protocol):
     """True: two names of one storage are written once; False: each is written."""
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """The files that hold this state, data files first, a commit file last. `name` is the
-        destination's own name, for a one-file format. Deterministic."""
+        """Return the files that hold this state, data files first, a commit file last. Deterministic.
+
+        `name` is the destination's own name, for a one-file format.
+        """
