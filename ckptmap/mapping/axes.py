@@ -1,7 +1,8 @@
-"""Named-axis patterns: `(h two r) i`, `e (two m) i`, `(h [two r | p]) i @ s[0:h]`.
+"""Parse axis patterns, which give the dims of a tensor as named axes: `(h two r) i`, `e (two m) i`.
 
-A rule's axes span a space; each tensor of the rule is a box in it (whole, a slice, one index) laid
-out in some order of the axes. Both sides lay out the same space: that is all that a rule says.
+`(h two r) i` is a matrix whose rows run over h, two and r, the last fastest. The axes of a rule span a
+space; each tensor of the rule is a box of it (all, a slice, one index) laid out in its own order of axes.
+Both sides of a rule lay out the same space, so a rule is a bijection between elements.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Segments: TypeAlias = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Slice:
-    """`s[lo:hi]`, or `s[lo]` with `hi` None: one index, the axis is not in the pattern."""
+    """`s[low:high]`; or `s[low]` with `high` None, one index of an axis that is not in the pattern."""
 
     axis: str
     low: Expr
@@ -34,18 +35,18 @@ class Slice:
 
 @dataclass(frozen=True)
 class Axes:
-    """For each dim of a tensor its factors, outermost first: an axis, or segments."""
+    """The factors of each dim, outermost first; a factor is an axis, or the segments of brackets."""
 
     text: str
     dims: tuple[tuple[str | Segments, ...], ...]
 
     @property
     def segments(self) -> int:
-        """How many segments its brackets have; 0: there are none."""
+        """The number of segments in its brackets, 0 without brackets."""
         return next((len(f) for dim in self.dims for f in dim if not isinstance(f, str)), 0)
 
     def names(self) -> list[str]:
-        """Every axis, in the order written."""
+        """Return every axis in the order written."""
         return [
             axis
             for dim in self.dims
@@ -54,10 +55,11 @@ class Axes:
         ]
 
     def shape(self, size: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the tensor's shape for these extents of axes."""
         return tuple(prod(_extent(factor, size) for factor in dim) for dim in self.dims)
 
     def lay(self, size: Mapping[str, int], sheet: int) -> AxisLayout:
-        """Where the elements of one sheet (of segment number `sheet`) lie."""
+        """Return where the elements of segment number `sheet` lie in the tensor."""
         offsets, axes = [], {}
         for number, dim in enumerate(self.dims):
             step, offset = 1, 0
@@ -76,7 +78,7 @@ class Axes:
         return AxisLayout(tuple(offsets), axes)
 
     def of_sheet(self, sheet: int) -> list[str]:
-        """The axes that the elements of one sheet have."""
+        """Return the axes of the elements of segment number `sheet`."""
         return [
             axis
             for dim in self.dims
@@ -87,7 +89,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class AxisLayout:
-    """Element of index 0 on every axis: `offsets`, one a dim; axis -> (dim, step)."""
+    """The position of index 0 on every axis (`offsets`, one a dim), and axis -> (dim, step)."""
 
     offsets: tuple[int, ...]
     axes: Mapping[str, tuple[int, int]]
@@ -105,7 +107,7 @@ def _extent(factor: str | Segments, size: Mapping[str, int]) -> int:
 
 
 def parse_axes(text: str, where: str) -> tuple[Axes, tuple[Slice, ...]]:
-    """What stands after `::`. Raises PlanError CKM601."""
+    """Parse the text after `::`. Raises PlanError CKM601."""
     pattern, _, slices = text.partition("@")
     pattern = pattern.strip()
     found = tuple(_slices(slices, where)) if slices.strip() else ()
@@ -115,7 +117,9 @@ def parse_axes(text: str, where: str) -> tuple[Axes, tuple[Slice, ...]]:
     axes = Axes(pattern, dims)
     counts = {len(f) for dim in dims for f in dim if not isinstance(f, str)}
     if len(counts) > 1 or 1 in counts:
-        raise _malformed(pattern, where, "brackets need two or more segments, each as many")
+        raise _malformed(
+            pattern, where, "brackets need two or more segments, and all the same number"
+        )
     for sheet in range(max(1, axes.segments)):
         names = axes.of_sheet(sheet)
         twice = next((axis for axis in names if names.count(axis) > 1), None)
@@ -128,7 +132,7 @@ def _slices(text: str, where: str) -> Iterator[Slice]:
     for part in text.split(","):
         found = _SLICE.fullmatch(part)
         if found is None:
-            raise _malformed(part, where, "is no slice such as s[0:h] or two[0]")
+            raise _malformed(part, where, "is not a slice such as s[0:h] or two[0]")
         low, colon, high = found[2].partition(":")
         yield Slice(
             found[1], parse_expr(low.strip() or "0"), parse_expr(high.strip()) if colon else None

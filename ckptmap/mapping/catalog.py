@@ -1,8 +1,8 @@
-"""Which mapping files there are, and which one a name means.
+"""The catalog of mapping files: which ones exist, and which one a name means.
 
-`<family>/<scheme>[@era].toml`, in the directories of CKPTMAP_MAPPINGS first, then in the package
-`ckptmap_mappings`. A file's head (what it is for, and its fingerprints) is read without its rules,
-so that a checkpoint is recognised in a few milliseconds.
+Files are `<family>/<scheme>[@era].toml`, in the directories of CKPTMAP_MAPPINGS first, then in the package
+`ckptmap_mappings`. Only the head of a file (its purpose and fingerprints) is read until its rules are
+needed, so a checkpoint is recognized within milliseconds.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SUFFIX = ".toml"
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogEntry(SchemeHead):
-    """One mapping file, known by its head."""
+    """One mapping file: its head and its path."""
 
     path: str
 
     @property
     def aliases(self) -> list[str]:
-        """Titles of the schemes that say that they are this one: no key tells them apart."""
+        """Titles of the schemes whose `same_as` names this one: no key distinguishes them."""
         mine = self.title.partition("/")[2]
         alike = (e for e in available() if e.family == self.family and e.same_as == mine)
         return [entry.title for entry in alike]
@@ -42,18 +42,18 @@ class CatalogEntry(SchemeHead):
         return f"{self.title} (= {also})" if also else self.title
 
     def load(self) -> NamingScheme:
-        """The whole file, proven. Raises PlanError CKM601, CKM602."""
+        """Return the whole file, parsed and proven. Raises PlanError CKM601, CKM602."""
         return _loaded(self.path, _mark(self.path))
 
 
 def directories() -> list[Path]:
-    """Where mapping files are looked for, first to last."""
+    """Return the directories that are searched for mapping files, first to last."""
     asked = [Path(part) for part in os.environ.get(VARIABLE, "").split(os.pathsep) if part]
     return [*asked, _shipped()]
 
 
 def _shipped() -> Path:
-    """The package with our own files, or the folder that it is in a clone of the repository."""
+    """Return the directory of the packaged files, which is `mappings/` in a clone of the repository."""
     from importlib.util import find_spec
 
     found = find_spec("ckptmap_mappings")
@@ -63,8 +63,10 @@ def _shipped() -> Path:
 
 
 def available() -> list[CatalogEntry]:
-    """Every mapping file by title; one of an earlier directory hides its namesake. Raises PlanError
-    CKM601 where one cannot be read."""
+    """Return every mapping file, sorted by title; an earlier directory hides later files of that title.
+
+    Raises PlanError CKM601 where one cannot be read.
+    """
     found: dict[str, CatalogEntry] = {}
     for directory in directories():
         for file in sorted(directory.glob(f"*/*{SUFFIX}")):
@@ -74,8 +76,11 @@ def available() -> list[CatalogEntry]:
 
 
 def find(text: str) -> list[CatalogEntry]:
-    """What a name may mean: a path, `family/scheme`, `scheme`, each with or without `@era`; of
-    several eras the latest stand first. Raises PlanError CKM603 where it means nothing."""
+    """Return the mapping files that a name may mean, latest era first.
+
+    A name is a path, `family/scheme` or `scheme`, the latter two with or without `@era`. Raises
+    PlanError CKM603 where it matches none.
+    """
     if text.endswith(SUFFIX):
         return [_entry(text, _mark(text))]
     family, _, rest = text.rpartition("/")
@@ -91,8 +96,10 @@ def find(text: str) -> list[CatalogEntry]:
 
 
 def listed(what: str | None) -> list[CatalogEntry]:
-    """The mapping files of a family, a model type or a scheme; None: all. Raises PlanError CKM603
-    where there is none."""
+    """Return the mapping files of a family, a model type or a scheme; None: all.
+
+    Raises PlanError CKM603 where there is none.
+    """
     entries = available()
     if what is None:
         return entries
@@ -107,7 +114,7 @@ def listed(what: str | None) -> list[CatalogEntry]:
         families = ", ".join(dict.fromkeys(entry.family for entry in entries))
         raise PlanError(
             "CKM603",
-            f"{what!r} is no family, model type or scheme that is known, expected one of {families},"
+            f"{what!r} is not a known family, model type or scheme, expected one of {families},"
             " or a scheme such as llama/meta",
             "see `ckptmap mappings list`",
         ) from error
@@ -115,17 +122,18 @@ def listed(what: str | None) -> list[CatalogEntry]:
 
 
 def unknown(text: str) -> PlanError:
+    """Return PlanError CKM603 for a scheme that does not exist."""
     names = sorted({entry.name for entry in available()} | {HUB})
     return PlanError(
         "CKM603",
-        f"--names {text!r} is no scheme that is known, expected one of {', '.join(names)}, or a"
+        f"--names {text!r} is not a known scheme, expected one of {', '.join(names)}, or a"
         " mapping file",
         "see `ckptmap mappings list`",
     )
 
 
 def _mark(path: str) -> tuple[int, int]:
-    """Changes when the file does. Raises PlanError CKM603 where there is none."""
+    """Return a cache key that changes with the file. Raises PlanError CKM603 where there is no file."""
     try:
         stat = os.stat(path)
     except OSError as error:
@@ -146,16 +154,16 @@ def _entry(path: str, mark: tuple[int, int]) -> CatalogEntry:
 
 
 def _head_of(path: str) -> Mapping[str, object]:
-    """The tables before the first rule that say what the file is."""
+    """Return the part of a file that says what it is for, without parsing its rules."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         return tomllib.loads("".join(_head_lines(text)))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise PlanError("CKM601", f"{path}: is no TOML: {error}", "correct it") from error
+        raise PlanError("CKM601", f"{path}: is not TOML: {error}", "correct that line") from error
 
 
 def _head_lines(text: str) -> Iterator[str]:
-    """Lines before the first table, and those of [detect]."""
+    """Yield the lines before the first table, and those of [detect]."""
     wanted = True
     for line in text.splitlines(keepends=True):
         if line.startswith("["):

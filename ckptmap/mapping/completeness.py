@@ -1,4 +1,7 @@
-"""Are all keys of a rule there, for every number of its captures?"""
+"""Check that a checkpoint has every key a rule needs, for every value of the rule's captures.
+
+A gap is an error: a missing layer or expert must not pass unnoticed into the target's names.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,11 @@ def check_complete(
     active: Sequence[bool | None],
     found: Sequence[set[tuple[int, ...]]],
 ) -> None:
-    """`found`: for each rule the shared captures that it has keys for. Raises PlanError CKM607 with
-    the first key that is missing, or one too many."""
+    """Raise PlanError CKM607 for the first key that is missing or that should not be there.
+
+    `active` says whether each rule applies (None: unknown, there is no config). `found` holds, for each
+    rule, the values of the shared captures for which the checkpoint has keys.
+    """
     counts = _counts(scheme, dims, found)
     for rule, holds, captured in zip(scheme.rules, active, found, strict=True):
         if holds is False or (not captured and (rule.optional != "no" or holds is None)):
@@ -51,7 +57,7 @@ def _check_either(
     found: Sequence[set[tuple[int, ...]]],
     counts: Mapping[str, int],
 ) -> None:
-    """Each layer has all that one word's rules ask for, and nothing of another word's."""
+    """Check rules with `either`: each layer has all keys of one word's rules and none of another's."""
     rules = [
         (rule, {numbers[0] for numbers in captured})
         for rule, captured, holds in zip(scheme.rules, found, active, strict=True)
@@ -68,14 +74,14 @@ def _check_either(
 
 
 def capture_ranges(rule: Rule, dims: Dims) -> dict[str, tuple[int, int]]:
-    """The range of each capture that has one. Raises Unknown."""
+    """Return (first, end) for each capture that has a `range`. Raises Unknown."""
     return {name: (dims.number(low), dims.number(end)) for name, (low, end) in rule.ranges.items()}
 
 
 def _counts(
     scheme: NamingScheme, dims: Dims, found: Sequence[set[tuple[int, ...]]]
 ) -> dict[str, int]:
-    """Capture -> how many there are: by its dim, else by the keys."""
+    """Return how many values each capture has: its dim where that is known, else by the keys."""
     counts: dict[str, int] = {}
     for rule, captured in zip(scheme.rules, found, strict=True):
         for at, name in enumerate(rule.shared):
@@ -88,14 +94,14 @@ def _counts(
 
 
 class _Check:
-    """The numbers of one rule."""
+    """The check of one rule, and its error texts."""
 
     def __init__(self, scheme: NamingScheme, to_hub: bool, dims: Dims, rule: Rule) -> None:
         self.scheme, self.dims, self.rule = scheme, dims, rule
         self.name = rule.side(not to_hub)[0].names[0]
 
     def whole(self, found: set[tuple[int, ...]], ranges: Sequence[range]) -> None:
-        """Raises PlanError CKM607 where they are not these, each once."""
+        """Raise PlanError CKM607 unless `found` is the product of the ranges."""
         columns = zip(zip(*found, strict=True), ranges, strict=True) if found else ()
         if len(found) == prod(map(len, ranges)) and all(
             min(column) >= r.start and max(column) < r.stop for column, r in columns
@@ -105,7 +111,7 @@ class _Check:
         if missing is not None:
             raise self._wrong(
                 f"{self._key(missing)} is missing, found {len(found)} of {prod(map(len, ranges))}",
-                "the checkpoint is incomplete, or the config is another model's; a file of your"
+                "the checkpoint is incomplete, or the config belongs to another model; a rule of your"
                 " own may say `optional = true`",
             )
         beyond = next(numbers for numbers in sorted(found) if not _within(numbers, ranges))
@@ -113,20 +119,19 @@ class _Check:
             f"{c} below {r.stop}" for c, r in zip(self.rule.shared, ranges, strict=True)
         )
         raise self._wrong(
-            f"{self._key(beyond)} is one too many, expected {ends}",
-            "give the config.json of this very model with --config-from",
+            f"{self._key(beyond)} is not expected, expected {ends}",
+            "give the config.json of exactly this model with --config-from",
         )
 
     def neither(self, number: int, words: Sequence[str], missing: bool) -> PlanError:
-        """What is wrong with one number of the first capture."""
+        """Return the error for one value of the first capture that has keys of no word, or of two."""
         key = self._key((number, *(0 for _ in self.rule.shared[1:])))
-        which = f"{self.rule.shared[0]} {number} has {' or '.join(words)}, all of it"
-        return self._wrong(
-            f"{key} is missing, expected that {which}"
-            if missing
-            else f"{key} is one too many, expected that {which}, and nothing of the other",
-            "the checkpoint is incomplete, or another model's",
-        )
+        wanted = f"expected {self.rule.shared[0]} {number} to have all keys of {' or '.join(words)}"
+        if missing:
+            what = f"{key} is missing, {wanted}"
+        else:
+            what = f"{key} is not expected, {wanted} and no others"
+        return self._wrong(what, "the checkpoint is incomplete, or belongs to another model")
 
     def _key(self, numbers: Sequence[int]) -> str:
         captures = dict(zip(self.rule.shared, numbers, strict=True))
@@ -138,7 +143,7 @@ class _Check:
 
 
 def _numbers(ranges: Sequence[range]) -> Iterator[tuple[int, ...]]:
-    """Their product, one by one: a config may claim a billion layers."""
+    """Yield the product of the ranges one by one: a config may claim a billion layers."""
     if not ranges:
         yield ()
         return
@@ -152,6 +157,6 @@ def _within(numbers: Sequence[int], ranges: Sequence[range]) -> bool:
 
 
 def _rendered(name: NamePattern, captures: dict[str, int], dims: Dims) -> str:
-    """A key; captures that are stacked are shown as 0."""
+    """Return the key for these captures; captures that are stacked are shown as 0."""
     whole = {capture: captures.get(capture, 0) for capture in name.captures}
     return name.render(whole, name.shifts(dims))

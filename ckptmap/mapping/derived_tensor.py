@@ -1,8 +1,8 @@
-"""Tensors that are read through others: decoded, rearranged, their values changed.
+"""Tensors that exist nowhere as stored: they are read through their sources, decoded and rearranged.
 
-Where a quantized tensor's rows move and its scale blocks do not end with them, no part of it can
-be moved as it is. Its codes still can, if blocks of codes do: then another encoding takes codes and
-scales (`grids`), and only if none is asked for the values are decoded.
+Where the rows of a quantized tensor move and a quantization block spans two moving blocks of rows, no
+stored part can be moved as it is. If at least whole blocks of codes stay together, another encoding may
+take codes and scales without decoding them (`DerivedCodes`); otherwise values are decoded box by box.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.core.quantized_codes import Coded, CodeGrid
 from ckptmap.core.strided_boxes import Piece, StridedBox
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     import torch
 
 WIDE = 4
-"""A box is read whole where it is at most so many times what is wanted of it."""
+"""The bounding box of strided elements is read whole if it is at most this many times larger."""
 SMALL = 1 << 16
-"""Elements that are read whole in any case."""
+"""A bounding box of up to this many elements is always read whole."""
 
 
 @dataclass(frozen=True)
 class DerivedEncoding:
-    """Stands for how a tensor is stored that exists nowhere as such: it is written as `dense`."""
+    """The encoding of a tensor that is not stored in this form; it is written as `dense`."""
 
     name: str
     dense: Encoding
@@ -48,12 +48,12 @@ class DerivedEncoding:
     def decode(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
     ) -> None:
-        raise AssertionError("it is read through its sources")
+        raise AssertionError("a derived tensor is read through its sources")
 
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
         return self.dense.encoder(info, device)
 
-    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+    def record(self, info: TensorInfo) -> Mapping[str, object] | None:
         return None
 
     def repaired(self) -> Encoding | None:
@@ -62,8 +62,7 @@ class DerivedEncoding:
 
 @dataclass(frozen=True)
 class DerivedCodesEncoding(DerivedEncoding):
-    """The same where the codes could be kept: what `Coded` asks without data; `PulledCodes` has the
-    data."""
+    """The encoding of a derived tensor whose codes can be kept; `DerivedCodes` reads them."""
 
     codes_grid: CodeGrid | None = None
 
@@ -74,7 +73,7 @@ class DerivedCodesEncoding(DerivedEncoding):
         return ()
 
     def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        raise AssertionError("they are read through its sources")
+        raise AssertionError("a derived tensor is read through its sources")
 
     def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
         return None
@@ -82,11 +81,11 @@ class DerivedCodesEncoding(DerivedEncoding):
     def codes(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
     ) -> None:
-        raise AssertionError("they are read through its sources")
+        raise AssertionError("a derived tensor is read through its sources")
 
 
 class DerivedTensor(LazyTensor):
-    """A tensor that is read through others: decoded, rearranged, its values changed."""
+    """A tensor that reading computes from its sources: decoded, rearranged, its values changed."""
 
     __slots__ = ("_dense", "_made", "_pieces", "_sources")
 
@@ -106,7 +105,7 @@ class DerivedTensor(LazyTensor):
 
     @property
     def why(self) -> str:
-        """What should be said of it in a plan."""
+        """The remark that a plan shows for this tensor."""
         if self._made.ops:
             text = ", ".join(f"{op}{' taken back' if back else ''}" for op, back in self._made.ops)
             return f"values change: {text}"
@@ -118,13 +117,13 @@ class DerivedTensor(LazyTensor):
 
     @property
     def beneath(self) -> Iterator[StoredTensor]:
-        """The stored tensors that it is read from."""
+        """The stored tensors it is read from."""
         for lazy in self._sources.values():
             yield from lazy.parts.values()
 
     @property
     def nbytes(self) -> int:
-        """Its part of what its sources have stored."""
+        """Stored bytes of its sources, in proportion to the elements it takes of each."""
         return sum(
             self._sources[piece.source].nbytes
             * piece.numel
@@ -147,7 +146,7 @@ class DerivedTensor(LazyTensor):
 
 
 class DerivedCodes(DerivedTensor):
-    """Codes in whole blocks, rearranged, for an encoding that takes them as they are."""
+    """A derived tensor whose codes stay in whole blocks, so another encoding can take them unchanged."""
 
     __slots__ = ("_codes", "_scales")
 
@@ -159,12 +158,12 @@ class DerivedCodes(DerivedTensor):
         encoding: Encoding | None = None,
     ) -> None:
         super().__init__(made, sources, dense, encoding)
-        assert isinstance(self.encoding_, DerivedCodesEncoding), "made by `pulled`"
+        assert isinstance(self.encoding_, DerivedCodesEncoding), "made by `derive`"
         grid = self.encoding_.codes_grid
         unit = rows_together(made)
-        assert grid is not None and unit is not None, "made by `pulled`"
+        assert grid is not None and unit is not None, "made by `derive`"
         sizes = _in_units(grid, made.info, unit)
-        assert sizes is not None, "made by `pulled`"
+        assert sizes is not None, "made by `derive`"
         self._codes = [part_piece(p, unit, sizes[0], grid.codes.shape) for p in self._pieces]
         self._scales = [part_piece(p, unit, sizes[1], grid.scales) for p in self._pieces]
 
@@ -180,7 +179,7 @@ class DerivedCodes(DerivedTensor):
         import torch
 
         grid = self.encoding_.grid(self.info) if isinstance(self.encoding_, Coded) else None
-        assert grid is not None, "made by `pulled`"
+        assert grid is not None, "made by `derive`"
         out = torch.empty(grid.scales, dtype=torch.float32)
         whole = {key: lazy.read_scales() for key, lazy in self._sources.items()}
 
@@ -195,7 +194,7 @@ class DerivedCodes(DerivedTensor):
 
 
 def derive(made: MappedTensor, sources: Mapping[str, LazyTensor], dense: Encoding) -> DerivedTensor:
-    """With its codes where they move in whole blocks, else without."""
+    """Return the derived tensor, with its codes where whole blocks of them stay together."""
     grid = None if made.ops or made.zeros is not None else _grid(made, list(sources.values()))
     if grid is None:
         return DerivedTensor(made, sources, dense)
@@ -210,7 +209,7 @@ def _title(made: MappedTensor, sources: Mapping[str, LazyTensor]) -> str:
 
 
 def _grid(made: MappedTensor, lazies: Sequence[LazyTensor]) -> CodeGrid | None:
-    """The grid of the tensor that is made; None: blocks of codes would be torn."""
+    """Return the target's code grid, None where a block of codes would be split."""
     encoding, unit = lazies[0].encoding_, rows_together(made)
     if unit is None or any(lazy.encoding_ != encoding for lazy in lazies):
         return None
@@ -221,7 +220,7 @@ def _grid(made: MappedTensor, lazies: Sequence[LazyTensor]) -> CodeGrid | None:
 
 
 def _in_units(grid: CodeGrid, info: TensorInfo, unit: int) -> tuple[int, int] | None:
-    """Rows of codes and rows of scales for each unit of rows; None: a block is torn."""
+    """Return rows of codes and of scales per `unit` rows, None where a block would be split."""
     units, torn = divmod(info.shape[0], unit)
     if torn or not units:
         return None
@@ -240,7 +239,7 @@ def gather(
     out: torch.Tensor,
     bring: Callable[[Piece, Box], torch.Tensor],
 ) -> None:
-    """Fill `out` (box.sizes) with a box of what pieces make; `bring` reads a box of a source."""
+    """Fill `out` [box.sizes] with a box of the tensor that pieces tile; `bring` reads a source's box."""
     for piece in pieces:
         for lows, counts in piece.dst.cut(box):
             _gather(piece, lows, counts, box, out, bring)
@@ -254,8 +253,10 @@ def _gather(
     out: torch.Tensor,
     bring: Callable[[Piece, Box], torch.Tensor],
 ) -> None:
-    """An index box of a piece, by the least box of its source that holds it; axis by axis where
-    that would be much more than is wanted."""
+    """Copy an index box of a piece, read as the bounding box of its elements in the source.
+
+    Where the bounding box is much larger than the elements, it is read in slices along one axis.
+    """
     src, dst = piece.src.crop(lows, counts), piece.dst.crop(lows, counts)
     bounds = src.bounds
     if bounds.numel > max(SMALL, WIDE * src.numel):
@@ -275,7 +276,7 @@ def _gather(
 
 
 def _weight(src: StridedBox, bounds: Box, axis: int) -> int:
-    """Elements of the bounds that one step of an axis is apart."""
+    """Return how many elements of the bounding box one step along an axis skips."""
     return src.steps[axis] * prod(bounds.sizes[src.dims[axis] + 1 :])
 
 

@@ -1,4 +1,7 @@
-"""Which naming scheme are these keys in? By the fingerprints of mapping files, then by coverage."""
+"""Find the naming scheme of a checkpoint's keys: by the fingerprints of mapping files, then by coverage.
+
+["tok_embeddings.weight", "layers.0.attention.wq.weight", ...]  ->  llama/meta
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from ckptmap.tensors import TensorInfo
 
 AUTO = "auto"
 MEMORY = "hf-memory"
-"""The names of a model in memory: the hub's, in every family that has no file for them."""
+"""The scheme of a transformers model in memory; the same as `hf` where a family has no file for it."""
 
 
 @dataclass(frozen=True)
 class SchemeChoice:
-    """From one scheme to another; None: the hub's names, of no known family."""
+    """A source and a target scheme; None stands for the hub's names of an unknown family."""
 
     source: NamingScheme | None
     target: NamingScheme | None
@@ -38,7 +41,7 @@ def _title(scheme: NamingScheme | None) -> str:
 
 
 class KeyCounts:
-    """The keys of a checkpoint as fingerprints see them."""
+    """The keys of a checkpoint, counted by skeleton (`layers.{}.w`)."""
 
     def __init__(self, keys: Collection[str]) -> None:
         self.keys = keys
@@ -55,7 +58,7 @@ class KeyCounts:
         return any(all(numbers[i] == hole for i, hole in literal) for numbers in found)
 
     def match(self, detect: Detect) -> bool:
-        """A file without fingerprints recognises nothing."""
+        """Return whether the keys have these fingerprints; a file without any matches nothing."""
         if not (detect.any or detect.all):
             return False
         return (
@@ -65,7 +68,7 @@ class KeyCounts:
         )
 
     def left(self, scheme: NamingScheme, hub: bool) -> int:
-        """How many keys no rule of one side knows."""
+        """Return how many keys no rule of one side matches."""
         known = {
             name.skeleton for rule in scheme.rules for term in rule.side(hub) for name in term.names
         }
@@ -80,14 +83,13 @@ class KeyCounts:
 def recognise(
     keys: Collection[str], config: Mapping[str, object] | None = None
 ) -> list[CatalogEntry]:
-    """The schemes whose fingerprints these keys have; those for the config's model type alone, if
-    there are any."""
+    """Return the schemes whose fingerprints these keys have, if possible only for the config's model."""
     seen = KeyCounts(keys)
     return _for_model([entry for entry in available() if seen.match(entry.detect)], config)
 
 
 def model_types(config: Mapping[str, object] | None) -> list[str]:
-    """`model_type` of the config, and of the text model in it."""
+    """Return `model_type` of the config and of the text model inside it."""
     text = (config or {}).get("text_config")
     configs = (config or {}, text if isinstance(text, Mapping) else {})
     return [str(c["model_type"]) for c in configs if c.get("model_type")]
@@ -102,7 +104,7 @@ def _for_model(
 
 
 def _latest(entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
-    """Of each family the latest era: `find` sorts them first."""
+    """Return the latest era of each family: `find` sorts it first."""
     found: dict[str, CatalogEntry] = {}
     for entry in entries:
         found.setdefault(entry.family, entry)
@@ -110,12 +112,12 @@ def _latest(entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
 
 
 def _shares(entry: CatalogEntry, source: CatalogEntry) -> bool:
-    """Are both for the same models?"""
+    """Return whether two schemes are for the same models."""
     return entry.family == source.family or not set(entry.models).isdisjoint(source.models)
 
 
 def _of(entries: Sequence[CatalogEntry], source: CatalogEntry | None) -> list[CatalogEntry]:
-    """Those of the source's family, or else for its models."""
+    """Return the entries of the source's family, else those for its models."""
     if source is None:
         return []
     mine = [entry for entry in entries if entry.family == source.family]
@@ -128,14 +130,15 @@ def choose(
     names_from: str | None = None,
     config: Mapping[str, object] | None = None,
 ) -> SchemeChoice:
-    """What `--names` and `--names-from` mean for these keys.
+    """Return the schemes that `--names` and `--names-from` mean for these keys.
 
-    keys        with the shapes of the tensors, where these are known: of schemes that have the same
-                names, such as transformers' and nanoGPT's GPT-2, those whose shapes fit are left
-    names       `auto` or `hf`; a scheme, with or without family and era; a mapping file
-    names_from  likewise, for the source; None: by fingerprint
-    Raises PlanError CKM603 where a name is unknown, CKM604 where the source is not recognised, or
-    could be of several schemes.
+    keys        the keys, with shapes where known: schemes with equal names, such as GPT-2 in
+                transformers and in nanoGPT, are told apart by shape
+    names       `auto` or `hf`; a scheme, with or without family and era; or a mapping file
+    names_from  the source's scheme in the same form; None: by fingerprint
+
+    Raises PlanError CKM603 where a name is unknown, CKM604 where the source is not recognized or could
+    be in several schemes.
     """
     return _Choosing(keys, names, names_from, config).choice()
 
@@ -156,7 +159,7 @@ class _Choosing:
         if self.names in (AUTO, HUB):
             source = self._source(())
             if source is None:
-                raise self.unrecognised()
+                raise self.unrecognized()
             return SchemeChoice(self._for_this(source).load(), None)
         entries = find(self.names)
         source = self._source({entry.family for entry in entries})
@@ -171,8 +174,10 @@ class _Choosing:
     # ------------------------------------------------------------------ the source
 
     def _source(self, families: Collection[str]) -> CatalogEntry | None:
-        """The one scheme that the keys are in, of these families if that decides; None: not
-        recognised."""
+        """Return the scheme of the keys, None where it is not recognized.
+
+        Among several, one of `families` wins.
+        """
         if self.names_from is not None:
             hubs = self.names_from == HUB
             found = [e for e in available() if e.name == HUB] if hubs else find(self.names_from)
@@ -181,7 +186,7 @@ class _Choosing:
         return self._best(found, families) if found else None
 
     def _best(self, entries: Sequence[CatalogEntry], families: Collection[str]) -> CatalogEntry:
-        """The one that knows most keys; of several that know as many, the one for the model."""
+        """Return the scheme that matches most keys; among equals, the one for the config's model."""
         entries = _for_model(entries, self.config)
         if len(entries) == 1:
             return entries[0]
@@ -199,7 +204,7 @@ class _Choosing:
         return found[0]
 
     def _fits(self, entry: CatalogEntry) -> bool:
-        """Could tensors of these shapes be in the scheme?"""
+        """Return whether the shapes fit the scheme."""
         from ckptmap.mapping.resolve import resolve  # the engine: `inspect` needs the names only
 
         try:
@@ -211,14 +216,14 @@ class _Choosing:
     # ------------------------------------------------------------------ the target
 
     def _by_file(self, scheme: NamingScheme, source: CatalogEntry | None) -> SchemeChoice:
-        """To the scheme of a file; from it, where the keys are those of its own side."""
+        """Return the choice for a mapping file: to its scheme, or from it where the keys are in it already."""
         mine, hub = (self.seen.left(scheme, side) for side in (False, True))
         if self.names_from is None and mine < hub:
             return SchemeChoice(scheme, None)
         return SchemeChoice(_loaded(source), scheme)
 
     def _target(self, entries: Sequence[CatalogEntry], source: CatalogEntry | None) -> CatalogEntry:
-        """Of the source's family, else the one whose hub side knows the keys, else by the model."""
+        """Return the target in the source's family, else by the keys its hub side matches, else by model."""
         mine = _of(entries, source)
         if mine:
             return mine[0]
@@ -230,7 +235,7 @@ class _Choosing:
         if source is None or source.name == HUB:
             left = {entry.title: self.seen.left(entry.load(), True) for entry in entries}
             if min(left.values()) == self.seen.count:
-                raise self.unrecognised() if source is None else self._missing(source)
+                raise self.unrecognized() if source is None else self._missing(source)
             entries = [entry for entry in entries if left[entry.title] == min(left.values())]
         if len(entries) > 1:
             raise PlanError(
@@ -247,8 +252,11 @@ class _Choosing:
         return not set(entry.models).isdisjoint(model_types(self.config))
 
     def _for_this(self, entry: CatalogEntry) -> CatalogEntry:
-        """Names alike are not models alike (rotary order, norms of 1 + w): a family that is for other
-        models than the config's is taken where it is asked for by its name, and never guessed."""
+        """Return the entry, or raise PlanError CKM604 where its family is for other models.
+
+        Equal names do not make equal models (rotary order, norms of 1 + w): such a family is used only
+        when it is asked for by name.
+        """
         types = model_types(self.config)
         asked = "/" in self.names or "/" in (self.names_from or "")
         family = [other for other in available() if other.family == entry.family]
@@ -260,24 +268,26 @@ class _Choosing:
             "CKM604",
             f"the names fit {entry.title}, but that is for {', '.join(entry.models)}, and the config"
             f" says model_type {types[0]!r}",
-            f"if the model is built as those are, say so: {option} {entry.title}",
+            f"if the model is built like one of those, add {option} {entry.title}",
         )
 
     def _missing(self, source: CatalogEntry) -> PlanError:
-        """The family is known, and has no such scheme."""
+        """Return the error for a known family without the scheme that was asked for."""
         names = sorted({entry.name for entry in available() if _shares(entry, source)} - {MEMORY})
         return PlanError(
             "CKM604",
-            f"the keys are those of {source.title}, and {source.family} has no scheme"
+            f"the keys are in the scheme {source.title}, and {source.family} has no scheme"
             f" {self.names!r}, only {', '.join(names)}",
             "choose one of these, or give a mapping file of your own",
         )
 
-    def unrecognised(self) -> PlanError:
-        """With the reason that is most often behind it: one prefix too many."""
-        hint = "see `ckptmap mappings list`; say which with --names-from, or give a mapping file"
+    def unrecognized(self) -> PlanError:
+        """Return the error for unknown keys; a superfluous common prefix is the most frequent cause."""
+        hint = (
+            "see `ckptmap mappings list`; name the scheme with --names-from, or give a mapping file"
+        )
         prefix = self._prefix()
-        what = f"no naming scheme is known that has keys such as {next(iter(self.keys), 'none')!r}"
+        what = f"no known naming scheme has keys such as {next(iter(self.keys), 'none')!r}"
         if prefix:
             what = (
                 f"all {self.seen.count} keys begin with {prefix!r}, and without it they are known"
@@ -286,7 +296,7 @@ class _Choosing:
         return PlanError("CKM604", what, hint)
 
     def _prefix(self) -> str:
-        """A common beginning without which a scheme is recognised; "" where there is none."""
+        """Return a common prefix without which a scheme is recognized, "" without one."""
         heads = Counter(key.partition(".")[0] for key in self.keys)
         prefix = ""
         keys = list(self.keys)

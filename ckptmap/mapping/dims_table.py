@@ -15,13 +15,14 @@ from ckptmap.mapping.expressions import Expr, Unknown, Value
 
 MAX_NUMBER = 1 << 63
 KNOWN: Mapping[str, int] = {"two": 2, "three": 3}
-"""Axes that need no definition."""
+"""Axes with a fixed extent, which need no entry in `[dims]`."""
 
 
 class Dims:
-    """Axes of one mapping file with the values of one config.
+    """The `[dims]` of one mapping file, evaluated with one model's config.
 
-    `config` None: there is none, and whatever asks for it is unknown.
+    With `config` None every expression that needs a config value is unknown. `used` and `missing`
+    record the config values that were asked for, so that an error can name them.
     """
 
     def __init__(self, exprs: Mapping[str, Expr], config: Mapping[str, object] | None) -> None:
@@ -36,7 +37,7 @@ class Dims:
         self.has_config = config is not None
 
     def size(self, axis: str) -> int | None:
-        """The extent of an axis; None where `[dims]` or the config does not tell."""
+        """Return the extent of an axis, None where `[dims]` or the config does not determine it."""
         if axis not in self._exprs:
             return KNOWN.get(axis)
         if axis not in self._known:
@@ -48,8 +49,11 @@ class Dims:
         return self._known[axis]
 
     def number(self, expr: Expr, extra: Mapping[str, int] | None = None) -> int:
-        """An expression that must be a whole number, not negative; `extra` are axes that are known
-        besides. Raises Unknown, PlanError CKM614."""
+        """Return the value of an expression that must be a whole number of at least 0.
+
+        `extra` maps further axes to their extents. Raises Unknown where a value is missing, PlanError
+        CKM614 where the value is not such a number.
+        """
         value = expr.evaluate(lambda name: self._value(name, extra or {}))
         if value is None:
             raise Unknown(*expr.names())
@@ -63,7 +67,7 @@ class Dims:
         return int(value)
 
     def holds(self, expr: Expr | None) -> bool | None:
-        """Is it so? None: unknown, because there is no config."""
+        """Return whether a condition holds; None: unknown, because there is no config."""
         if expr is None:
             return True
         try:
@@ -107,7 +111,7 @@ class Dims:
         return value
 
     def needed(self, axis: str) -> list[str]:
-        """The config values that an axis comes from; itself where `[dims]` does not define it."""
+        """Return the config values that an axis depends on, or the axis itself if `[dims]` lacks it."""
         found: dict[str, None] = {}
         left, seen = [axis], set[str]()
         while left:
@@ -120,7 +124,7 @@ class Dims:
         return list(found)
 
     def describe(self) -> str:
-        """The config values used, for messages."""
+        """Return the config values that were used, as text for an error message."""
         if not self.used:
             return "no config value was used"
         return "config: " + ", ".join(f"{name} {_shown(v)}" for name, v in self.used.items())
@@ -128,7 +132,7 @@ class Dims:
 
 def _looked_up(config: Mapping[str, object], path: list[str]) -> object:
     node: object = config
-    if ".".join(path) in config:  # as a manifest keeps it
+    if ".".join(path) in config:  # a manifest stores nested values under their dotted path
         return config[".".join(path)]
     for segment in path:
         node = node.get(segment) if isinstance(node, Mapping) else None

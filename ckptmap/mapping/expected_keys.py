@@ -1,4 +1,4 @@
-"""The keys that a mapping file expects of a model: every rule, for every number, with its shape."""
+"""List every key that a mapping file expects of a model, with its shape: each rule for each value of its captures."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ TYPICAL: Mapping[str, object] = {
         "image_size": 28, "patch_size": 7,
     },
 }  # fmt: skip
-"""A tiny model whose extents are all different, for files that are tested without a config."""
+"""The config of a tiny model with pairwise different sizes, for mapping files without a config."""
 FREE = 13
-"""The extent of the first axis that nothing tells; the next has one more."""
+"""The extent given to the first axis of unknown size; the next one gets one more."""
 
 
 def expected_tensors(
     scheme: NamingScheme, config: Mapping[str, object], *, hub: bool, dtype: str = "float32"
 ) -> dict[str, TensorInfo]:
-    """Keys and shapes of one side, in the order of the rules; what is optional is there, what is
-    tied away by the config is not. Raises PlanError CKM605 where the config lacks a value."""
+    """Return the keys of one side with shape and `dtype`, in the order of the rules.
+
+    Optional keys are included; keys that the config ties to another are not. Raises PlanError CKM605
+    where the config lacks a value.
+    """
     dims = _Sizes(scheme, config)
     ties = [tie for tie in scheme.ties if tie.hub == hub and not tie.written]
     left = {tie.name.text for tie in ties if dims.holds(tie.when)}
@@ -75,14 +78,14 @@ def _keys(
 
 
 def _count(scheme: NamingScheme, capture: str) -> Expr:
-    """How many numbers a capture has. Raises Unknown where no dim says."""
+    """Return the expression that counts a capture. Raises Unknown where `[dims]` has none."""
     if capture not in scheme.dims:
         raise Unknown(f"{DIM}{capture!r}")
     return scheme.dims[capture]
 
 
 class _Sizes(Dims):
-    """With an extent for axes that are in no `[dims]`: their shapes would tell."""
+    """Dims that invent an extent for axes which only the shapes of a checkpoint would determine."""
 
     def __init__(self, scheme: NamingScheme, config: Mapping[str, object]) -> None:
         super().__init__(scheme.dims, config)

@@ -1,9 +1,9 @@
-"""Expressions over config values and axes: what `[dims]`, `when`, `range` and slices are written in.
+"""Parse and evaluate the expressions of mapping files: `[dims]`, `when`, `range`, `pad` and slices.
 
     "num_key_value_heads ?? num_attention_heads"      "h + 2 * g"      "model_type == 'gemma2'"
 
-A parser of its own: a mapping file is data, and nothing in it is ever evaluated by Python. Numbers
-are exact fractions. A value that the config has not is null; without a config it is unknown.
+The parser is our own because a mapping file is data: Python never evaluates anything in it. Numbers are
+exact fractions. A value that the config lacks is null; without a config every value is unknown.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ORDER: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 class Unknown(Exception):
-    """Values that are needed and that nobody gave: their names."""
+    """An expression needs values that nobody gave; `names` are their names."""
 
     def __init__(self, *names: str) -> None:
         super().__init__(", ".join(names))
@@ -51,14 +51,14 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class Expr:
-    """A parsed expression; `text` as it was written."""
+    """A parsed expression, and its text as written."""
 
     text: str
     tree: Tree
 
     def evaluate(self, lookup: Lookup) -> Value:
-        """Its value. Raises Unknown where a number is needed and there is none, PlanError CKM614
-        where kinds do not fit or a divisor is 0."""
+        """Return the value. Raises Unknown where a number is needed and missing, PlanError CKM614
+        where types do not fit or a divisor is 0."""
         try:
             return _evaluate(self.tree, lookup)
         except (TypeError, ZeroDivisionError) as error:
@@ -68,13 +68,13 @@ class Expr:
             ) from error
 
     def names(self) -> list[str]:
-        """Names in it, each once."""
+        """Return the names in the expression, each once."""
         return list(dict.fromkeys(_names(self.tree)))
 
 
 @lru_cache(maxsize=1024)
 def parse_expr(text: str) -> Expr:
-    """Raises PlanError CKM601 where it is no expression."""
+    """Parse an expression. Raises PlanError CKM601 where it is malformed."""
     tokens = list(_tokens(text))
     tree, at = _level(tokens, 0, 0, text)
     if at != len(tokens):
@@ -98,7 +98,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
 def _level(
     tokens: list[tuple[str, str]], at: int, level: int, text: str, depth: int = 0
 ) -> tuple[Tree, int]:
-    """Operators of one level, left to right."""
+    """Parse the operators of one precedence level, left to right."""
     if depth > 50:
         raise _malformed(text, "is nested too deeply")
     if level == len(_LEVELS):
@@ -134,7 +134,7 @@ def _operand(tokens: list[tuple[str, str]], at: int, text: str, depth: int) -> t
 
 def _malformed(text: str, what: str) -> PlanError:
     return PlanError(
-        "CKM601", f"expression {text!r}: {what}", "see ckptmap/mapping/README.md for what there is"
+        "CKM601", f"expression {text!r}: {what}", "ckptmap/mapping/README.md describes expressions"
     )
 
 

@@ -1,8 +1,8 @@
-"""From what a tensor is made of to a tensor that can be moved or read.
+"""Present a mapped tensor as stored bytes where possible, else as a tensor that is computed when read.
 
-Dense sources are rearranged: bytes move from where they lie to where they go. Of quantized sources the
-parts (codes, scales) are rearranged, if whole blocks move together; if not, or if values change, the
-tensor is read through its sources, decoded, box by box.
+Dense sources move as bytes: each piece of the target is a region of a source file. Quantized sources
+move the same way, part by part (codes, scales), if whole quantization blocks stay together. If a
+block would be split, or a value op changes values, the sources are decoded box by box when read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from ckptmap.tensors import Box, StoredTensor, TensorInfo
 def mapped_tensor(
     made: MappedTensor, sources: Mapping[str, LazyTensor], dense: Encoding
 ) -> Group | StoredTensor | DerivedTensor:
-    """A dense tensor as it is stored, a quantized one as a group of its parts, or one that must be
-    decoded first, which is then `dense`."""
+    """Return the tensor `made` of `sources` in the cheapest form that holds the right values.
+
+    That is a StoredTensor for dense sources, a Group of parts for quantized sources whose blocks stay
+    whole, else a DerivedTensor, which is decoded when read and written as `dense`.
+    """
     if made.source is not None and not made.ops:
         group = sources[made.source].group
         return group.parts[""] if group.encoding == dense else group._replace(fqn=made.name)
@@ -39,7 +42,10 @@ def mapped_tensor(
 
 
 def _parts(made: MappedTensor, sources: Mapping[str, LazyTensor]) -> dict[str, StoredTensor] | None:
-    """Its codes and scales out of those of the sources, as they are; None: blocks would be torn."""
+    """Return the target's codes and scales, cut out of those of the sources.
+
+    Return None where the sources differ in encoding or a quantization block would be split.
+    """
     lazies = list(sources.values())
     encoding = lazies[0].encoding_
     if any(lazy.encoding_ != encoding for lazy in lazies) or made.zeros is not None:
@@ -48,24 +54,27 @@ def _parts(made: MappedTensor, sources: Mapping[str, LazyTensor]) -> dict[str, S
     unit = rows_together(made)
     if unit is None or isinstance(expected, Refusal) or set(expected) != set(lazies[0].parts):
         return None
-    found: dict[str, StoredTensor] = {}
+    parts: dict[str, StoredTensor] = {}
     for part, info in expected.items():
         stored = {key: lazy.parts[part] for key, lazy in sources.items()}
         if len(lazies) == 1 and _is_shared(lazies[0], part, made.info):
-            found[part] = next(iter(stored.values()))
+            parts[part] = next(iter(stored.values()))
             continue
         per_unit = {_per_unit(lazy, part, unit) for lazy in lazies}
         rows = per_unit.pop()
         if per_unit or rows is None or info.shape[0] * unit != made.info.shape[0] * rows:
             return None
         pieces = [part_piece(piece, unit, rows, info.shape) for piece in made.pieces]
-        found[part] = rearranged(info, pieces, stored)
-    return found
+        parts[part] = rearranged(info, pieces, stored)
+    return parts
 
 
 def _is_shared(lazy: LazyTensor, part: str, target: TensorInfo) -> bool:
-    """Does every row need the whole part, as a table or a mean? Or none of it, as of a record of
-    the shape: then it is of use to a tensor of that shape only."""
+    """Return whether a part belongs to the tensor as a whole and not to its rows.
+
+    Such a part is a table or a mean, which every row needs. A part that no row needs (the stored
+    shape) counts as well if the target has the same shape.
+    """
     rows, info = lazy.shape[0], lazy.parts[part].info
     first, last = (
         lazy.encoding_.part_box(lazy.info, part, _row(lazy.info, at, 1)) for at in (0, rows - 1)
@@ -80,7 +89,7 @@ def _row(info: TensorInfo, at: int, count: int) -> Box:
 
 
 def _per_unit(lazy: LazyTensor, part: str, unit: int) -> int | None:
-    """Rows of a part for each unit of rows of the tensor; None: blocks do not end with them."""
+    """Return the rows of a part per `unit` rows of the tensor, None where blocks span two units."""
     info, shape = lazy.info, lazy.parts[part].info.shape
     units, torn = divmod(info.shape[0], unit)
     if torn or not shape or not units or shape[0] % units:

@@ -1,6 +1,6 @@
-"""A mapping file, read: TOML to a `Scheme`, every word of it known, then proven.
+"""Parse a mapping file: TOML text to a proven `NamingScheme`, with every keyword checked.
 
-A file is data: nothing in it is imported, called or evaluated.
+A mapping file is data: nothing in it is imported, called or evaluated.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from ckptmap.errors import PlanError
 from ckptmap.mapping.axes import parse_axes
@@ -40,8 +40,11 @@ _OPTIONAL: Mapping[object, Absence] = {False: "no", True: "whole", "any": "any"}
 
 
 def load_scheme(path: str | Path) -> NamingScheme:
-    """The scheme that a file describes, proven. Raises PlanError CKM601 where it is malformed,
-    CKM602 where it contradicts itself, CKM603 where it cannot be read."""
+    """Return the scheme that a file describes, proven.
+
+    Raises PlanError CKM601 where it is malformed, CKM602 where it contradicts itself, CKM603 where it
+    cannot be read.
+    """
     file = Path(path)
     try:
         if file.stat().st_size > MAX_NBYTES:
@@ -58,27 +61,27 @@ def load_scheme(path: str | Path) -> NamingScheme:
 
 
 def parse_scheme(text: str, where: str) -> NamingScheme:
-    """The same from text; `where` stands in messages."""
+    """Return the scheme that a text describes; `where` names the text in messages."""
     from ckptmap.mapping.prove_scheme import (
-        prove,  # the engine: who only recognises names needs none
+        prove,  # deferred: recognizing names needs no proof
     )
 
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise PlanError("CKM601", f"{where}: is no TOML: {error}", "correct that line") from error
+        raise PlanError("CKM601", f"{where}: is not TOML: {error}", "correct that line") from error
     scheme = _Reader(where).scheme(document, text)
     prove(scheme)
     return scheme
 
 
 def read_head(document: Mapping[str, object], where: str) -> SchemeHead:
-    """From the keys before its tables, and [detect]. Raises PlanError CKM601."""
+    """Return the head of a parsed file: its keys before the tables, and [detect]. Raises CKM601."""
     return _Reader(where).head(document)
 
 
 class _Reader:
-    """One file being read."""
+    """The parser of one file; `where` names it in messages."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -147,7 +150,7 @@ class _Reader:
             pad=pad,
         )
 
-    def _side(self, entry: Mapping[str, Any], side: str, where: str) -> tuple[Term, ...]:
+    def _side(self, entry: Mapping[str, object], side: str, where: str) -> tuple[Term, ...]:
         if side not in entry:
             raise PlanError(
                 "CKM601", f"{where}: has no side {side!r}", f"write {side} = \"NAME :: AXES\""
@@ -263,7 +266,7 @@ class _Reader:
         found = entry.get(key, [])
         if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
             raise self._wrong(f"{key} must be written [[{key}]]")
-        return cast("list[Mapping[str, Any]]", found)
+        return cast("list[Mapping[str, object]]", found)
 
     def _known(self, entry: Mapping[str, object], words: set[str], what: str) -> None:
         strange = next((key for key in entry if key not in words), None)
@@ -277,7 +280,7 @@ class _Reader:
 
 
 def _filled(terms: tuple[Term, ...], others: tuple[Term, ...]) -> tuple[Term, ...]:
-    """A lone tensor without axes has those of the other side's."""
+    """Give a lone tensor without axes those of the other side."""
     if len(terms) == len(others) == 1 and terms[0].axes is None and not others[0].slices:
         return (Term(terms[0].names, others[0].axes),)
     return terms

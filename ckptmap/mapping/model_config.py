@@ -1,4 +1,4 @@
-"""The config.json that a checkpoint's sizes come from."""
+"""Read the model's config.json, which supplies the sizes that the shapes of tensors do not determine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ MAX_NBYTES = 64 << 20
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
-    """A config.json, or that of a directory, here or on the Hub. Raises PlanError CKM605 where it
-    is none."""
+    """Return a config.json, or the one in a directory, on this machine or on the Hub.
+
+    Raises PlanError CKM605 where it cannot be read as a JSON object.
+    """
     file = locate(path).path
     file = file / CONFIG if file.is_dir() else file
     try:
@@ -27,16 +29,19 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
         found = json.loads(local_copy(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise PlanError(
-            "CKM605", f"{file}: is no config: {error}", "give a config.json with --config-from"
+            "CKM605", f"{file}: is not a config: {error}", "give a config.json with --config-from"
         ) from error
     if not isinstance(found, dict):
-        raise PlanError("CKM605", f"{file}: is no JSON object", "give the model's config.json")
+        raise PlanError("CKM605", f"{file}: is not a JSON object", "give the model's config.json")
     return found
 
 
 def config_beside(path: str, asked: str | None = None) -> dict[str, object] | None:
-    """The one that was `asked` for, else the one beside a checkpoint, else the sizes that Meta's
-    params.json beside it has; None: there is none."""
+    """Return the config at `asked`, else the one beside a checkpoint, else Meta's params.json there.
+
+    The sizes of a params.json are returned under the names of config.json. Returns None where there is
+    neither.
+    """
     if asked is not None:
         return read_config(asked)
     place = Path(path)
@@ -48,7 +53,7 @@ def config_beside(path: str, asked: str | None = None) -> dict[str, object] | No
 
 
 def as_config(config: object) -> dict[str, object] | None:
-    """What a caller gives for a config: a mapping, a transformers config, a path, None."""
+    """Return the config that a caller passes as a mapping, a transformers config, a path or None."""
     if config is None or isinstance(config, Mapping):
         return None if config is None else dict(config)
     if isinstance(config, str | os.PathLike):

@@ -1,7 +1,7 @@
-"""Whole-key name patterns: `model.layers.{n}.mlp.experts.{e}.w1`, `mtp.{n-L}.norm`.
+"""Patterns of whole keys with numbers captured: `model.layers.{n}.mlp.experts.{e}.w1`, `mtp.{n-L}.norm`.
 
-A key is looked up by its skeleton, the key with every number segment replaced by `{}`, so that a
-checkpoint of 100,000 keys costs one dict lookup each, whatever the number of rules.
+A key is looked up by its skeleton, in which `{}` replaces every number segment. A checkpoint of 100,000
+keys then costs one dict lookup a key, however many rules there are.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)(?:([+-])([^{}]+))?\}")
 _NUMBER = re.compile(r"(?<![^.])(0|[1-9]\d{0,17})(?![^.])")
 _TAIL = re.compile(r"(?<=[^\d.{}])(?:0|[1-9]\d{0,17})\Z")
 _NUMBER_IN_LINES = re.compile(r"\.(?:0|[1-9]\d{0,17})(?=[.\n])")
-"""In lines that begin with a dot: to look for that takes a third of the time."""
+"""For lines that begin with a dot: without a look-behind the search takes a third of the time."""
 HOLE = "{}"
 
 
 def skeleton(key: str) -> tuple[str, tuple[int, ...]]:
-    """`"layers.12.w"` -> (`"layers.{}.w"`, (12,)); `"01"` is no number: it could not come back."""
+    """`"layers.12.w"` -> (`"layers.{}.w"`, (12,)). `"01"` stays text: as a number it would come back as 1."""
     parts = _NUMBER.split(key)
     if len(parts) == 1:
         return key, ()
@@ -38,7 +38,7 @@ def tail(shape: str) -> tuple[str, int] | None:
 
 
 def skeletons(keys: Collection[str]) -> list[str]:
-    """The skeleton of each key, all at once: a third of the time of one by one."""
+    """Return the skeleton of each key; one search over all keys takes a third of the time."""
     text = "." + "\n.".join(keys) + "\n"
     if text.count("\n") != len(keys):  # a key with a line feed in it
         return [skeleton(key)[0] for key in keys]
@@ -54,13 +54,13 @@ class Capture:
     offset: Expr | None = None
 
     def shift(self, dims: Dims) -> int:
-        """What the number in a key is more than the capture. Raises Unknown."""
+        """Return the number in a key minus the capture. Raises Unknown."""
         return 0 if self.offset is None else self.sign * dims.number(self.offset)
 
 
 @dataclass(frozen=True)
 class NamePattern:
-    """One pattern: `holes` are its number segments in order, literal or captured."""
+    """One pattern; `holes` are its number segments in order, literal or captured."""
 
     text: str
     skeleton: str
@@ -71,11 +71,11 @@ class NamePattern:
         return tuple(hole.name for hole in self.holes if isinstance(hole, Capture))
 
     def shifts(self, dims: Dims) -> tuple[int, ...]:
-        """For each hole: what to take from the number to have the capture. Raises Unknown."""
+        """Return, for each hole, the number in a key minus the capture. Raises Unknown."""
         return tuple(0 if isinstance(hole, int) else hole.shift(dims) for hole in self.holes)
 
     def render(self, captures: dict[str, int], shifts: Sequence[int]) -> str:
-        """The key with these numbers."""
+        """Return the key for these captures."""
         numbers = (
             hole if isinstance(hole, int) else captures[hole.name] + shift
             for hole, shift in zip(self.holes, shifts, strict=True)
@@ -84,7 +84,7 @@ class NamePattern:
         return parts[0] + "".join(f"{n}{part}" for n, part in zip(numbers, parts[1:], strict=True))
 
     def meets(self, other: NamePattern) -> bool:
-        """Could one key match both?"""
+        """Return whether one key could match both patterns."""
         return self.skeleton == other.skeleton and all(
             a == b or isinstance(a, Capture) or isinstance(b, Capture)
             for a, b in zip(self.holes, other.holes, strict=True)
@@ -105,7 +105,7 @@ def parse_names(text: str, where: str) -> tuple[NamePattern, ...]:
 def _one(text: str, where: str) -> NamePattern:
     if not text or any(char.isspace() for char in _CAPTURE.sub("", text)):
         raise PlanError(
-            "CKM601", f"{where}: {text!r} is no name: it is empty or holds white space",
+            "CKM601", f"{where}: {text!r} is not a name: it is empty or contains white space",
             "write a whole key such as layers.{n}.norm.weight",
         )  # fmt: skip
     return NamePattern(text, *_parsed(text, where))
@@ -124,7 +124,7 @@ def _parsed(text: str, where: str) -> tuple[str, tuple[int | Capture, ...]]:
             segments.append(before + HOLE)
         elif "{" in segment or "}" in segment:
             raise PlanError(
-                "CKM601", f"{where}: {text!r}: {segment!r} is no capture",
+                "CKM601", f"{where}: {text!r}: {segment!r} is not a capture",
                 "a capture is a whole segment between dots, {n}, {n-L}, {n+1}, or the end of the"
                 " last one, weight{e}",
             )  # fmt: skip
@@ -135,12 +135,14 @@ def _parsed(text: str, where: str) -> tuple[str, tuple[int | Capture, ...]]:
             segments.append(segment)
     captures = [hole.name for hole in holes if isinstance(hole, Capture)]
     if len(set(captures)) != len(captures):
-        raise PlanError("CKM601", f"{where}: {text!r} has one capture twice", "name them apart")
+        raise PlanError(
+            "CKM601", f"{where}: {text!r} has one capture twice", "give each capture its own name"
+        )
     return ".".join(segments), tuple(holes)
 
 
 def _segments(text: str) -> Iterator[str]:
-    """Between dots, those inside a capture (`{n-a.b}`) left alone."""
+    """Split at dots, except those inside a capture (`{n-a.b}`)."""
     start = depth = 0
     for at, char in enumerate(text):
         depth += {"{": 1, "}": -1}.get(char, 0)

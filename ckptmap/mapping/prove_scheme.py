@@ -1,8 +1,8 @@
-"""What is proven of a mapping file when it is loaded, without any checkpoint.
+"""Prove a mapping file when it is loaded, without any checkpoint.
 
-Both sides of each rule have the same axes, slices tile, no two rules have one key, and going there
-and back is the identity: computed by the very engine that maps checkpoints, with extents that are
-primes, so that an axis mixed up with another one changes a shape or a position.
+Both sides of each rule must have the same axes, slices must tile, no two rules may match one key, and
+mapping there and back must be the identity. The round trip runs the engine that maps checkpoints, with
+prime extents, so that two axes that are mixed up change a shape or a position.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckptmap.mapping.rules import NamingScheme, Rule, Term
 
 
 def prove(scheme: NamingScheme) -> None:
-    """Raises PlanError CKM602 that names the rule, CKM613 for an unknown value op."""
+    """Raise PlanError CKM602, naming the rule, or CKM613 for an unknown value operation."""
     for rule in scheme.rules:
         _Rule(scheme, rule).prove()
     for hub in (True, False):
@@ -35,7 +35,7 @@ def prove(scheme: NamingScheme) -> None:
 
 
 class _Rule:
-    """One rule, statically."""
+    """The checks of one rule that need no sizes."""
 
     def __init__(self, scheme: NamingScheme, rule: Rule) -> None:
         self.scheme, self.rule = scheme, rule
@@ -49,7 +49,7 @@ class _Rule:
                 raise self._wrong("tensors of one side have different captures")
         strange = next((name for name in rule.ranges if name not in rule.shared), None)
         if strange is not None:
-            raise self._wrong(f"range of {strange!r}, which is no capture of both sides")
+            raise self._wrong(f"range of {strange!r}, expected a capture that both sides have")
         if rule.either and not rule.shared:
             raise self._wrong("either: expected a capture that both sides have")
         if rule.hub == rule.other or (rule.is_rename and self._bare()):
@@ -63,10 +63,12 @@ class _Rule:
     def _axes(self) -> None:
         terms = (*self.rule.hub, *self.rule.other)
         if any(term.axes is None for term in terms):
-            raise self._wrong("axes are missing: only a tensor renamed as it lies needs none")
+            raise self._wrong(
+                "axes are missing: only a tensor that is renamed without rearranging needs none"
+            )
         segments = {term.axes.segments for term in terms if term.axes is not None}
         if len(segments) > 1:
-            raise self._wrong("brackets need as many segments on both sides")
+            raise self._wrong("brackets need the same number of segments on both sides")
         for sheet in range(max(1, *segments)):
             sets = {
                 term: self._of(term, hub, sheet)
@@ -82,17 +84,17 @@ class _Rule:
                     )
 
     def _of(self, term: Term, hub: bool, sheet: int) -> set[str]:
-        """The axes that one tensor of the rule lies in."""
+        """Return the axes of one tensor of the rule: of its pattern, its slices and its stacked captures."""
         assert term.axes is not None, "checked before"
-        found = term.axes.of_sheet(sheet)
+        pattern = term.axes.of_sheet(sheet)
         for cut in term.slices:
-            if (cut.high is None) == (cut.axis in found):
+            if (cut.high is None) == (cut.axis in pattern):
                 raise self._wrong(
                     f"{term.names[0].text}: axis {cut.axis!r} of the slice is"
                     f" {'in' if cut.high is None else 'not in'} its pattern: s[a:b] keeps the axis,"
-                    " s[a] takes it away"
+                    " s[a] removes it"
                 )
-        mine = {*found, *(cut.axis for cut in term.slices)}
+        mine = {*pattern, *(cut.axis for cut in term.slices)}
         for name in stacked_captures(self.rule, hub):
             if name in mine:
                 raise self._wrong(f"{name!r} is both a capture and an axis of {term.names[0].text}")
@@ -115,6 +117,7 @@ class _Rule:
 
 
 def wrong(scheme: NamingScheme, rule: Rule, what: str) -> PlanError:
+    """Return PlanError CKM602 for a rule."""
     return PlanError("CKM602", f"{scheme.where}: {rule.label}: {what}", "correct the mapping file")
 
 
@@ -122,7 +125,7 @@ def wrong(scheme: NamingScheme, rule: Rule, what: str) -> PlanError:
 
 
 def _apart(scheme: NamingScheme, hub: bool) -> None:
-    """No key of a side can be of two rules, unless `when` or `range` tell them apart."""
+    """Raise PlanError CKM602 where two rules match one key and no `when` or `range` separates them."""
     by_skeleton: dict[str, list[tuple[NamePattern, str, bool]]] = {}
     for rule in scheme.rules:
         open_ = rule.when is not None or bool(rule.ranges)
@@ -137,14 +140,17 @@ def _apart(scheme: NamingScheme, hub: bool) -> None:
             if one.meets(two) and not (open_ and also) and not _shifted(one, two):
                 raise PlanError(
                     "CKM602",
-                    f"{scheme.where}: {label} and {other} both have the key {one.text}"
+                    f"{scheme.where}: {label} and {other} both match the key {one.text}"
                     + (f" ({two.text})" if two.text != one.text else ""),
-                    "give each its own keys, or a `when` or `range` to both",
+                    "give each rule its own keys, or give both a `when` or `range`",
                 )
 
 
 def _shifted(one: NamePattern, two: NamePattern) -> bool:
-    """`layers.{n}` and `layers.{k+n}`: the dim of a capture tells where the other one begins."""
+    """Return whether the offsets of the captures differ, as in `layers.{n}` and `layers.{k+n}`.
+
+    The dim of the first capture then says where the second one begins.
+    """
     return any(
         isinstance(a, Capture) and isinstance(b, Capture) and a.offset != b.offset
         for a, b in zip(one.holes, two.holes, strict=True)
@@ -152,13 +158,13 @@ def _shifted(one: NamePattern, two: NamePattern) -> bool:
 
 
 def _cycles(scheme: NamingScheme) -> None:
-    """No dim is defined by itself; by a config value of its own name it may be."""
+    """Raise PlanError CKM602 where a dim depends on itself; a config value of its own name is fine."""
 
     def visit(axis: str, path: tuple[str, ...]) -> None:
         for name in scheme.dims[axis].names():
             if name in path and name != axis:
                 raise PlanError(
-                    "CKM602", f"{scheme.where}: [dims] {' -> '.join((*path, name))} is a circle",
+                    "CKM602", f"{scheme.where}: [dims] {' -> '.join((*path, name))} is circular",
                     "define one of them by config values",
                 )  # fmt: skip
             if name in scheme.dims and name not in path:
@@ -172,7 +178,7 @@ def _cycles(scheme: NamingScheme) -> None:
 
 
 class Primes(Dims):
-    """Every config value another prime, and every axis that does not follow from them."""
+    """Dims in which every config value, and every axis that depends on none, is another prime."""
 
     def __init__(self, exprs: Mapping[str, Expr], implied: Sequence[str] = ()) -> None:
         super().__init__(exprs, {})
@@ -213,7 +219,7 @@ def _primes() -> Iterator[int]:
 
 
 def round_trip(scheme: NamingScheme, rule: Rule) -> None:
-    """From the hub to the scheme and back: every element where it was. Raises PlanError CKM602."""
+    """Raise PlanError CKM602 where an element is elsewhere after hub -> scheme -> hub, or the reverse."""
     implied = [cut.axis for term in (*rule.hub, *rule.other) for cut in term.slices]
     dims = Primes(scheme.dims, implied)
     for hub in (True, False):
@@ -221,7 +227,7 @@ def round_trip(scheme: NamingScheme, rule: Rule) -> None:
         captures = dict.fromkeys(rule.shared, 0)
         there = build_targets(scheme, rule, not hub, dims, sources, captures)
         again = _as_sources(there, rule, not hub)
-        if rule.pad and not hub:  # the filling is lost, and must be nothing else
+        if rule.pad and not hub:  # the zeros of the padding do not come back
             continue
         back = build_targets(scheme, rule, hub, dims, again, captures)
         pieces = {built.name: built.pieces for built in there}
@@ -230,11 +236,11 @@ def round_trip(scheme: NamingScheme, rule: Rule) -> None:
 
 
 def _as_sources(made: Sequence[RuleTarget], rule: Rule, hub: bool) -> list[RuleSource]:
-    """What was made, as the sources of the way back: targets come term by term, stack by stack."""
+    """Return targets as the sources of the way back: they come term by term, stack by stack."""
     found = []
     each = len(made) // len(rule.side(hub))
     for at, built in enumerate(made):
-        stack = _numbers(at % each, [s for s in _stack_sizes(made, rule, hub)])
+        stack = _numbers(at % each, _stack_sizes(made, rule, hub))
         found.append(RuleSource(built.name, at // each, stack, built.info))
     return found
 
@@ -247,7 +253,7 @@ def _stack_sizes(made: Sequence[RuleTarget], rule: Rule, hub: bool) -> list[int]
         return [len(made) // len(rule.side(hub))]
     raise PlanError(
         "CKM602", f"{rule.label}: {len(names)} captures are stacked, expected one",
-        "stack one after the other",
+        "stack them in two rules, one after the other",
     )  # fmt: skip
 
 
@@ -262,7 +268,9 @@ def _check_identity(
     for piece in built.pieces:
         for part in compose(there[piece.source], [piece]):
             if part.source != built.name or part.src != part.dst:
-                raise wrong(scheme, rule, f"{built.name} does not come back as it was")
+                raise wrong(scheme, rule, f"{built.name} changes on the way there and back")
             numel += part.numel
     if numel != built.info.numel:
-        raise wrong(scheme, rule, f"{built.name} comes back with {numel} of {built.info.numel}")
+        raise wrong(
+            scheme, rule, f"{built.name} comes back with {numel} of {built.info.numel} elements"
+        )

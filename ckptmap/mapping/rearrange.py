@@ -1,8 +1,10 @@
-"""The space of axes that one rule spans, and the tensors of both sides as boxes in it.
+"""Cut the target tensors of one rule out of its sources: transpose, interleave, fuse, split, stack.
 
-Sizes come from `[dims]`, from captures that are axes of the other side, and from the shapes of the
-sources where these alone tell. Then each target is cut out of the sources: where their boxes meet,
-elements of one walk into the other.
+    q [h*d, i], k [g*d, i], v [g*d, i]  ->  qkv [(h+2g)*d, i]
+
+The axes of the rule span a space, and each tensor of either side is a box in it. Extents come from
+`[dims]`, from captures that are axes of the other side, and from the shapes of the sources. Where the
+box of a source meets the box of a target, a `Piece` says which elements move where.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from ckptmap.mapping.rules import NamingScheme, Rule, Term
 from ckptmap.tensors import Box, TensorInfo
 
 MAX_STACKED = 1 << 16
-"""Tensors that may be one: more than any model has experts; a file that asks for a billion would
-keep us making their names."""
+"""Most tensors that may be stacked into one: more experts than any model has. A hostile config that
+claims a billion would keep us rendering their names."""
 
 
 def build_targets(
@@ -35,17 +37,17 @@ def build_targets(
     sources: Sequence[RuleSource],
     captures: Mapping[str, int],
 ) -> list[RuleTarget]:
-    """All targets of a rule for one set of shared captures. Raises PlanError CKM605 to CKM607."""
-    return _Space(scheme, rule, to_hub, dims, sources, captures).targets()
+    """Return all targets of a rule for one set of shared captures. Raises PlanError CKM605 to CKM607."""
+    return _AxisSpace(scheme, rule, to_hub, dims, sources, captures).targets()
 
 
 def stacked_captures(rule: Rule, hub: bool) -> tuple[str, ...]:
-    """Captures of one side that are axes of the other."""
+    """Return the captures of one side that are axes of the other, as an expert's number is."""
     side = rule.side(hub)[0]
     return tuple(name for name in side.captures if name not in rule.shared)
 
 
-class _Space:
+class _AxisSpace:
     def __init__(
         self,
         scheme: NamingScheme,
@@ -66,7 +68,7 @@ class _Space:
     # ------------------------------------------------------------------ sizes
 
     def _sizes(self) -> None:
-        """Extent of every axis, by all that is known."""
+        """Determine the extent of every axis. Raises PlanError CKM605 where one stays unknown."""
         names = [axis for terms in self.terms for term in terms for axis in _axes(term).names()]
         for axis in (*names, *(s.axis for terms in self.terms for t in terms for s in t.slices)):
             size = self.dims.size(axis)
@@ -94,23 +96,23 @@ class _Space:
             where = "".join(f" {list(s.info.shape)} of {s.key}" for s in self.sources[:1])
             raise missing_config(
                 self.scheme, missing,
-                f"{self.rule.label}: the shape{where} does not tell the extent of {unknown[0]!r}",
+                f"{self.rule.label}: the shape{where} does not determine the extent of {unknown[0]!r}",
             )  # fmt: skip
 
     def _count(self, axis: str, count: int) -> None:
-        """Numbers of a capture: as many as the dim of that name says."""
+        """Set the extent of a stacked capture: its dim, else how many the sources have."""
         known = self.dims.size(axis)
         if known is not None and count > known:
             raise PlanError(
                 "CKM607",
-                f"{self.scheme.title}: {self.rule.label}: {axis} {count - 1} is there, expected"
+                f"{self.scheme.title}: {self.rule.label}: {axis} {count - 1} exists, expected"
                 f" {axis} below {known}; {self.dims.describe()}",
-                "give the config.json of this very model with --config-from",
+                "give the config.json of exactly this model with --config-from",
             )
         self.size[axis] = count if known is None else known
 
     def _solve(self) -> bool:
-        """Take the one unknown axis of a dim from a shape; True where one was found."""
+        """Solve a dim with one unknown axis for it, by a source's shape; return whether one was solved."""
         for source in self.sources[: 4 * len(self.terms[0])]:
             term = self.terms[0][source.term]
             axes = _axes(term)
@@ -132,7 +134,7 @@ class _Space:
         return False
 
     def _ends(self) -> bool:
-        """An axis that only slices know ends where the last of them does."""
+        """Let an axis that only slices mention end where the last slice ends; return whether one did."""
         for terms in self.terms:
             cuts: dict[str, list[Slice]] = {}
             for term in terms:
@@ -148,12 +150,12 @@ class _Space:
         return False
 
     def _ends_at(self, cut: Slice) -> tuple[int, int]:
-        """(low, high) of a slice. Raises Unknown."""
+        """Return (low, high) of a slice. Raises Unknown."""
         low = self.dims.number(cut.low, self.size)
         return low, (low + 1 if cut.high is None else self.dims.number(cut.high, self.size))
 
     def _extents(self, term: Term) -> dict[str, int]:
-        """Extents of the axes as one tensor of a term has them."""
+        """Return the extents of the axes within one tensor: those of its slices where it has some."""
         extent = dict(self.size)
         for cut in term.slices:
             try:
@@ -172,7 +174,7 @@ class _Space:
         return extent
 
     def _padded(self, hub: bool) -> dict[str, int]:
-        """Extents that differ on the scheme's side."""
+        """Return the padded extents, which the scheme's side has in place of the plain ones."""
         if hub:
             return {}
         found = {}
@@ -189,7 +191,7 @@ class _Space:
     # ------------------------------------------------------------------ what is there
 
     def _complete(self) -> None:
-        """Every part of the space has a source."""
+        """Raise PlanError CKM607 where a source is missing."""
         there = {(source.term, source.stack) for source in self.sources}
         axes = stacked_captures(self.rule, not self.to_hub)
         for number, term in enumerate(self.terms[0]):
@@ -200,7 +202,7 @@ class _Space:
                     raise PlanError(
                         "CKM607",
                         f"{self.scheme.title}: {self.rule.label}: {key} is missing, found"
-                        f" {len(there)} of {total} parts, for one {self.sources[0].key} is there;"
+                        f" {len(there)} of {total} tensors, among them {self.sources[0].key};"
                         f" {self.dims.describe()}",
                         "the checkpoint is incomplete: get the missing file or rank",
                     )
@@ -216,8 +218,10 @@ class _Space:
                 )  # fmt: skip
 
     def _filled(self, term: Term, source: RuleSource, expected: tuple[int, ...]) -> bool:
-        """Is it filled up further than the rule does? Megatron-LM's multiple grows with the tensor
-        parallel ranks; the rest is cut off all the same."""
+        """Return whether a source is padded further than the rule pads.
+
+        Megatron-LM's multiple grows with its tensor-parallel ranks. The padding is cut off all the same.
+        """
         shape, dims = source.info.shape, _axes(term).dims
         if not self.to_hub or len(shape) != len(expected):
             return False
@@ -282,7 +286,7 @@ class _Space:
         if wrong is not None:
             raise PlanError(
                 "CKM602",
-                f"{self.scheme.title}: {self.rule.label}: {name} is not made once of its sources:"
+                f"{self.scheme.title}: {self.rule.label}: the sources do not tile {name}:"
                 f" {wrong}, over the axes {', '.join(sorted(self.size))}",
                 "correct the slices in the mapping file",
             )
@@ -295,12 +299,12 @@ class _Space:
             raise PlanError(
                 "CKM606",
                 f"{self.scheme.title}: {self.rule.label}: {name}: {found}; expected one dtype",
-                "cast them first: convert with --to SETUP-bf16 or -fp32, then map the names",
+                "cast them first (convert with --to SETUP-bf16 or --to SETUP-fp32), then map the names",
             )
         return next(iter(dtypes))
 
     def _meet(self, source: RuleSource, mine: AxisBox, sheet: int, met: list[Box]) -> Piece | None:
-        """What one source brings to one target."""
+        """Return the piece of a target that a source supplies, None where their boxes do not meet."""
         axes = stacked_captures(self.rule, not self.to_hub)
         stack = dict(zip(axes, source.stack, strict=True))
         theirs = self._cell(self.terms[0][source.term], stack, sheet)
@@ -333,7 +337,7 @@ class _Space:
         return AxisBox(low, size, layout.offsets, layout.axes)
 
     def _zeros(self, term: Term, info: TensorInfo) -> Box | None:
-        """What is filled up on the scheme's side."""
+        """Return the box of zeros that pads the target, None without padding."""
         for axis, padded in self._padded(self.to_hub).items():
             dim = next((d for d, f in enumerate(_axes(term).dims) if f == (axis,)), None)
             if dim is not None and padded > self.size[axis]:
@@ -350,8 +354,8 @@ class _Space:
 
 
 def example_sources(scheme: NamingScheme, rule: Rule, hub: bool, dims: Dims) -> list[RuleSource]:
-    """The tensors of one side, of the extents that `dims` gives, every capture that is shared 0."""
-    space = _Space.__new__(_Space)
+    """Return sources of one side with the extents that `dims` gives; shared captures are 0."""
+    space = _AxisSpace.__new__(_AxisSpace)
     space.scheme, space.rule, space.to_hub, space.dims = scheme, rule, not hub, dims
     space.terms, space.sources = (rule.side(hub), rule.side(not hub)), ()
     space.captures = dict.fromkeys(rule.shared, 0)

@@ -1,9 +1,9 @@
-"""Rules applied to the keys and shapes of one checkpoint: what each target tensor is made of.
+"""Apply the rules of a scheme to the keys and shapes of one checkpoint: what is each target made of?
 
-    infos {source key: shape, dtype}  ->  Resolution {target key: Made(pieces of source tensors)}
+    infos {source key: shape, dtype}  ->  Resolution {target key: MappedTensor(pieces of sources)}
 
-No tensor is read. Everything that could go wrong without a word is an error here: a key that no
-rule knows, two sources for one target, a set with a gap, a shape that is not the product.
+No tensor is read. Everything that could silently go wrong is an error here: a key that no rule matches,
+two sources for one target, a missing layer, a shape that is not the product of its axes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from ckptmap.tensors import Box, TensorInfo
 
 
 class MappedTensor(NamedTuple):
-    """One target tensor; a tuple, because there may be 100,000 of them.
+    """One target tensor and its sources; a tuple, because there may be 100,000 of them.
 
-    source  the tensor that it is, as it lies, under another name; else it is put together of
-    pieces  which tile it but for `zeros`
-    ops     value ops, one after the other, each with whether it is the inverse
+    source  the key of the source that it equals, where it is only renamed; else None, and
+    pieces  are regions of sources that tile it, but for the box `zeros`
+    ops     value operations in order, each with True for its inverse
+    rule    the label of its rule, for messages
     """
 
     name: str
@@ -45,6 +46,7 @@ class MappedTensor(NamedTuple):
 
     @property
     def sources(self) -> tuple[str, ...]:
+        """The keys it is made of, each once."""
         if self.source is not None:
             return (self.source,)
         return tuple(dict.fromkeys(piece.source for piece in self.pieces))
@@ -55,11 +57,11 @@ class Resolution:
     """What becomes of every key.
 
     made      target key -> what it is made of
-    dropped   source key -> why no target has it
-    unmapped  source keys that no rule knows
-    tied      target key that is left out -> the one that it must be equal to
-    used      config values that it rests on
-    left      targets that are not made because their sources were left behind
+    dropped   source key -> the reason why no target holds it
+    unmapped  source keys that no rule matches
+    tied      target key that is left out -> the target it must equal
+    used      the config values that the mapping depends on
+    left      targets that are not made because their sources stay behind
     """
 
     made: Mapping[str, MappedTensor]
@@ -79,10 +81,14 @@ def resolve(
     complete: bool = True,
     left: Collection[str] = (),
 ) -> Resolution:
-    """`to_hub`: from the scheme's names to the hub's, else from the hub's to the scheme's.
-    `complete`: rules whose keys are missing are errors; not those of keys in `left`, which are there
-    and left behind, though nothing is made of a part of them. Raises PlanError CKM605 to CKM608, 614,
-    617."""
+    """Return what the rules of `scheme` make of the tensors in `infos`.
+
+    to_hub    True: from the scheme's names to the hub's; False: the other way
+    complete  True: a rule whose keys are missing is an error
+    left      keys that exist but stay behind; they count as present, and no target is made of them
+
+    Raises PlanError CKM605 to CKM608, 614, 617.
+    """
     return _Resolver(scheme, infos, to_hub, config, complete, left).run()
 
 
@@ -111,9 +117,9 @@ class _Resolver:
         ]
         self.renamed: list[list[tuple[int, ...]]] = [[] for _ in scheme.rules]
         self.places: list[tuple[int, int, tuple[int, ...]]] = []
-        """(how many were renamed before, rule, shared captures) of what is not only renamed."""
+        """(number of tensors renamed before it, rule, shared captures) of each target to be assembled."""
         self.virtual: set[tuple[str, tuple[int, ...]]] = set()
-        """(rule, shared captures) of tied tensors that the source leaves out."""
+        """(rule, shared captures) that a tied tensor stands in for, which the source leaves out."""
         self.alike: dict[object, tuple[list[RuleSource], list[RuleTarget]]] = {}
         self.expected = [
             known_shape(rule, not to_hub, self.dims) if rule.is_rename else None
@@ -138,7 +144,7 @@ class _Resolver:
         )  # fmt: skip
 
     def _put_in_order(self) -> None:
-        """As the source has them: what is made of several keys stands where the first one stood."""
+        """Restore the source's order: a tensor made of several keys stands where the first one stood."""
         renamed, self.made = list(self.made.values()), {}
         done = 0
         for at, index, shared in self.places:
@@ -150,7 +156,7 @@ class _Resolver:
             self._put(made)
 
     def _found(self) -> list[set[tuple[int, ...]]]:
-        """For each rule the captures that it has keys for."""
+        """Return, for each rule, the captures for which the checkpoint has keys."""
         return [{*renamed, *built} for renamed, built in zip(self.renamed, self.seen, strict=True)]
 
     def _refuse(self) -> None:
@@ -165,7 +171,7 @@ class _Resolver:
     # ------------------------------------------------------------------ one key
 
     def _take(self, key: str, actual: str) -> None:
-        """Put one key where its rule wants it."""
+        """Assign one key to its rule; `actual` is the key whose tensor it takes, another where tied."""
         way, numbers = self.matcher.find(key)
         if way is None:
             self.unmapped.append(key)
@@ -194,7 +200,7 @@ class _Resolver:
             self.virtual.add((rule.label, shared))
 
     def _leave(self, key: str) -> None:
-        """A key that stays behind: its set is whole all the same."""
+        """Count a key that stays behind as present, and note the targets that are not made of it."""
         way, numbers = self.matcher.find(key)
         if way is None or way.drop is not None:
             return
@@ -254,8 +260,10 @@ class _Resolver:
         shared: tuple[int, ...],
         slots: Mapping[tuple[int, tuple[int, ...]], str],
     ) -> None:
-        """The tensors of one rule for one set of shared captures; those of another layer are
-        alike."""
+        """Make the targets of one rule for one set of shared captures.
+
+        Layers with equal shapes share the result; only the names differ.
+        """
         captures = dict(zip(rule.shared, shared, strict=True))
         order = sorted(slots)
         kind = (rule.label, tuple((slot, self.infos[slots[slot]]) for slot in order))
@@ -274,7 +282,7 @@ class _Resolver:
     def _of(
         self, built: RuleTarget, name: str, names: Mapping[str, str], rule: Rule
     ) -> MappedTensor:
-        """What was built of some sources, of those that `names` has in their place."""
+        """Return a target for other sources of the same shapes; `names` maps the old keys to the new."""
         if built.whole is not None:
             made = MappedTensor(name, built.info, names[built.whole], rule=rule.label)
         else:
@@ -283,7 +291,7 @@ class _Resolver:
         return self._valued(made, rule) if rule.op else made
 
     def _valued(self, made: MappedTensor, rule: Rule) -> MappedTensor:
-        """With the rule's value op, in the direction that is taken."""
+        """Add the rule's value operation, in the direction of this mapping."""
         op = value_ops.parse_value_op(rule.op)
         info = op.result(made.info, self.to_hub)
         return made._replace(info=info, ops=((rule.op, self.to_hub),))
@@ -291,7 +299,7 @@ class _Resolver:
     # ------------------------------------------------------------------ ties
 
     def _absent_ties(self) -> Iterator[tuple[str, str]]:
-        """(name, the tensor it is) of tied tensors that the source leaves out."""
+        """Yield (name, kept name) of tied tensors that the source leaves out."""
         for tie in self.scheme.ties:
             if tie.name.text in self.infos or (tie.hub == self.to_hub and not self.scheme.is_hub):
                 continue
@@ -299,14 +307,12 @@ class _Resolver:
                 continue
             holds = self.dims.holds(tie.when)
             if holds is None and tie.when is not None and self.complete:
-                raise self._needs(
-                    tie.when.names(), f"{tie.name.text} is not there, and may be tied"
-                )
+                raise self._needs(tie.when.names(), f"{tie.name.text} is missing and may be tied")
             if holds:
                 yield tie.name.text, tie.kept.text
 
     def _is_left(self, name: str) -> bool:
-        """Does the target's side leave this name out, because it is tied?"""
+        """Return whether the target's side leaves this name out because it is tied."""
         return any(
             tie.hub == self.to_hub and tie.name.text == name and self.dims.holds(tie.when)
             for tie in self.scheme.ties
@@ -314,8 +320,10 @@ class _Resolver:
         )
 
     def _leave_ties(self) -> None:
-        """A tied name that the source has is left out if the target's scheme does so: it must be
-        equal to the one that is kept."""
+        """Record the tied names that the target leaves out although the source has them.
+
+        Such a tensor must equal the one that is kept.
+        """
         for tie in self.scheme.ties:
             name, kept = tie.name.text, tie.kept.text
             leaves = not tie.hub and not self.to_hub and not tie.written
@@ -345,11 +353,12 @@ class _Resolver:
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
-    """Is it so where something is expected?"""
+    """Return whether a shape equals the expected one where that is known."""
     return len(expected) == len(shape) and all(
         e is None or e == n for e, n in zip(expected, shape, strict=True)
     )
 
 
 def _some(keys: Sequence[str]) -> str:
-    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return ", ".join(keys[:3]) + more

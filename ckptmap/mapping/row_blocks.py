@@ -1,5 +1,7 @@
-"""Rearrangements that move whole rows: how many rows stay together, and what that means for the
-parts of a quantized tensor, which have so many rows, or codes, or scales, for each of them.
+"""How many rows of a tensor a rearrangement keeps together, and where their codes and scales then go.
+
+Permuting attention heads moves blocks of head_dim rows. If a quantized tensor's blocks do not cross
+these rows, its codes and scales can be moved as bytes: each part has a fixed number of rows per block.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from ckptmap.mapping.resolve import MappedTensor
 
 
 def rows_together(made: MappedTensor) -> int | None:
-    """Rows that stay together in every piece; None where rows themselves are torn."""
+    """Return the number of rows that stay together in every piece, None where a row is split."""
     units = [_unit_of(piece, made.info.shape) for piece in made.pieces]
     whole = [unit for unit in units if unit is not None]
     return gcd(*whole) if whole and len(whole) == len(units) else None
@@ -40,7 +42,7 @@ def _unit_of(piece: Piece, shape: Sequence[int]) -> int | None:
 
 
 def part_piece(piece: Piece, unit: int, rows: int, shape: Sequence[int]) -> Piece:
-    """The same units of a part, which has `rows` rows for each."""
+    """Return the piece for a part of the tensor that has `rows` rows per `unit` rows of the tensor."""
     inner = [(n, dim, 1) for dim, n in enumerate(shape[1:], 1)]
 
     def part(strided: StridedBox) -> StridedBox:

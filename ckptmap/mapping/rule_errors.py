@@ -1,4 +1,4 @@
-"""What is said where rules do not fit a checkpoint: the rule, the key, the sizes, the config."""
+"""The errors for a checkpoint that does not fit its rules: they name the rule, the key, the sizes and the config."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from ckptmap.mapping.rules import NamingScheme, Rule
 from ckptmap.tensors import TensorInfo
 
 DIM = "a dim "
-"""What is needed begins so where it is the mapping file that does not say it."""
+"""A needed name begins with this where the mapping file, not the config, must supply it."""
 
 
 def missing_config(scheme: NamingScheme, names: Sequence[str], what: str) -> PlanError:
+    """Return PlanError CKM605: `what` needs values that neither the config nor `[dims]` supplies."""
     dims = [name for name in names if name.startswith(DIM)]
     if dims:
         return PlanError(
             "CKM605",
-            f"{scheme.title}: {what}: needs {dims[0]}, which the mapping file has not",
-            "add it to [dims] of the mapping file, by the config value that counts it",
+            f"{scheme.title}: {what}: needs {dims[0]}, which the mapping file does not define",
+            "add it to [dims] of the mapping file, with the config value that counts it",
         )
     return PlanError(
         "CKM605",
-        f"{scheme.title}: {what}: needs {', '.join(dict.fromkeys(names))}, which no config gives",
+        f"{scheme.title}: {what}: needs {', '.join(dict.fromkeys(names))}, and no config gives it",
         "give the model's config.json with --config-from PATH",
     )
 
@@ -38,6 +39,7 @@ def wrong_shape(
     axes: str,
     dims: Dims,
 ) -> PlanError:
+    """Return PlanError CKM606: the shape of `key` is not the product of its axes."""
     shape = ", ".join("any" if n is None else str(n) for n in expected)
     sizes = ", ".join(
         f"{axis} {dims.size(axis)}"
@@ -48,12 +50,12 @@ def wrong_shape(
         "CKM606",
         f"{scheme.title}: {rule.label}: {key}: expected [{shape}] = {axes}"
         f" ({sizes}; {dims.describe()}), found {list(info.shape)}",
-        "give the config.json of this very model with --config-from, or another scheme or era",
+        "give the config.json of exactly this model with --config-from, or name another scheme or era",
     )
 
 
 def known_shape(rule: Rule, hub: bool, dims: Dims) -> tuple[int | None, ...] | None:
-    """The shape of a rule's first tensor as far as `dims` tells; None: its rule has no axes."""
+    """Return the shape of a rule's first tensor, None for a dim that is unknown; None without axes."""
     axes = rule.side(hub)[0].axes
     if axes is None:
         return None

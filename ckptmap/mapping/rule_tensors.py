@@ -1,4 +1,8 @@
-"""The tensors of a rule as values: what is there, what is made, and boxes in the space of axes."""
+"""The tensors of one rule: its sources, its targets, and the boxes that they occupy in the rule's axes.
+
+A rule names axes, and these span a space with one element per index on every axis. Each tensor of the
+rule holds the elements of one box of that space (`AxisBox`), in an order of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,10 @@ from ckptmap.tensors import Box, TensorInfo
 
 @dataclass(frozen=True, slots=True)
 class RuleSource:
-    """A tensor that is there: its term, and the numbers of captures that are axes elsewhere."""
+    """A source tensor: its key, which term of the rule it belongs to, and its stacked captures.
+
+    `stack` holds the values of the captures that are an axis of the other side, e.g. an expert's number.
+    """
 
     key: str
     term: int
@@ -22,8 +29,11 @@ class RuleSource:
 
 @dataclass(frozen=True, slots=True)
 class RuleTarget:
-    """A tensor that is made, of a term and the numbers of its captures that are axes elsewhere;
-    `whole` is the one source that it is, element for element."""
+    """A target tensor and the pieces of sources that tile it, but for the box `zeros`.
+
+    `stack` maps each capture that is an axis of the other side to its value. `whole` is the key of the
+    source that equals the target element for element, if there is one.
+    """
 
     name: str
     term: Term
@@ -35,7 +45,7 @@ class RuleTarget:
 
 
 def is_whole(piece: Piece, source: TensorInfo, target: TensorInfo) -> bool:
-    """Is one the other, element for element in the same order and shape?"""
+    """Return whether the piece is all of both tensors, in the same order and shape."""
     if source != target or piece.numel != target.numel:
         return False
     return piece.src == piece.dst
@@ -43,7 +53,12 @@ def is_whole(piece: Piece, source: TensorInfo, target: TensorInfo) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AxisBox:
-    """The box of one tensor in the space, and where its elements lie in the tensor."""
+    """The box of one tensor in the space of axes, and where its elements lie in the tensor.
+
+    low, size   axis -> first index and extent of the box
+    offsets     index of the box's first element in the tensor, one number a dim
+    axes        axis -> (dim, step): a step of one along the axis is `step` along the dim
+    """
 
     low: Mapping[str, int]
     size: Mapping[str, int]
@@ -57,7 +72,7 @@ class AxisBox:
     def strided(
         self, low: Mapping[str, int], sizes: Mapping[str, int], moving: Sequence[str]
     ) -> StridedBox:
-        """The elements of a part of the space, walked by the axes in `moving`."""
+        """Return where a part of the box lies in the tensor, walked along the axes in `moving`."""
         offsets = list(self.offsets)
         for axis, (dim, step) in self.axes.items():
             offsets[dim] += (low[axis] - self.low[axis]) * step

@@ -1,6 +1,6 @@
-"""The rule form as values: what one mapping file says, parsed and not yet proven.
+"""The content of one mapping file as values: rules, drops, ties, refusals, fingerprints.
 
-The form itself is described in README.md beside this file.
+`README.md` beside this file describes the form of the file.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ckptmap.mapping.expressions import Expr
 from ckptmap.mapping.name_patterns import NamePattern
 
 HUB = "hf"
-"""The scheme that every other one is described against: Hugging Face's names on disk."""
+"""The scheme that all others are described against: the names in Hugging Face checkpoints on disk."""
 
 Absence = Literal["no", "whole", "any"]
-"""May a rule's keys be absent: no; all of them together; any of them."""
+"""Which keys of a rule may be absent: none; all of them together; any of them."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One tensor of a rule's side: alternatives of its name, its axes (None: any shape), slices."""
+    """One tensor on one side of a rule: its alternative names, its axes (None: any shape), its slices."""
 
     names: tuple[NamePattern, ...]
     axes: Axes | None
@@ -36,7 +36,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Rule:
-    """`hub` and `other` lay out one space of axes; an identity has the same on both sides."""
+    """One rule: the tensors `hub` and the tensors `other` lay out one space of axes."""
 
     label: str
     hub: tuple[Term, ...]
@@ -45,21 +45,21 @@ class Rule:
     ranges: Mapping[str, tuple[Expr, Expr]] = field(default_factory=dict)
     optional: Absence = "no"
     either: str = ""
-    """Of rules with such a word, one word's are there for each number of their first capture."""
+    """Among rules with such a word, those of exactly one word have keys for each layer."""
     op: str = ""
-    """Value op on the way from the hub; "" none."""
+    """The value operation on the way from the hub, "" without one."""
     pad: Mapping[str, Expr] = field(default_factory=dict)
-    """Axis -> the multiple that the scheme's side fills it up to."""
+    """Axis -> the multiple to which the scheme's side is padded with zeros."""
 
     @cached_property
     def shared(self) -> tuple[str, ...]:
-        """Captures that both sides have."""
+        """The captures that both sides have."""
         there = set(self.other[0].captures)
         return tuple(name for name in self.hub[0].captures if name in there)
 
     @cached_property
     def is_rename(self) -> bool:
-        """One tensor to one tensor, as it lies; `op` may change values."""
+        """Whether the rule renames one tensor without rearranging it; `op` may still change values."""
         if len(self.hub) != 1 or len(self.other) != 1 or self.pad:
             return False
         one, two = self.hub[0], self.other[0]
@@ -73,7 +73,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Drop:
-    """A key of one side that the other does not have, and why it may go."""
+    """Keys of one side that the other lacks, and the reason why they may be dropped."""
 
     names: tuple[NamePattern, ...]
     hub: bool
@@ -83,8 +83,10 @@ class Drop:
 
 @dataclass(frozen=True)
 class Tie:
-    """On one side the tensor `name` may be absent: it is `kept`. `written`: going there it is written
-    all the same."""
+    """On one side the tensor `name` may be absent, because it equals `kept`.
+
+    `written`: converting to that side writes it all the same.
+    """
 
     name: NamePattern
     kept: NamePattern
@@ -95,7 +97,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Refuse:
-    """Configurations that the rules do not describe."""
+    """A condition on the config under which the rules do not describe the model."""
 
     when: Expr
     why: str
@@ -103,7 +105,7 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Detect:
-    """Fingerprints of the scheme's own names."""
+    """The fingerprints of a scheme: names of which any, all or none must occur."""
 
     any: tuple[NamePattern, ...] = ()
     all: tuple[NamePattern, ...] = ()
@@ -122,11 +124,11 @@ class SchemeHead:
     summary: str
     detect: Detect
     same_as: str = ""
-    """The scheme of the family with the same names and axes, which is recognised in its place."""
+    """The scheme of the family with the same names and axes, which is recognized in its place."""
 
     @property
     def title(self) -> str:
-        """`"llama/meta@era"`, as it can be asked for."""
+        """`"llama/meta@era"`, as `--names` takes it."""
         return f"{self.family}/{self.name}" + (f"@{self.era}" if self.era else "")
 
 

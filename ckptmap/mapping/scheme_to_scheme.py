@@ -1,7 +1,7 @@
-"""From one scheme to another: through the hub, and then as if there had been no stop.
+"""Map names from one scheme to another through the hub's names, without doing the work twice.
 
-What the first resolution makes and the second takes apart is composed in integers, so that
-`meta -> hf -> torchtune`, which permutes rows and permutes them back, ends as a rename.
+The two mappings are composed as integer index maps. `meta -> hf -> torchtune` permutes rows and then
+permutes them back, so the composition is a plain rename and the bytes are never touched.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ def translate(
     complete: bool = True,
     left: Collection[str] = (),
 ) -> Resolution:
-    """From the names of `source` to those of `target`; None: the hub's, whose family is not known.
-    `left` are keys that stay behind, and are not missed.
+    """Return what becomes of each key on the way from `source` to `target`.
+
+    None stands for the hub's names of a model whose family is unknown. `left` are keys that exist but
+    stay behind, so rules do not report them missing.
 
     Raises PlanError CKM605 to CKM608, 613, 614, 617.
     """
@@ -62,7 +64,7 @@ def _to_hub(
 
 
 def _keys(names: Sequence[str], made: Mapping[str, MappedTensor]) -> list[str]:
-    """The source keys behind names of the hub."""
+    """Return the source keys that the given hub names are made of."""
     return list(dict.fromkeys(key for name in names for key in made[name].sources))
 
 
@@ -73,7 +75,7 @@ def _named(dropped: Mapping[str, str], made: Mapping[str, MappedTensor]) -> dict
 def _through(
     made: MappedTensor, there: Mapping[str, MappedTensor], infos: Mapping[str, TensorInfo]
 ) -> MappedTensor:
-    """The same tensor, made of the sources that the stop was made of."""
+    """Return a target that is made of hub tensors as one made of the first scheme's tensors."""
     if made.source is not None:
         first = there[made.source]
         if made.name == first.name and not made.ops:
@@ -102,15 +104,15 @@ def _same_ops(
     if len(ops) > 1:
         raise PlanError(
             "CKM613",
-            f"{made.name}: would be made of tensors whose values change in different ways:"
+            f"{made.name}: would be made of tensors with different value operations:"
             f" {', '.join(made.sources)}",
-            "convert to the hub's names first, with --names hf, then on",
+            "convert to the hub's names first with --names hf, then convert the result",
         )
     return next(iter(ops), ())
 
 
 def pieces_of(made: MappedTensor, infos: Mapping[str, TensorInfo]) -> Sequence[Piece]:
-    """Its pieces; a tensor that is only renamed is one."""
+    """Return the pieces of a target; one that is only renamed is a single piece."""
     if made.source is None:
         return made.pieces
     whole = StridedBox.of_box(Box.whole(infos[made.source].shape))

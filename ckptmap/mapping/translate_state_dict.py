@@ -1,13 +1,15 @@
-"""A state dict in memory under the names of another scheme.
+"""Rename the tensors of a state dict in memory to the names of another scheme.
 
-Tensors that are only renamed are the same objects; rearranged ones are new, contiguous, on the
-device of their sources.
+    {"layers.0.attention.wq.weight": [out, in]}  ->  {"model.layers.0.self_attn.q_proj.weight": [out, in]}
+
+A tensor that is only renamed stays the same object. A tensor that is rearranged is a new contiguous
+tensor on the device of its sources.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.core.strided_boxes import StridedBox
 from ckptmap.errors import PlanError
@@ -30,16 +32,16 @@ def translate_names(
     source: str | None = None,
     partial: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The same tensors by the names, and in the shapes, of another scheme.
+    """Return the tensors of a state dict under the names, and in the shapes, of another scheme.
 
-    to       `hf`, `auto`, `meta`, `llama/torchtune`, a mapping file
-    config   the model's config: a dict, a transformers config, a path; None: sizes come from the
-             shapes, where these tell them
-    source   the scheme of the state dict; None: by its keys
-    partial  True: keys may be missing, as in one rank's or one adapter's part
+    to       `hf`, `auto`, `meta`, `llama/torchtune`, or the path of a mapping file
+    config   the model's config: a dict, a transformers config or a path; None: the shapes must
+             determine every size
+    source   the scheme of the state dict; None: it is recognized by its keys
+    partial  True: keys may be missing, as in the state dict of one rank or of an adapter
 
-    DTensors stay on their mesh: those that are rearranged are gathered, one after the other, and
-    cut again, so every rank must call it. Raises PlanError CKM603 to CKM610, 613, 614, 617.
+    DTensors stay on their mesh. One that is rearranged is gathered and sharded again, one tensor at a
+    time, so every rank must call this function. Raises PlanError CKM603 to CKM610, 613, 614, 617.
     """
     given = as_config(config)
     infos = {key: info_of(tensor) for key, tensor in state_dict.items()}
@@ -49,7 +51,7 @@ def translate_names(
         more = f" and {len(found.unmapped) - 1} more" if len(found.unmapped) > 1 else ""
         raise PlanError(
             "CKM609",
-            f"{choice.text}: no rule knows {found.unmapped[0]}{more}",
+            f"{choice.text}: no rule matches {found.unmapped[0]}{more}",
             "leave them out, or add rules for them to a mapping file of your own",
         )
     return applied(found, state_dict)
@@ -58,8 +60,10 @@ def translate_names(
 def applied(
     resolution: Resolution, state_dict: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What a resolution makes of tensors. Raises PlanError CKM208 where a tensor that is left out
-    as tied differs from the one that is kept."""
+    """Return the tensors that a resolution makes of a state dict.
+
+    Raises PlanError CKM208 where a tensor is left out as tied and differs from the one it is tied to.
+    """
     import torch
 
     made = {name: _made(item, state_dict) for name, item in resolution.made.items()}
@@ -74,52 +78,59 @@ def applied(
 
 
 def _made(made: MappedTensor, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    found = state_dict[made.source] if made.source is not None else _put_together(made, state_dict)
+    tensor = state_dict[made.source] if made.source is not None else _rearranged(made, state_dict)
     for text, inverse in made.ops:
-        found = value_ops.parse_value_op(text).apply(found, inverse)
-    return found
+        tensor = value_ops.parse_value_op(text).apply(tensor, inverse)
+    return tensor
 
 
-def _put_together(made: MappedTensor, state_dict: Mapping[str, Any]) -> torch.Tensor:
+def _rearranged(made: MappedTensor, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
     sources = {key: state_dict[key] for key in made.sources}
     if any(hasattr(tensor, "device_mesh") for tensor in sources.values()):
-        return _over_ranks(made, sources)
+        return _rearranged_dtensor(made, sources)
     for key, tensor in sources.items():
         if hasattr(tensor, "__tensor_flatten__"):
-            raise _cannot(made, f"{key} is a {type(tensor).__name__}, whose elements it hides")
-    return _rearranged(made, {key: tensor.detach() for key, tensor in sources.items()})
+            raise _cannot(made, f"{key} is a {type(tensor).__name__}, which hides its elements")
+    return _assembled(made, {key: tensor.detach() for key, tensor in sources.items()})
 
 
-def _over_ranks(made: MappedTensor, sources: Mapping[str, Any]) -> torch.Tensor:
-    """Gathered one after the other, rearranged, and cut as they were; every rank calls it."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+def _rearranged_dtensor(made: MappedTensor, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Gather DTensors one after the other, rearrange them, and shard the result as they were.
 
-    first = next(iter(sources.values()))
+    Every rank must call this: gathering is collective.
+    """
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    first = next(tensor for tensor in sources.values() if isinstance(tensor, DTensor))
+    gathered: dict[str, torch.Tensor] = {}
     for key, tensor in sources.items():
         if not isinstance(tensor, DTensor) or tensor.device_mesh != first.device_mesh:
-            raise _cannot(made, f"{key} does not lie on the mesh of {next(iter(sources))}")
+            raise _cannot(made, f"{key} is not on the same device mesh as the other sources")
         if tensor.placements != first.placements or any(p.is_partial() for p in tensor.placements):
             raise _cannot(made, f"{key} is placed as {tensor.placements}, not {first.placements}")
         if hasattr(tensor.to_local(), "__tensor_flatten__"):
             kind = type(tensor.to_local()).__name__
-            raise _cannot(made, f"{key} is a DTensor of {kind}, whose elements it hides")
+            raise _cannot(made, f"{key} is a DTensor of {kind}, which hides its elements")
     for placement in first.placements:
-        if placement.is_shard() and placement.dim >= len(made.info.shape):
-            raise _cannot(made, f"{first.placements} cuts a dim that {made.info} has not")
-    whole = {key: tensor.detach().full_tensor() for key, tensor in sources.items()}
-    out = _rearranged(made, whole)
+        if isinstance(placement, Shard) and placement.dim >= len(made.info.shape):
+            raise _cannot(made, f"{first.placements} shards a dim that {made.info} does not have")
+    for key, tensor in sources.items():
+        local = tensor.detach()
+        assert isinstance(local, DTensor), "checked above"
+        gathered[key] = local.full_tensor()
+    out = _assembled(made, gathered)
     return distribute_tensor(out, first.device_mesh, first.placements, src_data_rank=None)
 
 
 def _cannot(made: MappedTensor, what: str) -> PlanError:
     return PlanError(
         "CKM610",
-        f"{made.name} ({made.rule}): {what}: it cannot be rearranged here",
-        "convert the saved checkpoint with --names, or gather it first where its elements are plain",
+        f"{made.name} ({made.rule}): {what}, so it cannot be rearranged in memory",
+        "convert the saved checkpoint with --names, or gather the tensor first if it is not quantized",
     )
 
 
-def _rearranged(made: MappedTensor, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _assembled(made: MappedTensor, sources: Mapping[str, torch.Tensor]) -> torch.Tensor:
     import torch
 
     first = next(iter(sources.values()))
@@ -131,8 +142,8 @@ def _rearranged(made: MappedTensor, sources: Mapping[str, torch.Tensor]) -> torc
     return out
 
 
-def _walk(tensor: torch.Tensor, strided: StridedBox) -> torch.Tensor:
-    """The elements of a strided, one dim an axis."""
+def _walk(tensor: torch.Tensor, lattice: StridedBox) -> torch.Tensor:
+    """Return a view of the elements of a lattice, with one dim for each of its axes."""
     strides = tensor.stride()
     start = sum(at * step for at, step in zip(strided.offsets, strides, strict=True))
     steps = [strides[d] * s for d, s in zip(strided.dims, strided.steps, strict=True)]

@@ -1,12 +1,12 @@
-"""The few operations that change values: what they give, how exact they are, their inverse.
+"""The operations of mapping files that change values: the result, its dtype and the inverse.
 
-    add C     w + C, computed in float64 and rounded once to w's dtype; back: w - C
-    neg       -w; back: the same
-    cast T    w in dtype T; back: as it is, the scheme's dtype is kept
+    add C     w + C, computed in float64 and rounded once to w's dtype; inverse: w - C
+    neg       -w; the inverse is the same
+    cast T    w in dtype T; inverse: w as it is, so the scheme's dtype is kept
 
-Other ops come from installed packages only, by the entry point group `ckptmap.value_ops`: an object
-with `name`, `forward(values)` and `inverse(values)`, elementwise on tensors, dtype kept. A mapping
-file names an op; it can import nothing.
+Other operations come from installed packages, through the entry point group `ckptmap.value_ops`: an
+object with `name`, `forward(values)` and `inverse(values)`, elementwise on tensors, keeping the dtype.
+A mapping file only names an operation; it cannot import anything.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ValueOp:
-    """One op with its argument; `apply(values, inverse)` keeps shape and device."""
+    """One operation with its argument; `apply(values, inverse)` keeps shape and device."""
 
     text: str
     apply: Callable[[torch.Tensor, bool], torch.Tensor]
     dtype: str = ""
-    """The dtype that it casts to; "" keeps the dtype."""
+    """The dtype it casts to, "" where it keeps the dtype."""
 
     def result(self, info: TensorInfo, inverse: bool) -> TensorInfo:
-        """What it makes of a tensor. Raises PlanError CKM613 where it is not floating."""
+        """Return shape and dtype of the result. Raises PlanError CKM613 for a dtype that is not floating."""
         if info.dtype not in FLOATING:
             raise PlanError(
                 "CKM613", f"op {self.text!r}: expected floating values, found {info}",
@@ -44,7 +44,7 @@ class ValueOp:
 
 @lru_cache(maxsize=256)
 def parse_value_op(text: str) -> ValueOp:
-    """Raises PlanError CKM613 where there is no such op."""
+    """Parse an operation. Raises PlanError CKM613 where there is no such operation."""
     kind, _, argument = text.partition(" ")
     if kind == "add" and _is_number(argument):
         return ValueOp(text, lambda values, inverse: _added(values, float(argument), inverse))
@@ -60,7 +60,7 @@ def parse_value_op(text: str) -> ValueOp:
     raise PlanError(
         "CKM613",
         f"op {text!r} is none of `add C`, `neg`, `cast DTYPE`, and no installed package has it",
-        "an op of your own is an entry point of group ckptmap.value_ops",
+        "provide an operation of your own as an entry point of group ckptmap.value_ops",
     )
 
 
@@ -84,20 +84,19 @@ def _cast(values: torch.Tensor, dtype: str, inverse: bool) -> torch.Tensor:
 
 
 def _installed(name: str) -> Any:
-    """An op that an installed distribution brings, with both directions."""
+    """Return the operation that an installed distribution provides under a name, None without one."""
     from importlib.metadata import entry_points
 
     for entry in entry_points(group="ckptmap.value_ops"):
         if entry.name == name:
-            found = entry.load()
-            found = found() if isinstance(found, type) else found
+            op = entry.load()
+            op = op() if isinstance(op, type) else op
             if not (
-                callable(getattr(found, "forward", None))
-                and callable(getattr(found, "inverse", None))
+                callable(getattr(op, "forward", None)) and callable(getattr(op, "inverse", None))
             ):
                 raise PlanError(
                     "CKM613", f"op {name!r}: the installed {entry.value} has no forward and inverse",
-                    "an op without an inverse is none",
+                    "give it both methods: a mapping file is used in both directions",
                 )  # fmt: skip
-            return found
+            return op
     return None

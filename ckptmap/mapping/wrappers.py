@@ -1,11 +1,11 @@
-"""Wrapper segments in FQNs: what DDP, torch.compile, FSDP1 and activation checkpointing put there.
+"""Strip the segments that wrappers (DDP, torch.compile, FSDP1, activation checkpointing) put into FQNs.
 
     module.layers.0._orig_mod.fc.weight -> layers.0.fc.weight
 
-Names change by path segment, never by substring. `_orig_mod`, `_fsdp_wrapped_module` and
-`_checkpoint_wrapped_module` are no attribute that a user writes, so they go wherever they stand.
-`module` is a legal attribute: it goes only from the head of the path, and only where every key has
-it there. Two keys that would become one are refused.
+Names change by path segment, never by substring. No user names an attribute `_orig_mod`,
+`_fsdp_wrapped_module` or `_checkpoint_wrapped_module`, so these go wherever they stand. `module` is a
+legal attribute: it goes only from the head of the path, and only where every key has it there. Two keys
+that would become one are refused.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ HEAD = SEGMENTS["ddp"]
 
 
 def strip_wrappers(keys: Collection[str], where: str = "checkpoint") -> dict[str, str]:
-    """Plain FQN by stored key, in the order given. Raises SourceError CKM114 on a collision."""
+    """Return stored key -> plain FQN, in the given order. Raises SourceError CKM114 on a collision."""
     head, text = HEAD + ".", "\n".join(keys)
     if not (any(segment in text for segment in ANYWHERE) or text.startswith(head)):
         plain = dict(zip(keys, keys, strict=True))
         if len(plain) == len(keys) and "" not in plain:
-            return plain  # a look at the whole text: nothing to strip, in most checkpoints
+            return plain  # most checkpoints: one search of all names shows that there is nothing to strip
     plain = {key: _without(key) if "_" in key else key for key in keys}
     while plain and all(fqn.startswith(head) for fqn in plain.values()):
         plain = {key: fqn[len(head) :] for key, fqn in plain.items()}
@@ -43,15 +43,15 @@ def strip_wrappers(keys: Collection[str], where: str = "checkpoint") -> dict[str
         if not fqn:
             raise SourceError(
                 "CKM114",
-                f"{where}: key {key!r} is no name of a tensor, or nothing but wrapper segments",
-                "rename it, and save it again",
+                f"{where}: key {key!r} is empty, or consists of wrapper segments alone",
+                "rename it and save the checkpoint again",
             )
         if fqn in taken:
             raise SourceError(
                 "CKM114",
                 f"{where}: keys {taken[fqn]!r} and {key!r} are both {fqn!r} without their"
                 " wrapper segments",
-                "rename the one that the model does not have, or delete it, and save it again",
+                "rename or delete the one that the model does not have, and save the checkpoint again",
             )
         taken[fqn] = key
         result[key] = fqn
@@ -65,7 +65,7 @@ def _without(key: str) -> str:
 
 
 def describe_wrappers(names: Mapping[str, str]) -> tuple[str, ...]:
-    """What was stripped, one pattern each, numbers folded: `("layers.N._orig_mod.",)`."""
+    """Return the stripped patterns, each once, numbers replaced by N: `("layers.N._orig_mod.",)`."""
     seen: dict[str, None] = {}
     for key, fqn in names.items():
         if key != fqn:
@@ -74,7 +74,7 @@ def describe_wrappers(names: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _pattern(key: Sequence[str], fqn: Sequence[str]) -> str:
-    """The key up to its last wrapper segment: what remains when the common tail is taken off."""
+    """Return the key up to its last wrapper segment, that is without the tail it shares with the FQN."""
     tail = 0
     while tail < len(fqn) and key[-1 - tail] == fqn[-1 - tail]:
         tail += 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.protocols import Encoding, Group, Refusal
@@ -77,7 +77,7 @@ class Fp8Scheme:
     live = "float8"
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Raises SourceError CKM115 where scales do not fit their weight."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}

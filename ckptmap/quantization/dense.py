@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Encoding, Group, Refusal, Write
@@ -55,7 +55,7 @@ class Dense:
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
         return DenseEncoder()
 
-    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+    def record(self, info: TensorInfo) -> Mapping[str, object] | None:
         return None
 
 
@@ -155,7 +155,7 @@ class CastScheme:
     dtype: str
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         return []
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import RunError
@@ -126,7 +126,7 @@ class ScaledEncoding:
         """Other parts that hold the same whatever the values are."""
         return {}
 
-    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+    def record(self, info: TensorInfo) -> Mapping[str, object] | None:
         return {
             "scheme": self.scheme,
             "version": 1,

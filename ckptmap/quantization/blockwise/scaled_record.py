@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, malformed, read_sizes
 from ckptmap.tensors import ITEMSIZE, TensorInfo
@@ -21,7 +20,7 @@ class ScaledRecord:
     info: TensorInfo
     block: tuple[int, ...]
     scale_dtype: str
-    more: Mapping[str, Any]
+    more: Mapping[str, object]
 
     def dtype(self, key: str) -> str:
         """A dtype by its key, or ""."""
@@ -54,18 +53,17 @@ class ScaledRecord:
     def extra(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
         """Parts beside codes and scales: [[name, dtype, shape], ...]."""
         value = self.more.get("extra", [])
-        good = isinstance(value, list) and all(
+        if not isinstance(value, list) or not all(
             isinstance(item, list) and len(item) == 3 and isinstance(item[0], str)
             and isinstance(item[1], str) and item[1] in ITEMSIZE and isinstance(item[2], list)
             and all(type(n) is int and n >= 0 for n in item[2])
             for item in value
-        )  # fmt: skip
-        if not good:
+        ):  # fmt: skip
             raise malformed(self.fqn, f"malformed parts {str(value)[:80]}", DAMAGED)
         return tuple((name, dtype, tuple(shape)) for name, dtype, shape in value)
 
 
-def read_record(fqn: str, record: Mapping[str, Any], name: str) -> ScaledRecord:
+def read_record(fqn: str, record: Mapping[str, object], name: str) -> ScaledRecord:
     """Raises SourceError CKM115 where it is of another version or malformed."""
     if record.get("version") != VERSION:
         raise malformed(

@@ -142,7 +142,7 @@ class FourBit:
         room = len(json.dumps(state | {"nested_offset": 0})) + OFFSET_NBYTES
         return json.dumps(state | {"nested_offset": offset}).ljust(room).encode()
 
-    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+    def record(self, info: TensorInfo) -> Mapping[str, object] | None:
         """Only of a transposed one: a container of no config.json could not tell."""
         if not self.transposed:
             return None

@@ -134,7 +134,7 @@ def _state(fqn: str, stored: StoredTensor, files: Files) -> dict[str, Any]:
     return dict(state)
 
 
-def _nested(fqn: str, state: Mapping[str, Any], has_parts: bool) -> Nested | None:
+def _nested(fqn: str, state: Mapping[str, object], has_parts: bool) -> Nested | None:
     says = "nested_offset" in state
     if says != has_parts:
         raise malformed(

@@ -28,7 +28,7 @@ class FourBitScheme:
     live = "bitsandbytes 4-bit"
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Raises SourceError CKM115 where companions of a payload are missing or misshapen."""
         return list(find_fourbit(stored, records, self.kind, self.double))

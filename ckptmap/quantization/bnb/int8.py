@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.errors import SourceError
@@ -121,7 +121,7 @@ class BnbInt8Scheme:
     live = "int8"
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Raises SourceError CKM115 where parts do not fit, CKM316 for the tiles of a kernel."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}

@@ -26,7 +26,7 @@ def declared(
     encoded: Mapping[str, tuple[Encoding, TensorInfo]],
     dense: Collection[str],
     beyond: Mapping[str, Any],
-) -> Mapping[str, Any]:
+) -> Mapping[str, object]:
     """One group for each way of quantizing; the only one targets every linear layer, several name
     their modules, as on disk and as they are called once loaded. `dense` are ignored. Activations
     of linear layers are not quantized; `beyond` weights is said what `beyond_weights` found."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.protocols import Encoding, Group, Refusal
@@ -147,14 +147,14 @@ class CompressedFp8(_Target):
         return PlainFp8(block, scale_dtype)
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Raises SourceError CKM115 where scales do not fit their weight."""
         kinds = {kind.scheme: kind for kind in _BY_CODES.values()}
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") in kinds}
         groups = [
             _recorded(
-                read_record(fqn, record, "compressed-tensors"), kinds[record["scheme"]], stored
+                read_record(fqn, record, "compressed-tensors"), kinds[str(record["scheme"])], stored
             )
             for fqn, record in mine.items()
         ]
@@ -173,7 +173,7 @@ class CompressedInt8(_Target):
         return Packed(block, scale_dtype)
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Raises SourceError CKM115 where parts do not fit."""
         return list(find_packed(stored, records))

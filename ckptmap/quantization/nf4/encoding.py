@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import RunError
@@ -181,7 +181,7 @@ class NF4:
             return ExactEncoder(self.block_size, info, device)
         return NF4Encoder(self, info, device)
 
-    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+    def record(self, info: TensorInfo) -> Mapping[str, object] | None:
         return {
             "scheme": "nf4",
             "version": VERSION,

@@ -61,7 +61,7 @@ def stored_groups(
     return groups
 
 
-def _read_record(fqn: str, record: Mapping[str, Any]) -> tuple[NF4, TensorInfo]:
+def _read_record(fqn: str, record: Mapping[str, object]) -> tuple[NF4, TensorInfo]:
     if record.get("version") != VERSION:
         raise malformed(
             fqn,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.errors import SourceError
@@ -27,7 +26,7 @@ class NF4Scheme:
     live = "nf4"
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Raises SourceError CKM115 where a record's parts are missing or misshapen, or where
         five parts have no record."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME, part_key
 from ckptmap.quantization.blockwise import block_geometry as geometry
@@ -29,18 +28,17 @@ class FlatEntry:
     fqn: str
     kind: str
     names: tuple[str, ...]
-    data: Mapping[str, Any]
+    data: Mapping[str, object]
 
 
-def flat_of(fqn: str, record: Mapping[str, Any], kinds: Sequence[str]) -> FlatEntry | None:
+def flat_of(fqn: str, record: Mapping[str, object], kinds: Sequence[str]) -> FlatEntry | None:
     """None: another scheme's record, or a class that is not one of `kinds`."""
     if record.get("scheme") != SCHEME or record.get("kind") not in kinds:
         return None
     data, names = record.get("data"), record.get("names")
-    good = isinstance(data, Mapping) and isinstance(names, list | tuple)
-    if not good or not all(isinstance(name, str) for name in names or ()):
+    named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    if not isinstance(data, Mapping) or not isinstance(names, list | tuple) or not named:
         raise malformed(fqn, f"malformed torchao metadata {str(dict(record))[:120]}", DAMAGED)
-    assert isinstance(data, Mapping) and names is not None
     return FlatEntry(fqn, str(record["kind"]), tuple(names), data)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME, parts_of
@@ -74,7 +74,7 @@ class TorchaoScheme:
     by_loaded_name: ClassVar[bool] = True
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Raises SourceError CKM115 where a record's parts are missing or misshapen."""
         groups: list[tuple[Group, Sequence[str]]] = []
@@ -160,7 +160,7 @@ class TorchaoScheme:
         return Group(fqn, read.info, encoding, parts), tuple(part_key(fqn, p) for p in parts)
 
     def _checked(
-        self, fqn: str, encoding: TorchaoEncoding, info: TensorInfo, found: Mapping[str, Any]
+        self, fqn: str, encoding: TorchaoEncoding, info: TensorInfo, found: Mapping[str, object]
     ) -> dict[str, StoredTensor]:
         expected = encoding.parts(info)
         if isinstance(expected, Refusal):

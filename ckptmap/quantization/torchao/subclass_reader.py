@@ -90,6 +90,7 @@ def _within(leaf: Opaque) -> Opaque | None:
 
 
 def state_of(leaf: Opaque) -> Mapping[str, Any]:
+    """Return the attributes of a pickled object, empty where it has none."""
     return leaf.state if isinstance(leaf.state, Mapping) else {}
 
 
@@ -126,10 +127,10 @@ def _block(fqn: str, info: TensorInfo, state: Mapping[str, object]) -> tuple[int
     return block
 
 
-def _affine(fqn: str, leaf: Opaque, state: Mapping[str, Any]) -> TorchaoParts:
+def _affine(fqn: str, leaf: Opaque, state: Mapping[str, object]) -> TorchaoParts:
     impl, info = state["tensor_impl"], leaf.info
-    inner = impl.state if isinstance(impl.state, Mapping) else {}
-    assert info is not None
+    assert isinstance(impl, Opaque) and info is not None, "kind_of has seen both"
+    inner = state_of(impl)
     block = geometry.clamped(_block(fqn, info, state), info.shape)
     if impl.name == "Float8AQTTensorImpl":
         if inner.get("transposed"):
@@ -152,9 +153,9 @@ def _made(
     kind: str,
     info: TensorInfo,
     block: tuple[int, ...],
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     codes_name: str,
-    attributes: Mapping[str, Any],
+    attributes: Mapping[str, object],
 ) -> TorchaoParts:
     codes, scale, zero = state.get(codes_name), state.get("scale"), state.get("zero_point")
     grid = geometry.grid_shape(info.shape, block)
@@ -167,6 +168,7 @@ def _made(
             want = list(info.shape if is_codes else grid)
             raise malformed(fqn, f"{kind} part {name!r}, expected shape {want}, found {part.info}")
     assert isinstance(codes, StoredTensor) and isinstance(scale, StoredTensor)
+    assert zero is None or isinstance(zero, StoredTensor)
     return TorchaoParts(
         kind, info, block, codes, geometry.reshaped(scale, grid),
         None if zero is None else geometry.reshaped(zero, grid),

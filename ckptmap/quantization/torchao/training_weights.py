@@ -9,7 +9,6 @@ weight itself in one attribute and quantize it in each forward: what they store 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.blockwise.group_checks import malformed
@@ -38,7 +37,7 @@ class TrainedDense:
     suffix = ""
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         return []
 
