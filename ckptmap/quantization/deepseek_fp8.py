@@ -1,12 +1,13 @@
-"""DeepSeek's block-scaled float8, which transformers calls fine-grained: 128 x 128 tiles.
+"""DeepSeek's block-scaled float8 (fine-grained fp8 in transformers): e4m3 codes in tiles of 128 x 128.
 
-    fc.weight [out, in] T  ->  fc.weight e4m3 [out, in],
-                               fc.weight_scale_inv f32 [ceil(out / 128), ceil(in / 128)]
+    fc.weight [out, in] T  ->  fc.weight           e4m3 [out, in]
+                               fc.weight_scale_inv f32 [ceil(out/128), ceil(in/128)]
 
-Despite its name the scale is multiplied (transformers 5, integrations/finegrained_fp8.py). A single
-scale is one of the whole tensor. DeepSeek-V4 names it `.scale`, and both it and others store
-exponents alone (float8_e8m0fnu). The file does not say the dtype of the weights: it is that of the
-tensors around them.
+    w'[i, j] = code[i, j] * scale_inv[i // 128, j // 128]
+
+Despite its name the scale is multiplied (transformers 5, integrations/finegrained_fp8.py). A single scale
+covers the whole tensor. DeepSeek-V4 names it `.scale`, Mistral `.qscale_weight`; some store exponents only
+(float8_e8m0fnu). The file does not record the dtype of the weights: it is that of the dense tensors.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ BLOCK = (128, 128)
 CODES = "float8_e4m3fn"
 _SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 _NAMES = ("weight_scale_inv", "qscale_weight", "scale")
-"""What stands for `weight` in the scale's name: DeepSeek-V3, Mistral, DeepSeek-V4."""
+"""The last segment of the scale's name in place of `weight`: DeepSeek-V3, Mistral, DeepSeek-V4."""
 _ENDINGS = ("_scale_inv", ".qscale_weight", ".scale")
 
 
 @dataclass(frozen=True)
 class Fp8(ScaledEncoding):
-    """`scale_name` stands beside the weight's own last name; `scale_stored` is its shape as found,
-    where that is not the grid's."""
+    """Block-scaled float8.
+
+    scale_name    the last segment of the scale's key
+    scale_stored  the stored shape of the scale where it is not the grid's
+    """
 
     name: ClassVar[str] = "fp8"
     scheme: ClassVar[str] = "fp8"
@@ -70,7 +74,7 @@ class Fp8(ScaledEncoding):
 
 
 class Fp8Scheme:
-    """Recognises block-scaled float8, and quantizes linear weights to it."""
+    """Recognizes block-scaled float8, and quantizes the weights of linear layers to it."""
 
     name = "fp8"
     suffix = "fp8"
@@ -79,7 +83,7 @@ class Fp8Scheme:
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
-        """Raises SourceError CKM115 where scales do not fit their weight."""
+        """Return the groups of weights and scales. Raises SourceError CKM115 where scales do not fit."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
         groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
         return [*groups, *_found(stored, mine)]
@@ -88,8 +92,10 @@ class Fp8Scheme:
         return None
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Weights of linear layers that whole tiles cut, as transformers quantizes: it neither
-        writes nor decodes others."""
+        """Return the encoding for the weight of a linear layer that whole tiles cover, else None.
+
+        transformers neither writes nor decodes other weights in this format.
+        """
         if not is_linear_module(fqn, info) or any(
             n % b for n, b in zip(info.shape, BLOCK, strict=True)
         ):
@@ -103,13 +109,13 @@ class Fp8Scheme:
         return encoding.refusal(info) or encoding
 
     def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
-        """Tiles of its own size."""
+        """Return the encoding if the codes are in tiles of 128 x 128, else None."""
         return Fp8(BLOCK).keeping(info, grid)
 
     def quantization_config(
         self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
     ) -> Mapping[str, object]:
-        """As transformers' `FineGrainedFP8Config` writes it."""
+        """Return the config as transformers' `FineGrainedFP8Config` writes it."""
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
@@ -138,7 +144,7 @@ def _recorded(
 def _found(
     stored: Mapping[str, StoredTensor], known: Collection[str]
 ) -> Iterator[tuple[Group, Sequence[str]]]:
-    """Those of other writers, by the scale's name beside e4m3 codes."""
+    """Yield the groups of other writers, recognized by a scale's name beside e4m3 codes."""
     pairs = dict(_pairs(stored))
     if not pairs.keys() - set(known):
         return
@@ -157,8 +163,10 @@ def _found(
 
 
 def _pairs(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """FQN of e4m3 codes -> key of their scale and how it is named. By keys first: most
-    checkpoints have none, and there may be 100,000 of them."""
+    """Yield (FQN of e4m3 codes, (key of their scale, its name)).
+
+    Keys are tested first: most checkpoints have no scales, and there may be 100,000 keys.
+    """
     for key in stored:
         if not key.endswith(_ENDINGS):
             continue
@@ -179,7 +187,7 @@ def _pairs(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, tuple[str,
 def _block(
     fqn: str, info: TensorInfo, scale: TensorInfo, config: Mapping[str, object]
 ) -> tuple[int, ...]:
-    """What config.json says, else 128 x 128, else what divides; one scale is of the whole."""
+    """Return the tile: that of config.json, else 128 x 128, else what divides; one scale is of the whole."""
     said = config.get("weight_block_size")
     tries = (
         [tuple(said)]
@@ -198,8 +206,8 @@ def _block(
     if same and not any(n % g for n, g in zip(info.shape, scale.shape, strict=True)):
         return tuple(n // g for n, g in zip(info.shape, scale.shape, strict=True))
     raise malformed(
-        fqn, f"scales {scale} of {info} are of no known tiles, expected 128 x 128 ones",
-        "give the config.json that says weight_block_size beside the weights",
+        fqn, f"scales {scale} of {info} fit no known tiles, expected tiles of 128 x 128",
+        "put the config.json with weight_block_size beside the weights",
     )  # fmt: skip
 
 

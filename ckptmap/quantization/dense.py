@@ -1,9 +1,10 @@
-"""Dense tensors: stored as they are, or cast to another floating dtype on the way.
+"""Dense tensors: stored unchanged, or cast to another floating dtype.
 
-Coordinates, here and in every encoder: a flat range of an n-D part is no rectangle, so encoders
-work on FLAT row-major coordinates. `feed(offset, values)` takes 1-D values that start at flat
-element `offset`, and a `Write` has a 1-D box over the flattened part, `Box((start,), (count,))`,
-with 1-D values.
+    w [...] T  ->  "" [...] T, the bytes as they are;  or  "" [...] U = w.to(U), bit-equal to torch
+
+A flat range of an n-D part is not a rectangle, so encoders work on FLAT row-major coordinates, here and
+in every other encoding. `feed(offset, values)` takes 1-D values that start at flat element `offset`. A
+`Write` has a 1-D box over the flattened part, `Box((start,), (count,))`, with 1-D values.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ckptmap.tensors import FLOATING, Box, Cut, Opaque, StoredTensor, TensorInfo
 if TYPE_CHECKING:
     import torch
 
-# Powers of two only, no zero, no fraction: scales, not values that a cast should touch.
+# It holds powers of two only, no zero: such tensors are scales, and a cast would destroy them.
 _EXPONENTS = "float8_e8m0fnu"
 
 _LARGEST: Mapping[str, float] = {
@@ -31,13 +32,13 @@ _LARGEST: Mapping[str, float] = {
 
 
 def flat(start: int, count: int) -> Box:
-    """A range of a flattened part."""
+    """Return a range of a flattened part."""
     return Box((start,), (count,))
 
 
 @dataclass(frozen=True)
 class Dense:
-    """The tensor itself: one part, named `""`, of the logical shape and dtype."""
+    """Stores the tensor unchanged, as one part named `""`."""
 
     name = "dense"
 
@@ -60,7 +61,7 @@ class Dense:
 
 
 class DenseEncoder:
-    """Passes values through."""
+    """Writes values unchanged."""
 
     step = 1
     splittable = True
@@ -74,7 +75,7 @@ class DenseEncoder:
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """The largest bits without a sign tell, 10 times faster than `isfinite().all()`."""
+    """Return whether all values are finite, by a maximum of bits: 10 times faster than `isfinite().all()`."""
     import torch
 
     integer = torch.int16 if values.element_size() == 2 else torch.int32
@@ -85,10 +86,7 @@ def _is_finite(values: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class DenseAs(Dense):
-    """The tensor cast to `dtype`: bit-equal to `torch.Tensor.to`. Read again it is `Dense`.
-
-    Decoding gives the logical dtype back, with what the cast has rounded away lost.
-    """
+    """Stores the tensor cast to `dtype`, bit-equal to `torch.Tensor.to`; when read it is `Dense`."""
 
     dtype: str
 
@@ -100,10 +98,10 @@ class DenseAs(Dense):
 
 
 class CastEncoder:
-    """Casts box by box; an overflow is refused by `finish`, which every encoder needs once.
+    """Casts box by box; `finish` raises if a finite value became infinite.
 
-    A finite value that becomes infinite is counted on the device, without a synchronisation;
-    several threads may feed one encoder. NaN and infinities of the input are passed on.
+    Such values are counted on the device without synchronizing. Several threads may feed one encoder. NaN
+    and infinity of the input are kept.
     """
 
     step = 1
@@ -119,7 +117,7 @@ class CastEncoder:
         import torch
 
         cast = values.to(getattr(torch, self._dtype))
-        # On the CPU asking is free and spares the count; a GPU would have to be waited for.
+        # On the CPU this check is free and saves the count; on a GPU it would wait for the device.
         if self._narrows and values.numel() and not (values.is_cpu and _is_finite(cast)):
             self._note_overflow(values, cast)
         return (Write("", flat(offset, values.numel()), cast),)
@@ -133,7 +131,7 @@ class CastEncoder:
         self._overflows.append((lost.sum(), magnitude.mul_(lost).nan_to_num_(0.0).amax()))
 
     def finish(self) -> Iterable[Write]:
-        """Nothing to write. Raises RunError CKM309 where finite values became infinite."""
+        """Raise RunError CKM309 where finite values became infinite; there is nothing to write."""
         count = sum(int(count) for count, _ in self._overflows)
         if count:
             largest = max(float(peak) for _, peak in self._overflows)
@@ -148,7 +146,7 @@ class CastEncoder:
 
 
 class CastScheme:
-    """A target: every floating tensor in one dtype; a subclass names it."""
+    """A target that casts every floating tensor to one dtype, which a subclass names."""
 
     name: str
     suffix: str
@@ -163,9 +161,11 @@ class CastScheme:
         return None
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """`DenseAs` for floating tensors, fp8 included; plain `Dense` where the dtype is the
-        wanted one already, so that an encoded tensor is decoded and a dense one moves as bytes.
-        None for bool, integers, complex, float4 and exponent-only float8."""
+        """Return `DenseAs` for a floating tensor, fp8 included, else None.
+
+        Where the dtype is the wanted one already it is `Dense`: a quantized tensor is decoded and a dense
+        one moves as bytes. bool, integers, complex, float4 and exponent-only float8 stay as they are.
+        """
         encoding = self.encoding(info)
         return None if isinstance(encoding, Refusal) else encoding
 

@@ -1,4 +1,4 @@
-"""Which tensors a weight-only quantization takes by default: the weights of linear layers."""
+"""Decide which tensors a weight-only quantization takes by default: the weights of linear layers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ _KEPT = frozenset({
 _KEPT_ANYWHERE = frozenset({"router", "pred_layer"})  # `router.layer`, `pred_layer.proj`
 _KEPT_WITHIN = ("embed", "norm", "lora_", "modules_to_save", "lm_head")
 _KEPT_WORDS = frozenset({"emb", "token", "tokens"})
-"""As words between underscores: `tok_emb`, `mask_tokens`."""
+"""Matched as words between underscores: `tok_emb`, `mask_tokens`."""
 _KEPT_AT_ROOT = frozenset({"proj_out"})
-"""Whisper's head; the name is that of an ordinary layer elsewhere."""
+"""Whisper's head; elsewhere it is the name of an ordinary layer."""
 
 
 def is_linear_weight(fqn: str, info: TensorInfo) -> bool:
-    """2-D bfloat16, float16 or float32, named `weight`, of a module that is no embedding, head or
-    router by its last name (`head`, `output`, `gate`, `tok_emb`, ..., whole names and words only)
-    and in no `router`, and with no `embed`, `norm`, `lora_`, `lm_head` or `modules_to_save` in any
-    segment of its path. Upper and lower case are the same.
+    """Return whether a tensor is, by name, shape and dtype, the weight of a linear layer.
 
-    The names are those of every `nn.Embedding` and output embedding of the 932 model classes of
-    transformers 5.23 that build from their default configs, but for CTRL's `w`."""
+    It must be 2-D in bfloat16, float16 or float32 and be named `weight`. Its module must not be an
+    embedding, head or router by its last name (`head`, `output`, `gate`, `tok_emb`, ..., as whole names or
+    words), nor lie in a `router`, nor have `embed`, `norm`, `lora_`, `lm_head` or `modules_to_save` in a
+    segment of its path. Case does not matter.
+
+    The names cover every `nn.Embedding` and output embedding of the 932 model classes of transformers 5.23
+    that build from their default configs, except CTRL's `w`.
+    """
     *path, last = fqn.lower().split(".")
     if last != "weight" or len(info.shape) != 2 or info.dtype not in DTYPES:
         return False
@@ -42,12 +45,15 @@ def is_linear_weight(fqn: str, info: TensorInfo) -> bool:
 
 
 CONV1D = frozenset({"c_attn", "c_fc", "c_proj", "q_attn"})
-"""Modules that transformers' GPT-2 kin build as `Conv1D`, with weights [in, out]."""
+"""Modules that GPT-2 and its relatives in transformers build as `Conv1D`, with weights [in, out]."""
 
 
 def is_linear_module(fqn: str, info: TensorInfo) -> bool:
-    """`is_linear_weight`, and by its name no `Conv1D` of GPT-2's kin, nor one that is held in fp32:
-    libraries that quantize modules take `nn.Linear` alone, and could not load the others."""
+    """Return whether a tensor is the weight of an `nn.Linear` that libraries quantize.
+
+    Libraries that quantize modules take `nn.Linear` only, so `Conv1D` of GPT-2 and modules that are kept in
+    fp32 do not count.
+    """
     path = fqn.split(".")
     return is_linear_weight(fqn, info) and not CONV1D.intersection(path[-2:-1]) and not is_wide(fqn)
 
@@ -59,22 +65,27 @@ _WIDE_WITHIN = frozenset({"qformer"})
 
 
 def is_wide(fqn: str) -> bool:
-    """By its name a module that transformers holds in fp32 and never quantizes
-    (`_keep_in_fp32_modules` of T5 and its kin, BLIP-2, DeepSeek-V3.2), one whose weight is read by
-    another module's forward (torch's attention in SigLIP's head), or one that transformers 5 cuts
-    into two while loading (DINOv2's SwiGLU)."""
+    """Return whether transformers never quantizes the module, by its name.
+
+    transformers keeps it in fp32 (`_keep_in_fp32_modules` of T5, BLIP-2, DeepSeek-V3.2), or another
+    module's forward reads its weight (torch's attention in SigLIP's head), or transformers 5 splits it
+    while loading (DINOv2's SwiGLU).
+    """
     inside = f".{fqn}"
     names = (*_WIDE, *_WITHOUT_FORWARD, *_CUT_WHILE_LOADING)
     return any(name in inside for name in names) or not _WIDE_WITHIN.isdisjoint(fqn.split("."))
 
 
 def is_expert(fqn: str) -> bool:
-    """By its name one of a layer's experts: `mlp.experts.3.gate_proj.weight`. transformers 5 stacks
-    the experts of a layer into one parameter. bitsandbytes and torchao, which quantize modules,
-    leave that dense; their codes it would not load, but initialise the experts at random."""
+    """Return whether the tensor belongs to one expert, by its name: `mlp.experts.3.gate_proj.weight`.
+
+    transformers 5 stacks the experts of a layer into one parameter. bitsandbytes and torchao quantize
+    modules and leave that parameter dense; transformers would not load codes for it, but initialize the
+    experts at random.
+    """
     return "experts" in fqn.split(".")
 
 
 def is_single_module(fqn: str, info: TensorInfo) -> bool:
-    """`is_linear_module`, and no expert."""
+    """Return whether a tensor is the weight of an `nn.Linear` that is not an expert."""
     return is_linear_module(fqn, info) and not is_expert(fqn)

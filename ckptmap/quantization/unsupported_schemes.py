@@ -1,7 +1,7 @@
-"""Quantized tensors of schemes that this release carries as bytes only, recognised by their keys.
+"""Recognize quantized tensors of schemes that this release can only carry as bytes, by their keys.
 
-Their payload and their scales may move as they are; a cast or another encoding would destroy them
-without a word, so a plan that asks for one refuses them by name.
+Their codes and scales may move unchanged. A cast or another encoding would silently destroy them, so a
+plan that asks for one refuses such tensors by name.
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ from ckptmap.tensors import TensorInfo
 CODES = frozenset(
     {"uint8", "int8", "uint16", "int16", "uint32", "int32", "float8_e4m3fn", "float8_e5m2"}
 )
-"""What codes are stored in; int64 counts or indexes."""
+"""The dtypes that codes are stored in; int64 is for counts and indices."""
 COMPANIONS = ("scale", "zero", "codebook", "absmax", "centroids")
-"""Of these one is in the last segment of a key that stands beside codes of any scheme."""
+"""Words in the last segment of a key that stands beside the codes of some scheme."""
 MANY_PARTS = 8
 MANY_PACKED = 256
-"""Elements from which a column of floats may be packed codes."""
+"""A column of floats may be packed codes from this many elements on."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A scheme by the end of the key that gives it away, of one of `dtypes` where they are said;
-    `members` are all keys of one tensor, from its stem; without them, all below the stem but the
-    bias are. `payload`: the dtypes of the first member, where they are said."""
+    """One foreign scheme.
+
+    mark     the end of the key that identifies it; the stem is what stands before
+    members  the ends of all keys of one tensor, after the stem; without any, everything below the stem but
+             the bias belongs to it
+    dtypes   dtypes of the marking tensor, where they matter
+    payload  dtypes of the first member, where they matter
+    """
 
     name: str
     mark: str
@@ -36,6 +41,7 @@ class Foreign:
     payload: tuple[str, ...] = ()
 
     def marks(self, key: str, infos: Mapping[str, TensorInfo]) -> bool:
+        """Return whether a key that ends in the mark identifies the scheme, by dtypes."""
         if self.dtypes and infos[key].dtype not in self.dtypes:
             return False
         first = infos.get(key.removesuffix(self.mark) + self.members[0]) if self.payload else None
@@ -94,10 +100,10 @@ RESTORE = "restore its scales with --base PATH, the quantized checkpoint it was 
 
 
 def naked_payloads(infos: Mapping[str, TensorInfo]) -> list[str]:
-    """Weights that are nothing but packed codes, as FSDP2 saves those of bitsandbytes: one column.
+    """Return weights that are packed codes without scales, as FSDP2 saves those of bitsandbytes.
 
-    In uint8 no other weight is; in floats, where a linear layer of one input would look the same,
-    only several of them that are long and of even sizes count.
+    They have one column. In uint8 no other weight has. In floats a linear layer with one input looks the
+    same, so only several long columns of even sizes count.
     """
     if all(info.shape[1:] != (1,) for info in distinct(infos.values()).values()):
         return []
@@ -118,7 +124,7 @@ def naked_payloads(infos: Mapping[str, TensorInfo]) -> list[str]:
 
 
 def naked_int8(infos: Mapping[str, TensorInfo]) -> list[str]:
-    """Matrices of int8 alone, as FSDP2 saves the weights of LLM.int8: no other weight is."""
+    """Return int8 matrices without scales, as FSDP2 saves the weights of LLM.int8."""
     if all(info.dtype != "int8" for info in distinct(infos.values()).values()):
         return []
     return [
@@ -129,7 +135,7 @@ def naked_int8(infos: Mapping[str, TensorInfo]) -> list[str]:
 
 
 def naked_note(infos: Mapping[str, TensorInfo]) -> list[str]:
-    """What should be said of such payloads, and of weights that are not here at all."""
+    """Return the notes about codes without scales, empty weights and foreign schemes."""
     notes = []
     empty = sum(each(infos.values(), lambda info: 0 in info.shape))
     if empty * 2 > len(infos):
@@ -146,9 +152,9 @@ def naked_note(infos: Mapping[str, TensorInfo]) -> list[str]:
 
 
 def foreign_notes(infos: Mapping[str, TensorInfo]) -> list[str]:
-    """Each scheme with the names of the parts that belong together, as `inspect` tells them."""
+    """Return a note for each foreign scheme with the names of its parts, as `inspect` prints them."""
     if CODES.isdisjoint({info.dtype for info in infos.values()}):
-        return []  # as in nearly all checkpoints
+        return []  # the usual case
     schemes: dict[str, list[str]] = {}
     for key, name in foreign_tensors(infos).items():
         if name not in (NAKED, NAKED_INT8):
@@ -164,7 +170,7 @@ def foreign_notes(infos: Mapping[str, TensorInfo]) -> list[str]:
 
 
 def foreign_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Key -> name of the scheme that it is a part of; `infos` are dense tensors, as stored."""
+    """Return key -> name of the foreign scheme it belongs to; `infos` are the dense tensors as stored."""
     found: dict[str, str] = {}
     modules: dict[str, str] = {}
     for scheme in SCHEMES:
@@ -186,7 +192,7 @@ def foreign_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, str]:
 
 
 def _coded(infos: Mapping[str, TensorInfo]) -> list[str]:
-    """Modules that hold codes of whatever scheme: a matrix in a dtype of codes, scales beside it."""
+    """Return modules that hold codes of any scheme: a matrix in a dtype of codes with scales beside it."""
     stems = {
         key.rpartition(".")[0]
         for key, info in infos.items()
@@ -200,7 +206,7 @@ def _coded(infos: Mapping[str, TensorInfo]) -> list[str]:
 
 
 def _below(modules: Mapping[str, str], infos: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Everything of these modules, but their biases, which nobody quantizes."""
+    """Return every key below these modules but the biases, which no library quantizes."""
     found = {}
     for key in infos if modules else ():
         stem, _, last = key.rpartition(".")

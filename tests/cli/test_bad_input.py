@@ -481,7 +481,7 @@ def keys_that_are_no_names(folder: Path) -> Path:
     return saved(folder, {("a", 1): torch.ones(2), "b": torch.ones(2)})
 
 
-@bad("key '' is no name of a tensor")
+@bad("key '' is empty, or consists of wrapper segments alone")
 def empty_key(folder: Path) -> Path:
     return saved(folder, {**WEIGHTS, "": torch.ones(2)})
 

@@ -216,7 +216,7 @@ def test_layer_without_a_part_of_its_experts(model: str, scheme: str, lost: str)
     state = {key: tensor for key, tensor in hub_state(model).items() if key not in gone}
     assert len(state) < len(hub_state(model))
     where = lost.replace("{e}", "0").replace(".", r"\.")
-    with pytest.raises(PlanError, match=f"{where} is missing, expected that n .* all of it"):
+    with pytest.raises(PlanError, match=f"{where} is missing, expected n .* to have all keys of"):
         translated(state, config_of(model), None, entry_of(model, scheme).load())
 
 
@@ -233,7 +233,10 @@ def test_layer_with_experts_and_a_feed_forward_block() -> None:
     for name in ("gate", "up", "down"):
         at = "model.layers.{}.mlp." + name + "_proj.weight"
         state[at.format(0)] = state[at.format(1)]
-    with pytest.raises(PlanError, match="one too many, expected that n 0 has experts or dense"):
+    with pytest.raises(
+        PlanError,
+        match="is not expected, expected n 0 to have all keys of experts or dense and no others",
+    ):
         translated(state, config_of("qwen3_moe"), None, entry_of("qwen3_moe", "megatron").load())
 
 

@@ -196,7 +196,7 @@ def test_fingerprints_tell_schemes_and_eras_apart(model: str, scheme: str) -> No
 def test_with_a_config_the_fingerprint_is_of_one_file(model: str, scheme: str) -> None:
     expected = UNSEEN.get((model, scheme), scheme)
     if expected is None:
-        with pytest.raises(PlanError, match="no naming scheme is known"):
+        with pytest.raises(PlanError, match="no known naming scheme has keys"):
             choose(infos(state_of(model, scheme)), HUB, None, config_of(model))
         return
     choice = choose(infos(state_of(model, scheme)), HUB, None, config_of(model))

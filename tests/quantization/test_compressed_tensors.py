@@ -147,8 +147,8 @@ def test_groups_in_the_order_of_activations(tmp_path: Path) -> None:
         ("weight_shape", torch.tensor([64, 65]), "weight_packed"),
         ("weight_shape", torch.tensor([64, -1]), "expected positive sizes"),
         ("weight_shape", None, "weight_shape, expected two integers, found none"),
-        ("weight_scale", torch.ones(64, 3), "expected one a row, group, tile or tensor"),
-        ("weight_scale", torch.ones(9, 2), "expected one a row, group, tile or tensor"),
+        ("weight_scale", torch.ones(64, 3), "expected one scale per row, group, tile or tensor"),
+        ("weight_scale", torch.ones(9, 2), "expected one scale per row, group, tile or tensor"),
     ],
 )
 def test_malformed_ones_are_refused(

@@ -54,7 +54,7 @@ def main() -> None:
     assert "is placed as" in refused(mixed, "gpt-fast").message
     mixed[key] = matrices[key]
     error = refused(mixed, "gpt-fast")
-    assert error.code == "CKM610" and "does not lie on the mesh" in error.message
+    assert error.code == "CKM610" and "is not on the same device mesh" in error.message
     dist.barrier()
     dist.destroy_process_group()
 

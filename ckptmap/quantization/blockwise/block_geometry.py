@@ -1,8 +1,8 @@
-"""Where the scale of a block lies: boxes of a tensor to boxes of its grid of scales, and back.
+"""Convert boxes of a tensor to boxes of its grid of scales, and tell how the grid is stored.
 
-A tensor [a, b] in blocks (p, q) has a grid of ceil(a/p) x ceil(b/q) scales; the last block of a dim
-may be short. Formats store the grid as it is, without its trailing dims of one ([out, 1] as [out]),
-or, where it is one scale, as [1] or [].
+A tensor [a, b] in blocks (p, q) has a grid of ceil(a/p) x ceil(b/q) scales; the last block of a dim may
+be short. Formats store the grid as it is, or without its trailing dims of one ([out, 1] as [out]), or,
+where it is a single scale, as [1] or [].
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ Block = tuple[int, ...]
 
 
 def clamped(block: Sequence[int], shape: Sequence[int]) -> Block:
-    """A block is never larger than the tensor: (1, 4096) and (1, in) are one for in = 4096."""
+    """Return the block cut to the shape, so that (1, 8192) and (1, 4096) are equal for 4096 columns."""
     return tuple(max(1, min(b, n)) for b, n in zip(block, shape, strict=True))
 
 
 def per_row(shape: Sequence[int]) -> Block:
-    """One scale for each row of the last dim."""
+    """Return the block of one scale per row, that is all of the last dim."""
     return (*(1 for _ in shape[:-1]), max(1, shape[-1])) if shape else ()
 
 
 def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
+    """Return the number of blocks along each dim."""
     return tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
 
 
 def grid_box(box: Box, block: Sequence[int]) -> Box:
-    """The scales of all blocks that the box touches; none for an empty box."""
+    """Return the box of the grid with the scales of all blocks that a box touches; empty for an empty box."""
     if not box.numel:
         return Box((0,) * len(box.sizes), (0,) * len(box.sizes))
     offsets = tuple(o // b for o, b in zip(box.offsets, block, strict=True))
@@ -43,7 +44,7 @@ def grid_box(box: Box, block: Sequence[int]) -> Box:
 
 
 def fits(stored: Sequence[int], grid: Sequence[int]) -> bool:
-    """Is this a way to store such a grid?"""
+    """Return whether a stored shape is one of the ways to store a grid."""
     if math.prod(stored) == math.prod(grid) == 1:
         return True
     kept = len(stored)
@@ -51,7 +52,7 @@ def fits(stored: Sequence[int], grid: Sequence[int]) -> bool:
 
 
 def stored_box(box: Box, stored: Sequence[int]) -> Box:
-    """A box of the grid in the coordinates of the stored form."""
+    """Return a box of the grid in the coordinates of the stored shape."""
     if math.prod(stored) == 1:
         return Box((0,) * len(stored), tuple(min(1, box.numel) for _ in stored))
     kept = len(stored)
@@ -61,12 +62,12 @@ def stored_box(box: Box, stored: Sequence[int]) -> Box:
 
 
 def as_grid(part: torch.Tensor, box: Box) -> torch.Tensor:
-    """A stored piece as the piece of the grid that it is."""
+    """Return a stored box of scales in the shape of its box of the grid."""
     return part.reshape(box.sizes)
 
 
 def reshaped(stored: StoredTensor, shape: Sequence[int]) -> StoredTensor:
-    """The same bytes with dims of one put behind, or taken away: [out] as [out, 1]."""
+    """Return the same bytes with trailing dims of one added or removed: [out] as [out, 1]."""
     if stored.info.shape == tuple(shape):
         return stored
     info = TensorInfo(tuple(shape), stored.info.dtype)

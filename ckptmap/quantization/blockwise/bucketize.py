@@ -1,9 +1,9 @@
-"""Codes by thresholds: how many of some float32 thresholds lie at or below each of many quotients.
+"""A fast `torch.bucketize` for codes: count the float32 thresholds at or below each quotient.
 
     quotients [n] f32 within -1 .. 1, thresholds [m] ascending, codes [m + 1] u8  ->  [n] u8
 
-Most are told by a table, exactly; the rest are compared. A NaN, which is 0/0, counts as 0. A GPU,
-which would have to be waited for to find the rest, compares everything.
+On a CPU a table answers most quotients exactly and the rest are compared with the thresholds. A GPU
+compares every quotient: finding the rest would wait for the device. A NaN, which is 0/0, counts as 0.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     import torch
 
 _SHIFT = 384.0
-"""Between 2^8 and 2^9 steps are 2^-15; the middle leaves room for both signs."""
+"""Floats between 2^8 and 2^9 are 2^-15 apart; the middle leaves room for both signs."""
 _PLACES = 1 << 17
-"""Multiples of 2^-15 from -2 to 2, twice what a quotient may be; negative ones in the upper half."""
+"""Multiples of 2^-15 from -2 to 2, twice the range of quotients; negative ones in the upper half."""
 _WORD = 8
 _MARK = 0x80
 _MARKS = int.from_bytes(bytes([_MARK] * _WORD), "little", signed=True)
 
 
 class Bucketizer:
-    """Few thresholds, far apart. Holds the table; shared by any number of threads.
+    """Bucketize with few thresholds that are far apart; threads may share one.
 
-    A quotient is rounded to a multiple of 2^-15, by adding a number whose own steps are that large;
-    the low bits of the sum are its place in the table. Only the m places that a threshold falls on
-    cannot tell; they are marked, and found again as words of 8 codes, of which ordinary weights
-    have one in 400.
+    Adding a number whose floats are 2^-15 apart rounds a quotient to a multiple of 2^-15; the low bits of
+    the sum are its index in the table. Only at the m indices that a threshold falls on is the table
+    undecided. These hold a mark, and are then searched as words of 8 codes: ordinary weights have one
+    marked word in 400.
     """
 
     def __init__(self, thresholds: torch.Tensor, codes: torch.Tensor) -> None:
@@ -51,7 +51,7 @@ class Bucketizer:
             compare(quotients[whole:], self._thresholds, self._codes, out[whole:])
 
     def _settle(self, quotients: torch.Tensor, out: torch.Tensor) -> None:
-        """Compare the words that hold a mark."""
+        """Compare the quotients of words that hold a mark."""
         import torch
 
         marked = out.view(torch.int64).bitwise_and(_MARKS).nonzero().flatten()
@@ -63,11 +63,11 @@ class Bucketizer:
 
 
 class FineBucketizer:
-    """Many thresholds, closer and closer towards zero, no two within the same upper 16 bits.
+    """Bucketize with many thresholds that grow denser towards zero, no two with equal upper 16 bits.
 
-    Those bits tell how many lie below all quotients that have them, and the next one, which each
-    is compared with. `limit` is the float before that: the sign of a difference takes a third of
-    the time of a comparison, which torch does not vectorise.
+    The upper 16 bits of a quotient give the number of thresholds below all such quotients and the next
+    threshold, with which the quotient is compared. `limit` is the float before that threshold: the sign
+    of a difference takes a third of the time of a comparison, which torch does not vectorize.
     """
 
     def __init__(self, thresholds: torch.Tensor) -> None:
@@ -80,7 +80,7 @@ class FineBucketizer:
         self._tables = _by_bits(thresholds) if thresholds.is_cpu else None
 
     def bucketize(self, quotients: torch.Tensor, spare: torch.Tensor, out: torch.Tensor) -> None:
-        """As `Counter.count`; the quotients are overwritten."""
+        """Fill `out` [n] u8 as `Bucketizer.bucketize` does; the quotients are overwritten."""
         import torch
 
         if self._tables is None:
@@ -100,7 +100,7 @@ class FineBucketizer:
 def compare(
     quotients: torch.Tensor, thresholds: torch.Tensor, codes: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Each with all thresholds, by halving."""
+    """Fill `out` by a binary search over all thresholds."""
     import torch
 
     known = quotients.nan_to_num(0.0)
@@ -109,7 +109,7 @@ def compare(
 
 
 def _by_place(thresholds: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The code of each place, u8 [places], or the mark where a threshold falls on it."""
+    """Return the code of each table index, u8 [places], or the mark where a threshold falls on it."""
     import torch
 
     half = _PLACES // 2
@@ -122,8 +122,10 @@ def _by_place(thresholds: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 
 
 def _by_bits(thresholds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Counts u8 [65536] and limits f32 [65536] by the upper 16 bits of a quotient; None: two
-    thresholds share them."""
+    """Return counts u8 [65536] and limits f32 [65536] by the upper 16 bits of a quotient.
+
+    Return None where two thresholds share these bits.
+    """
     import torch
 
     bits = thresholds.view(torch.int32) >> 16

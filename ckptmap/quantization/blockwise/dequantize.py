@@ -1,12 +1,12 @@
-"""From codes and scales to values.
+"""Compute values from 8-bit codes and the scales of their blocks.
 
     codes [a, b] i8 or fp8, scale [ceil(a/p), ceil(b/q)] -> (codes - zero) * scale, rounded to T once
 
-The product of an 8-bit code and a scale is taken in fp32 and rounded to T. That is bit-equal to
-multiplying in T where the scale is of T, because the product of the two is exact in fp32; so it is
-what torchao (`dequantize_affine`, `_dequantize_affine_float8`), compressed-tensors (`dequantize`)
-and transformers (`Fp8Dequantize`) give, whatever dtype they multiply in. Subtracting an integer
-zero point is exact in fp32; one of floating dtype is subtracted in T, as they do.
+The product of an 8-bit code and a scale is taken in fp32 and rounded to T. Where the scale has dtype T,
+the product of the two is exact in fp32, so the result is bit-equal to multiplying in T. It therefore
+equals torchao (`dequantize_affine`, `_dequantize_affine_float8`), compressed-tensors (`dequantize`) and
+transformers (`Fp8Dequantize`), whatever dtype they multiply in. Subtracting an integer zero point is
+exact in fp32; a floating zero point is subtracted in T, as these libraries do.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ def dequantize(
     out: torch.Tensor,
     factor: float = 1.0,
 ) -> None:
-    """Fill `out` (box.sizes, T). `codes` is that box of the codes, `scale` and `zero` the pieces of
-    their grids that `geometry.grid_box(box, block)` names; a `factor` is multiplied last, in fp32."""
+    """Fill `out` [box.sizes] T with the values of a box.
+
+    `codes` is that box of the codes; `scale` and `zero` are the box `grid_box(box, block)` of their
+    grids. `factor` is multiplied last, in fp32.
+    """
     if not box.numel:
         return
     for inner in row_major_boxes(Box.whole(box.sizes), CHUNK_NUMEL):
@@ -46,13 +49,14 @@ def dequantize(
 
 
 def window(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the view of a tensor at a box."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
 
 
 def _shifted(codes: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """codes - zero as fp32, a tensor of its own."""
+    """Return codes - zero as a new fp32 tensor."""
     import torch
 
     if zero is None:
@@ -63,7 +67,7 @@ def _shifted(codes: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype)
 
 
 def _spread(grid: torch.Tensor, box: Box, inner: Box, block: Sequence[int]) -> torch.Tensor:
-    """The grid's piece for `inner` (relative to the box), so that it broadcasts against it."""
+    """Return the scales for `inner` (relative to the box), in a shape that broadcasts against it."""
     for dim, size in enumerate(block):
         first = box.offsets[dim] // size
         start = box.offsets[dim] + inner.offsets[dim]

@@ -1,23 +1,22 @@
-"""Grids of 256 levels, on which scales of blocks are stored in 8 bits: chosen, or found again.
+"""Double quantization: store the scales of blocks in 8 bits, so that repeated conversions do not drift.
 
-    s [m] f32  ->  centre [] T, size [ceil(m/unit)] T, level of each       T: what is computed in
-    torchao        s' = level / size + centre      levels -128 to 127
-    bitsandbytes   s' = level * size + centre      those of its dynamic map, T float32
+    s [m] f32  ->  centre [] T, size [ceil(m/unit)] T, code of each scale      T: the dtype computed in
+    torchao NF4    s' = level / size + centre      levels -128 to 127
+    bitsandbytes   s' = level * size + centre      levels of its dynamic map, T float32
 
-Codes that are kept may go to and fro between libraries any number of times, so that scales which
-lie on such a grid must be given the same grid again; else each conversion moves them a little
-further. Hence
+Weights whose codes are kept may go to and fro between libraries any number of times. Scales that already
+lie on such a grid must get the same grid again, or each conversion moves them a little further. Hence:
 
-- the centre is the median: levels keep the order of scales, and one of them is the centre, so that
-  the median of what they decode to is the centre again. A mean is not kept;
-- the size of a unit is that which gives back its outermost scale to the last bit, where T can, and
-  which clips none: what is outermost is so again, and the size a function of it alone;
-- a library's own grid, whose centre was the mean of other numbers, is found again by least squares
-  and taken where it gives back every scale.
+- The centre is the median. Levels keep the order of scales and one scale is the centre, so the median of
+  the decoded scales is the centre again. A mean is not preserved.
+- The size of a unit is the one that reproduces its outermost scale to the last bit, where T can, and
+  clips none. The outermost scale is then outermost again, and the size depends on it alone.
+- A library's own grid, whose centre was the mean of other numbers, is recovered by least squares and
+  used where it reproduces every scale.
 
-So one grid holds after one conversion. Of two that take turns, the second is made of what the first
-has rounded: nearest neighbours on two fixed grids come to rest, after two passes at the latest in
-all that was tried, mostly after one.
+So one grid is stable after one conversion. Where two grids alternate, the second is made of what the
+first has rounded: nearest neighbours on two fixed grids settle, after two passes at most in everything
+we tried, mostly after one.
 """
 
 from __future__ import annotations
@@ -34,32 +33,38 @@ if TYPE_CHECKING:
 CHUNK = 1 << 16
 """Scales at a time."""
 _NUDGES = (0, 1, -1, 2, -2)
-"""Units in the last place, around a number that was computed with rounding."""
+"""Offsets in units in the last place (ulp) to try around a number that was computed with rounding."""
 _TURNS = 3
-"""Until the ends of a unit stay where they are."""
+"""Iterations until the outermost scales of a unit no longer change."""
 _FURTHER = (1, -1, 2, -2, 3, -3, 4, -4)
 _SHARES = (0.5, 0.25, 0.75, 0.125, 0.375, 0.625, 0.875, 0.0, 1.0)
-"""Where in a range of sizes to try."""
+"""Positions within a range of possible sizes that are tried."""
 
 
 @dataclass(frozen=True)
 class ScaleCodes:
-    """Scales of whole units: the number of each one's level, and what it decodes to."""
+    """The codes of scales: the index of each one's level, and the scale it decodes to."""
 
     at: torch.Tensor
     decoded: torch.Tensor
     below: torch.Tensor | None = None
-    """What the next lower level decodes to."""
+    """The scale that the next lower level decodes to."""
 
-    def told(self, scales: torch.Tensor) -> torch.Tensor:
-        """The decoded scales, 0 where levels are too far apart to tell a positive one from 0."""
-        assert self.below is not None, "only of what `coded` gives"
+    def distinguishable(self, scales: torch.Tensor) -> torch.Tensor:
+        """Return the decoded scales, 0 where levels are too coarse to distinguish a positive scale from 0."""
+        assert self.below is not None, "only `coded` fills it"
         return self.decoded.masked_fill(self.below.float() <= -scales, 0)
 
 
 @dataclass(frozen=True)
 class ScaleLevels:
-    """`levels` f32 [256], ascending, 0 among them; `unit` scales share a size."""
+    """The 256 levels of a library and how scales follow from them.
+
+    levels   f32 [256], ascending, 0 among them
+    unit     number of scales that share one size
+    dtype    T, the dtype that decoding computes in
+    divides  True: level / size + centre (torchao); False: level * size + centre (bitsandbytes)
+    """
 
     levels: torch.Tensor
     unit: int
@@ -75,11 +80,13 @@ class ScaleLevels:
         one = self._gives_back(self._blocks(unit, centre), centre, sizes[coarse : coarse + 1])
         if bool(one) and self._holds(scales, centre, sizes):
             return centre, sizes
-        return self._found_again(scales, unit) or (centre, sizes)
+        return self._recovered(scales, unit) or (centre, sizes)
 
     def coded(self, scales: torch.Tensor, centre: torch.Tensor, sizes: torch.Tensor) -> ScaleCodes:
-        """scales [m] f32, sizes [ceil(m/unit)] T -> [m]: the level that decodes to the nearest.
-        The outermost of a unit has the outermost level, unless another is its very value."""
+        """scales [m] f32, sizes [ceil(m/unit)] T -> the codes [m] that decode nearest.
+
+        The outermost scale of a unit gets the outermost level, unless another level is exact.
+        """
         blocks = self._blocks(scales, centre)
         found = self._nearest(blocks, centre, sizes)
         lower = self.levels[(found.at - 1).clamp_(min=0)]
@@ -120,7 +127,7 @@ class ScaleLevels:
         return ScaleCodes(torch.where(outer, edge, at), torch.where(outer, outermost, decoded))
 
     def _index(self, distance: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-        """Of the level at, or next to, the nearest."""
+        """Return the index of the nearest level, or of its neighbour."""
         import torch
 
         if self.divides:
@@ -131,7 +138,7 @@ class ScaleLevels:
     # ------------------------------------------------------------------ units
 
     def _blocks(self, scales: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-        """[m] -> [ceil(m/unit), unit]; a short one is filled up with the centre."""
+        """[m] -> [ceil(m/unit), unit]; a short unit is padded with the centre."""
         import torch
 
         short = -scales.numel() % self.unit
@@ -146,14 +153,16 @@ class ScaleLevels:
 
     @property
     def step(self) -> int:
-        """Scales at a time: whole units."""
+        """Scales per chunk, in whole units."""
         return max(CHUNK // self.unit, 1) * self.unit
 
     def _peaks(
         self, blocks: torch.Tensor, centre: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outermost scale of each unit, by its share of the outermost level, and that level;
-        of a unit that is the centre throughout, 0."""
+        """Return the outermost level of each unit (0 where all scales equal the centre), and its scale.
+
+        A scale is compared by its distance from the centre as a share of the outermost level.
+        """
         import torch
 
         high, low = blocks.amax(1), blocks.amin(1)
@@ -166,8 +175,11 @@ class ScaleLevels:
     # ------------------------------------------------------------------ sizes
 
     def _sizes(self, blocks: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-        """[u, unit] -> [u] T. More than once: an outermost scale that cannot be given back is
-        another one afterwards, perhaps that of the other side, and the size must be that of it."""
+        """[u, unit] -> sizes [u] T.
+
+        Repeated, because rounding an outermost scale can make the scale of the other side the outermost
+        one, and the size must then belong to that.
+        """
         import torch
 
         ends = torch.stack((blocks.amax(1), blocks.amin(1)), 1)
@@ -180,14 +192,17 @@ class ScaleLevels:
         return sizes
 
     def _full(self, sizes: torch.Tensor) -> torch.Tensor:
-        """Which are as large as T has them: the outermost scale has no level of its own there."""
+        """Return which sizes are the largest of T; the outermost scale has no level of its own there."""
         import torch
 
         return sizes >= torch.finfo(self.dtype).max
 
     def _size(self, level: torch.Tensor, peak: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-        """That gives back the peak best. Of two as near, torchao's grid takes the peak inwards and
-        bitsandbytes' outwards, so that they cannot take turns in moving it."""
+        """Return the size that reproduces the peak best.
+
+        Of two equally near, torchao's grid moves the peak inwards and bitsandbytes' outwards, so that
+        alternating conversions do not keep moving it.
+        """
         import torch
 
         distance = peak - centre.float()
@@ -209,7 +224,7 @@ class ScaleLevels:
     # ------------------------------------------------------------------ found again
 
     def _holds(self, scales: torch.Tensor, centre: torch.Tensor, sizes: torch.Tensor) -> bool:
-        """Is every scale decoded to itself?"""
+        """Return whether every scale decodes to itself."""
         units = self.step // self.unit
         for i, blocks in enumerate(self._parts(scales, centre)):
             if not self._gives_back(blocks, centre, sizes[i * units :][: len(blocks)]).all():
@@ -219,12 +234,14 @@ class ScaleLevels:
     def _gives_back(
         self, blocks: torch.Tensor, centre: torch.Tensor, sizes: torch.Tensor
     ) -> torch.Tensor:
-        """[u, unit] -> [u]: which are decoded to themselves."""
+        """[u, unit] -> [u]: which units decode to themselves."""
         return (self._nearest(blocks, centre, sizes).decoded.float() == blocks).all(1)
 
-    def _found_again(self, scales: torch.Tensor, unit: torch.Tensor) -> Fitted | None:
-        """The centre and sizes with which every scale was stored; None: they were not. Asked of
-        one unit first."""
+    def _recovered(self, scales: torch.Tensor, unit: torch.Tensor) -> Fitted | None:
+        """Return the centre and sizes that the scales were stored with, None where there are none.
+
+        One unit is tried first, which is cheap.
+        """
         if not bool((scales.to(self.dtype) == scales).all()):
             return None
         first = self._estimated(unit, float(scales.double().mean()))
@@ -241,15 +258,17 @@ class ScaleLevels:
         return None
 
     def _possible(self, unit: torch.Tensor, centre: torch.Tensor) -> bool:
-        """Has `_exact_sizes` one for a single unit, [1, unit]? All are tried at once."""
+        """Return whether a single unit [1, unit] has an exact size; all candidates are tried at once."""
         import torch
 
         sizes = torch.cat(list(self._candidates(unit, centre, self._sizes(unit, centre))))
         return bool(self._gives_back(unit.expand(len(sizes), -1), centre, sizes).any())
 
     def _estimated(self, unit: torch.Tensor, mean: float) -> torch.Tensor | None:
-        """Centre of the line through (level, scale) of one unit, whose levels are those from the
-        mean of all scales, which is less than half a level off; None: it is no line."""
+        """Return the centre of the line through (level, scale) of one unit, None where it is not a line.
+
+        The levels are first assigned by the mean of all scales, which is less than half a level off.
+        """
         import torch
 
         scales, levels = unit.double(), self.levels.double()
@@ -267,7 +286,7 @@ class ScaleLevels:
         return centre if bool(((line - scales).abs() <= 2 * rounding).all()) else None
 
     def _exact_sizes(self, blocks: torch.Tensor, centre: torch.Tensor) -> torch.Tensor | None:
-        """[u, unit] -> [u] T with which each scale decodes to itself; None: not one for each."""
+        """[u, unit] -> sizes [u] T with which each scale decodes to itself, None where a unit has none."""
         import torch
 
         sizes = self._sizes(blocks, centre)
@@ -284,8 +303,10 @@ class ScaleLevels:
     def _candidates(
         self, blocks: torch.Tensor, centre: torch.Tensor, sizes: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """Sizes as they are, then some of those that would give back each scale within half a unit
-        of its last place. Levels near 0 say nothing."""
+        """Yield the given sizes, then sizes that reproduce each scale within half an ulp.
+
+        Levels near 0 are ignored: they do not determine the size.
+        """
         import torch
 
         yield sizes
@@ -317,7 +338,7 @@ def _usable(sizes: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
 
 
 def _nudged(values: torch.Tensor, ulps: int) -> torch.Tensor:
-    """Positive floats, moved by so many units in their last place; below 0 there are only NaNs."""
+    """Return positive floats moved by `ulps` units in the last place; below 0 there are only NaNs."""
     import torch
 
     bits = values.view(torch.int32 if values.element_size() == 4 else torch.int16)

@@ -1,11 +1,12 @@
-"""Four bits an element: tables of 16 values in float32, codes of blocks, and back.
+"""4-bit quantization with one absmax per block: tables of 16 values, codes, and decoding.
 
-    w [n] T, absmax [n/block] f32  <->  codes [n/2] u8, the first of two in the high nibble
+    w [n] T  ->  absmax [ceil(n/block)] f32, codes [ceil(n/2)] u8, the first of two in the high nibble
+    w'[i] = table[code[i]] * absmax[i // block]      in float32, rounded once to T
 
-The arithmetic is bitsandbytes' (0.50, backends/default/ops.py): the quotient `w * (1 / absmax)` and
-the product `table[code] * absmax` are float32, the product is rounded once to T. A block that is
-short (the last one) is divided, not multiplied. The code is the number of midpoints below the
-quotient (see `counting`), so a tie takes the lower value. Work goes in chunks that stay in cache.
+The arithmetic is that of bitsandbytes 0.50, backends/default/ops.py: the quotient `w * (1 / absmax)` and
+the product are float32. A short last block is divided instead of multiplied. The code is the number of
+midpoints below the quotient (see `bucketize`), so a tie takes the lower value. Work goes in chunks that
+stay in the CPU cache.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_NUMEL = 512 * 1024
-"""Elements at a time: larger temporaries leave the cache and pay page faults."""
+"""Elements per chunk: larger temporaries leave the cache and cost page faults."""
 LEAST_ABSMAX = 1e-38
-"""What a smaller absmax counts as, so that its inverse is finite."""
+"""A smaller absmax is replaced by this, so that its inverse is finite."""
 
 # QLoRA, arXiv:2305.14314, appendix E, as float32; and FP4 with 2 exponent bits and 1 mantissa bit
 # over its largest value, in the order of bit patterns: the sign is the upper bit.
@@ -35,15 +36,15 @@ NF4 = (
 )  # fmt: skip
 _FP4 = tuple(value / 12.0 for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 ZERO_PAIR = {"nf4": 0x77, "fp4": 0x00}
-"""The byte of two zeros."""
+"""The byte that holds two codes of zero."""
 NEAR_ZERO = 1 / 64
-"""As a share of the largest scale: what 8 bits may make of a scale of 0, and more."""
+"""Up to this share of the largest scale, a scale may come from a scale of 0 stored in 8 bits."""
 
 _bucketizers: dict[tuple[str, str], Bucketizer] = {}
 
 
 def table(kind: str, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The 16 values, float32, by code."""
+    """Return the 16 values by code, float32."""
     import torch
 
     values = NF4 if kind == "nf4" else (*_FP4, 0.0, *(-value for value in _FP4[1:]))
@@ -54,7 +55,7 @@ def table(kind: str, device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def _bucketizer(kind: str, device: str) -> Bucketizer:
-    """Of the midpoints between neighbours: above one the count is higher, at it not yet."""
+    """Return the bucketizer of the midpoints between neighbours; a quotient at a midpoint is below it."""
     import torch
 
     found = _bucketizers.get((kind, device))
@@ -70,7 +71,7 @@ def _bucketizer(kind: str, device: str) -> Bucketizer:
 
 
 class FourBitQuantizer:
-    """Codes and absmax of blocks, in chunks, over buffers that are used again."""
+    """Computes codes and absmax of blocks, in chunks, with reused buffers."""
 
     def __init__(self, kind: str, numel: int, block: int, dtype: torch.dtype, device: str) -> None:
         import torch
@@ -85,13 +86,15 @@ class FourBitQuantizer:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffers."""
+        """The size of the buffers."""
         held = (self._spare, self._quotient, self._code)
         return sum(b.numel() * b.element_size() for b in held)
 
     def run(self, values: torch.Tensor, absmax: torch.Tensor, packed: torch.Tensor) -> None:
-        """values [m] T -> absmax [ceil(m/block)] f32, packed [ceil(m/2)] u8. The last block may
-        be short, in the last call only."""
+        """values [m] T -> absmax [ceil(m/block)] f32, packed [ceil(m/2)] u8.
+
+        The last block may be short, in the last call only.
+        """
         whole = values.numel() - values.numel() % self._block
         for start in range(0, whole, self._chunk):
             n = min(self._chunk, whole - start)
@@ -135,8 +138,10 @@ class FourBitQuantizer:
 
 
 def pack(codes: torch.Tensor, spare: torch.Tensor, packed: torch.Tensor) -> None:
-    """codes [n] u8, each below 16 -> packed [n/2] u8, the first of two in the high nibble. `spare`,
-    [n] i32, is written over."""
+    """codes [n] u8, each below 16 -> packed [n/2] u8, the first of two in the high nibble.
+
+    `spare` [n] i32 is overwritten.
+    """
     import torch
 
     pairs = codes.view(torch.int16)  # first + second * 256
@@ -149,7 +154,7 @@ def pack(codes: torch.Tensor, spare: torch.Tensor, packed: torch.Tensor) -> None
 
 
 def pairs(values: torch.Tensor) -> torch.Tensor:
-    """values [16] f32 -> [256] i64: the two values of a byte, in order."""
+    """values [16] f32 -> [256] i64, the two float32 values of each byte side by side."""
     import torch
 
     byte = torch.arange(256, device=values.device)
@@ -158,15 +163,17 @@ def pairs(values: torch.Tensor) -> torch.Tensor:
 
 
 class FourBitDequantizer:
-    """Values of blocks, at most `numel` (even) at a time, in a buffer that is used again."""
+    """Decodes blocks, at most `numel` (even) elements per call, into a reused buffer."""
 
     def __init__(self, numel: int, values: torch.Tensor) -> None:
         self._pairs = pairs(values)
         self._values = values.new_empty(numel)
 
     def run(self, packed: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
-        """packed [ceil(m/2)] u8, scale [ceil(m/block)] f32 -> values [m] f32, m even, valid until
-        the next run."""
+        """packed [ceil(m/2)] u8, scale [ceil(m/block)] f32 -> values [m] f32, m even.
+
+        The values are valid until the next call.
+        """
         import torch
 
         m = 2 * packed.numel()
@@ -182,17 +189,21 @@ class FourBitDequantizer:
 
 
 class ZeroBlocks:
-    """Blocks of zeros among codes that are kept: in 8 bits their scale may come out as anything, of
-    any sign, and must not matter."""
+    """Finds blocks of zeros among kept codes.
+
+    The scale of such a block may come out as anything in 8 bits, of any sign, and must not matter.
+    """
 
     def __init__(self, kind: str, step: int) -> None:
-        """`step`: bytes of codes a block."""
+        """`step` is the number of code bytes per block."""
         self._zeros, self._step = ZERO_PAIR[kind], step
         self._found: list[torch.Tensor] = []
 
     def feed(self, offset: int, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """codes u8 from flat `offset` on, scales of the whole tensor -> codes, those of zero in a
-        block whose scale is 0."""
+        """codes u8 from flat `offset` on, scales of the whole tensor -> codes to store.
+
+        In a block whose scale is 0 every code becomes the code of zero.
+        """
         import torch
 
         first, numel = offset // self._step, codes.numel()
@@ -207,7 +218,7 @@ class ZeroBlocks:
         return blocks.flatten()[:numel]
 
     def hidden(self, scales: torch.Tensor) -> torch.Tensor:
-        """The scales, 0 in blocks of zeros."""
+        """Return the scales, 0 in blocks of zeros."""
         import torch
 
         return scales.index_fill(0, torch.cat(self._found), 0) if self._found else scales
@@ -217,7 +228,7 @@ class ZeroBlocks:
 
 
 def span(info: TensorInfo, box: Box) -> tuple[int, int]:
-    """Flat positions of a box's first element and of the one after its last."""
+    """Return the flat positions of a box's first element and of the one after its last."""
     strides = contiguous_strides(info.shape, 1)
     start = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
     if box.numel == 0:
@@ -227,8 +238,10 @@ def span(info: TensorInfo, box: Box) -> tuple[int, int]:
 
 
 def blocks_of(info: TensorInfo, box: Box, block: int) -> tuple[int, int]:
-    """First and last + 1 of the blocks that the box's flat span touches; none for an empty box,
-    which may begin where the tensor ends."""
+    """Return the first and last + 1 of the blocks that a box's flat span touches.
+
+    An empty box, which may begin where the tensor ends, touches none.
+    """
     if box.numel == 0:
         return 0, 0
     start, stop = span(info, box)
@@ -238,8 +251,10 @@ def blocks_of(info: TensorInfo, box: Box, block: int) -> tuple[int, int]:
 def slabs(
     info: TensorInfo, box: Box, out: torch.Tensor
 ) -> Iterator[tuple[int, int, torch.Tensor, tuple[int, ...]]]:
-    """Parts of a box that are small enough to decode at once: flat start and stop in the tensor,
-    the part of `out`, and the strides of its elements in the tensor."""
+    """Yield parts of a box that are small enough to decode at once.
+
+    Each is (flat start, flat stop in the tensor, the part of `out`, strides of its elements in the tensor).
+    """
     sizes, strides = box.sizes, contiguous_strides(info.shape, 1)
     start, stop = span(info, box)
     if stop - start == math.prod(sizes):  # flat-contiguous: rows need not be kept apart

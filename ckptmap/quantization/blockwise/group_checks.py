@@ -1,4 +1,4 @@
-"""How a malformed group of codes and scales is refused."""
+"""Check that the stored parts of a quantized tensor (codes, scales) exist and fit, else raise CKM115."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from typing import Any
 from ckptmap.errors import SourceError
 from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
 
-INCOMPLETE = "a quantized tensor needs its payload and all its scales in one checkpoint"
+INCOMPLETE = "a quantized tensor needs its codes and all its scales in one checkpoint"
 DAMAGED = "the checkpoint's metadata is damaged; convert again from its source"
 
 
 def malformed(fqn: str, message: str, hint: str = INCOMPLETE) -> SourceError:
+    """Return SourceError CKM115 for the quantized tensor `fqn`."""
     return SourceError("CKM115", f"{fqn}: {message}", hint)
 
 
 def check_parts(
     fqn: str, what: str, expected: Mapping[str, TensorInfo], found: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
-    """The parts, if each is a plain tensor of the shape and dtype that is expected."""
+    """Return the parts of `found`, each a plain tensor of the expected shape and dtype.
+
+    Raises SourceError CKM115 for the first that is missing or different; `what` names the format.
+    """
     parts = {}
     for name, want in expected.items():
         part = found.get(name)
@@ -39,7 +43,7 @@ def check_parts(
 
 
 def read_sizes(fqn: str, value: Any, what: str) -> tuple[int, ...]:
-    """A list of positive counts out of foreign data."""
+    """Return foreign data as a tuple of positive sizes. Raises SourceError CKM115 where it is not."""
     good = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     if not good or not all(type(n) is int and n > 0 for n in value) or len(value) > 64:
         raise malformed(fqn, f"{what}, expected positive sizes, found {str(value)[:80]}", DAMAGED)

@@ -1,4 +1,4 @@
-"""What the dense tensors around a quantized one tell of it."""
+"""Infer the dtype of a quantized weight from the dense tensors of its model, where the file does not record it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ FLOATS = ("bfloat16", "float16", "float32")
 def model_dtype(
     stored: Mapping[str, StoredTensor], scales: Collection[str], default: str = "bfloat16"
 ) -> str:
-    """The dtype that most elements of the plain floating tensors have: what a file that does not
-    say it is decoded to. `scales` are keys that do not count."""
+    """Return the dtype that most elements of the dense floating tensors have; `scales` do not count.
+
+    Weights whose file does not record a dtype are decoded to it.
+    """
     counts = dict.fromkeys(FLOATS, 0)
     for key, tensor in stored.items():
         if tensor.info.dtype in counts and key not in scales:

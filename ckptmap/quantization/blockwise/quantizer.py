@@ -1,8 +1,10 @@
-"""Values to codes and scales in chunks that stay in cache, by the rule of a library.
+"""Quantize rows or tiles by a library's rounding rule, in chunks that stay in the CPU cache.
 
-Without their sign, floats order as the integers of their bits, NaN above infinity: the maximum of
-integers is many times faster than that of 16-bit floats, and tells whether all is finite. Nothing
-here waits for the device.
+    values [r, w] T  ->  codes [r, w] i8 or fp8, scales [r] or [ceil(r/p), ceil(w/q)]
+
+Without their sign, floats order like the integers of their bits, with NaN above infinity. A maximum of
+integers is many times faster than one of 16-bit floats, and also shows whether all values are finite.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ if TYPE_CHECKING:
 
 
 CHUNK_NUMEL = 512 * 1024
-"""Elements at a time."""
+"""Elements per chunk."""
 
 
 @dataclass(frozen=True)
 class QuantizedBlocks:
-    """Codes [r, w], scales [r] or [p, q] as they are stored, and the absmax that they came from."""
+    """Codes [r, w], scales as stored ([r], or one per tile), and the absmax they were computed from."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -33,8 +35,10 @@ class QuantizedBlocks:
 def absmax_of(
     values: torch.Tensor, dims: tuple[int, ...], spare: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The largest absolute value along `dims`, in the values' dtype, NaN where there is one.
-    `spare` is a buffer of float32, of at least as many elements, that is overwritten."""
+    """Return the largest absolute value along `dims` in the values' dtype, NaN where there is one.
+
+    `spare`, a float32 buffer of at least as many elements, is overwritten.
+    """
     import torch
 
     integer = torch.int32 if values.element_size() == 4 else torch.int16
@@ -69,8 +73,10 @@ def quantize_rows(values: torch.Tensor, rule: RoundingRule) -> QuantizedBlocks:
 def _quantize(
     values: torch.Tensor, rule: RoundingRule, wide: torch.Tensor | None, codes: torch.Tensor | None
 ) -> QuantizedBlocks:
-    """By way of `wide` into `codes` where they are given: memory that is new every time is slower
-    than all of the arithmetic."""
+    """Quantize rows, through the buffer `wide` into `codes` where given.
+
+    Memory that is new in each call costs more than all of the arithmetic.
+    """
     import torch
 
     if rule.takes == "float32":
@@ -100,8 +106,10 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
 def quantize_tiles(
     values: torch.Tensor, block: tuple[int, int], rule: RoundingRule
 ) -> QuantizedBlocks:
-    """values [r, w] T -> codes [r, w], scales [ceil(r / p), ceil(w / q)]; the last tile of a dim
-    may be short."""
+    """values [r, w] T -> codes [r, w], scales [ceil(r/p), ceil(w/q)].
+
+    The last tile of a dim may be short.
+    """
     import torch
 
     rows, width = values.shape

@@ -1,4 +1,4 @@
-"""The `quantization_config` of the config.json beside a tensor's file: what only it says."""
+"""Read what only a `quantization_config` in config.json or a small stored tensor says about a quantized tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ MAX_NBYTES = 16 << 20
 
 
 def quantization_config(stored: StoredTensor) -> Mapping[str, object]:
-    """Empty where there is none, or none that can be read: a hint, never needed to be there."""
+    """Return the `quantization_config` of the config.json beside a tensor's file.
+
+    It is only a hint: where the file is missing or cannot be read, the result is empty.
+    """
     place = next(iter(stored.chunks), None)
     if place is None:
         return {}
@@ -35,7 +38,7 @@ def quantization_config(stored: StoredTensor) -> Mapping[str, object]:
 
 
 def read_small(stored: StoredTensor, files: Files, where: str) -> bytes:
-    """All bytes of a tensor of a few elements: a format number, a shape."""
+    """Return all bytes of a tensor of a few elements, such as a format number or a shape."""
     if stored.info.nbytes > 4096:
         raise SourceError(
             "CKM115",

@@ -1,9 +1,9 @@
-"""How each library makes 8-bit codes: scales from the largest absolute value, codes from both.
+"""The arithmetic by which each library computes 8-bit codes: scales from the absmax, codes from both.
 
     rows [r, w] T, absmax [r] T -> scale [r], codes [r, w] i8 or fp8
 
-Each rule is bit-equal to its library's own quantizer on finite values, save that a block of zeros
-stays zero where the library divides 0 by 0. The sources are named at each rule.
+Each rule is bit-equal to its library's own quantizer on finite values, except that a block of zeros stays
+zero where the library divides 0 by 0. Each rule names its source.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     import torch
 
 _EPS = 1.1920928955078125e-07
-"""float32's machine epsilon: torchao's least scale."""
+"""float32's machine epsilon: the smallest scale that torchao writes."""
 
 
 class RoundingRule(Protocol):
-    """One library's arithmetic. Both methods work on the device of their arguments."""
+    """One library's arithmetic. Both methods compute on the device of their arguments."""
 
     codes_dtype: ClassVar[str]
     takes: ClassVar[str]
-    """The dtype that values are cast to first; empty: their own."""
+    """The dtype that values are cast to first, "" for their own."""
     reach: ClassVar[float]
-    """The largest multiple of its stored scale that a code stands for, of either sign."""
+    """The largest absolute value that a code stands for, as a multiple of the stored scale."""
 
     def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """absmax [...] T -> (scale as it is stored, fp32 operand of `apply`), both [...]."""
+        """absmax [...] T -> (scale as stored, fp32 operand of `apply`), both [...]."""
 
     def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:
-        """values fp32, in place, to what a cast to `codes_dtype` makes the codes of."""
+        """Change fp32 values in place, so that a cast to `codes_dtype` gives the codes."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Encoder and recoder of codes with one scale a block."""
+"""Encode values to 8-bit codes and scales block by block, or store given codes unchanged with new scales.
+
+values [m] T  ->  Write(codes part), Write(scale part)
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 Constants = Mapping[str, tuple[str, Sequence[int]]]
-"""Part -> dtype and numbers that it holds whatever the values are: a format number, a shape."""
+"""Part -> (dtype, numbers) for parts that do not depend on the values: a format number, a shape."""
 
 
 def constant_writes(constants: Constants, device: str = "cpu") -> Iterator[Write]:
+    """Yield the writes of the constant parts."""
     import torch
 
     for name, (dtype, numbers) in constants.items():
@@ -33,7 +37,7 @@ def constant_writes(constants: Constants, device: str = "cpu") -> Iterator[Write
 
 
 class ScaledEncoder:
-    """Codes and scales at once, block by block; whether all was finite is asked at the end."""
+    """Encodes block by block; `finish` raises if a value was not finite, so `feed` never waits for the device."""
 
     splittable = True
     state_nbytes = 0
@@ -60,7 +64,7 @@ class ScaledEncoder:
         self._lost: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
-        """values [m] T, m and `offset` multiples of the step (the last m of tiles may not be)."""
+        """Encode values [m] T; m and `offset` are multiples of `step`, except for the last rows of tiles."""
         found = self._quantized(values)
         self._note(self._bad, offset, self._not_taken(values, found))
         self._note(self._lost, offset, self._overflows(found))
@@ -84,7 +88,7 @@ class ScaledEncoder:
         return offset // self.step * per_band
 
     def _not_taken(self, values: torch.Tensor, found: QuantizedBlocks) -> torch.Tensor:
-        """Which blocks are not finite, or lost to the dtype that the rule casts to."""
+        """Return which blocks are not finite, or vanish in the dtype that the rule casts to first."""
         bad = found.absmax.isfinite().logical_not_()
         zero = found.absmax == 0
         if self._rule.takes == "float16" and not _is_none(zero):
@@ -92,9 +96,11 @@ class ScaledEncoder:
         return bad
 
     def _overflows(self, found: QuantizedBlocks) -> torch.Tensor:
-        """Which blocks decode to infinity: a scale is rounded, and may be so upwards. A float8 block
-        has its outermost code; of integers only -128 goes beyond the largest value, and a row that
-        is near the limit may have none."""
+        """Return which blocks would decode to infinity, because their scale was rounded up.
+
+        Every float8 block has its outermost code. Of the integer codes only -128 exceeds the largest
+        value, and a row near the limit may not contain it.
+        """
         import torch
 
         most = found.scales.to(torch.float32) * self._rule.reach
@@ -106,15 +112,18 @@ class ScaledEncoder:
     def _note(
         self, found: list[tuple[int, torch.Tensor, torch.Tensor]], offset: int, bad: torch.Tensor
     ) -> None:
-        """For `finish` to tell: nothing here waits for the device."""
+        """Record bad blocks for `finish`, without waiting for the device."""
         if not _is_none(bad):
             found.append(
                 (self._scale_at(offset), bad.flatten().sum(), bad.flatten().int().argmax())
             )
 
     def finish(self) -> Iterable[Write]:
-        """The constant parts. Raises RunError CKM309 where an input was not finite, does not fit
-        the dtype that the library casts to first, or would decode to infinity."""
+        """Yield the constant parts.
+
+        Raises RunError CKM309 where an input was not finite, does not fit the dtype that the library
+        casts to first, or would decode to infinity.
+        """
         for noted, refused in ((self._bad, self._refused), (self._lost, self._overflowed)):
             found = [(at, int(count), int(first)) for at, count, first in noted if int(count)]
             if found:
@@ -128,9 +137,9 @@ class ScaledEncoder:
     def _overflowed(self, count: int, place: str) -> RunError:
         return RunError(
             "CKM309",
-            f"{count} block scales overflow {self._info.dtype}: values so near its largest would"
+            f"{count} block scales overflow {self._info.dtype}: values near its largest would"
             f" decode to infinity, first in {place}",
-            "convert to a wider dtype first (--to hf-fp32), or leave it out with --no-encode",
+            "convert to a wider dtype first (--to hf-fp32), or leave it as it is with --no-encode",
         )
 
     def _refused(self, count: int, place: str) -> RunError:
@@ -139,7 +148,7 @@ class ScaledEncoder:
                 "CKM309",
                 f"{count} rows do not fit float16, which bitsandbytes casts to first: expected "
                 f"finite values whose largest is 6e-8 to 65504, not so in {place}",
-                "choose another encoding (-int8), or leave this tensor out with --no-encode",
+                "choose another encoding (-int8), or leave this tensor as it is with --no-encode",
             )
         return RunError(
             "CKM309",
@@ -149,12 +158,12 @@ class ScaledEncoder:
 
 
 def _is_none(bad: torch.Tensor) -> bool:
-    """Is it known that nothing is? Asking is free on the CPU alone."""
+    """Return whether no block is bad, as far as asking is free: on a GPU it would wait for the device."""
     return bad.is_cpu and not bool(bad.any())
 
 
 class ScaledRecoder:
-    """Codes as they come; scales at the end."""
+    """Stores given codes unchanged, and the scales in its own dtype at the end."""
 
     step = 1
     state_nbytes = 0
@@ -176,7 +185,7 @@ class ScaledRecoder:
         return (Write(self._codes, flat(offset, codes.numel()), codes),)
 
     def finish(self, scales: torch.Tensor) -> Iterable[Write]:
-        """Raises RunError CKM309 where a scale overflows its dtype."""
+        """Yield the scales and constant parts. Raises RunError CKM309 where a scale overflows its dtype."""
         import torch
 
         stored = self._stored(scales).to(getattr(torch, self._dtype)).reshape(-1)
@@ -184,7 +193,7 @@ class ScaledRecoder:
             raise RunError(
                 "CKM309",
                 f"its scales overflow {self._dtype}, the largest is {float(scales.amax()):.6g}",
-                "choose another encoding for this tensor, or leave it out with --no-encode",
+                "choose another encoding for this tensor, or leave it as it is with --no-encode",
             )
         yield Write(self._scale, flat(0, stored.numel()), stored)
         yield from constant_writes(self._constants)

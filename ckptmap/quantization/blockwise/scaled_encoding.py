@@ -1,8 +1,9 @@
-"""What encodings of 8-bit codes with one scale a block share: a subclass names parts and a rule.
+"""The base of encodings with 8-bit codes and one scale per block; a subclass names parts and a rounding rule.
 
-    w [a, b] T -> codes [a, b] i8 or fp8, scale [ceil(a / p), ceil(b / q)], perhaps a zero point
+    w [a, b] T  ->  codes [a, b] i8 or fp8, scale [ceil(a/p), ceil(b/q)], perhaps a zero point like scale
+    w'[i, j] = (code[i, j] - zero) * scale[i // p, j // q] * factor       in fp32, rounded once to T
 
-A subclass is a frozen dataclass. Boxes of codes are boxes of the tensor, so any cut is exact.
+A subclass is a frozen dataclass. A box of the tensor is the same box of the codes, so any cut is exact.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Refusal
 from ckptmap.quantization.blockwise import block_geometry as geometry
-from ckptmap.quantization.blockwise import dequantize as values
+from ckptmap.quantization.blockwise.dequantize import dequantize
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule
 from ckptmap.quantization.blockwise.scaled_encoder import Constants, ScaledEncoder, ScaledRecoder
 from ckptmap.tensors import Box, TensorInfo
@@ -28,23 +29,24 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class ScaledEncoding:
-    """Codes with one scale for each `block` elements; () stands for a scale a row.
+    """8-bit codes with one scale per block of elements.
 
-    scale_dtype  of the stored scales
-    zero_dtype   of the stored zero points, of the scales' shape; empty: there are none
-    extra        other parts that belong to the tensor and do not change its values: (name, dtype,
-                 shape)
+    block        sizes of a block, one a dim; () is one scale a row
+    scale_dtype  dtype of the stored scales
+    zero_dtype   dtype of the stored zero points, which have the scales' shape; "" without them
+    extra        further parts that move with the tensor and do not change its values:
+                 (name, dtype, shape)
     """
 
     name: ClassVar[str]
     scheme: ClassVar[str]
-    """What its records call it."""
+    """The name of the scheme in records."""
     codes_part: ClassVar[str]
     scale_part: ClassVar[str]
     zero_part: ClassVar[str] = ""
     codes_dtype: ClassVar[str] = "int8"
     factor: ClassVar[float] = 1.0
-    """Multiplied last, in fp32."""
+    """A constant that decoding multiplies by last, in fp32."""
 
     block: tuple[int, ...] = ()
     scale_dtype: str = "float32"
@@ -59,17 +61,19 @@ class ScaledEncoding:
         return geometry.clamped(self.block, info.shape)
 
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
-        """As stored; the grid itself where a subclass does not say otherwise."""
+        """Return the shape of the stored scales, by default that of the grid."""
         return geometry.grid_shape(info.shape, self.block_of(info))
 
     def refusal(self, info: TensorInfo) -> Refusal | None:
-        """Why it cannot hold the tensor."""
+        """Return why the encoding cannot hold the tensor, None where it can."""
         if info.dtype not in DTYPES:
             return Refusal(f"holds {', '.join(DTYPES)}, found {info.dtype}")
         if not info.shape or not info.numel:
-            return Refusal(f"holds tensors of elements, found shape {list(info.shape)}")
+            return Refusal(
+                f"holds tensors that have dims and elements, found shape {list(info.shape)}"
+            )
         if self.block and (len(self.block) != len(info.shape) or min(self.block) < 1):
-            return Refusal(f"blocks of {list(self.block)} do not cut shape {list(info.shape)}")
+            return Refusal(f"blocks of {list(self.block)} do not fit shape {list(info.shape)}")
         return None
 
     def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
@@ -86,8 +90,7 @@ class ScaledEncoding:
         return found | {name: TensorInfo(size, dtype) for name, dtype, size in self.extra}
 
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
-        """The same box of the codes, the scales of the blocks that it touches; other parts whole.
-        Never None."""
+        """Return the same box of the codes, the scales of the blocks it touches, or all of another part."""
         if part == self.codes_part:
             return box
         if part in (self.scale_part, self.zero_part):
@@ -100,7 +103,7 @@ class ScaledEncoding:
     def decode(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
     ) -> None:
-        """Any box; holds besides the parts one chunk of values."""
+        """Decode any box; besides the parts it holds one chunk of values in memory."""
         if not box.numel:
             return
         import torch
@@ -110,10 +113,10 @@ class ScaledEncoding:
         scale = geometry.as_grid(parts[self.scale_part], grid).to(torch.float32)
         zero = geometry.as_grid(parts[self.zero_part], grid) if self.zero_dtype else None
         codes = parts[self.codes_part]
-        values.dequantize(codes, scale, zero, box, block, out, self.factor)
+        dequantize(codes, scale, zero, box, block, out, self.factor)
 
     def rule(self, info: TensorInfo) -> RoundingRule:
-        """How values become codes."""
+        """Return the rule by which values become codes."""
         raise NotImplementedError(type(self).__name__)
 
     def encoder(self, info: TensorInfo, device: str) -> Encoder:
@@ -123,7 +126,7 @@ class ScaledEncoding:
         )  # fmt: skip
 
     def constants(self, info: TensorInfo) -> Constants:
-        """Other parts that hold the same whatever the values are."""
+        """Return the parts that do not depend on the values, with their contents."""
         return {}
 
     def record(self, info: TensorInfo) -> Mapping[str, object] | None:
@@ -138,12 +141,13 @@ class ScaledEncoding:
         }
 
     def more_record(self, info: TensorInfo) -> Mapping[str, object]:
+        """Return the fields that a format adds to its record."""
         return {}
 
     # ------------------------------------------------------------------ codes as they are
 
     def grid(self, info: TensorInfo) -> CodeGrid | None:
-        """One of zero points that are known to be none, or that `scales` finds to be zero."""
+        """Return the grid of its codes, None where zero points may differ from 0."""
         if self.zero_dtype and not self.is_symmetric:
             return None
         codes = TensorInfo(info.shape, self.codes_dtype)
@@ -151,24 +155,24 @@ class ScaledEncoding:
 
     @property
     def is_symmetric(self) -> bool:
-        """Are its zero points always zero where its library wrote them?"""
+        """Whether the library always writes zero points of 0; `scales` checks it."""
         return False
 
     values_name: ClassVar[str] = "code * scale in fp32"
-    """Two encodings whose equal codes and equal scales give equal bits have one name."""
+    """How values follow from codes and scales: encodings with equal names decode equal inputs to equal bits."""
 
     def scale_parts(self, info: TensorInfo) -> Sequence[str]:
         return (self.scale_part, self.zero_part) if self.zero_dtype else (self.scale_part,)
 
     def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """fp32, of the grid's shape. Raises RunError CKM315 where a zero point is not zero."""
+        """Return the scales in fp32, in the grid's shape. Raises RunError CKM315 for a zero point other than 0."""
         import torch
 
         if self.zero_dtype and bool(parts[self.zero_part].count_nonzero()):
             raise RunError(
                 "CKM315",
-                "its zero points are not all 0: the codes of an asymmetric tensor mean something "
-                "else on a grid without them",
+                "its zero points are not all 0, and without them the codes of an asymmetric tensor mean "
+                "other values",
                 "decode it first (--to hf-bf16), then quantize; or keep it as it is (--no-encode)",
             )
         shape = geometry.grid_shape(info.shape, self.block_of(info))
@@ -183,12 +187,12 @@ class ScaledEncoding:
         out.copy_(parts[self.codes_part])
 
     def keeping(self, info: TensorInfo, grid: CodeGrid) -> Self | None:
-        """Itself, where it can take these codes as they are."""
+        """Return the encoding itself if it can take these codes unchanged, else None."""
         fits = not self.refusal(info) and self.recoder(info, grid, "cpu") is not None
         return self if fits else None
 
     def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
-        """Takes any codes of its dtype in its own blocks; exact where their scales mean the same."""
+        """Return a recoder for codes of its own dtype and blocks, else None; exact if values follow alike."""
         mine = self.grid(info)
         same = mine is not None and (mine.name, mine.codes, mine.block) == (
             grid.name, grid.codes, grid.block,
@@ -202,9 +206,9 @@ class ScaledEncoding:
         )  # fmt: skip
 
     def extra_to_fill(self, info: TensorInfo) -> bool:
-        """Has it parts that codes and scales do not tell?"""
+        """Return whether it has parts that codes and scales do not determine."""
         return any(name not in self.constants(info) for name, _, _ in self.extra)
 
     def unscaled(self, scales: torch.Tensor) -> torch.Tensor:
-        """Scales, value = code * scale, as this encoding stores them."""
+        """Return scales s, with value = code * s, as this encoding stores them."""
         return scales

@@ -1,4 +1,7 @@
-"""Records of codes with one scale a block, as JSON: written by `Scaled.record`, read here."""
+"""Read the JSON record of a tensor of 8-bit codes, which `ScaledEncoding.record` writes.
+
+{"scheme", "version": 1, "block", "scale_dtype", "shape", "dtype", ...more of each format}
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ScaledRecord:
-    """What every record of this kind says; `more` is all of it."""
+    """The fields that every record of this kind has; `more` is the whole record."""
 
     fqn: str
     info: TensorInfo
@@ -23,26 +26,28 @@ class ScaledRecord:
     more: Mapping[str, object]
 
     def dtype(self, key: str) -> str:
-        """A dtype by its key, or ""."""
+        """Return a dtype by its key, "" where it is absent."""
         value = self.more.get(key, "")
         if value != "" and not (isinstance(value, str) and value in ITEMSIZE):
-            raise malformed(self.fqn, f"{key} {str(value)[:40]!r} is no dtype", DAMAGED)
+            raise malformed(self.fqn, f"{key} {str(value)[:40]!r} is not a dtype", DAMAGED)
         return str(value)
 
     def text(self, key: str) -> str:
+        """Return a text by its key, "" where it is absent."""
         value = self.more.get(key, "")
         if not isinstance(value, str):
             raise malformed(self.fqn, f"{key}, expected text, found {str(value)[:40]!r}", DAMAGED)
         return value
 
     def attributes(self) -> str:
-        """A JSON object, as text."""
+        """Return the attributes of the library's class as JSON text."""
         value = self.more.get("attributes", {})
         if not isinstance(value, dict):
             raise malformed(self.fqn, f"malformed attributes {str(value)[:40]!r}", DAMAGED)
         return json.dumps(value)
 
     def count(self, key: str, default: int) -> int:
+        """Return a number by its key."""
         value = self.more.get(key, default)
         if type(value) is not int:
             raise malformed(
@@ -51,7 +56,7 @@ class ScaledRecord:
         return value
 
     def extra(self) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-        """Parts beside codes and scales: [[name, dtype, shape], ...]."""
+        """Return the parts besides codes and scales, stored as [[name, dtype, shape], ...]."""
         value = self.more.get("extra", [])
         if not isinstance(value, list) or not all(
             isinstance(item, list) and len(item) == 3 and isinstance(item[0], str)
@@ -64,7 +69,7 @@ class ScaledRecord:
 
 
 def read_record(fqn: str, record: Mapping[str, object], name: str) -> ScaledRecord:
-    """Raises SourceError CKM115 where it is of another version or malformed."""
+    """Parse a record of the format `name`. Raises SourceError CKM115 for another version or a bad one."""
     if record.get("version") != VERSION:
         raise malformed(
             fqn,

@@ -1,10 +1,10 @@
-"""bitsandbytes' double quantization: the absmax of blocks in 8 bits, 256 of them a scale.
+"""bitsandbytes' double quantization: the absmax of blocks stored in 8 bits, with a scale per 256 of them.
 
-    absmax [m] f32 -> offset (their mean), q [m] u8, scale [ceil(m/256)] f32
-    absmax'[i] = dynamic[q[i]] * scale[i / 256] + offset
+    absmax [m] f32  ->  offset (their mean), q [m] u8, scale [ceil(m/256)] f32
+    absmax'[i] = dynamic[q[i]] * scale[i // 256] + offset
 
-The dynamic map of 256 values is that of 8-bit Optimizers via Block-wise Quantization
-(arXiv:2110.02861, section 2.2); here each value gets the nearest of it, a tie the lower one.
+The dynamic map of 256 values is that of "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861,
+section 2.2), as bitsandbytes 0.50 writes it. Each value gets the nearest one, a tie the lower one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 256
-"""The one size that bitsandbytes' own kernels take."""
+"""The only block size that the kernels of bitsandbytes support."""
 CHUNK = 1 << 16
-"""Scales at a time, a multiple of the block."""
+"""Scales per chunk, a multiple of the block."""
 
 
 def dynamic_map() -> torch.Tensor:
-    """256 values in ascending order, float32: for each power of ten down to 1e-6 the middles of
-    2**k equal steps from 0.1 to 1, k = 6 for the largest; both signs, zero and one."""
+    """Return the 256 values in ascending order, float32.
+
+    For each power of ten down to 1e-6 they are the middles of 2**k equal steps from 0.1 to 1, with k = 6
+    for the largest; in both signs, and with zero and one.
+    """
     import torch
 
     values = [0.0, 1.0]
@@ -36,7 +39,7 @@ def dynamic_map() -> torch.Tensor:
 
 
 def quantize(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """absmax [m] f32 -> q [m] u8, scale [ceil(m/256)] f32, offset, as bitsandbytes has them."""
+    """absmax [m] f32 -> q [m] u8, scale [ceil(m/256)] f32, offset, as bitsandbytes computes them."""
     import torch
 
     offset = float(absmax.mean())
@@ -56,8 +59,11 @@ def quantize(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
 
 
 def requantize(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The same of scales that had been stored already: those that were double quantized, or come
-    from here, are given their own numbers again. The offset is no mean, and nothing is clipped."""
+    """Quantize an absmax that was read from a quantized tensor; see `ScaleLevels`.
+
+    Scales that were double quantized before get their own numbers again. The offset is the median, and
+    nothing is clipped.
+    """
     import torch
 
     grid = ScaleLevels(dynamic_map(), BLOCK, torch.float32, divides=False)
@@ -79,8 +85,11 @@ def dequantize(
     first: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """codes [m] u8 -> absmax [m] f32. The first code is number `first` within the first scale's
-    block; `dtype` is what the products are rounded to before the offset is added."""
+    """codes [m] u8 -> absmax [m] f32.
+
+    The first code is number `first` within the first scale's block. Products are rounded to `dtype`
+    before the offset is added.
+    """
     import torch
 
     out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)

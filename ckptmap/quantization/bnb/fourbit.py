@@ -1,18 +1,19 @@
-"""bitsandbytes NF4 and FP4: how one tensor is stored, decoded, and taken over code by code.
+"""bitsandbytes NF4 and FP4: how one tensor is stored, decoded, and written from codes that are kept.
 
     w [...] T, n elements, of FQN P  ->
-        P                               codes, two a byte; u8, or the same bytes as 16- or 32-bit
-                                        floats: [ceil(n/2) / itemsize, 1]
-        P.absmax                        f32 [ceil(n/block)]; double quantized u8
+        P                               codes, two a byte: [ceil(n/2) / itemsize, 1] u8, or the same
+                                        bytes in a 16- or 32-bit float dtype
+        P.absmax                        f32 [ceil(n/block)]; u8 if double quantized
         P.quant_map                     f32 [16], for information: readers use their own table
         P.nested_absmax                 f32 [ceil(n/block/256)]       double quantized only
         P.nested_quant_map              f32 [256]                     double quantized only
-        P.quant_state.bitsandbytes__nf4 JSON in u8: quant_type, blocksize, dtype, shape, and
+        P.quant_state.bitsandbytes__nf4 u8, JSON: quant_type, blocksize, dtype, shape, and
                                         nested_blocksize, nested_dtype, nested_offset
 
-Source: bitsandbytes 0.50, functional.py, `QuantState.as_dict`. The decoded values are those of its
-generic formula, float32 products rounded once to T. Payloads in floats are never read as floats:
-many of their patterns are NaNs.
+    w'[i] = table[code[i]] * absmax[i // block]       float32 products, rounded once to T
+
+Source: `QuantState.as_dict` in functional.py of bitsandbytes 0.50. Codes in a float dtype are never read
+as floats: many of their bit patterns are NaNs.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ ABSMAX, MAP, NESTED_ABSMAX, NESTED_MAP = (
 STATE = "quant_state.bitsandbytes__"
 VALUES = "float32 products, rounded once"
 OFFSET_NBYTES = 32
-"""Bytes that a nested offset may take in the JSON: it is known after the last element only."""
+"""Bytes reserved for the nested offset in the JSON: it is known only after the last element."""
 
 
 @dataclass(frozen=True)
 class Nested:
-    """How the absmax is quantized once more; the offset is in the JSON, as `nested_offset`."""
+    """How the absmax is quantized itself; the offset is `nested_offset` in the JSON."""
 
     block: int = bnb_nested.BLOCK
     dtype: str = "float32"
@@ -53,15 +54,15 @@ class Nested:
 
 @dataclass(frozen=True)
 class FourBit:
-    """Blocks of `block` elements share an absmax.
+    """The encoding of one tensor: `block` elements share an absmax.
 
     kind        "nf4" or "fp4"
-    storage     dtype of the payload
-    written     bytes of the JSON; None: as many as are written here
-    transposed  the payload is that of the transpose: a `Conv1D` of GPT-2, whose logical weight is
-                [in, out]
-    turned      the absmax is bf16 [in/block, out], as bitsandbytes 0.50 writes it after a forward
-                on a CPU with AVX512-BF16
+    nested      how the absmax is double quantized, None where it is not
+    storage     dtype that holds the codes
+    written     size of the stored JSON in bytes, None for the size written here
+    transposed  the codes are those of the transpose: a `Conv1D` of GPT-2, whose logical weight is [in, out]
+    turned      the absmax is bf16 [in/block, out], as bitsandbytes 0.50 leaves it after a forward on a CPU
+                with AVX512-BF16
     """
 
     kind: str
@@ -78,14 +79,15 @@ class FourBit:
 
     @property
     def state(self) -> str:
-        """Name of the part that holds the JSON."""
+        """The name of the part that holds the JSON."""
         return STATE + self.kind
 
     def stored(self, info: TensorInfo) -> TensorInfo:
-        """The tensor in the order of its codes: the transpose, for a `Conv1D`."""
+        """Return the tensor in the order of its codes: the transpose for a `Conv1D`."""
         return TensorInfo(info.shape[::-1], info.dtype) if self.transposed else info
 
     def blocks(self, info: TensorInfo) -> int:
+        """Return the number of blocks; the last one may be short."""
         return -(-info.numel // self.block)
 
     # ------------------------------------------------------------------ parts
@@ -113,7 +115,7 @@ class FourBit:
         if info.dtype not in DTYPES:
             return Refusal(f"bitsandbytes holds {', '.join(DTYPES)}, found {info.dtype}")
         if self.block not in BLOCKS:
-            return Refusal(f"block size {self.block} is none of bitsandbytes': {BLOCKS}")
+            return Refusal(f"block size {self.block} is not one that bitsandbytes has: {BLOCKS}")
         if info.numel == 0:
             return Refusal("it has no elements")
         if -(-info.numel // 2) % ITEMSIZE[self.storage]:
@@ -125,11 +127,11 @@ class FourBit:
         return None
 
     def afresh(self) -> FourBit:
-        """The same codes, as they are written for values that have changed."""
+        """Return the encoding for new values: nothing of how the old ones were found is kept."""
         return replace(self, written=None, turned=False)
 
     def blob(self, info: TensorInfo, offset: float = 0.0) -> bytes:
-        """The JSON part; spaces at its end make up for the digits of an unknown offset."""
+        """Return the JSON part, padded with spaces to a size that does not depend on the offset's digits."""
         state: dict[str, Any] = {
             "quant_type": self.kind,
             "blocksize": self.block,
@@ -143,7 +145,7 @@ class FourBit:
         return json.dumps(state | {"nested_offset": offset}).ljust(room).encode()
 
     def record(self, info: TensorInfo) -> Mapping[str, object] | None:
-        """Only of a transposed one: a container of no config.json could not tell."""
+        """Return a record for a transposed tensor, which only config.json would reveal, else None."""
         if not self.transposed:
             return None
         return {"scheme": self.name, "native": "bitsandbytes", "transposed": True}
@@ -151,7 +153,7 @@ class FourBit:
     # ------------------------------------------------------------------ boxes
 
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
-        """The least range of whole blocks that covers the box's flat span."""
+        """Return the least range of whole blocks that covers the box's flat span."""
         if self.transposed:
             box = Box(box.offsets[::-1], box.sizes[::-1])
         stored = self.stored(info)
@@ -170,7 +172,7 @@ class FourBit:
         return Box((0,), (self._shared(info, part),))
 
     def _shared(self, info: TensorInfo, part: str) -> int:
-        """Elements of a part that every box needs: without nesting none, the table is known."""
+        """Return how many elements of a shared part every box needs: none without nesting."""
         if self.nested is None or part == MAP:
             return 0
         if part == NESTED_MAP:
@@ -178,7 +180,7 @@ class FourBit:
         return len(self.blob(info)) if self.written is None else self.written
 
     def _payload(self, info: TensorInfo, start: int, stop: int) -> Box:
-        """Elements of the payload that hold these bytes."""
+        """Return the box of stored elements that hold these bytes of codes."""
         itemsize = ITEMSIZE[self.storage]
         low, high = start // itemsize, -(-min(stop, -(-info.numel // 2)) // itemsize)
         return Box((low, 0), (max(0, high - low), 1))
@@ -188,7 +190,7 @@ class FourBit:
     def decode(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
     ) -> None:
-        """Bit-equal to bitsandbytes' generic `dequantize_4bit`; any box."""
+        """Decode any box, bit-equal to the generic `dequantize_4bit` of bitsandbytes."""
         import torch
 
         if box.numel == 0:
@@ -223,7 +225,7 @@ class FourBit:
     def _absmax(
         self, stored: TensorInfo, parts: Mapping[str, torch.Tensor], first: int, last: int
     ) -> torch.Tensor:
-        """Of the blocks from `first` to before `last`, fp32."""
+        """Return the absmax of blocks `first` to `last` - 1 in fp32."""
         import torch
 
         absmax = parts[ABSMAX]
@@ -243,7 +245,7 @@ class FourBit:
     # ------------------------------------------------------------------ codes
 
     def grid(self, info: TensorInfo) -> CodeGrid | None:
-        """None for the payload of a transpose: its codes are in another order."""
+        """Return the grid of the codes, None for a transposed tensor, whose codes are in another order."""
         if self.transposed:
             return None
         codes = TensorInfo((-(-info.numel // 2),), "uint8")
@@ -287,12 +289,12 @@ class FourBit:
     # ------------------------------------------------------------------ repair
 
     def repaired(self) -> FourBit | None:
-        """The well-formed encoding that the tensor is written in instead; None: it is well-formed."""
+        """Return the well-formed encoding to write instead, None where this one is well-formed."""
         return replace(self, turned=False, written=None) if self.turned else None
 
     @property
     def remark(self) -> str:
-        """What should be said about how it was found; "" where nothing is wrong."""
+        """The remark for a tensor that was stored in an unusual way, else ""."""
         if self.turned:
             return (
                 "absmax was bf16 and transposed, as bitsandbytes writes it after a forward on a CPU"

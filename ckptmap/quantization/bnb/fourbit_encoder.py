@@ -1,4 +1,4 @@
-"""Values or codes into the parts of a bitsandbytes 4-bit tensor."""
+"""Write the parts of a bitsandbytes 4-bit tensor: from values, or from codes that are kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FourBitForm(Protocol):
-    """What an encoder needs to know of the encoding that it works for."""
+    """The part of `FourBit` that its encoders use; it breaks a circular import."""
 
     @property
     def kind(self) -> str: ...
@@ -35,6 +35,7 @@ class FourBitForm(Protocol):
 
 
 def _check_finite(absmax: torch.Tensor, first: int, block: int) -> None:
+    """Raise RunError CKM309 where a block held NaN or infinity."""
     bad = absmax.isfinite().logical_not()
     count = int(bad.sum())
     if count:
@@ -48,8 +49,10 @@ def _check_finite(absmax: torch.Tensor, first: int, block: int) -> None:
 
 
 def _check_held(absmax: torch.Tensor, decoded: torch.Tensor, dtype: str) -> None:
-    """Raises RunError CKM309 where a scale that `dtype` holds is none any more in 8 bits: its block
-    has a code of 1 or -1, which decodes to the scale itself."""
+    """Raise RunError CKM309 where a scale that fits `dtype` overflows it after double quantization.
+
+    Each block has a code of 1 or -1, which decodes to the scale itself.
+    """
     import torch
 
     wanted: torch.dtype = getattr(torch, dtype)
@@ -60,7 +63,7 @@ def _check_held(absmax: torch.Tensor, decoded: torch.Tensor, dtype: str) -> None
             "CKM309",
             f"{count} block scales overflow {dtype} in 8 bits, the largest absolute value is"
             f" {float(absmax.amax()):.6g}",
-            "keep its scales exactly with --exact-scales, or leave it unquantized with --no-encode",
+            "store its scales without loss (--exact-scales), or leave the tensor as it is with --no-encode",
         )
 
 
@@ -71,8 +74,10 @@ def _scale_writes(
     needed: torch.Tensor,
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, float]],
 ) -> Iterator[Write]:
-    """absmax [blocks] f32 -> every part but the payload. `needed` is 0 where the sign of a scale does
-    not matter; `quantize` is of `bnb_nested`."""
+    """absmax [blocks] f32 -> every part but the codes.
+
+    `needed` is 0 where the sign of a scale does not matter; `quantize` is the double quantization to use.
+    """
     import torch
 
     offset = 0.0
@@ -101,7 +106,7 @@ def _constants(form: FourBitForm, info: TensorInfo, offset: float) -> Iterator[W
 
 
 class FourBitEncoder:
-    """Codes at once; the absmax, too, unless it is quantized once more at the end."""
+    """Writes codes at once and, in `finish`, the absmax, perhaps double quantized."""
 
     splittable = False
 
@@ -120,7 +125,7 @@ class FourBitEncoder:
         self.state_nbytes = 4 * self._absmax.numel() + self._quantizer.nbytes
 
     def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
-        """values [m] T, `offset` a multiple of the block, m too but at the end -> u8 [ceil(m/2)]."""
+        """values [m] T -> codes u8 [ceil(m/2)]; `offset` is a multiple of the block, m too but at the end."""
         import torch
 
         numel, first = values.numel(), offset // self.step
@@ -132,8 +137,11 @@ class FourBitEncoder:
         return (Write("", flat(offset // 2, packed.numel()), packed),)
 
     def finish(self) -> Iterable[Write]:
-        """Raises RunError CKM309 where an input was not finite or double quantization makes it so,
-        CKM311 where that would change the sign of a block."""
+        """Yield the other parts.
+
+        Raises RunError CKM309 where an input was not finite or double quantization overflows, CKM311 where
+        double quantization would change the sign of a block.
+        """
         assert self._missing == 0, f"{self._missing} elements of {self._info} were not fed"
         absmax = self._absmax.cpu()
         _check_finite(absmax, 0, self.step)
@@ -141,7 +149,7 @@ class FourBitEncoder:
 
 
 class FourBitRecoder:
-    """Codes as they are; absmax from the scales."""
+    """Writes given codes unchanged, and the absmax of given scales."""
 
     state_nbytes = 0
 

@@ -1,5 +1,8 @@
-"""bitsandbytes 4-bit tensors as they are found: the payload, its companions, and the JSON in one of
-them, which alone says the shape. It is read when the checkpoint is opened: about 100 bytes each."""
+"""Read bitsandbytes 4-bit tensors: the codes, their companions, and the JSON in one of them.
+
+Only that JSON (`quant_state`) records the shape, so it is read when the checkpoint is opened: about 100
+bytes a tensor.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,11 @@ def find_fourbit(
     kind: str,
     nested: bool,
 ) -> Iterator[tuple[Group, Sequence[str]]]:
-    """Groups of one kind ("nf4", "fp4"), double quantized or not; a record says no more than that
-    one is transposed. Raises SourceError CKM115 where companions are missing or do not fit."""
+    """Yield the groups of one kind ("nf4" or "fp4"), double quantized (`nested`) or not.
+
+    A record only says whether a tensor is transposed. Raises SourceError CKM115 where parts are missing or
+    do not fit.
+    """
     suffix = f".{STATE}{kind}"
     states = [key for key in stored if key.endswith(suffix)]
     if not states:
@@ -113,7 +119,7 @@ def _parts(
 
 
 def _state(fqn: str, stored: StoredTensor, files: Files) -> dict[str, Any]:
-    """The JSON part, checked."""
+    """Return the JSON part, checked."""
     if stored.info.dtype != "uint8" or not 0 < stored.info.numel <= MAX_STATE_NBYTES:
         raise malformed(fqn, f"its quant_state, expected JSON in uint8, found {stored.info}")
     data = bytearray(stored.info.numel)
@@ -154,13 +160,14 @@ def _nested(fqn: str, state: Mapping[str, object], has_parts: bool) -> Nested | 
 
 
 class Conv1DModels:
-    """What our records, or the config.json beside a file, say of Conv1D; read once a directory."""
+    """Says which weights are `Conv1D`, by our records or config.json, which is read once a directory."""
 
     def __init__(self, records: Mapping[str, Mapping[str, object]] | None = None) -> None:
         self._records = records or {}
         self._known: dict[Path, bool] = {}
 
     def is_conv1d(self, fqn: str, payload: StoredTensor) -> bool:
+        """Return whether the stored codes are those of the transpose of the weight."""
         if self._records.get(fqn, {}).get("transposed") is True:
             return True
         if not CONV1D.intersection(fqn.split(".")[-2:-1]) or not payload.chunks:

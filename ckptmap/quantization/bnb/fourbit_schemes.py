@@ -1,7 +1,7 @@
-"""bitsandbytes' NF4 and FP4 as schemes: single quantized and, with `-dq`, double quantized.
+"""The schemes of bitsandbytes NF4 and FP4: single quantized and, with `-dq`, double quantized.
 
-Which tensors they take, and how config.json declares them to transformers. Each quantized tensor
-states its own block size.
+They decide which tensors become 4-bit, and how config.json declares them to transformers. Each quantized
+tensor records its own block size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 
 class FourBitScheme:
-    """Single or double quantized, blocks of 64, the payload in u8."""
+    """A scheme with blocks of 64 and codes in u8; subclasses choose NF4 or FP4, single or double."""
 
     name: str
     suffix: str
@@ -30,15 +30,17 @@ class FourBitScheme:
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
-        """Raises SourceError CKM115 where companions of a payload are missing or misshapen."""
+        """Return the groups of this kind. Raises SourceError CKM115 where parts are missing or do not fit."""
         return list(find_fourbit(stored, records, self.kind, self.double))
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
         return None
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Weights of linear layers; not those that GPT-2 kin hold as [in, out], whose transpose
-        bitsandbytes would quantize."""
+        """Return the encoding for the weight of a linear layer, else None.
+
+        `Conv1D` weights of GPT-2, held as [in, out], do not count: bitsandbytes quantizes their transpose.
+        """
         if not is_single_module(fqn, info):
             return None
         encoding = self.encoding(info)
@@ -50,15 +52,17 @@ class FourBitScheme:
         return parts if isinstance(parts, Refusal) else encoding
 
     def takes(self, fqn: str) -> bool:
-        """No embedding, no expert, none held in fp32, and no `Conv1D`: transformers would look for
-        its transpose."""
+        """Return whether transformers can load the tensor in 4 bits.
+
+        It cannot load embeddings, experts, modules kept in fp32, and `Conv1D`, whose transpose it expects.
+        """
         segments = fqn.lower().split(".")
         if is_expert(fqn) or is_wide(fqn) or any("embed" in segment for segment in segments):
             return False
         return not CONV1D.intersection(segments[-2:-1])
 
     def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
-        """The same blocks, where bitsandbytes has them; `exact`: single quantized."""
+        """Return the encoding with the same blocks if bitsandbytes has that size; `exact`: single quantized."""
         block = grid.block[0] * 2
         if grid.name != self.kind or block not in BLOCKS:
             return None
@@ -66,13 +70,13 @@ class FourBitScheme:
         return None if encoding.recoder(info, grid, "cpu") is None else encoding
 
     def exactly(self, encoding: Encoding, info: TensorInfo) -> Encoding:
-        assert isinstance(encoding, FourBit), f"{encoding} is no encoding of {self.name}"
+        assert isinstance(encoding, FourBit), f"{encoding} is not an encoding of {self.name}"
         return replace(encoding, nested=None)
 
     def quantization_config(
         self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
     ) -> dict[str, object]:
-        """As transformers writes it; the block size is in each tensor's own JSON."""
+        """Return the config as transformers writes it; block sizes are in each tensor's own JSON."""
         dtypes = {info.dtype for info in encoded.values()}
         return {
             "quant_method": "bitsandbytes",

@@ -1,11 +1,15 @@
-"""bitsandbytes' LLM.int8: one absmax a row.
+"""bitsandbytes' LLM.int8: int8 codes with one absmax per row.
 
-    fc.weight [out, in] T  ->  fc.weight i8 [out, in], fc.SCB f32 [out], fc.weight_format u8 []
+    fc.weight [out, in] T  ->  fc.weight        i8 [out, in]
+                               fc.SCB           f32 [out], the absmax of each row
+                               fc.weight_format u8 [], 0 for rows
 
-As `Linear8bitLt` saves it (bitsandbytes 0.50, nn/modules.py): value = code * SCB * (1 / 127), two
-products in fp32. Files before 0.38 have no `weight_format`; those of 0.38 to 0.44 may hold the
-tiles of a GPU's kernels, which are refused. The file does not say the dtype of the weights: it is
-that of the tensors around them. GPT-2 kin keep the transpose of their `Conv1D` weights.
+    w'[i, j] = code[i, j] * SCB[i] * (1 / 127)        two products in fp32, rounded once to T
+
+As `Linear8bitLt` saves it (bitsandbytes 0.50, nn/modules.py). Files from before 0.38 have no
+`weight_format`; those of 0.38 to 0.44 may hold tiles for the kernels of a GPU, which are refused. The file
+does not record the dtype of the weights: it is that of the dense tensors. GPT-2 keeps the transpose of its
+`Conv1D` weights.
 """
 
 from __future__ import annotations
@@ -39,8 +43,11 @@ _FORMAT_PART: tuple[tuple[str, str, tuple[int, ...]], ...] = ((FORMAT, "uint8", 
 
 @dataclass(frozen=True)
 class BnbInt8(ScaledEncoding):
-    """By rows, always; `extra` names the format number where there is one. `transposed`: the codes
-    are those of the transpose of the weight, as GPT-2 kin have it."""
+    """LLM.int8, always one scale a row.
+
+    extra       the part `weight_format` where there is one
+    transposed  the codes are those of the transpose of the weight, as in GPT-2
+    """
 
     name: ClassVar[str] = "bnb-int8"
     scheme: ClassVar[str] = "bnb-int8"
@@ -73,7 +80,7 @@ class BnbInt8(ScaledEncoding):
     def decode(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
     ) -> None:
-        """A transposed weight is held once more, turned."""
+        """Decode any box; a transposed weight takes a second buffer of its size."""
         turned = self._turned(box)
         values = out.new_empty(turned.sizes) if self.transposed else out
         super().decode(self.stored(info), parts, turned, values)
@@ -106,7 +113,7 @@ class BnbInt8(ScaledEncoding):
         return super().scales(info, parts) / 127.0
 
     def unscaled(self, scales: torch.Tensor) -> torch.Tensor:
-        """Infinity, which is refused, where a code times the scale is, before it is divided by 127."""
+        """Return the absmax of each row; infinity, which is refused, where code * absmax would overflow."""
         import torch
 
         stored = scales * 127.0
@@ -114,7 +121,7 @@ class BnbInt8(ScaledEncoding):
 
 
 class BnbInt8Scheme:
-    """Recognises LLM.int8 by its SCB, and quantizes linear weights to it."""
+    """Recognizes LLM.int8 by its key `SCB`, and quantizes the weights of linear layers to it."""
 
     name = "bnb-int8"
     suffix = "bnb-int8"
@@ -123,7 +130,7 @@ class BnbInt8Scheme:
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
-        """Raises SourceError CKM115 where parts do not fit, CKM316 for the tiles of a kernel."""
+        """Return the groups. Raises SourceError CKM115 where parts do not fit, CKM316 for a GPU's tiles."""
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
         groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
         return [*groups, *_found(stored, mine, records)]
@@ -132,8 +139,10 @@ class BnbInt8Scheme:
         return None
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Weights of linear layers, not those that GPT-2 kin hold as [in, out]: bitsandbytes would
-        quantize the transpose."""
+        """Return the encoding for the weight of a linear layer, else None.
+
+        `Conv1D` weights of GPT-2, held as [in, out], do not count: bitsandbytes quantizes their transpose.
+        """
         if not is_single_module(fqn, info):
             return None
         encoding = self.encoding(info)
@@ -144,7 +153,7 @@ class BnbInt8Scheme:
         return encoding.refusal(info) or encoding
 
     def takes(self, fqn: str) -> bool:
-        """No expert and none held in fp32: see `selection.is_expert`, `is_wide`."""
+        """Return whether transformers can load the tensor in int8: see `is_expert` and `is_wide`."""
         return not is_expert(fqn) and not is_wide(fqn)
 
     def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
@@ -153,7 +162,7 @@ class BnbInt8Scheme:
     def quantization_config(
         self, encoded: Mapping[str, TensorInfo], dense: Collection[str]
     ) -> Mapping[str, object]:
-        """As transformers' `BitsAndBytesConfig(load_in_8bit=True)` writes it."""
+        """Return the config as `BitsAndBytesConfig(load_in_8bit=True)` of transformers writes it."""
         return {
             "quant_method": "bitsandbytes",
             "_load_in_4bit": False,
@@ -185,8 +194,10 @@ def _found(
     known: Collection[str],
     records: Mapping[str, Mapping[str, object]],
 ) -> Iterator[tuple[Group, Sequence[str]]]:
-    """Those of other writers, by the key that gives them away. The format is a number, or in torch
-    files of bitsandbytes before 0.43 its name."""
+    """Yield the groups of other writers, recognized by `SCB` beside int8 codes.
+
+    `weight_format` is a number, or in torch files of bitsandbytes before 0.43 a name.
+    """
     scales = [key for key in stored if key.endswith(SCB) and key[:-3][-1:] in ("", ".")]
     dtype = model_dtype(stored, set(scales), "float16") if scales else ""
     files, models = Files(), Conv1DModels()
@@ -220,7 +231,7 @@ def _check_name(fqn: str, name: str) -> None:
         return
     raise SourceError(
         "CKM316",
-        f"{fqn}: stored in the order of a GPU kernel's tiles, expected rows, found {name}",
+        f"{fqn}: stored as the tiles of a GPU kernel, expected rows, found {name}",
         "load it with bitsandbytes 0.38 to 0.44 on such a GPU and save it before the first forward:"
         " then it saves rows",
     )

@@ -1,5 +1,4 @@
-"""What config.json says of compressed-tensors weights, as `QuantizationConfig` writes it, and what is
-read in one."""
+"""Write and read the `quantization_config` of compressed-tensors (its class `QuantizationConfig`)."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ Key = tuple[str, int, str, bool, bool, str, tuple[int, ...]]
 
 
 BEYOND = ("kv_cache_scheme", "transform_config")
-"""What a config says of no weight: how keys and values are cached, what rotates activations."""
+"""Settings that concern no weight: the cache of keys and values, the rotation of activations."""
 
 
 def declared(
@@ -27,9 +26,12 @@ def declared(
     dense: Collection[str],
     beyond: Mapping[str, Any],
 ) -> Mapping[str, object]:
-    """One group for each way of quantizing; the only one targets every linear layer, several name
-    their modules, as on disk and as they are called once loaded. `dense` are ignored. Activations
-    of linear layers are not quantized; `beyond` weights is said what `beyond_weights` found."""
+    """Return the config for these encoded tensors, with one group per way of quantizing.
+
+    A single group targets every linear layer; several name their modules, as on disk and as once loaded.
+    Modules in `dense` are ignored. Activations of linear layers are not quantized; `beyond` holds the other
+    settings, from `beyond_weights`.
+    """
     others = loaded_as([*encoded, *(f"{module}.weight" for module in dense)])
     groups: dict[Key, list[str]] = {}
     for name, (encoding, info) in encoded.items():
@@ -55,8 +57,10 @@ def declared(
 
 
 def beyond_weights(config: Mapping[str, object], names: Collection[str]) -> dict[str, object]:
-    """What a config of this library says of no weight, and is true of a model of these `names`:
-    static scales that it promises must be there. Groups are those of attention."""
+    """Return the settings of a config that concern no weight and hold for a model with these `names`.
+
+    Static scales that the config announces must exist. The groups are those of attention.
+    """
     if config.get("quant_method") != "compressed-tensors":
         return {}
     found = {name: config[name] for name in BEYOND if config.get(name)}
@@ -73,7 +77,7 @@ def beyond_weights(config: Mapping[str, object], names: Collection[str]) -> dict
 
 
 def _of_attention(targets: object) -> bool:
-    """By class, as that library names them."""
+    """Return whether all targets are attention classes, as the library names them."""
     names = targets if isinstance(targets, list) else []
     return bool(names) and all(str(name).endswith("Attention") for name in names)
 
@@ -87,8 +91,7 @@ def _scaled(activations: object, scale: str, names: Collection[str]) -> bool:
 
 
 def _key(encoding: ScaledEncoding, info: TensorInfo) -> Key:
-    """Type, bits, format, whether it is symmetric, whether groups follow activations, strategy and
-    its sizes."""
+    """Return (type, bits, format, symmetric, ordered by activations, strategy, its sizes)."""
     packed = encoding.codes_part == "packed"
     bits = int(getattr(encoding, "bits", 8))
     form = "pack-quantized" if packed else "naive-quantized"
@@ -131,8 +134,10 @@ def _group(key: Key, targets: list[str]) -> dict[str, object]:
 
 
 def weights_said(config: Mapping[str, object], module: str = "") -> list[Mapping[str, object]]:
-    """How config.json says that weights are quantized, group by group; of a `module` that some of
-    several groups name, those groups alone."""
+    """Return how config.json says that weights are quantized, group by group.
+
+    Where some of several groups name the `module`, only those are returned.
+    """
     groups = config.get("config_groups")
     found = list(groups.values()) if isinstance(groups, Mapping) else []
     found = [group for group in found if isinstance(group, Mapping)]
@@ -143,7 +148,7 @@ def weights_said(config: Mapping[str, object], module: str = "") -> list[Mapping
 
 
 def _names(targets: object, module: str) -> bool:
-    """By its whole name or by a pattern; a class cannot be told here."""
+    """Return whether a target names the module, by name or pattern; its class is unknown here."""
     for target in targets if isinstance(targets, list) else ():
         if target == module:
             return True
@@ -155,8 +160,7 @@ def _names(targets: object, module: str) -> bool:
 
 
 def version_said(config: Mapping[str, object]) -> tuple[int, int]:
-    """Major and minor of the compressed-tensors that wrote it; (0, 0) where it says none, as
-    up to 0.10."""
+    """Return (major, minor) of the compressed-tensors that wrote the config; (0, 0) up to 0.10."""
     found = re.match(r"(\d{1,4})\.(\d{1,4})", str(config.get("version", "")))
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -164,7 +168,7 @@ def version_said(config: Mapping[str, object]) -> tuple[int, int]:
 def block_found(
     fqn: str, info: TensorInfo, scale: TensorInfo, config: Mapping[str, object]
 ) -> tuple[int, ...]:
-    """What the shape of the scales is, given the config.json. Raises SourceError CKM115."""
+    """Return the block that the shape of the scales and config.json imply. Raises SourceError CKM115."""
     if scale.numel == 1:
         return info.shape
     for weights in weights_said(config):
@@ -186,7 +190,7 @@ def block_found(
     same = len(scale.shape) == len(info.shape) and 0 not in scale.shape
     if not same or any(n % g for n, g in zip(info.shape, scale.shape, strict=True)):
         raise malformed(
-            fqn, f"weight_scale {scale} of {info}, expected one a row, group, tile or tensor",
-            "give the config.json of the model beside the weights",
+            fqn, f"weight_scale {scale} of {info}, expected one scale per row, group, tile or tensor",
+            "put the config.json of the model beside the weights",
         )  # fmt: skip
     return tuple(n // g for n, g in zip(info.shape, scale.shape, strict=True))

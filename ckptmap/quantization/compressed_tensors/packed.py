@@ -1,14 +1,18 @@
-"""compressed-tensors' packed integers: `bits` a code, densely in int32 words along each row.
+"""compressed-tensors' packed integers: codes of 1 to 8 bits, packed densely into int32 words along each row.
 
-    w [out, in] T  ->  weight_packed i32 [out, ceil(in * bits / 32)], weight_scale [out, groups],
-                       weight_shape i64 [2], perhaps weight_zero_point i32 [ceil(out * bits / 32), groups]
+    w [out, in] T  ->  weight_packed     i32 [out, ceil(in * bits / 32)]
+                       weight_scale      T [out, groups]; [1] for a single scale
+                       weight_shape      i64 [2]
+                       weight_zero_point i32 [ceil(out * bits / 32), groups]      asymmetric only
+                       weight_g_idx      i32 [in], the group of each column       `actorder` only
 
-A code q is stored as q + 2^(bits-1), least significant bits first; bits of one code may lie in two
-words (compressed-tensors 0.18 to 0.20, compressors/pack_quantized), or a word holds whole codes only
-(0.17 and before, `aligned`): that differs for 3, 5, 6 and 7 bits. Zero points of rows and groups are
-packed the same way, but along the rows; before 0.9.3, and those of tensors and tiles, they are
-integers of the scale's shape. With 8 bits a word is four bytes of codes, each with its upper bit
-turned.
+    w'[i, j] = (code[i, j] - zero[i, g]) * scale[i, g]      g = j // group_size, or g_idx[j]
+
+A code q is stored as q + 2^(bits-1), least significant bits first. In compressed-tensors 0.18 to 0.20
+(compressors/pack_quantized) one code may span two words; up to 0.17 a word holds whole codes only
+(`aligned`), which differs for 3, 5, 6 and 7 bits. Zero points of rows and groups are packed along the
+rows; before 0.9.3, and for tensors and tiles, they are plain integers in the scale's shape. With 8 bits a
+word is four bytes of codes with the upper bit inverted.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.protocols import Encoder, Refusal, Write
 from ckptmap.quantization.blockwise import block_geometry as geometry
-from ckptmap.quantization.blockwise import dequantize as values
+from ckptmap.quantization.blockwise.dequantize import dequantize
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoInt8
 from ckptmap.quantization.blockwise.scaled_encoder import (
     Constants,
@@ -36,13 +40,16 @@ if TYPE_CHECKING:
 
 WORD = 32
 PACKED_ZERO = "int32"
-"""Dtype of zero points that are packed; others are of the scale's shape."""
+"""The dtype of packed zero points; others are not packed and have the scale's shape."""
 
 
 @dataclass(frozen=True)
 class Packed(ScaledEncoding):
-    """Written with 8 bits, read with 1 to 8. `ordered`: `weight_g_idx` says the group of a column.
-    `aligned`: no code lies in two words. Zero points are packed where they are int32."""
+    """Packed integer codes: written with 8 bits, read with 1 to 8.
+
+    ordered  `weight_g_idx` gives the group of each column
+    aligned  no code spans two words
+    """
 
     codes_part: ClassVar[str] = "packed"
     scale_part: ClassVar[str] = "scale"
@@ -108,13 +115,13 @@ class Packed(ScaledEncoding):
         return geometry.stored_box(grid, self.scale_shape(info))
 
     def _grid_box(self, info: TensorInfo, box: Box) -> Box:
-        """Where columns are of any group, all groups of the rows."""
+        """Return the box of scales; all groups of the rows where columns are in any order of groups."""
         if self.ordered:
             box = Box((box.offsets[0], 0), (box.sizes[0], info.shape[1]))
         return geometry.grid_box(box, self.block_of(info))
 
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
-        """One scale is stored as [1]."""
+        """Return the stored shape of the scales; a single scale is stored as [1]."""
         return (1,) if self.block_of(info) == info.shape else super().scale_shape(info)
 
     def decode(
@@ -134,7 +141,7 @@ class Packed(ScaledEncoding):
             scale = scale.index_select(1, index)
             zero = None if zero is None else zero.index_select(1, index)
             block = (block[0], 1)
-        values.dequantize(codes, scale, zero, box, block, out)
+        dequantize(codes, scale, zero, box, block, out)
 
     def _zero(self, part: torch.Tensor, grid: Box) -> torch.Tensor:
         if self.zero_dtype != PACKED_ZERO:
@@ -192,26 +199,27 @@ class Packed(ScaledEncoding):
 
 @dataclass(frozen=True)
 class Packing:
-    """How codes lie in words."""
+    """How codes are packed into 32-bit words."""
 
     bits: int
     aligned: bool = False
 
     @property
     def _whole(self) -> int:
-        """Codes that a word holds whole, where none lies in two."""
+        """Codes per word where no code spans two words."""
         return WORD // self.bits
 
     def words(self, count: int) -> int:
+        """Return the number of words for `count` codes."""
         return -(-count // self._whole) if self.aligned else -(-count * self.bits // WORD)
 
     def span(self, start: int, count: int) -> tuple[int, int]:
-        """First word and number of words that hold these codes."""
+        """Return the first word and the number of words that hold these codes."""
         low = start // self._whole if self.aligned else start * self.bits // WORD
         return low, self.words(start + count) - low
 
     def unpacked(self, words: torch.Tensor, start: int, count: int) -> torch.Tensor:
-        """words i32 [r, n] from the word of code `start` on -> codes i8 [r, count]."""
+        """words i32 [r, n], the first of which holds code `start` -> codes i8 [r, count]."""
         import torch
 
         if self.bits == 8:
@@ -227,7 +235,7 @@ class Packing:
         return (low.bitwise_and_(2 * half - 1) - half).to(torch.int8)
 
     def _places(self, codes: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The word of each code, counted from that of `start`, and where in it the code begins."""
+        """Return the word of each code, relative to that of `start`, and the bit at which the code begins."""
         if self.aligned:
             return codes // self._whole - start // self._whole, codes % self._whole * self.bits
         at = codes * self.bits
@@ -246,7 +254,7 @@ def packed_rows(codes: torch.Tensor, width: int) -> torch.Tensor:
 
 
 class PackedEncoder:
-    """8-bit codes of whole rows, packed on their way."""
+    """Encodes whole rows to 8-bit codes and packs them."""
 
     splittable = True
     state_nbytes = 0
@@ -264,7 +272,7 @@ class PackedEncoder:
 
 
 class PackedRecoder:
-    """8-bit codes of whole rows as they are, packed."""
+    """Packs the 8-bit codes of whole rows unchanged."""
 
     state_nbytes = 0
 

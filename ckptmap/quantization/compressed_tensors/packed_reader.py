@@ -1,7 +1,7 @@
-"""compressed-tensors' packed integers as they are found: codes, scales, and the shape in a part.
+"""Read compressed-tensors' packed integers: codes, scales, and the shape, which is a part of its own.
 
-How many bits a code has, and whether it may lie in two words, the number of words of a row and the
-config.json beside the file tell together.
+The bits per code, and whether a code may span two words, follow from the number of words in a row and the
+config.json beside the file.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ckptmap.storage.files import Files
 from ckptmap.tensors import StoredTensor, TensorInfo
 
 SPILLS_SINCE = (0, 18)
-"""The release of compressed-tensors whose codes may lie in two words."""
+"""The first release of compressed-tensors whose codes may span two words."""
 
 
 def find_packed(
     stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
 ) -> Iterator[tuple[Group, Sequence[str]]]:
-    """Groups of records, then those of other writers. Raises SourceError CKM115."""
+    """Yield the groups of records, then those of other writers. Raises SourceError CKM115."""
     mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Packed.scheme}
     for fqn, record in mine.items():
         read = read_record(fqn, record, "ct-packed")
@@ -72,8 +72,10 @@ def _found(
 
 
 def _packing(fqn: str, width: int, words: int, config: Mapping[str, object]) -> Packing | None:
-    """The one that makes so many words of a row: of so many bits as config.json says, else of 8 or 4
-    where these fit. None: none does."""
+    """Return the packing that gives this many words a row, None where none does.
+
+    Among several, the bits that config.json names win, then 8 bits, then 4.
+    """
     fitting = [
         packing
         for bits in range(1, 9)
@@ -87,7 +89,7 @@ def _packing(fqn: str, width: int, words: int, config: Mapping[str, object]) -> 
             fitting = named or fitting
             if named:
                 break
-    # A row of few codes may fill as many words either way.
+    # A row of few codes may fill the same number of words either way.
     before = version_said(config) < SPILLS_SINCE
     aligned = [packing for packing in fitting if packing.aligned == before]
     return next(iter(aligned or fitting), None)

@@ -1,11 +1,13 @@
 """compressed-tensors: 8-bit codes beside `weight_scale`, or codes packed into int32 words.
 
-    fc.weight [out, in] T  ->  fc.weight i8 or e4m3 [out, in], fc.weight_scale [out, 1]
-                           or  fc.weight_packed i32, ... : see `compressed_packed`
+    fc.weight [out, in] T  ->  fc.weight i8 or e4m3 [out, in], fc.weight_scale T [out, 1]
+                           or  fc.weight_packed i32 [out, ceil(in * bits / 32)], ...: see `packed`
 
-The scale's shape says whether it is one a row, a group of columns, a tile or a tensor. Values have
-the scale's dtype, as `decompress` gives them (compressed-tensors 0.20, compressors/naive_quantized).
-Scales and zero points of activations belong to the tensor and move with it.
+    w'[i, j] = (code[i, j] - zero) * scale
+
+The shape of the scale says whether there is one per row, group of columns, tile or tensor. Values get the
+scale's dtype, as `decompress` does (compressed-tensors 0.20, compressors/naive_quantized). Scales and zero
+points of activations belong to the tensor and move with it.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ ACTIVATIONS = (
 
 @dataclass(frozen=True)
 class Plain(ScaledEncoding):
-    """Codes as they are; a zero point has the scale's shape. `scale_stored` is the shape of a single
-    scale, where it was found as [] or [1, 1]."""
+    """Unpacked codes; a zero point has the scale's shape.
+
+    `scale_stored` is the stored shape of a single scale where it is [] or [1, 1].
+    """
 
     codes_part: ClassVar[str] = ""
     scale_part: ClassVar[str] = "scale"
@@ -88,7 +92,7 @@ _BY_CODES: Mapping[str, type[Plain]] = {"int8": PlainInt8, "float8_e4m3fn": Plai
 
 
 class _Target:
-    """What the two targets share."""
+    """The base of the two targets."""
 
     name: str
     suffix: str
@@ -101,19 +105,19 @@ class _Target:
         raise NotImplementedError
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Weights of linear layers: see `selection.is_linear_module`."""
+        """Return the encoding for the weight of a linear layer (`is_linear_module`), else None."""
         encoding = self.encoding(info) if is_linear_module(fqn, info) else None
         return None if isinstance(encoding, Refusal) else encoding
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        """By rows; scales in the dtype of the weights, which holds them exactly."""
+        """Return the encoding with a scale a row, in the dtype of the weights, which holds it exactly."""
         if len(info.shape) != 2:
             return Refusal(f"quantizes matrices by rows, found shape {list(info.shape)}")
         encoding = self._fresh((1, max(1, info.shape[1])), info.dtype)
         return encoding.refusal(info) or encoding
 
     def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
-        """Rows, whole groups of columns, tiles of float8, the tensor; scales in float32."""
+        """Return the encoding for codes with a scale per row, group, float8 tile or tensor; scales in fp32."""
         if len(info.shape) != 2 or len(grid.block) != 2:
             return None
         encoding = self._fresh(grid.block, "float32")
@@ -137,7 +141,7 @@ class _Target:
 
 
 class CompressedFp8(_Target):
-    """Reads every unpacked form; float8 by rows as a target."""
+    """Reads every unpacked form; as a target it is float8 with a scale a row."""
 
     name = "ct-fp8"
     suffix = "ct-fp8"
@@ -149,7 +153,7 @@ class CompressedFp8(_Target):
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
-        """Raises SourceError CKM115 where scales do not fit their weight."""
+        """Return the groups of unpacked codes. Raises SourceError CKM115 where scales do not fit."""
         kinds = {kind.scheme: kind for kind in _BY_CODES.values()}
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") in kinds}
         groups = [
@@ -162,8 +166,10 @@ class CompressedFp8(_Target):
 
 
 class CompressedInt8(_Target):
-    """Reads every packed form; 8-bit words by rows as a target, as compressed-tensors itself writes
-    int8 weights that no activation is quantized for."""
+    """Reads every packed form; as a target it is 8-bit with a scale a row.
+
+    compressed-tensors writes int8 weights in this form where activations are not quantized.
+    """
 
     name = "ct-int8"
     suffix = "ct-int8"
@@ -175,7 +181,7 @@ class CompressedInt8(_Target):
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
-        """Raises SourceError CKM115 where parts do not fit."""
+        """Return the groups of packed codes. Raises SourceError CKM115 where parts do not fit."""
         return list(find_packed(stored, records))
 
 
@@ -188,14 +194,14 @@ def _recorded(
 
 
 def _single(ndim: int) -> tuple[int, ...] | None:
-    """The shape of a single scale of so many dims; None: the usual one."""
+    """Return the shape of a single scale with `ndim` dims, None for the usual one."""
     return None if ndim == 1 else (1,) * min(max(0, ndim), 8)
 
 
 def _found(
     stored: Mapping[str, StoredTensor], known: Collection[str]
 ) -> Iterator[tuple[Group, Sequence[str]]]:
-    """Those of other writers, by `weight_scale` beside 8-bit codes."""
+    """Yield the groups of other writers, recognized by `weight_scale` beside 8-bit codes."""
     config: Mapping[str, object] | None = None
     for key in [key for key in stored if key.endswith("_scale")]:
         fqn = key.removesuffix("_scale")

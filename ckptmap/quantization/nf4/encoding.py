@@ -1,13 +1,15 @@
-"""NF4: a frozen value that says how one tensor is stored in 4 bits, and its encoder.
+"""torchao's NF4: how one tensor is stored in 4 bits, and the encoder that writes it.
 
-    w [...] T, n elements  ->  quantized_data       [n/block] blocks: u8 [n/2]
+    w [...] T, n elements  ->  quantized_data       u8 [n/2], two codes a byte
                                quantized_scalers    i8 [n/block]
                                quantization_factor  T [n/block/scaler_block]
                                scaler_mean          T []
-                               nf4                  T [16]
+                               nf4                  T [16], the table of values
 
-The names are torchao's attributes, the arithmetic is in `nf4_codes`. T is the logical dtype and
-part of the format: the same values in another dtype have other codes.
+    w'[i] = nf4[code[i]] * (quantized_scalers[b] / quantization_factor[b // scaler_block] + scaler_mean)
+
+The names are attributes of torchao's NF4Tensor (torchao 0.18); `kernels` holds the arithmetic. T is the
+logical dtype and part of the format: the same values in another dtype have other codes.
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ PARTS = (DATA, SCALERS, FACTOR, MEAN, TABLE)
 
 @dataclass(frozen=True)
 class NF4:
-    """Blocks of `block_size` elements share a scale, `scaler_block_size` scales a factor.
+    """The NF4 encoding: `block_size` elements share a scale, `scaler_block_size` scales share a factor.
 
-    `exact`: the form that holds any float32 scale without loss. Scaler blocks are of 1, every part
-    but the codes is float32, the table is bitsandbytes', and T is what values are rounded to.
+    `exact` holds any float32 scale without loss: the scaler block is 1, every part but the codes is
+    float32, the table is that of bitsandbytes, and decoded values are rounded to T.
     """
 
     name = "nf4"
@@ -87,7 +89,9 @@ class NF4:
             return Refusal(f"exact scales need scaler blocks of 1, not {self.scaler_block_size}")
         blocks, rest = divmod(info.numel, self.block_size)
         if rest or blocks == 0:
-            return Refusal(f"{info.numel} elements are no multiple of the block {self.block_size}")
+            return Refusal(
+                f"{info.numel} elements are not a multiple of the block {self.block_size}"
+            )
         if blocks % self.scaler_block_size:
             return Refusal(
                 f"{blocks} blocks are no multiple of the scaler block {self.scaler_block_size}"
@@ -95,10 +99,12 @@ class NF4:
         return None
 
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
-        """The least range of whole blocks that covers the box's flat span, from its first element
-        to its last; of the factors, the range that covers these blocks. Exact where the box is
-        rows (or flat-contiguous) and its ends fall on blocks, else a little more. Columns cover
-        nearly all of the tensor. Never None."""
+        """Return the least range of whole blocks that covers the box's flat span.
+
+        The span runs from the box's first element to its last; factors are those of the blocks in it. The
+        range is exact where the box is whole rows (or contiguous) and ends at blocks. A box of columns
+        spans nearly all of the tensor.
+        """
         if part == MEAN:
             return Box((), ())
         if part == TABLE:
@@ -114,8 +120,10 @@ class NF4:
     def decode(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
     ) -> None:
-        """Bit-equal to the box of torchao's `get_original_weight()`. Any box; holds besides the
-        parts one chunk of values, or one row of the box where that is wider."""
+        """Decode any box, bit-equal to torchao's `get_original_weight()`.
+
+        Besides the parts it holds one chunk of values, or one row of the box where that is wider.
+        """
         if box.numel == 0:
             return
         block, table = self.block_size, parts[TABLE]
@@ -194,17 +202,17 @@ class NF4:
 
 
 def _takes(out: torch.Tensor, table: torch.Tensor) -> bool:
-    """Can values be written there at once, two by two?"""
+    """Return whether pairs of values can be written there directly."""
     return out.is_contiguous() and out.dtype == table.dtype and out.storage_offset() % 2 == 0
 
 
 class NF4Encoder:
-    """Codes at once, scales at the end: their mean is over the whole tensor.
+    """Writes codes at once and scales at the end, because their mean is over the whole tensor.
 
-    It keeps the absmax of every block, [n/block] T, and its buffers. The statistics are always
-    computed on the CPU by one thread, so the bytes depend on neither device nor thread count.
-    `sign_flips`, complete after `finish`: blocks whose scale, in 8 bits, decodes to zero or less,
-    because an outlier in their scaler block made the step too coarse.
+    It keeps the absmax of every block, [n/block] T. The statistics are computed on the CPU by one thread,
+    so the bytes depend on neither device nor thread count. After `finish`, `sign_flips` counts the blocks
+    whose 8-bit scale decodes to zero or less, because an outlier in their scaler block made the step too
+    coarse.
     """
 
     splittable = False
@@ -226,7 +234,7 @@ class NF4Encoder:
         self.state_nbytes = absmax_nbytes + self._quantizer.nbytes
 
     def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
-        """values [m] T, m and `offset` multiples of the block -> codes u8 [m/2]."""
+        """Encode values [m] T, m and `offset` multiples of the block -> codes u8 [m/2]."""
         import torch
 
         numel = values.numel()
@@ -238,8 +246,10 @@ class NF4Encoder:
         return (Write(DATA, Box((offset // 2,), (numel // 2,)), packed),)
 
     def finish(self) -> Iterable[Write]:
-        """Scalers, factors, mean, table; on the CPU. Raises RunError CKM309 where an input was
-        not finite, or where the scales are too large for T."""
+        """Yield scalers, factors, mean and table, on the CPU.
+
+        Raises RunError CKM309 where an input was not finite or the scales are too large for T.
+        """
         assert self._missing == 0, f"{self._missing} elements of {self._info} were not fed"
         absmax = self._absmax.cpu()
         nf4_codes.check_finite(absmax, self.step)
@@ -260,9 +270,9 @@ class NF4Encoder:
         yield Write(TABLE, Box((0,), (16,)), nf4_codes.value_table(mean.dtype))
 
     def _check_scales(self, absmax: torch.Tensor, decoded: torch.Tensor) -> None:
-        """A range of 2 * max|absmax - mean| beyond T makes factors 0 and scales NaN."""
+        """Raise RunError CKM309 where 2 * max|absmax - mean| exceeds T: factors become 0, scales NaN."""
         if nf4_codes.is_positive(decoded):
-            return  # as nearly always
+            return  # the usual case
         bad = int(decoded.isfinite().logical_not_().sum())
         if bad:
             raise RunError(
@@ -275,6 +285,8 @@ class NF4Encoder:
 
 
 def default_encoding(info: TensorInfo) -> NF4:
-    """Blocks of 64 and the largest scaler block up to 256 that divides their number: from the
-    shape alone, so that a file does not depend on the world size."""
+    """Return NF4 with blocks of 64 and the largest scaler block up to 256 that divides their number.
+
+    It follows from the shape alone, so a file does not depend on the world size.
+    """
     return NF4(64, math.gcd(256, info.numel // 64) or 1)

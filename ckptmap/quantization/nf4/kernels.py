@@ -1,16 +1,16 @@
-"""The arithmetic of NF4: absmax and codes of blocks, scalers of absmax, and back.
+"""The arithmetic of torchao's NF4: absmax and codes of blocks, 8-bit scalers of the absmax, and decoding.
 
     w [n] T -> absmax [n/block] T, codes [n/2] u8        T: bfloat16, float16 or float32
     absmax [n/block] T -> scalers [n/block] i8, factor [n/block/scaler_block] T, mean [] T
-    w'[i] = table[code[i]] * (scalers[b] / factor[b / scaler_block] + mean)
+    w'[i] = table[code[i]] * (scalers[b] / factor[b // scaler_block] + mean)      b = i // block
 
-Bit-equal to torchao's `to_nf4` and `NF4Tensor.get_original_weight` (torchao 0.18,
-torchao/quantization/quantize_/workflows/nf4/nf4_tensor.py), which compute everything in T. The one
-departure: an all-zero block, 0/0 there and the lowest code, has the code of 0 here.
+Bit-equal to `to_nf4` and `NF4Tensor.get_original_weight` of torchao 0.18
+(torchao/quantization/quantize_/workflows/nf4/nf4_tensor.py), which compute everything in T. There is one
+departure: an all-zero block is 0/0 there and gets the lowest code; here it gets the code of 0.
 
-The code of an element is a function of the quotient w/absmax alone. For a 16-bit T that is a table
-of 65536 entries on its bit pattern; for float32 a number of thresholds (see `counting`). Work goes
-in chunks that stay in cache. Nothing here synchronises with the device.
+The code of an element depends on the quotient w/absmax alone. For a 16-bit T it comes from a table of
+65536 entries by the quotient's bits, for float32 from thresholds (see `bucketize`). Work goes in chunks
+that stay in the CPU cache. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK_NUMEL = 512 * 1024
-"""Elements at a time, at most: fewer pay for the calls, more leave the cache."""
+"""Most elements per chunk: fewer cost more calls, more leave the cache."""
 
 # torchao's table: the quantiles of a normal distribution (QLoRA, arXiv:2305.14314, appendix E),
 # written there with four decimals and then rounded to T.
@@ -41,14 +41,14 @@ _lookups: dict[tuple[torch.dtype, str], torch.Tensor | Bucketizer] = {}
 
 
 def value_table(dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The 16 values, in T."""
+    """Return the 16 values in T."""
     import torch
 
     return torch.tensor(TABLE, dtype=dtype, device=device)
 
 
 def nearest(values: torch.Tensor) -> torch.Tensor:
-    """torchao's rule: the first index of the least |value - table|, differences rounded to T.
+    """Return codes by torchao's rule: the first index of the least |value - table|, rounded to T.
 
     Along the table the distance falls, then rises, and no two neighbours are so close that a fall
     is rounded away: so the index is the number of falls, which is the same on every device.
@@ -61,8 +61,10 @@ def nearest(values: torch.Tensor) -> torch.Tensor:
 
 
 def lookup(dtype: torch.dtype, device: str) -> torch.Tensor | Bucketizer:
-    """What tells the codes of quotients: of 16 bits a table [65536] u8 by their bits, of float32 a
-    Counter. A NaN, which is 0/0, has the code of 0."""
+    """Return what maps quotients to codes: a table [65536] u8 by 16 bits, for float32 a Bucketizer.
+
+    A NaN, which is 0/0, has the code of 0.
+    """
     import torch
 
     found = _lookups.get((dtype, device))
@@ -78,7 +80,7 @@ def lookup(dtype: torch.dtype, device: str) -> torch.Tensor | Bucketizer:
 
 
 def _patterns(device: str) -> torch.Tensor:
-    """Every 16-bit pattern, in the order of its unsigned value."""
+    """Return every 16-bit pattern, in the order of its unsigned value."""
     import torch
 
     return torch.arange(65536, dtype=torch.int32, device=device).to(torch.int16)
@@ -93,8 +95,11 @@ def _lookup_16(dtype: torch.dtype, device: str) -> torch.Tensor:
 
 
 def _thresholds(device: str) -> torch.Tensor:
-    """The least float32 of each code 1 to 15: both differences are monotone in the value, so
-    there is one, a few ulp from the midpoint of two neighbours."""
+    """Return the least float32 of each code 1 to 15.
+
+    Both differences are monotone in the value, so there is one, a few ulp from the midpoint of two
+    neighbours.
+    """
     import torch
 
     table = value_table(torch.float32, device)
@@ -108,7 +113,7 @@ def _thresholds(device: str) -> torch.Tensor:
 
 
 class NF4Quantizer:
-    """Codes and absmax of blocks, in chunks, over buffers that are used again."""
+    """Computes codes and absmax of blocks, in chunks, with reused buffers."""
 
     def __init__(self, numel: int, block: int, dtype: torch.dtype, device: str) -> None:
         import torch
@@ -123,13 +128,15 @@ class NF4Quantizer:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffers."""
+        """The size of the buffers."""
         buffers = (self._spare, self._quotient, self._code)
         return sum(b.numel() * b.element_size() for b in buffers)
 
     def run(self, values: torch.Tensor, absmax: torch.Tensor, packed: torch.Tensor) -> None:
-        """values [m] T -> absmax [m/block] T, packed [m/2] u8 (the first of two in the high
-        nibble); m is a multiple of the block."""
+        """values [m] T -> absmax [m/block] T, packed [m/2] u8, the first of two in the high nibble.
+
+        m is a multiple of the block.
+        """
         for start in range(0, values.numel(), self._chunk):
             n = min(self._chunk, values.numel() - start)
             self._run_chunk(
@@ -169,14 +176,14 @@ class NF4Quantizer:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """As signed integers of their width: those of positive floats order as the floats do."""
+    """View floats as signed integers of their width: positive ones keep their order."""
     import torch
 
     return values.view(torch.int32 if values.element_size() == 4 else torch.int16)
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """The largest bits without a sign tell, several times faster than `isfinite`."""
+    """Return whether all values are finite, by a maximum of bits: several times faster than `isfinite`."""
     import torch
 
     infinity = _bits(torch.tensor(torch.inf, dtype=values.dtype))
@@ -185,12 +192,12 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 def is_positive(values: torch.Tensor) -> bool:
-    """Finite, and every one above zero."""
+    """Return whether all values are finite and above zero."""
     return is_finite(values) and (not values.numel() or bool(_bits(values).amin() > 0))
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
-    """`values.abs().amax(1)`: as integers 5 times faster where they are 16 bits wide."""
+    """Return `values.abs().amax(1)`; as integers it is 5 times faster for 16-bit floats."""
     import torch
 
     bits = _bits(values)
@@ -198,7 +205,7 @@ def _largest(values: torch.Tensor) -> torch.Tensor:
 
 
 def check_finite(absmax: torch.Tensor, block: int) -> None:
-    """Raises RunError CKM309 where a block held NaN or infinity."""
+    """Raise RunError CKM309 where a block held NaN or infinity."""
     if is_finite(absmax):
         return
     bad = absmax.isfinite().logical_not()
@@ -215,7 +222,7 @@ def check_finite(absmax: torch.Tensor, block: int) -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A sum depends on how it is split: with one thread it is the same on every machine."""
+    """Use one torch thread: a sum depends on how it is split, and must be equal on every machine."""
     import torch
 
     threads = torch.get_num_threads()
@@ -232,8 +239,10 @@ def one_thread() -> Iterator[None]:
 def quantize_scalers(
     absmax: torch.Tensor, mean: torch.Tensor, scaler_block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """absmax [m] T -> scalers [m] i8, factor [m/scaler_block] T. m is a multiple of the scaler
-    block; any split at such a multiple gives the same bits."""
+    """absmax [m] T -> scalers [m] i8, factor [m/scaler_block] T.
+
+    m is a multiple of the scaler block; any split at such a multiple gives the same bits.
+    """
     import torch
 
     centred = (absmax - mean).view(-1, scaler_block)
@@ -248,8 +257,10 @@ def quantize_scalers(
 def scales(
     scalers: torch.Tensor, factor: torch.Tensor, mean: torch.Tensor, scaler_block: int, first: int
 ) -> torch.Tensor:
-    """scalers [m] i8 -> the scale of each block [m] T; the first scaler is number `first` within
-    the first factor's block."""
+    """scalers [m] i8 -> the scale of each block [m] T.
+
+    The first scaler is number `first` within the first factor's scaler block.
+    """
     import torch
 
     if not first and scalers.numel() == factor.numel() * scaler_block:
@@ -260,7 +271,7 @@ def scales(
 
 
 def pair_table(table: torch.Tensor) -> torch.Tensor:
-    """table [16] T -> [256] integers as wide as two T: the two values of a byte, in order."""
+    """table [16] T -> [256] integers as wide as two T, the two values of each byte side by side."""
     import torch
 
     byte = torch.arange(256, device=table.device)
@@ -270,7 +281,7 @@ def pair_table(table: torch.Tensor) -> torch.Tensor:
 
 
 class NF4Dequantizer:
-    """Values of blocks, at most `numel` at a time, in a buffer that is used again."""
+    """Decodes blocks, at most `numel` elements per call, into a reused buffer or a given one."""
 
     def __init__(self, numel: int, table: torch.Tensor) -> None:
         import torch
@@ -282,8 +293,11 @@ class NF4Dequantizer:
     def run(
         self, packed: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """packed [m/2] u8, scale [m/block] T -> values [m] T, in `out` where it is given, which
-        begins at an even element; else valid until the next run."""
+        """packed [m/2] u8, scale [m/block] T -> values [m] T.
+
+        They are in `out` where it is given, which must begin at an even element; else they are valid
+        until the next call.
+        """
         import torch
 
         index = self._index.narrow(0, 0, packed.numel()).copy_(packed)

@@ -1,8 +1,8 @@
-"""NF4 as it is found: our five plain parts with a record, torchao's pickled NF4Tensor, its shards.
+"""Read every stored form of NF4: five plain tensors with a record, torchao's pickled NF4Tensor, its shards.
 
-A pickled NF4Tensor is never built: its attributes are taken as the same five parts. torchao moved
-the class between releases (`torchao.dtypes.nf4tensor` up to 0.17, `torchao.quantization.quantize_
-.workflows.nf4.nf4_tensor` since 0.18), so it is known by class name and last module segment.
+A pickled NF4Tensor is never built: its attributes are taken as the five parts. torchao moved the class
+between releases (`torchao.dtypes.nf4tensor` up to 0.17, `torchao.quantization.quantize_.workflows.nf4.
+nf4_tensor` since 0.18), so it is recognized by class name and last module segment.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _PLACEHOLDER = "float8_e5m2fnuz"
 def _checked(
     fqn: str, encoding: NF4, info: TensorInfo, found: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
-    """The five parts, if each is a plain tensor of the shape and dtype that `info` asks for."""
+    """Return the five parts, each a plain tensor of the shape and dtype that `info` requires."""
     expected = encoding.parts(info)
     if isinstance(expected, Refusal):
-        raise malformed(fqn, expected.reason, "the file is damaged or not an NF4 tensor")
+        raise malformed(fqn, expected.reason, "the file is damaged, or this is not an NF4 tensor")
     return check_parts(fqn, "NF4", expected, found)
 
 
@@ -45,7 +45,7 @@ def _checked(
 def stored_groups(
     stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
 ) -> list[tuple[Group, Sequence[str]]]:
-    """A group for each NF4 record, by its parts' stored names `FQN.part`."""
+    """Return a group for each NF4 record; its parts are stored as `FQN.part`."""
     groups: list[tuple[Group, Sequence[str]]] = []
     known = set()
     for fqn, record in records.items():
@@ -99,13 +99,14 @@ def _refuse_orphans(stored: Mapping[str, StoredTensor], known: set[str]) -> None
 
 
 def is_nf4(leaf: Opaque) -> bool:
+    """Return whether a pickled object is torchao's NF4Tensor."""
     last = leaf.module.rpartition(".")[2]
     return leaf.name == "NF4Tensor" and last in ("nf4tensor", "nf4_tensor")
 
 
 @dataclass(frozen=True)
 class _Pickled:
-    """What one NF4Tensor object holds, checked: all of a tensor or a rank's rows of it."""
+    """One NF4Tensor object, checked: all of a tensor, or one rank's rows at `box`."""
 
     box: Box
     encoding: NF4
@@ -114,7 +115,7 @@ class _Pickled:
 
 
 def adopt_whole(fqn: str, leaf: Opaque) -> Group:
-    """The group of one pickled NF4Tensor. Raises SourceError CKM115 where it does not add up."""
+    """Return the group of one pickled NF4Tensor. Raises SourceError CKM115 where its parts do not fit."""
     if leaf.info is None:
         raise malformed(fqn, f"{leaf.class_name} without a shape", "the pickle is damaged")
     whole = _unpack(fqn, leaf, Box.whole(leaf.info.shape), leaf.info.dtype)
@@ -150,12 +151,12 @@ def _unpack(fqn: str, leaf: Opaque, box: Box, wrapper_dtype: str) -> _Pickled:
 
 
 def adopt_cut(fqn: str, cut: Cut) -> Group:
-    """The group that ranks' NF4Tensors make, each some rows: `[rows/N, cols]` -> `[rows, cols]`.
+    """Return the group of NF4Tensors that each hold some rows: N x [rows/N, cols] -> [rows, cols].
 
-    Payload, scalers and factors are 1-D and follow each other in row order. The mean and the table
-    are global, so all ranks' must be equal: they are given as replicas, which the run compares.
-    A box held twice (a replicated mesh dim) is a replica too. Raises SourceError CKM115 where the
-    boxes are no rows that tile the tensor, or the ranks' block sizes differ.
+    Codes, scalers and factors are 1-D and follow each other in row order. The mean and the table are
+    global, so they must be equal on all ranks: they become replicas, which the run compares. A box that
+    occurs twice (a replicated mesh dim) is a replica, too. Raises SourceError CKM115 where the boxes are
+    not rows that tile the tensor, or the ranks' block sizes differ.
     """
     pieces = sorted(
         (_unpack(fqn, leaf, box, cut.info.dtype) for box, leaf in cut.pieces),
@@ -172,7 +173,7 @@ def adopt_cut(fqn: str, cut: Cut) -> Group:
                 fqn,
                 f"its ranks were quantized differently, {first.encoding} {first.info.dtype} and "
                 f"{piece.encoding} {piece.info.dtype}",
-                "these ranks are not of one save",
+                "these ranks are not from one save",
             )
     info = TensorInfo(cut.info.shape, first.info.dtype)
     unit = first.encoding.block_size
@@ -191,7 +192,7 @@ def _check_shapes(fqn: str, cut: Cut) -> None:
                 fqn,
                 f"a rank's NF4Tensor, expected shape {list(box.sizes)}, "
                 f"found {list(leaf.info.shape)}",
-                "torchao cuts rows wrongly where they do not divide by the world size",
+                "torchao shards rows wrongly where they do not divide by the world size",
             )
 
 
@@ -219,7 +220,7 @@ def _check_rows(fqn: str, info: TensorInfo, pieces: Sequence[_Pickled]) -> None:
 def _joined(
     name: str, per: int, info: TensorInfo, pieces: Sequence[_Pickled], repeated: Sequence[_Pickled]
 ) -> StoredTensor:
-    """One 1-D part of all rows; `per` logical elements make one of its own."""
+    """Return one 1-D part for all rows; it has one element per `per` logical elements."""
     dtype = pieces[0].parts[name].info.dtype
     row = info.numel // info.shape[0]
 

@@ -1,9 +1,10 @@
-"""NF4 by codes that are kept, and NF4 with scales that are stored without loss.
+"""Store the scales of NF4 tensors whose codes are kept: in 8 bits as torchao does, or without loss.
 
-The scales of torchao's NF4 are 8-bit integers of a step that is common to a scaler block:
-`scale_grids` chooses it so that conversions to and fro do not drift. The exact form (scaler block 1,
-everything in float32) has a step for each scale, chosen so that `scaler / factor` is the scale to
-the last bit.
+    scales [m] f32  ->  quantized_scalers i8 [m], quantization_factor T [m/unit], scaler_mean T []
+
+torchao stores scales as 8-bit integers with one step per scaler block; `ScaleLevels` chooses the step so
+that conversions to and fro do not drift. The exact form (scaler block 1, all in float32) has a step for
+each scale, chosen so that `scaler / factor` is the scale to the last bit.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ if TYPE_CHECKING:
 DATA, SCALERS, FACTOR = "quantized_data", "quantized_scalers", "quantization_factor"
 MEAN, TABLE = "scaler_mean", "nf4"
 CHUNK = 1 << 16
-"""Scales at a time."""
+"""Scales per chunk."""
 
 
 # ------------------------------------------------------------------------------- scales
 
 
 def exact_scalers(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """scales [m] f32 -> scalers [m] i8, factor [m] f32, with `scaler / factor == scale` as float32
-    divides. Raises RunError CKM309 where there are none: the scale is out of float32's reach."""
+    """scales [m] f32 -> scalers [m] i8, factor [m] f32, with `scaler / factor == scale` in float32.
+
+    Raises RunError CKM309 where no such pair exists.
+    """
     import torch
 
     magnitude = scales.abs()
@@ -46,7 +49,9 @@ def exact_scalers(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             break
         at = left.nonzero().squeeze(1)
         wanted = magnitude[at]
-        steps = torch.full_like(wanted, k)  # a number over a tensor is no true division in torch
+        steps = torch.full_like(
+            wanted, k
+        )  # torch rounds number / tensor differently from tensor / tensor
         first = steps / wanted
         bits = first.view(torch.int32)
         for ulp in (0, 1, -1):
@@ -58,7 +63,7 @@ def exact_scalers(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if bool(left.any()):
         raise RunError(
             "CKM309",
-            f"{int(left.sum())} block scales are out of reach of float32 divisions, the first is"
+            f"no float32 division gives {int(left.sum())} of the block scales, the first is"
             f" {float(scales[left][0]):.6g}",
             "leave this tensor as it is with --no-encode",
         )
@@ -68,8 +73,11 @@ def exact_scalers(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def scale_writes(
     scales: torch.Tensor, needed: torch.Tensor, unit: int, dtype: torch.dtype
 ) -> Iterator[Write]:
-    """The nearest scalers, their factors, mean and table. Raises CoarseScales CKM311 where a scale
-    that is `needed` (not 0 there) would decode to zero or to another sign, or might as well."""
+    """Yield the nearest scalers, their factors, the mean and the table.
+
+    Raises CoarseScales CKM311 where a scale that is `needed` (not 0 there) would become zero or change
+    its sign.
+    """
     import torch
 
     levels = torch.arange(-128, 128, dtype=torch.float32)
@@ -81,7 +89,7 @@ def scale_writes(
         found = grid.coded(part, mean, factor)
         if not bool(found.decoded.isfinite().all()):
             raise CoarseScales(f"block scales overflow {str(dtype).removeprefix('torch.')}")
-        CoarseScales.check(needed[start : start + grid.step], found.told(part))
+        CoarseScales.check(needed[start : start + grid.step], found.distinguishable(part))
         yield Write(SCALERS, flat(start, part.numel()), (found.at - 128).to(torch.int8))
         yield Write(FACTOR, flat(start // unit, factor.numel()), factor)
     yield Write(MEAN, flat(0, 1), mean.view(1))
@@ -89,7 +97,7 @@ def scale_writes(
 
 
 def exact_writes(scales: torch.Tensor) -> Iterator[Write]:
-    """A scaler and a factor for each block, a mean of 0, and the float32 table."""
+    """Yield a scaler and a factor for each block, a mean of 0, and the float32 table."""
     for start in range(0, scales.numel(), CHUNK):
         scalers, factor = exact_scalers(scales[start : start + CHUNK])
         yield Write(SCALERS, flat(start, scalers.numel()), scalers)
@@ -102,7 +110,7 @@ def exact_writes(scales: torch.Tensor) -> Iterator[Write]:
 
 
 class NF4Recoder:
-    """Codes as they are; scales nearest or exact."""
+    """Stores given codes unchanged, and their scales to the nearest 8-bit level or exactly."""
 
     state_nbytes = 0
 
@@ -127,7 +135,7 @@ class NF4Recoder:
 
 
 class ExactEncoder:
-    """Values to codes by float32 quotients, as bitsandbytes has them, and exact scales."""
+    """Encodes values as bitsandbytes does, by float32 quotients, with exact scales."""
 
     splittable = False
 
@@ -142,7 +150,7 @@ class ExactEncoder:
         self.state_nbytes = 4 * self._absmax.numel() + self._quantizer.nbytes
 
     def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
-        """values [m] T, m and `offset` multiples of the block -> codes u8 [m/2]."""
+        """Encode values [m] T, m and `offset` multiples of the block -> codes u8 [m/2]."""
         import torch
 
         numel = values.numel()
@@ -152,7 +160,7 @@ class ExactEncoder:
         return (Write(DATA, flat(offset // 2, numel // 2), packed),)
 
     def finish(self) -> Iterable[Write]:
-        """Raises RunError CKM309 where an input was not finite."""
+        """Yield the other parts. Raises RunError CKM309 where an input was not finite."""
         absmax = self._absmax.cpu()
         nf4_codes.check_finite(absmax, self.step)
         return exact_writes(absmax)

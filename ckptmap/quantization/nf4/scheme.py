@@ -1,4 +1,4 @@
-"""NF4 as a scheme: how it is recognised, and which tensors it takes as a target."""
+"""The NF4 scheme: which stored tensors are NF4, and which dense tensors become NF4."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["NF4", "NF4Scheme"]
 
 @dataclass(frozen=True)
 class NF4Scheme:
-    """Recognises NF4 in all its stored forms, and quantizes linear weights to it."""
+    """Recognizes every stored form of NF4, and quantizes the weights of linear layers."""
 
     name = "nf4"
     suffix = "nf4"
@@ -28,39 +28,42 @@ class NF4Scheme:
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
-        """Raises SourceError CKM115 where a record's parts are missing or misshapen, or where
-        five parts have no record."""
+        """Return a group for each NF4 record.
+
+        Raises SourceError CKM115 where parts are missing or have wrong shapes, or five parts lack a record.
+        """
         return stored_groups(stored, records)
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
+        """Return the group of a pickled NF4Tensor, or of the shards of one. Raises SourceError CKM115."""
         if isinstance(leaf, Opaque):
             return adopt_whole(fqn, leaf) if is_nf4(leaf) else None
-        found = [is_nf4(piece) for _, piece in leaf.pieces]
-        if not any(found):
+        are_nf4 = [is_nf4(piece) for _, piece in leaf.pieces]
+        if not any(are_nf4):
             return None
-        if not all(found):
+        if not all(are_nf4):
             raise SourceError(
                 "CKM115",
-                f"{fqn}: only {sum(found)} of {len(found)} ranks hold an NF4Tensor",
-                "these ranks are not of one save",
+                f"{fqn}: only {sum(are_nf4)} of {len(are_nf4)} ranks hold an NF4Tensor",
+                "these ranks are not from one save",
             )
         return adopt_cut(fqn, leaf)
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """The default choice: weights of linear layers, of a multiple of 64 elements."""
+        """Return NF4 for the weight of a linear layer with a multiple of 64 elements, else None."""
         if not is_linear_weight(fqn, info):
             return None
         encoding = self.encoding(info)
         return None if isinstance(encoding, Refusal) else encoding
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
-        """The forced choice (`--encode`), whatever the name: the encoding, or why there is none."""
+        """Return the encoding that `--encode` forces whatever the name, or why there is none."""
         encoding = default_encoding(info)
         parts = encoding.parts(info)
         return parts if isinstance(parts, Refusal) else encoding
 
     def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
-        """The same blocks; `exact`: scaler blocks of 1 in float32, else the largest up to 256."""
+        """Return NF4 with the same blocks, exact or with the largest scaler block up to 256; None if unfit."""
         block = grid.block[0] * 2
         if grid.name != "nf4" or info.numel % block:
             return None

@@ -1,4 +1,4 @@
-"""What config.json says of torchao's tensors, as transformers' `TorchAoConfig` writes it."""
+"""The `quantization_config` of torchao's tensors, as `TorchAoConfig` of transformers writes it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ GONE = frozenset({
     "Float8DynamicActivationFloat8WeightConfig", "IntxWeightOnlyConfig",
     "Int8DynamicActivationIntxWeightConfig",
 })  # fmt: skip
-"""Classes whose first version torchao 0.18 refuses, as it does every `...Layout`."""
+"""Classes whose version 1 torchao 0.18 refuses, as it refuses every `...Layout`."""
 _MAX_DEPTH = 8
 
 
 def is_outdated(config: Mapping[str, object]) -> bool:
-    """Is it torchao's of the pickles that it wrote before 0.15, which nothing reads any more: a type
-    by its short name, or classes and versions that are gone?"""
+    """Return whether the config is of a form that torchao wrote before 0.15 and now refuses.
+
+    That is a type given by its short name, or a class or version that is gone.
+    """
     if config.get("quant_method") != "torchao":
         return False
     said = config.get("quant_type")
@@ -48,13 +50,14 @@ def _per_row() -> dict[str, object]:
 
 
 def int8(dense: Collection[str]) -> Mapping[str, object]:
-    """`dense`: the modules whose 2-D weights are not quantized."""
+    """Return the config of int8 weights; `dense` are the modules that are not quantized."""
     data = {"group_size": None, "granularity": _per_row(), "set_inductor_config": True}
     quant_type = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": data}
     return _config(quant_type, dense)
 
 
 def float8(dense: Collection[str]) -> Mapping[str, object]:
+    """Return the config of float8 weights; `dense` are the modules that are not quantized."""
     data = {
         "weight_dtype": {"_type": "torch.dtype", "_data": "float8_e4m3fn"},
         "set_inductor_config": True,

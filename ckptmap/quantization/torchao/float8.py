@@ -1,5 +1,11 @@
-"""torchao's float8: e4m3 codes with one scale a row, block or tensor (`Float8Tensor`, torchao 0.14
-and later; AffineQuantizedTensor of float8 is read, see `blocks.pickled`)."""
+"""torchao's float8: e4m3 codes with one scale a row, block or tensor.
+
+    fc.weight [out, in] T  ->  fc._weight_qdata e4m3 [out, in], fc._weight_scale f32 [out, 1]
+    w'[i, j] = qdata[i, j] * scale[i, 0]              scale = absmax / 448
+
+`Float8Tensor` of torchao 0.14 and later; an AffineQuantizedTensor of float8 is read, too, see
+`subclass_reader`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +32,7 @@ class Float8(TorchaoEncoding):
 
 
 class Float8Scheme(TorchaoScheme):
-    """float8 weight-only by rows as a target."""
+    """The float8 scheme; as a target it is weight-only with a scale a row."""
 
     name = "float8"
     suffix = "float8"

@@ -1,5 +1,11 @@
-"""torchao's int8: one scale a row, group or tensor (`Int8Tensor`, torchao 0.15 and later; older
-classes and `IntxUnpackedToInt8Tensor` are read, see `blocks.pickled`)."""
+"""torchao's int8: one scale a row, group or tensor.
+
+    fc.weight [out, in] T  ->  fc._weight_qdata i8 [out, in], fc._weight_scale f32 [out, 1]
+    w'[i, j] = qdata[i, j] * scale[i, 0]              scale = absmax / 127.5
+
+`Int8Tensor` of torchao 0.15 and later; older classes and `IntxUnpackedToInt8Tensor` are read, too, see
+`subclass_reader`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +31,7 @@ class Int8(TorchaoEncoding):
 
     @property
     def is_symmetric(self) -> bool:
-        """Int8Tensor weights are, though zero points of 0 are stored with them."""
+        """True for Int8Tensor, which stores zero points although they are always 0."""
         return self.kind == "Int8Tensor"
 
     def rule(self, info: TensorInfo) -> RoundingRule:
@@ -33,7 +39,7 @@ class Int8(TorchaoEncoding):
 
 
 class Int8Scheme(TorchaoScheme):
-    """int8 weight-only by rows as a target."""
+    """The int8 scheme; as a target it is weight-only with a scale a row."""
 
     name = "int8"
     suffix = "int8"

@@ -1,8 +1,8 @@
-"""Ranks' pieces of a pickled subclass as one tensor: codes follow their boxes, scales their grid.
+"""Join the shards that ranks hold of a pickled torchao tensor: codes by their boxes, scales by their grid.
 
-    N x Int8QuantizedTrainingLinearWeight [rows / N, in] -> codes [rows, in], scale [rows, 1]
+    N x Int8QuantizedTrainingLinearWeight [rows/N, in]  ->  codes i8 [rows, in], scale [rows, 1]
 
-Each piece must begin and end where blocks do. What several ranks hold is a replica, to be compared.
+Each shard must begin and end at blocks. A box that several ranks hold is a replica, which the run compares.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Placed = Sequence[tuple[Box, StoredTensor]]
 
 
 def unpack_cut(fqn: str, cut: Cut) -> TorchaoParts:
-    """Raises SourceError CKM115 where the pieces are of different kinds or cut blocks in two."""
+    """Return the joined parts. Raises SourceError CKM115 where shards differ in kind or split a block."""
     pieces = [(box, unpack(fqn, leaf)) for box, leaf in cut.pieces]
     first = pieces[0][1]
     block = _block(fqn, cut.info, pieces)
@@ -34,7 +34,7 @@ def unpack_cut(fqn: str, cut: Cut) -> TorchaoParts:
         ):
             raise malformed(
                 fqn, f"its ranks hold different tensors, {first.kind} {first.info} and "
-                f"{piece.kind} {piece.info}", "these ranks are not of one save",
+                f"{piece.kind} {piece.info}", "these ranks are not from one save",
             )  # fmt: skip
     info = TensorInfo(cut.info.shape, first.info.dtype)
     grid = geometry.grid_shape(info.shape, block)
@@ -49,7 +49,7 @@ def unpack_cut(fqn: str, cut: Cut) -> TorchaoParts:
 def _block(
     fqn: str, info: TensorInfo, pieces: Sequence[tuple[Box, TorchaoParts]]
 ) -> tuple[int, ...]:
-    """The block of the whole: a piece that is one block in a dim says nothing about the next."""
+    """Return the block sizes of the whole tensor. Raises SourceError CKM115 where a shard splits a block."""
     block = []
     for dim, size in enumerate(info.shape):
         own = max(piece.block[dim] for _, piece in pieces)
@@ -68,7 +68,7 @@ def _block(
 
 
 def joined(shape: Sequence[int], pieces: Placed) -> StoredTensor:
-    """One tensor of pieces at their boxes."""
+    """Return one tensor whose pieces lie at their boxes; a repeated box is a replica."""
     first: dict[Box, StoredTensor] = {}
     again = []
     for box, part in pieces:

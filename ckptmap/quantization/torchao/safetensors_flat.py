@@ -1,10 +1,10 @@
-"""torchao's safetensors flattening: keys of parts, and the JSON that says what they are.
+"""Read torchao's safetensors flattening: the keys of the parts, and the JSON that describes them.
 
     0.weight: Int8Tensor -> 0._weight_qdata, 0._weight_scale
     __metadata__: {"0.weight": {"_type", "_data", "_tensor_data_names"}, "tensor_names": [...]}
 
-As torchao/prototype/safetensors writes it since 0.15. The records come from `wire.torchao_metadata`,
-which reads the header, and takes what 0.14 wrote for the same.
+torchao/prototype/safetensors writes it since 0.15. `formats.safetensors.torchao_metadata` reads the header
+into records, and converts what 0.14 wrote.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FlatEntry:
 
 
 def flat_of(fqn: str, record: Mapping[str, object], kinds: Sequence[str]) -> FlatEntry | None:
-    """None: another scheme's record, or a class that is not one of `kinds`."""
+    """Return a record as an entry, None for another scheme or for a class that is not in `kinds`."""
     if record.get("scheme") != SCHEME or record.get("kind") not in kinds:
         return None
     data, names = record.get("data"), record.get("names")
@@ -45,7 +45,7 @@ def flat_of(fqn: str, record: Mapping[str, object], kinds: Sequence[str]) -> Fla
 def flat_parts(
     flat: FlatEntry, stored: Mapping[str, StoredTensor]
 ) -> tuple[tuple[str, ...], TorchaoParts]:
-    """Its stored keys, and its parts as those of a pickled object. Raises SourceError CKM115."""
+    """Return the stored keys of an entry, and its parts as of a pickled object. Raises CKM115."""
     keys = {name: _key(flat.fqn, name, stored) for name in flat.names}
     parts = {name: stored[key] for name, key in keys.items()}
     codes, scale, zero = (parts.get(name) for name in ("qdata", "scale", "zero_point"))

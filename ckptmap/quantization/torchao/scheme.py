@@ -1,10 +1,11 @@
-"""What torchao's encodings of 8-bit codes share: names of parts, stored forms, recognition.
+"""The base of torchao's 8-bit schemes: names of parts, stored forms, recognition.
 
-    fc.weight [out, in] T  ->  fc._weight_qdata [out, in], fc._weight_scale f32 [out, 1]
+    fc.weight [out, in] T  ->  fc._weight_qdata [out, in] i8 or e4m3, fc._weight_scale f32 [out, 1]
+    w'[i, j] = qdata[i, j] * scale[i, 0]
 
-The names are those of torchao's safetensors flattening, so that transformers and torchao load a
-Hugging Face directory of them; anywhere else a record says how to read them. Pickled objects are
-read as the same parts, see `pickled`.
+The names are those of torchao's safetensors flattening (prototype/safetensors, since 0.15), so transformers
+and torchao load a Hugging Face directory of them. In other containers a record says how to read them.
+Pickled objects are read as the same parts, see `subclass_reader`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
 
 @dataclass(frozen=True)
 class TorchaoEncoding(ScaledEncoding):
-    """`kind` is torchao's class, `attributes` its other attributes as JSON in torchao's own form,
-    `activation` how a class that torchao has dropped quantized activations."""
+    """The encoding of one tensor of torchao's.
+
+    kind        the name of torchao's class
+    attributes  the other attributes of the class, as JSON in torchao's own form
+    activation  how a wrapper class that torchao has since dropped quantized activations
+    """
 
     codes_part: ClassVar[str] = "qdata"
     scale_part: ClassVar[str] = "scale"
@@ -56,12 +61,13 @@ class TorchaoEncoding(ScaledEncoding):
 
 
 class TorchaoScheme:
-    """Recognises torchao's codes of one dtype in all their stored forms; a target by rows.
+    """Recognizes torchao's codes of one dtype in every stored form; as a target it has a scale a row.
 
-    made      the encoding's class
-    kinds     torchao's classes that safetensors may hold, the one that is written first
-    pickled   names of classes that pickles may hold, as `pickled.kind_of` gives them
-    plain     attributes of a tensor that quantizes no activations
+    made          the class of its encodings
+    kinds         torchao's classes in safetensors files; the first one is written
+    pickled       torchao's classes in pickles, as `subclass_reader.kind_of` names them
+    plain         the attributes of a tensor that quantizes no activations, as JSON
+    codes_dtypes  the dtypes of its codes
     """
 
     name: str
@@ -76,7 +82,7 @@ class TorchaoScheme:
     def group(
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
-        """Raises SourceError CKM115 where a record's parts are missing or misshapen."""
+        """Return the groups of records and of torchao's metadata. Raises SourceError CKM115."""
         groups: list[tuple[Group, Sequence[str]]] = []
         for fqn, record in records.items():
             if record.get("scheme") == self.name:
@@ -88,7 +94,7 @@ class TorchaoScheme:
         return groups
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
-        """Raises SourceError CKM115 where a class of torchao's does not add up."""
+        """Return the group of a pickled subclass or its shards. Raises SourceError CKM115 if parts do not fit."""
         leaves = [piece for _, piece in leaf.pieces] if isinstance(leaf, Cut) else [leaf]
         if not all(kind_of(each) in self.pickled for each in leaves):
             return None
@@ -96,7 +102,7 @@ class TorchaoScheme:
         return self._group(fqn, found) if found.codes.info.dtype in self.codes_dtypes else None
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Weights of linear layers: see `selection.is_single_module`."""
+        """Return the encoding for the weight of a linear layer (`is_single_module`), else None."""
         if not is_single_module(fqn, info):
             return None
         encoding = self.encoding(info)
@@ -109,7 +115,7 @@ class TorchaoScheme:
         return encoding.refusal(info) or encoding
 
     def takes(self, fqn: str) -> bool:
-        """No expert: see `selection.is_expert`."""
+        """Return whether torchao can load the tensor: see `is_expert`."""
         return not is_expert(fqn)
 
     def kept_record(
@@ -121,10 +127,11 @@ class TorchaoScheme:
         return {**record, "native": SCHEME}, parts_of(fqn, record)
 
     def outdated(self, config: Mapping[str, object]) -> bool:
+        """Return whether a config is of a form that current torchao refuses."""
         return torchao_config.is_outdated(config)
 
     def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
-        """Any blocks that torchao has, which are all whole; scales in float32, so without loss."""
+        """Return the encoding for codes in any blocks that divide the tensor; scales in float32, so lossless."""
         encoding = self._fresh(grid.block)
         whole = not any(n % b for n, b in zip(info.shape, grid.block, strict=False))
         if grid.codes != TensorInfo(info.shape, encoding.codes_dtype) or not whole:

@@ -1,14 +1,14 @@
-"""torchao's pickled tensor subclasses of 8-bit codes, of releases 0.7 to 0.18, as their parts.
+"""Read torchao's pickled tensor subclasses with 8-bit codes, of releases 0.7 to 0.18, as their parts.
 
-    Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor            since 0.14: attributes and parts
-    IntxUnpackedTensor                                            0.13, renamed since
+    Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor                 since 0.14
+    IntxUnpackedTensor                                                 0.13, renamed since
     AffineQuantizedTensor > PlainAQTTensorImpl, Float8AQTTensorImpl    up to 0.17
     AffineQuantizedTensor > QDQTensorImpl, of IntxWeightOnlyConfig     0.11 to 0.14
-    LinearActivationQuantizedTensor > any of the others           up to 0.17
-    Int8QuantizedTrainingLinearWeight                             prototype: int_data, scale [out]
+    LinearActivationQuantizedTensor > any of the others                up to 0.17
+    Int8QuantizedTrainingLinearWeight                                  prototype: int_data, scale [out]
 
-Classes are known by name and by a module of torchao, never imported. Scales and zero points get
-the shape of their grid: [out] becomes [out, 1].
+Classes are recognized by name and by a module of torchao; they are never imported. Scales and zero points
+get the shape of their grid: [out] becomes [out, 1].
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TorchaoParts:
 
 
 def kind_of(leaf: Opaque) -> str:
-    """The class that holds the codes, inside of what wraps it; empty: none of these."""
+    """Return the name of the class that holds the codes, inside its wrapper, "" for any other class."""
     inner = _within(leaf)
     if inner is None or not inner.module.startswith("torchao."):
         return ""
@@ -82,7 +82,7 @@ def kind_of(leaf: Opaque) -> str:
 
 
 def _within(leaf: Opaque) -> Opaque | None:
-    """Without the one wrapper that quantizes activations."""
+    """Return the tensor inside the wrapper that quantizes activations, None where there is none."""
     if leaf.name != _WRAPPER:
         return leaf
     inner = state_of(leaf).get("original_weight_tensor")
@@ -95,7 +95,7 @@ def state_of(leaf: Opaque) -> Mapping[str, Any]:
 
 
 def unpack(fqn: str, leaf: Opaque) -> TorchaoParts:
-    """Raises SourceError CKM115 where its parts are missing or do not fit together."""
+    """Return the parts of one object. Raises SourceError CKM115 where they are missing or do not fit."""
     state = leaf.state
     if leaf.info is None or not isinstance(state, Mapping):
         raise malformed(fqn, f"{leaf.class_name} without shape or state", "the pickle is damaged")
@@ -117,7 +117,7 @@ def unpack(fqn: str, leaf: Opaque) -> TorchaoParts:
 
 
 def _block(fqn: str, info: TensorInfo, state: Mapping[str, object]) -> tuple[int, ...]:
-    """torchao's own sizes; an empty or absent one is the whole tensor."""
+    """Return torchao's block size; an empty or absent one means the whole tensor."""
     given = state.get("block_size")
     if not given:
         return info.shape
@@ -177,8 +177,10 @@ def _made(
 
 
 def as_json(value: object, depth: int = 0) -> object:
-    """An attribute as torchao's safetensors flattening writes it (prototype/safetensors); None for
-    what is nested deeper than any attribute of theirs: a pickle can hold itself."""
+    """Return an attribute as torchao's safetensors flattening writes it (prototype/safetensors).
+
+    Return None for what is nested deeper than any attribute of torchao's: a pickle can contain itself.
+    """
     if depth > _MAX_DEPTH:
         return None
     if isinstance(value, Opaque):

@@ -1,9 +1,10 @@
-"""torchao's weights that train in 8 bits or fewer but are kept in full precision.
+"""Read torchao's training weights that are quantized in each forward but stored in full precision.
+
+    Int8MixedPrecisionTrainingLinearWeight [out, in] T  ->  dense [out, in] T
 
 Int8MixedPrecisionTrainingLinearWeight and BitNetTrainingLinearWeight (torchao 0.5 to 0.18,
-prototype/quantized_training) and WeightWithDynamicFloat8CastTensor (float8/fsdp_utils.py) hold the
-weight itself in one attribute and quantize it in each forward: what they store is dense. A
-`_precomputed_scale` is computed from it again.
+prototype/quantized_training) and WeightWithDynamicFloat8CastTensor (float8/fsdp_utils.py) hold the weight
+itself in one attribute. A `_precomputed_scale` is dropped: it is computed from the weight again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _data(fqn: str, leaf: Opaque, info: TensorInfo | None) -> StoredTensor:
 
 
 class TrainedDense:
-    """Reads them as dense tensors; no target."""
+    """Reads such weights as dense tensors; it is not a target."""
 
     name = "trained-dense"
     suffix = ""
@@ -42,7 +43,7 @@ class TrainedDense:
         return []
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
-        """Raises SourceError CKM115 where the data is missing or of another shape."""
+        """Return a dense group. Raises SourceError CKM115 where the data is missing or has another shape."""
         if isinstance(leaf, Opaque):
             if not _is_one(leaf):
                 return None

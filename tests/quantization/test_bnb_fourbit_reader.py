@@ -204,7 +204,7 @@ def test_incomplete_tensors_are_refused_by_name(
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"blocksize": 48}, "block size 48 is none of bitsandbytes'"),
+        ({"blocksize": 48}, "block size 48 is not one that bitsandbytes has"),
         ({"dtype": "int8"}, "expected JSON with blocksize, dtype and shape"),
         ({"shape": [64, -1]}, "expected JSON with blocksize, dtype and shape"),
         ({"shape": [1 << 40]}, r"expected uint8\[549755813888, 1\], found uint8\[4096, 1\]"),
