@@ -1,10 +1,10 @@
-"""The pytest plugin: mapping files that match the setting `ckptmap_mappings` are tests.
+"""The pytest plugin that collects mapping files as tests.
 
     [pytest]
     ckptmap_mappings = mappings/*.toml
 
-Each check of `MappingKit` is one test: `mine.toml::round_trip[bfloat16]`. Without the setting it
-does nothing, and imports nothing of ckptmap.
+Each check of `MappingKit` is one test: `mine.toml::round_trip[bfloat16]`. Without the setting the plugin
+does nothing and imports nothing of ckptmap.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 class MappingFile(pytest.File):
-    """One mapping file."""
+    """One mapping file, collected as a test per check."""
 
     def collect(self) -> Iterator[pytest.Item]:
         from ckptmap.testing.mappings import MappingKit
@@ -51,7 +51,7 @@ class MappingFile(pytest.File):
 
 
 class MappingItem(pytest.Item):
-    """One check of it."""
+    """One check of a mapping file."""
 
     def __init__(
         self, *, kit: MappingKit, check: str, arguments: tuple[str, ...], **rest: object
@@ -65,7 +65,7 @@ class MappingItem(pytest.Item):
     def repr_failure(
         self, excinfo: pytest.ExceptionInfo[BaseException], style: object = None
     ) -> str:
-        """One line, as the command line says it."""
+        """Return the failure as one line, as the command line prints it."""
         return f"{self.path.name}: {self.name}: {excinfo.value}"
 
     def reportinfo(self) -> tuple[Path, None, str]:

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/accelerate_compiled.py runs/acc
 
 `save_state` writes `_orig_mod.` into the names of layers that are compiled under activation
-checkpointing; a run that compiles otherwise, or not at all, has other ones and cannot load it.
-`ckptmap.load` matches plain names, and takes the optimizer along.
+checkpointing. A run that compiles other layers, or none, has other names and cannot load the checkpoint.
+`ckptmap.load` matches plain names and loads the optimizer state, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import ckptmap
 
 
 def accelerator() -> Any:
-    """accelerate enters its FSDP code on GPUs only; without one it is told that there are some."""
+    """Return an Accelerator; accelerate runs its FSDP code on GPUs only, so without one it is told otherwise."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy=ModuleWrapPolicy({Block}),
         state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False,
@@ -45,7 +45,7 @@ def accelerator() -> Any:
 
 
 def first_run(folder: Path) -> torch.nn.Module:
-    """Trained and saved by accelerate, every layer compiled and checkpointed."""
+    """Train and save with accelerate, every layer compiled and under activation checkpointing."""
     made = accelerator()
     model = build(seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,6 +1,6 @@
-"""`make demo`: a Llama that was trained under FSDP1 on 4 ranks runs as NF4 under FSDP2 on 2.
+"""`make demo`: train a Llama under FSDP1 on 4 ranks, then run it as NF4 under FSDP2 on 2.
 
-Every line that begins with `$` is run as it stands, from the root of the repository.
+Every line that begins with `$` is a command, run from the root of the repository.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""FSDP2 and an 8-bit optimizer for shapes of a 70B model, without the model's memory.
+"""FSDP2 with an 8-bit optimizer, for the shapes of a 70B model and without its memory.
 
     torchrun --nproc-per-node 2 examples/eight_bit_at_size.py runs/big [layers]
 
-Shapes are a 70B Llama's, divided by 32 in width; the model is built on meta, so that no rank ever
-holds more than its shard and `max_memory` of buffers. The optimizer of the checkpoint was plain
-AdamW in float32; it goes on in 8 bits, quantized shard by shard.
+The shapes are those of a 70B Llama with its width divided by 32. The model is built on the meta device, so
+no rank ever holds more than its shard and `max_memory` of buffers. The checkpoint was trained with AdamW
+in float32; the run continues with 8-bit moments, which are quantized shard by shard.
 """
 
 from __future__ import annotations

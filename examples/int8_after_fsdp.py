@@ -1,10 +1,10 @@
-"""int8 after FSDP: quantized once, from the checkpoint, then cut; never after wrapping.
+"""int8 weights under FSDP: quantize the checkpoint once, then shard it; never quantize after wrapping.
 
     torchrun --nproc-per-node 2 examples/int8_after_fsdp.py runs/int8
 
-torchao's int8 weights cannot be cut by FSDP2, and quantizing a wrapped model touches flat memory
-that is not a weight. So the FSDP1 checkpoint becomes int8 on disk, and each rank of the next run
-reads its own rows of codes and scales.
+FSDP2 cannot shard torchao's int8 weights, and quantizing a wrapped model would quantize flat parameters
+instead of weights. So the FSDP1 checkpoint becomes int8 on disk, and each rank of the next run reads its
+own rows of codes and scales.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""NF4 weights under DDP, which would quantize them a second time.
+"""NF4 weights under DDP, which without help would quantize them a second time.
 
     torchrun --nproc-per-node 2 examples/nf4_under_ddp.py runs/nf4
 
-The frozen base is NF4, the norms are trained. `prepare_ddp` lets DDP leave the NF4 weights alone
-and makes them equal on all ranks; a loaded checkpoint is equal anyway.
+The frozen base is NF4 and the norms are trained. `prepare_ddp` makes DDP leave the NF4 weights alone, and
+makes them equal on all ranks. Weights that were loaded from a checkpoint are equal already.
 """
 
 from __future__ import annotations

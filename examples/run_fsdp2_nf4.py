@@ -1,4 +1,4 @@
-"""Run an NF4 checkpoint under FSDP2, and hold its logits against torchao's own quantization.
+"""Run an NF4 checkpoint under FSDP2, and compare its logits with torchao's own quantization.
 
     torchrun --nproc-per-node 2 examples/run_fsdp2_nf4.py demo/nf4 demo/reference.pt
 
@@ -36,7 +36,7 @@ def sharded(checkpoint: str) -> tuple[nn.Module, str]:
 
 
 def reference(path: str) -> nn.Module:
-    """One process, no ckptmap: every linear layer but the head quantized by torchao itself."""
+    """Return the logits of one process without ckptmap: torchao quantizes every linear layer but the head."""
     model = build("meta").requires_grad_(False)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=CONFIG)
     model.load_state_dict(torch.load(path, weights_only=True), assign=True)
@@ -49,7 +49,7 @@ def reference(path: str) -> nn.Module:
 
 
 def local_nbytes(model: nn.Module) -> int:
-    """Bytes of the parameters on this rank, NF4 as it is stored."""
+    """Return the bytes of the parameters on this rank; NF4 counts as stored."""
     total = 0
     for parameter in model.parameters():
         local = parameter.to_local()

@@ -1,4 +1,4 @@
-"""What the resume examples share: a small network in bfloat16, its data, and ranks that join."""
+"""Shared by the resume examples: a small network in bfloat16, its data, and the process group."""
 
 from __future__ import annotations
 

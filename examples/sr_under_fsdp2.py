@@ -1,10 +1,10 @@
-"""An 8-bit optimizer with stochastic rounding under FSDP2: stopped, and gone on with bit for bit.
+"""An 8-bit optimizer with stochastic rounding under FSDP2 that is stopped and continued bit for bit.
 
     torchrun --nproc-per-node 2 examples/sr_under_fsdp2.py runs/sr
 
 torchao 0.17 and 0.18 cannot step such an optimizer at all where the weights are bfloat16
-(`ckptmap doctor` says so); `fix=True` mends that, and so does `fix_lowbit.apply()` before the first
-step. The random streams of every rank are in the checkpoint and restored last.
+(`ckptmap doctor` reports it). `fix=True` repairs that, as does `fix_lowbit.apply()` before the first step.
+The checkpoint holds the random number generators of every rank, and restores them last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the examples share: a small Llama, its input, and ranks that find each other on loopback."""
+"""Shared by the examples: a small Llama, its input, and a process group on loopback."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = LlamaConfig(
 
 
 def build(device: str = "cpu") -> LlamaForCausalLM:
-    """The model in bfloat16, the same weights at every call; on "meta" without any."""
+    """Return the model in bfloat16, with the same weights at every call; on "meta" without any."""
     torch.manual_seed(0)
     with torch.device(device):
         model: LlamaForCausalLM = LlamaForCausalLM(CONFIG).to(torch.bfloat16)
@@ -32,7 +32,7 @@ def build(device: str = "cpu") -> LlamaForCausalLM:
 
 
 def tokens() -> torch.Tensor:
-    """A prompt, [2, 64] of token ids, the same at every call."""
+    """Return a prompt [2, 64] of token ids, the same at every call."""
     return torch.randint(CONFIG.vocab_size, (2, 64), generator=torch.Generator().manual_seed(1))
 
 

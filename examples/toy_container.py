@@ -1,11 +1,11 @@
-"""A format of one's own in one file: a directory of raw `.bin` files with an index.
+"""A file format of your own in one module: a directory of raw `.bin` files with an index.
 
     index.json   {"format": "toy-bin", "version": 1, "records": {...},
                   "tensors": {"fc.weight": {"file": "00000.bin", "dtype": "bfloat16",
                                             "shape": [4, 8]}, ...}}
     00000.bin    the bytes of fc.weight, little-endian, row-major
 
-Registered for good by the entry points of a package:
+A package registers it through entry points:
 
     [project.entry-points."ckptmap.containers"]
     toy = "toy_container:ToyReader"
@@ -14,8 +14,8 @@ Registered for good by the entry points of a package:
     [project.entry-points."ckptmap.setups"]
     toy = "toy_container:TOY"
 
-or for a while by `ckptmap.testing.registered(...)`, as below. `ckptmap convert --to toy`, `toy-nf4`,
-`verify`, `diff` and resuming then work: the rest of ckptmap asks nothing else of a format.
+`ckptmap.testing.registered(...)` registers it for a while, as below. `ckptmap convert --to toy`, `toy-nf4`,
+`verify`, `diff` and resuming then work: the rest of ckptmap needs nothing else of a format.
 
     python examples/toy_container.py SOURCE DESTINATION
 """
@@ -47,17 +47,17 @@ TOY = Setup(
 
 
 class ToyReader:
-    """Reads the index; of the data files only their sizes are looked at."""
+    """Reads the index, and only the sizes of the data files."""
 
     name = "toy"
 
     def claims(self, place: Place) -> bool:
-        """An index and nothing but data files beside it: a name like index.json is anybody's."""
+        """Return whether there is an index with only data files beside it: many formats have an index.json."""
         others = set(place.names) - {INDEX, "ckptmap.manifest.json"}
         return place.is_dir and INDEX in place.names and all(map(DATA.fullmatch, others))
 
     def index(self, place: Place) -> Index:
-        """Raises SourceError CKM108 for a malformed index, CKM104 where a file is too short."""
+        """Return the index. Raises SourceError CKM108 where it is malformed, CKM104 where a file is too short."""
         root = Path(place.path).absolute()
         tree = _parsed(root / INDEX)
         leaves: dict[LeafPath, Leaf] = {}
@@ -92,7 +92,7 @@ def _parsed(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON takes the last of two equal keys without a word; a tensor would be lost."""
+    """Refuse equal keys: JSON silently takes the last one, and a tensor would be lost."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a key occurs twice")
@@ -121,14 +121,14 @@ def _tensor(root: Path, key: str, entry: Mapping[str, Any]) -> StoredTensor:
 
 
 class ToyWriter:
-    """One `.bin` a tensor, all of it one slot; the index, which makes it a checkpoint, last."""
+    """Writes one `.bin` per tensor, which is a single slot; the index, which completes it, comes last."""
 
     name = "toy"
     one_file = False
     shares_storage = False
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """Raises PlanError CKM114 for two tensors of one key, CKM202 for a key JSON cannot hold."""
+        """Plan the files. Raises PlanError CKM114 for two tensors with one key, CKM202 for a key JSON cannot hold."""
         entries: dict[str, dict[str, Any]] = {}
         outs = []
         for number, tensor in enumerate(state.tensors):
@@ -152,7 +152,7 @@ def _key(tensor: OutTensor) -> str:
 
 
 def _sealed(start: bytes) -> Callable[[Sequence[int], bytes | None], Iterable[tuple[int, bytes]]]:
-    """All that is not tensor data: the whole index, nothing of a data file."""
+    """Yield all bytes that are not tensor data: the whole index, nothing of a data file."""
     return lambda crcs, manifest: ((0, start),) if start else ()
 
 

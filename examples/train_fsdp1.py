@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/train_fsdp1.py demo/step-3
 
-The checkpoint is what torch writes: a DCP directory of 4 ranks, its keys full of `_orig_mod.`,
-the optimizer beside the model. `demo/reference.pt` keeps the same weights whole, gathered by
-torch, for a comparison that owes ckptmap nothing.
+The checkpoint is what torch writes: a DCP directory of 4 ranks, with `_orig_mod.` in its keys and the
+optimizer beside the model. `demo/reference.pt` holds the same weights, gathered by torch, for a comparison
+that is independent of ckptmap.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def wrapped() -> torch.nn.Module:
-    """Every layer compiled, then sharded; then the whole."""
+    """Return the model with every layer compiled and sharded, then the whole model sharded."""
     model = build()
     layers = model.model.layers
     for index, layer in enumerate(layers):

@@ -1,13 +1,24 @@
-"""The conformance kit: what every container, layout, encoding and directory of ckptmap passes.
+"""The conformance kit: checks that every adapter of ckptmap passes, for authors of new ones.
 
     from ckptmap.testing import check_container
+
     def test_my_format(tmp_path):
         check_container(MyReader(), MyWriter(), MY_SETUP, tmp_path)
 
-Each check raises AssertionError with what was found and what was expected; pytest is not needed.
-The kits (`ContainerKit`, ...) list their checks in `CHECKS`, for a test each, and can be
-subclassed. `MappingKit` does it for a mapping file, of names between schemes. `registered(...)` puts adapters into the registry for a while; for good, name them as
-entry points (see `ckptmap.registry`). An example is `examples/toy_container.py`.
+Choose the check by what you have written:
+
+    check_container   a file format that is read and written (Container, Writer, Setup)
+    check_reader      a file format that is only read, with a file of another library as the truth
+    check_directory   a framework's directory, made of files in known formats (Directory)
+    check_layout      a way to shard tensors over ranks (Layout)
+    check_scheme      a quantization: encode, decode, recognize (Scheme, Encoding)
+    check_key_form    a way to key optimizer state (KeyForm)
+    MappingKit        a mapping file between naming schemes
+
+A check raises AssertionError that states what was expected and what was found; pytest is not needed. For
+one test a check, the kits (`ContainerKit`, `ReaderKit`, `SchemeKit`) list theirs in `CHECKS`, and can be
+subclassed. An adapter need not be installed: `registered(...)` puts it into the registry for a while. To
+install it, name it as an entry point (see `ckptmap.registry`). `examples/toy_container.py` is an example.
 """
 
 from __future__ import annotations

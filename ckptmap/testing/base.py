@@ -1,4 +1,4 @@
-"""What every check of the kit stands on: a clear failure, and adapters registered for a while."""
+"""The base of all checks: failures that say what went wrong, and adapters registered for a while."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _MARKS = (
     ("key_forms", "whole"),
     ("unflatteners", "unflatten"),
 )
-"""Registry group -> an attribute that only adapters of that group have."""
+"""(registry group, an attribute that only adapters of that group have)."""
 
 
 def expect(holds: object, message: str) -> None:
-    """Raises AssertionError with the message where it does not hold, under `python -O` too."""
+    """Raise AssertionError with the message unless the condition holds, under `python -O` too."""
     if not holds:
         raise AssertionError(message)
 
 
 @contextmanager
 def required(what: str) -> Iterator[None]:
-    """Any other exception in the block becomes an AssertionError that says what was going on."""
+    """Turn any other exception of the block into an AssertionError that says what was being checked."""
     try:
         yield
     except AssertionError:
@@ -53,27 +53,27 @@ def required(what: str) -> Iterator[None]:
 
 
 def run_all(kit: Any) -> None:
-    """Every check of a kit, in order."""
+    """Run every check of a kit, in order."""
     for name in kit.CHECKS:
         with required(f"{type(kit).__name__}.{name}"):
             getattr(kit, name)()
 
 
 def group_of(adapter: Adapter) -> str:
-    """The registry's group that an adapter belongs to, by its shape."""
+    """Return the registry group of an adapter, by the attributes it has."""
     if isinstance(adapter, Setup):
         return "setups"
     found = [group for group, mark in _MARKS if hasattr(adapter, mark)]
     kinds = ", ".join(group.replace("_", " ") for group, _ in _MARKS)
-    expect(found, f"{adapter!r}: is no setup, nor one of the {kinds}")
+    expect(found, f"{adapter!r} is not a setup, and has no attribute that marks one of the {kinds}")
     return found[0]
 
 
 @contextmanager
 def registered(*adapters: Adapter) -> Iterator[None]:
-    """The registry with these adapters first, in place of those of the same name.
+    """Register adapters for the block, before all others and in place of those of the same name.
 
-    Not for two threads at once: it is the registry of the whole process that changes.
+    This changes the registry of the whole process, so only one thread may use it at a time.
     """
     mine: dict[str, list[Any]] = {}
     for adapter in adapters:
@@ -97,9 +97,9 @@ def registered(*adapters: Adapter) -> Iterator[None]:
 
 @contextmanager
 def bytes_read() -> Iterator[list[int]]:
-    """`[n]`, which counts the bytes that the block reads from files, by whatever call but mmap.
+    """Yield `[n]`, where n counts the bytes that the block reads from files, except through mmap.
 
-    Where there is no /proc it counts what goes through `Files` alone.
+    Without /proc it counts only the reads of `Files`.
     """
     counter = [0]
     before, plain = _rchar(), Files.read_into
@@ -117,7 +117,7 @@ def bytes_read() -> Iterator[list[int]]:
 
 
 def _rchar() -> int:
-    """Bytes that this process has read, as Linux counts them; 0 elsewhere."""
+    """Return the bytes that this process has read, as Linux counts them; 0 elsewhere."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -126,22 +126,23 @@ def _rchar() -> int:
 
 
 def claims(reader: Container | Directory, path: Path) -> bool:
+    """Return whether the reader claims a path."""
     return reader.claims(look(path))
 
 
 def indexed(reader: Container | Directory, path: Path) -> Index:
-    """What the reader itself says of a path."""
+    """Return the index that the reader itself gives for a path."""
     place = look(path)
     with registered(reader):
         return reader.index(place) if hasattr(reader, "index") else merged(reader, place)
 
 
 def opened(path: str | os.PathLike[str], *adapters: Adapter) -> Checkpoint:
-    """The checkpoint, read with these adapters registered."""
+    """Open a checkpoint with these adapters registered."""
     with registered(*adapters):
         return open_checkpoint(path)
 
 
 def stored_tensors(ckpt: Checkpoint) -> list[tuple[str, StoredTensor]]:
-    """Every stored tensor of the weights, with its FQN."""
+    """Return (FQN, stored tensor) for every stored tensor of the weights."""
     return [(fqn, part) for fqn in ckpt for part in ckpt.group(fqn).parts.values()]

@@ -1,4 +1,4 @@
-"""Checks of codes that can be kept: what an encoding says of them, and what it takes."""
+"""Check an encoding whose codes can be kept: what it says about its codes, and codes that it takes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 BOXES = 4
 MAX_ERROR = 0.05
-"""Relative rms error of values whose codes are kept and whose scales are rounded."""
+"""Largest relative rms error of values whose codes are kept and whose scales are rounded."""
 
 
 def check_codes(what: str, encoding: Encoding, info: TensorInfo, parts: Parts) -> None:
-    """Codes by boxes are those of the whole, scales fit the grid, and what is stored of both
-    decodes to the same values: the same bits where it says `exact`."""
+    """Raise AssertionError unless the codes of an encoding can be kept.
+
+    Codes read by boxes must equal those of the whole tensor, scales must fit the grid, and an encoding that
+    takes its own codes and scales must decode to the same values: to equal bits if it says `exact`.
+    """
     if not isinstance(encoding, Coded):
         return
     grid = encoding.grid(info)
@@ -67,7 +70,7 @@ def _check_taken(
     codes: torch.Tensor,
     scales: torch.Tensor,
 ) -> None:
-    """Its own codes, given back to it."""
+    """Check that the encoding takes its own codes and scales."""
     import torch
 
     assert isinstance(encoding, Recodes)

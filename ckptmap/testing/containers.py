@@ -1,14 +1,14 @@
-"""Checks of a container and its writer: what goes in comes out, or nothing is there at all."""
+"""Check a file format with its writer: what goes in comes out, or nothing appears at the destination."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.split_roles import is_tensor
 from ckptmap.errors import PlanError, SourceError
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 SPARE_NBYTES = 256 << 10
-"""How much more of a checkpoint may be read for its index when its tensors grow: windows at the
-ends of files, but no tensor."""
+"""Bytes by which opening may read more when tensors grow: windows at the ends of files, no tensor."""
 
 
 def check_container(
@@ -39,24 +38,24 @@ def check_container(
     tmp_path: Path,
     world_size: int = 2,
 ) -> None:
-    """Raises AssertionError where the format breaks the protocol, or loses a bit.
+    """Raise AssertionError where the format breaks its protocols or loses a bit.
 
         from ckptmap.testing import check_container
         def test_my_format(tmp_path):
             check_container(MyReader(), MyWriter(), MY_SETUP, tmp_path)
 
-    All three need not be registered. `container` may be a directory adapter, for a writer of a
-    framework's directory. Files are made below `tmp_path`, by torch.save and by the writer. What
-    is checked is in `ContainerKit.CHECKS`.
+    None of the three need be registered. For a writer of a framework's directory, `container` is its
+    directory adapter. Files are made below `tmp_path`, by torch.save and by the writer. A sharded setup is
+    sharded over `world_size` ranks. The checks are the methods named in `ContainerKit.CHECKS`.
     """
     run_all(ContainerKit(container, writer, setup, tmp_path, world_size))
 
 
 @dataclass
 class ContainerKit(Workbench):
-    """The checks one by one, for who wants a test each: `getattr(kit, name)()`.
+    """The checks of `check_container` one by one, for a test each: `getattr(kit, name)()`.
 
-    `world_size` is what a sharded setup is cut over.
+    Subclass it and override `sample` for a format that cannot hold all of the sample tensors.
     """
 
     CHECKS = (
@@ -67,8 +66,7 @@ class ContainerKit(Workbench):
     # ------------------------------------------------------------------ checks
 
     def agrees(self) -> None:
-        """Reader, writer and setup are one format, by name; the writer of one more form of it adds
-        what that is: `accelerate-full`."""
+        """Reader, writer and setup name one format; the writer of a variant adds a suffix: `accelerate-full`."""
         names = (self.container.name, self.writer.name, self.setup.writer)
         form = f"{names[1]}-".startswith(f"{names[0]}-")
         expect(
@@ -82,8 +80,7 @@ class ContainerKit(Workbench):
         )
 
     def slots(self) -> None:
-        """Slots lie apart, inside files whose names stay inside the destination; every element
-        of every tensor has a slot."""
+        """Slots do not overlap, lie inside their files, and hold every element; files stay in the destination."""
         for world_size in (1, 2, 3) if self.setup.sharded else (1,):
             options = {"world_size": world_size} if self.setup.sharded else {}
             made = self.planned(self.source, **options)
@@ -101,7 +98,7 @@ class ContainerKit(Workbench):
                 )
 
     def seals(self) -> None:
-        """Slots and seal together write every byte, whatever was there before, to the size said."""
+        """Slots and seal together write every byte of a file, and the file has the announced size."""
         made = self.planned(self.source)
         _, _, files = self.seen(made)
         tensors = self.held(made)
@@ -122,7 +119,7 @@ class ContainerKit(Workbench):
                 )
 
     def round_trips(self) -> None:
-        """Tensors, names, ties and plain values come back; the files are those that were planned."""
+        """Tensors, names, ties and plain values are read back; the files hold the planned bytes."""
         made = self.planned(self.source)
         _, _, files = self.seen(made)
         tensors = self.held(made)
@@ -150,7 +147,7 @@ class ContainerKit(Workbench):
         ReaderKit(self.container, out, tensors, self.tmp_path / f"{name}_read").values()
 
     def dtypes(self) -> None:
-        """Every dtype is held bit for bit, or refused by PlanError before a byte is written."""
+        """Every dtype is stored bit for bit, or refused by PlanError before a byte is written."""
         accepted: dict[str, torch.Tensor] = {}
         for dtype in samples.dtypes():
             tensors = samples.of_dtype(dtype)
@@ -165,11 +162,11 @@ class ContainerKit(Workbench):
         self._round_trip("dtypes", accepted)
 
     def reads(self) -> None:
-        """All that `check_reader` asks, of what was written."""
+        """The output passes every check of `check_reader`."""
         run_all(ReaderKit(self.container, self.output, self.tensors, self.tmp_path / "reading"))
 
     def deterministic(self) -> None:
-        """The same bytes from any number of threads, in a second run, of any background."""
+        """A second run writes the same bytes, with any number of threads."""
         first = contents(self.output)
         for threads in (1, 4):
             again = contents(self.converted(self.source, f"threads_{threads}", threads=threads))
@@ -177,7 +174,7 @@ class ContainerKit(Workbench):
             expect(not differ, f"{self.setup.name}: {threads} threads: {differ[:1]} differs")
 
     def names(self) -> None:
-        """An odd name is held, or refused by PlanError before a byte is written."""
+        """An odd name is stored, or refused by PlanError before a byte is written."""
         wrong = {}
         for number, key in enumerate(samples.ODD_KEYS):
             tensors = {key: samples.bits((2, 3), "float32", number), "other": self.one}
@@ -197,8 +194,10 @@ class ContainerKit(Workbench):
         self._round_trip("empties", {**tensors, "other": self.one})
 
     def records(self) -> None:
-        """Encoding records are read again from the files alone, without the manifest; a format
-        that cannot hold them refuses by PlanError, or its setup is dense."""
+        """Records of encodings are read back from the files, without a manifest.
+
+        A format that cannot store records raises PlanError, or its setup is `dense`.
+        """
         if self.setup.dense:
             return
         state, name, _ = self.seen(self.planned(self.source))
@@ -223,7 +222,7 @@ class ContainerKit(Workbench):
         expect(key in keys, f"{self.setup.name}: without a manifest {key} is not read")
 
     def duplicates(self) -> None:
-        """A tensor path that occurs twice is refused by PlanError, and so is a value in its place."""
+        """A tensor path that occurs twice is refused by PlanError, as is a plain value at a tensor's path."""
         made = self.planned(self.source)
         state, name, _ = self.seen(made)
         tensor = next(t for t in state.tensors if t.alias_of is None)
@@ -247,7 +246,7 @@ class ContainerKit(Workbench):
     # ------------------------------------------------------------------ faults
 
     def crashes(self) -> None:
-        """Where sealing fails nothing is published, and the same command then continues."""
+        """If sealing fails, nothing is published, and the same command continues the run."""
 
         def full() -> None:
             raise OSError(errno.ENOSPC, "no space, says the kit")
@@ -255,15 +254,15 @@ class ContainerKit(Workbench):
         self._interrupted("crashed", full)
 
     def killed(self) -> None:
-        """The same where the process is killed."""
+        """If the process is killed, nothing is published, and the same command continues the run."""
         if hasattr(os, "fork"):
             self._interrupted("killed", None)
 
-    def _interrupted(self, name: str, fault: Any) -> None:
+    def _interrupted(self, name: str, fault: Callable[[], None] | None) -> None:
         out = self.tmp_path / name / "out"
         out.parent.mkdir()
 
-        def run(fault: Any) -> None:
+        def run(fault: Callable[[], None]) -> None:
             with self.together(Broken(self.writer, fault)):
                 convert(self.source, out, self.setup.name, **self.options)
 
@@ -291,7 +290,7 @@ class ContainerKit(Workbench):
         expect(not differ, f"{self.setup.name}: {name}, continued, and {differ[:1]} differs")
 
     def headers_only(self) -> None:
-        """Opening and planning read as much of a small checkpoint as of a large one."""
+        """Opening reads no more of a large checkpoint than of a small one: headers only."""
         import torch
 
         counts = []
@@ -312,7 +311,7 @@ class ContainerKit(Workbench):
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Every file's bytes by name below `path`; `""` for a file itself."""
+    """Return the bytes of every file below `path` by name; a single file has the name `""`."""
     if path.is_file():
         return {"": path.read_bytes()}
     files = sorted(file for file in path.rglob("*") if file.is_file())

@@ -1,4 +1,4 @@
-"""Checks of a directory adapter: it names what is there, costs nothing, and claims no stranger."""
+"""Check a directory adapter: it names the files of a framework's directory, reads little, and claims no others."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from ckptmap.testing.strangers import strangers
 
 ROLES = ("model", "optimizer", "extra", "all")
 CLAIM_NBYTES = 1 << 16
-"""Bytes that telling a directory may read: it is asked of every path that is opened."""
+"""Most bytes that `claims` may read: it is called for every path that is opened."""
 
 
 def check_directory(directory: Directory, path: str | os.PathLike[str]) -> None:
-    """Raises AssertionError where the adapter breaks its protocol on a real directory of its
-    framework.
+    """Raise AssertionError where the adapter breaks its protocol on a real directory of its framework.
 
         from ckptmap.testing import check_directory
         check_directory(MyFramework(), "runs/step-2000")
 
-    The directory itself is not changed.
+    The directory is only read.
     """
     with required(f"directory {directory.name}"):
         _check(directory, path)
@@ -94,7 +93,7 @@ def _check_member(name: str, base: Path, member: Member) -> None:
 
 
 def _check_absent(directory: Directory, place: Place) -> None:
-    """Without any one entry: still claimed or not, but never another error than SourceError."""
+    """Check the directory without each of its entries in turn: only SourceError may be raised."""
     for entry in place.names:
         names = tuple(name for name in place.names if name != entry)
         without = replace(place, names=names)

@@ -1,4 +1,4 @@
-"""Checks of an encoding scheme: what it says it stores, what it stores, and what comes back."""
+"""Check a quantization scheme: the parts it announces, the parts it stores, and the values that come back."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 SHAPES = ((), (1,), (0, 4), (7,), (64,), (128,), (64, 64), (32, 96), (3, 5, 7), (16, 1024))
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8", "bool", "complex64")
 MAX_ERROR = 0.5
-"""Relative rms error of decoded normal values: one bit a value does better, garbage does not."""
+"""Largest relative rms error of decoded normal values: even one bit a value does better."""
 BOXES = 6
 
 
 def check_scheme(scheme: Scheme) -> None:
-    """Raises AssertionError where the scheme, or an encoding that it gives, breaks its protocol.
+    """Raise AssertionError where the scheme, or an encoding that it gives, breaks its protocol.
 
         from ckptmap.testing import check_scheme
         check_scheme(MyScheme())
 
-    Every shape and dtype that the scheme does not refuse is encoded whole and in pieces, decoded
-    whole and by boxes, and recognised again from its parts and record.
+    Tensors of many shapes and dtypes, where the scheme does not refuse them, are encoded at once and in
+    pieces, decoded whole and by boxes, and recognized again from their parts and record.
     """
     run_all(SchemeKit(scheme))
 
 
 class SchemeKit:
-    """The checks one by one, for who wants a test each: `getattr(SchemeKit(s), name)()`."""
+    """The checks of `check_scheme` one by one, for a test each: `getattr(SchemeKit(s), name)()`."""
 
     CHECKS = ("takes", "describes", "pieces", "values", "boxes", "empty_boxes", "codes", "recognised",
               "strangers", "untouched")  # fmt: skip
@@ -55,55 +55,56 @@ class SchemeKit:
 
     @cached_property
     def tries(self) -> list[_Try]:
+        """One try for each shape and dtype that the scheme encodes."""
         infos = (TensorInfo(shape, dtype) for dtype in DTYPES for shape in SHAPES)
         found = ((_encoding(self.scheme, info), info) for info in infos)
         return [_Try(self.scheme, encoding, info) for encoding, info in found if encoding]
 
     def takes(self) -> None:
-        """A target takes something; what it refuses, it refuses with a reason."""
+        """A target takes some tensors, and refuses the others with a reason."""
         name, suffix = self.scheme.name, self.scheme.suffix
         expect(name, "a scheme needs a name")
         expect(self.tries or not suffix, f"{name}: is a target, but refuses every tensor")
 
     def describes(self) -> None:
-        """parts() says what the encoder yields: names, shapes, dtypes, every element once."""
+        """The encoder writes the parts that `parts()` announces: names, shapes, dtypes, each element once."""
         for each in self.tries:
             for name, part in each.parts.items():
                 found = info_of(part)
                 expect(found == each.described[name], f"{each.what}: part {name!r} is {found}")
 
     def pieces(self) -> None:
-        """How the values are fed makes no difference to a bit."""
+        """The size of the pieces in which values are fed does not change a bit."""
         for each in self.tries:
             each.pieces_make_no_difference()
 
     def values(self) -> None:
-        """What comes back is what torch's cast gives, or near where it is lossy; and again so."""
+        """Decoded values equal torch's cast, or are near it where the encoding is lossy, each time."""
         for each in self.tries:
             each.values_survive()
 
     def boxes(self) -> None:
-        """A box is that of the whole, from no more of the parts than part_box says."""
+        """A decoded box equals that box of the whole, given only the parts' boxes that `part_box` names."""
         for each in self.tries:
             each.boxes(empty=False)
 
     def empty_boxes(self) -> None:
-        """Boxes of no elements are asked for like any other, at the very end too."""
+        """Empty boxes can be decoded like any other, at the end of the tensor too."""
         for each in self.tries:
             each.boxes(empty=True)
 
     def codes(self) -> None:
-        """Codes that another encoding could keep are what it says, and it takes its own."""
+        """Codes that another encoding could keep are as announced, and the encoding takes its own."""
         for each in self.tries:
             check_codes(each.what, each.encoding, each.info, each.parts)
 
     def recognised(self) -> None:
-        """group() finds it again among other tensors, by its record as JSON carries it."""
+        """`group()` finds the tensor again among others, by its record after a trip through JSON."""
         for each in self.tries:
             each.recognised()
 
     def strangers(self) -> None:
-        """What is not this scheme's is left alone."""
+        """The scheme leaves tensors and objects of others alone."""
         name, dense = self.scheme.name, TensorInfo((4, 4), "float32")
         plain = {key: stored(dense) for key in ("a.weight", "b.bias")}
         expect(self.scheme.group(plain, {}) == [], f"{name}: groups plain tensors")
@@ -112,7 +113,7 @@ class SchemeKit:
         expect(self.scheme.adopt("w", stranger) is None, f"{name}: adopts an unknown class")
 
     def untouched(self) -> None:
-        """What target() leaves alone is in the output of a conversion bit for bit."""
+        """A tensor for which `target()` is None passes through a conversion bit for bit."""
         import torch
 
         if not self.scheme.suffix:
@@ -135,7 +136,7 @@ class SchemeKit:
 
 
 def _encoding(scheme: Scheme, info: TensorInfo) -> Encoding | None:
-    """What the scheme forces on such a tensor, held against what it would do by itself."""
+    """Return the encoding that `encoding()` forces, None if it refuses; it must agree with `target()`."""
     forced = scheme.encoding(info)
     target = scheme.target("layers.0.fc.weight", info)
     what = f"{scheme.name}: {info}"
@@ -145,13 +146,16 @@ def _encoding(scheme: Scheme, info: TensorInfo) -> Encoding | None:
         return None
     expect(target is None or target == forced, f"{what}: target() {target}, encoding() {forced}")
     expect(scheme.encoding(info) == forced, f"{what}: another encoding when asked again")
-    expect(hash(forced) == hash(scheme.encoding(info)), f"{what}: {forced} is no frozen value")
+    expect(
+        hash(forced) == hash(scheme.encoding(info)),
+        f"{what}: {forced} is not a frozen value with a stable hash",
+    )
     return forced
 
 
 @dataclass(frozen=True)
 class _Try:
-    """One encoding of one logical tensor."""
+    """One encoding applied to one logical tensor of random values."""
 
     scheme: Scheme
     encoding: Encoding
@@ -171,12 +175,12 @@ class _Try:
 
     @cached_property
     def parts(self) -> Parts:
-        """Encoded in one feed."""
+        """The parts, encoded from a single feed."""
         return self.encoded([self.info.numel])
 
     @cached_property
     def whole(self) -> torch.Tensor:
-        """Encoded and decoded."""
+        """All values, encoded and decoded."""
         return self.decoded(Box.whole(self.info.shape))
 
     # ------------------------------------------------------------------ what it says
@@ -198,7 +202,7 @@ class _Try:
     # ------------------------------------------------------------------ encoding
 
     def encoded(self, counts: Sequence[int]) -> Parts:
-        """The parts, from feeds of these many elements each, in row-major order."""
+        """Return the parts, encoded from feeds of `counts` elements in row-major order."""
         encoder = self.encoding.encoder(self.info, "cpu")
         expect(encoder.step >= 1, f"{self.what}: a step of {encoder.step}")
         feeds, at = [], 0
@@ -219,7 +223,7 @@ class _Try:
         return assembly.parts()
 
     def pieces_make_no_difference(self) -> None:
-        """Any cut into multiples of the step; for a splittable encoder, any order too."""
+        """Feed multiples of the step; for a splittable encoder, also in reverse order."""
         encoder = self.encoding.encoder(self.info, "cpu")
         numel, step = self.info.numel, encoder.step
         for size in (step, 3 * step):
@@ -283,7 +287,7 @@ class _Try:
         for box in (box for box in drawn if bool(box.numel) != empty):
             cuts = [self.encoding.part_box(self.info, name, box) for name in self.parts]
             if None in cuts:
-                continue  # such a box must be decoded whole: allowed, and slower
+                continue  # None: the tensor must be decoded whole, which is allowed and slower
             same_values = same(self.decoded(box), cut(self.whole, box))
             expect(same_values, f"{self.what}: decoded at {box}, other values than the whole has")
 
@@ -292,7 +296,7 @@ class _Try:
     def recognised(self) -> None:
         record = self.encoding.record(self.info)
         if record is None and list(self.parts) == [""]:
-            return  # a plain tensor: nobody's to claim
+            return  # stored as a plain tensor: nothing to recognize
         records = json.loads(json.dumps({"a.w": record})) if record is not None else {}
         with tempfile.TemporaryDirectory() as folder:
             lying = on_disk(Path(folder) / "parts", self.encoding, self.parts, "a.w")

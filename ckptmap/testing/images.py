@@ -1,4 +1,4 @@
-"""Output files as a writer plans them, made in memory, and writers that watch or break."""
+"""Build the files that a writer plans in memory, and wrap writers so that they are observed or fail."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     import torch
 
 Tensors = Mapping[Path, "torch.Tensor"]
-"""What the slots of an output hold, by the path that the plan gives each stored tensor."""
+"""The tensors in the slots of an output, by the path that the plan gives each."""
 
 
 def image(
     out: OutFile, tensors: Tensors, background: int = 0, manifest: bytes | None = None
 ) -> bytes:
-    """The file, made of its slots and what `seal` yields, on a background of one byte."""
+    """Return the file that slots and `seal` make; bytes that neither writes are `background`."""
     datas = [raw(cut(tensors[slot.path], slot.box)) for slot in out.slots]
     crcs = [crc32(data) for data in datas] if out.needs_crc else []
     pieces = [(offset, bytes(piece)) for offset, piece in out.pieces(crcs, manifest)]
@@ -44,9 +44,9 @@ def image(
 
 
 def check_files(outs: Sequence[OutFile], what: str) -> None:
-    """Names that stay inside the destination, each once; slots inside the file, none on another."""
+    """Raise AssertionError for a file name that repeats or leaves the destination, or slots that overlap."""
     names = [out.name for out in outs]
-    expect(names, f"{what}: no file at all")
+    expect(names, f"{what}: the writer plans no file")
     expect(len(set(names)) == len(names), f"{what}: a file name occurs twice in {sorted(names)}")
     for out in outs:
         path = PurePosixPath(out.name)
@@ -63,8 +63,8 @@ def check_files(outs: Sequence[OutFile], what: str) -> None:
             )
 
 
-class Wrapped:
-    """A writer as another, in its place."""
+class WriterProxy:
+    """A writer that forwards to another one."""
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
@@ -77,15 +77,15 @@ class Wrapped:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a writer was asked for, and what it made of it."""
+    """One call of a writer: its arguments and its answer."""
 
     state: OutState
     name: str
     files: Sequence[OutFile]
 
 
-class Watched(Wrapped):
-    """Remembers what it is asked for, and checks what it answers before the spine does."""
+class Watched(WriterProxy):
+    """Records the calls of a writer, and checks its answers before the executor sees them."""
 
     def __init__(self, writer: Writer) -> None:
         super().__init__(writer)
@@ -98,8 +98,8 @@ class Watched(Wrapped):
         return made
 
 
-class Broken(Wrapped):
-    """Calls `fault` in the middle of sealing the last file, when all data is written."""
+class Broken(WriterProxy):
+    """Calls `fault` in the middle of sealing the last file, when all tensor data is written."""
 
     def __init__(self, writer: Writer, fault: Callable[[], None]) -> None:
         super().__init__(writer)

@@ -1,4 +1,4 @@
-"""Checks of a key form of optimizer state: what it writes it reads, and nothing is lost unsaid."""
+"""Check a key form of optimizer state: it reads what it writes, and refuses what it cannot hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptmap.testing.base import expect, required
 
 FIRST, SECOND = "layers.0.fc.weight", "größe.1.bias"
 BARE = "layers.0.frozen"
-"""In a group, and without state."""
+"""A parameter that is in a group and has no state."""
 STRANGERS: tuple[Mapping[Path, Any], ...] = (
     {},
     {("weight",): 1.0},
@@ -32,13 +32,13 @@ STRANGERS: tuple[Mapping[Path, Any], ...] = (
 
 
 def check_key_form(form: KeyForm) -> None:
-    """Raises AssertionError where the form breaks its protocol.
+    """Raise AssertionError where the form breaks its protocol.
 
         from ckptmap.testing import check_key_form
         check_key_form(MyKeys())
 
-    State that the form has no place for it must refuse with PlanError; a parameter that is listed
-    without state it may leave out.
+    The form must raise PlanError for state that it cannot hold. It may leave out a parameter that a group
+    lists and that has no state.
     """
     with required(f"key form {form.name}"):
         expect(form.name, "a key form needs a name")
@@ -54,7 +54,7 @@ def check_key_form(form: KeyForm) -> None:
 
 
 def plain() -> Optimizer:
-    """Two groups of different settings, one parameter of each with state, a third without."""
+    """Return an optimizer with two groups of different settings, two parameters with state, one without."""
     leaves = [
         StateLeaf(FIRST, ("step",), 3),
         StateLeaf(FIRST, ("exp_avg",), 0.25),
@@ -104,7 +104,7 @@ def _check_round_trip(form: KeyForm, name: str, optimizer: Optimizer) -> None:
 
 
 def _check_keys(name: str, whole: Mapping[Path, object], keys: StateKeys) -> None:
-    """Every leaf is state, a setting, the list of a group's parameters, or left over; none twice."""
+    """Check that each leaf is state, a setting or a group's list of parameters, and only one of them."""
     taken = [*keys.state, *keys.hyper, *keys.rest]
     expect(len(taken) == len(set(taken)), f"{name}: a leaf is two things")
     lists = {path for path in whole if path[0] == GROUPS and path[-1] == PARAMS}

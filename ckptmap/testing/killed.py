@@ -1,4 +1,4 @@
-"""A process that dies by SIGKILL in the middle of its work."""
+"""Run a function in a child process that SIGKILL ends in the middle of its work."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PATIENCE_S = 60.0
 
 
 def killed(run: Callable[[Callable[[], None]], None]) -> None:
-    """`run(fault)` in a child process, where `fault()` kills it at once.
+    """Call `run(fault)` in a child process; calling `fault()` there kills the child at once.
 
-    Raises AssertionError where the child lives to its end, fails otherwise, or hangs.
+    Raises AssertionError where the child ends by itself, fails otherwise, or hangs.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of torch

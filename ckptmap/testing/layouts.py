@@ -1,4 +1,4 @@
-"""Checks of a layout: what it cuts tiles the tensor, and what ranks hold joins to it again."""
+"""Check a layout: its cut tiles the tensor, and the shards of all ranks join to the tensor again."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ WORLD_SIZES = (1, 2, 3, 4, 7, 8, 64)
 MESHES = ("shard=1", "shard=3", "replicate=2,shard=2", "replicate=4", "ddp=2")
 
 Parts: TypeAlias = Callable[[TensorInfo, int], Sequence[Leaf]]
-"""What each rank's file holds of a tensor, as the reader gives it, before the layout joins it."""
+"""(info, world size) -> each rank's shard of a tensor, as a reader returns it."""
 
 
 def check_layout(layout: Layout, parts: Parts | None = None) -> None:
-    """Raises AssertionError where the layout breaks its protocol.
+    """Raise AssertionError where the layout breaks its protocol.
 
         from ckptmap.testing import check_layout
         check_layout(MyLayout())
         check_layout(MyLayout(), parts=lambda info, world_size: [my_leaf(info, rank), ...])
 
-    With `parts` the layout must join what they give to a tensor of the same boxes as its own cut,
-    and refuse them with SourceError where the last is missing. They give nothing for a tensor that
-    is not cut at all.
+    `parts` returns the shards of all ranks for a tensor, or nothing for a tensor that is not sharded. The
+    layout must join them to a tensor with the boxes of its own cut, and raise SourceError where the last
+    shard is missing.
     """
     with required(f"layout {layout.name}"):
         _check(layout, parts)
@@ -54,7 +54,7 @@ def _check(layout: Layout, parts: Parts | None) -> None:
 def check_chunks(
     chunks: Sequence[tuple[int, Box]], info: TensorInfo, world_size: int, what: str
 ) -> None:
-    """(rank, box): in rank order, ranks that exist, a tiling, and no empty box in vain."""
+    """Raise AssertionError unless the (rank, box) are in rank order and tile the tensor without empty boxes."""
     ranks = [rank for rank, _ in chunks]
     expect(ranks == sorted(ranks), f"{what}: ranks {ranks} are not in order")
     wrong = [rank for rank in ranks if not 0 <= rank < world_size]
@@ -62,7 +62,7 @@ def check_chunks(
     boxes = [box for _, box in chunks]
     problem = prove_tiling(info.shape, boxes)
     expect(problem is None, f"{what}: {problem}")
-    expect(boxes, f"{what}: no box at all, an empty tensor needs one too")
+    expect(boxes, f"{what}: there is no box; an empty tensor needs one, too")
     empty = [box for box in boxes if not box.numel]
     expect(not info.numel or not empty, f"{what}: an empty box {empty[:1]}")
 
@@ -106,7 +106,7 @@ def _refuses_meshes(layout: MeshLayout) -> None:
 
 
 def _check_strangers(layout: Layout) -> None:
-    """Values that are no parts of a tensor are not this layout's, and nothing raises."""
+    """Check that `join` returns None, and raises nothing, for values that are not shards."""
     for values in ([7], [1, 2], ["a", None], [{"a": 1}, {"a": 1}], [None]):
         found = layout.join(values, "key")
         expect(found is None, f"{layout.name}: joined {values} to {found!r}")

@@ -1,17 +1,17 @@
-"""Tests of a mapping file: what it proves by itself, what it does to numbers, what it refuses.
+"""Tests of a mapping file: it is proven, maps numbers there and back, matches a golden table, and refuses.
 
     from ckptmap.testing import MappingKit
     MappingKit("mappings/mine.toml").run()
 
-Beside `mine.toml` may stand, and are then part of its tests:
+Files beside `mine.toml` take part in its tests:
 
-    mine.config.json     the config of a tiny model, best with extents that are all different; without
-                         it, or an [example] in the caller's hands, a typical tiny one is taken
-    mine.tsv             a golden table: what a state dict of the hub's names, filled with consecutive
-                         numbers in key order, is under the scheme's: `key, dtype, shape, axes, hash`
-    mine.refused.toml    [[refused]] with what is done to that state dict, and the `code` that it gets
+    mine.config.json     the config of a tiny model, best with pairwise different sizes; without it a
+                         typical tiny config is used
+    mine.tsv             a golden table, `key, dtype, shape, axes, hash`: the hub's state dict, filled with
+                         consecutive numbers in key order, under the scheme's names
+    mine.refused.toml    [[refused]] entries: a change to that state dict and the error code it must get
 
-The pytest plugin collects files that match the setting `ckptmap_mappings` as tests, each check one.
+The pytest plugin collects files that match the setting `ckptmap_mappings`; each check is one test.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ DTYPES = (
     "float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int8", "uint8", "int64", "bool",
     "complex64",
 )  # fmt: skip
-"""One of every way that a dtype is stored."""
+"""One dtype for each way in which dtypes are stored."""
 _INTEGER = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of a golden table; `axes` is `-` where the table does not say."""
+    """One tensor of a golden table; `axes` is `-` where the table does not give it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -60,8 +60,10 @@ class Row:
 
 
 def iota(infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
-    """Consecutive numbers over the keys in sorted order, so that every element of the state dict is
-    another one; of a dtype that cannot count so far, the bits are the numbers' lowest."""
+    """Return a state dict filled with consecutive numbers over the sorted keys: each element is unique.
+
+    A dtype that cannot hold such numbers gets their lowest bits as its bit pattern.
+    """
     import torch
 
     found, start = {}, 0
@@ -82,7 +84,7 @@ def iota(infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
 def table(
     state: Mapping[str, torch.Tensor], axes: Mapping[str, str] | None = None
 ) -> dict[str, Row]:
-    """A row for each tensor, in key order; the hash is xxh3-64 of its bytes, row-major."""
+    """Return a row for each tensor, in key order; the hash is xxh3-64 of its row-major bytes."""
     import xxhash
 
     found = {}
@@ -94,7 +96,7 @@ def table(
 
 
 def write_table(path: str | Path, rows: Mapping[str, Row], made_by: str) -> None:
-    """`made_by` says what made it, for whoever has to make it again."""
+    """Write a golden table; `made_by` says how, for whoever has to write it again."""
     lines = [f"# {made_by}", COLUMNS]
     for key, row in sorted(rows.items()):
         shape = ",".join(map(str, row.shape))
@@ -103,7 +105,7 @@ def write_table(path: str | Path, rows: Mapping[str, Row], made_by: str) -> None
 
 
 def read_table(path: str | Path) -> dict[str, Row]:
-    """Raises PlanError CKM616 where it is no table."""
+    """Read a golden table. Raises PlanError CKM616 where the file is not one."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
         lines = [line for line in lines if not line.startswith("#")]
@@ -116,7 +118,7 @@ def read_table(path: str | Path) -> dict[str, Row]:
         }
     except (OSError, ValueError) as error:
         raise PlanError(
-            "CKM616", f"{path}: is no golden table: {error}", "write it with `write_table`"
+            "CKM616", f"{path}: is not a golden table: {error}", "write it with `write_table`"
         ) from error
 
 
@@ -124,8 +126,10 @@ def read_table(path: str | Path) -> dict[str, Row]:
 
 
 class MappingKit:
-    """All tests of one file. `config` is that of a tiny model; None: the file beside it, or a
-    typical one."""
+    """All tests of one mapping file.
+
+    `config` is the config of a tiny model; None: the file beside the mapping file, else a typical one.
+    """
 
     def __init__(self, path: str | Path, config: Mapping[str, object] | None = None) -> None:
         self.path = Path(path)
@@ -133,7 +137,7 @@ class MappingKit:
         self._scheme: NamingScheme | None = None
 
     def checks(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """(name of a check, its arguments), in the order they are best run."""
+        """Yield (name of a check, its arguments), cheapest and most basic first."""
         yield "proof", ()
         for dtype in DTYPES:
             yield "round_trip", (dtype,)
@@ -143,7 +147,7 @@ class MappingKit:
             yield "refuses", (str(number),)
 
     def run(self) -> list[str]:
-        """Every check; what was checked. Raises AssertionError, or PlanError for a bad file."""
+        """Run every check and return their names. Raises AssertionError, or PlanError for a bad file."""
         done = []
         for name, arguments in self.checks():
             self.check(name, *arguments)
@@ -168,7 +172,7 @@ class MappingKit:
             expect(isinstance(found, list) and all("code" in case for case in found), "no code")
         except (tomllib.TOMLDecodeError, KeyError, AssertionError) as error:
             raise PlanError(
-                "CKM616", f"{file}: is no list of [[refused]] with a code: {error}", "correct it"
+                "CKM616", f"{file}: is not a list of [[refused]] with a code: {error}", "correct it"
             ) from error
         return list(found)
 
@@ -186,14 +190,15 @@ class MappingKit:
         return self._scheme
 
     def source(self, dtype: str = "float32") -> dict[str, torch.Tensor]:
-        """The state dict that is mapped, by the hub's names."""
+        """Return the state dict to map, under the hub's names."""
         return iota(expected_tensors(self.scheme, self.config, hub=True, dtype=dtype))
 
     def there(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """From the hub to the scheme; keys that no rule knows are an error."""
+        """Map from the hub to the scheme. Raises PlanError CKM609 for a key that no rule matches."""
         return self._mapped(state, None, self.scheme)
 
     def back(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Map from the scheme to the hub. Raises PlanError CKM609 for a key that no rule matches."""
         return self._mapped(state, self.scheme, None)
 
     def _mapped(
@@ -206,19 +211,22 @@ class MappingKit:
         found = translate(infos, source, target, self.config)
         if found.unmapped:
             raise PlanError(
-                "CKM609", f"{self.scheme.title}: no rule knows {found.unmapped[0]}", "add a rule"
+                "CKM609", f"{self.scheme.title}: no rule matches {found.unmapped[0]}", "add a rule"
             )
         return applied(found, state)
 
     # ------------------------------------------------------------------ checks
 
     def check_proof(self) -> None:
-        """It loads, and is proven on the way."""
+        """The file loads, which proves it."""
         self._scheme = load_scheme(self.path)
 
     def check_round_trip(self, dtype: str) -> None:
-        """There and back, bit for bit. Values that an op changes come back only as far as their
-        dtype can tell, and are left to the golden table."""
+        """The state dict comes back bit for bit.
+
+        Values that a value operation changes are excepted: rounding may lose bits. The golden table checks
+        them.
+        """
         import torch
 
         source = self.source(dtype)
@@ -239,7 +247,7 @@ class MappingKit:
                 expect(False, f"{key}: {_first_difference(tensor, back[key])}")
 
     def check_golden(self) -> None:
-        """The state dict under the scheme's names is what the table says."""
+        """The state dict under the scheme's names equals the golden table."""
         rows, made = read_table(self.golden), table(self.there(self.source()))
         for key, row in rows.items():
             expect(key in made, f"{key}: is in {self.golden.name} and is not made")
@@ -253,7 +261,7 @@ class MappingKit:
             expect(key in rows, f"{key}: is made and is not in {self.golden.name}")
 
     def check_refuses(self, number: str) -> None:
-        """What is wrong with the state dict, or the config, is an error with that code."""
+        """A faulty state dict or config raises the error code that the file states."""
         case = self.refused()[int(number)]
         state = {str(case.get("prefix", "")) + k: v for k, v in self._spoilt(case).items()}
         kit = MappingKit(self.path, {**self.config, **case.get("config", {})})
@@ -278,11 +286,11 @@ class MappingKit:
         return state
 
     def _can_hold(self, dtype: str) -> bool:
-        """Value ops need floating values."""
+        """Return whether the rules can map tensors of a dtype: value operations need floating values."""
         return not any(rule.op for rule in self.scheme.rules) or dtype.startswith(("float", "bf"))
 
     def _changed(self) -> set[str]:
-        """Keys whose values go through an op."""
+        """Return the keys whose values a value operation changes."""
         rules = [rule for rule in self.scheme.rules if rule.op]
         shapes = {name.skeleton for rule in rules for t in rule.hub for name in t.names}
         from ckptmap.mapping.name_patterns import skeleton
@@ -302,7 +310,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _first_difference(before: torch.Tensor, after: torch.Tensor) -> str:
-    """In words: where the element now is that should be elsewhere."""
+    """Describe the first element that differs."""
     rows, itemsize = before.numel(), before.element_size()
     unequal = (_bits(before) != _bits(after)).view(rows, itemsize).any(1)
     at = int(unequal.nonzero()[0])

@@ -1,4 +1,4 @@
-"""An encoded tensor's parts, put together of an encoder's writes, and laid down in a file."""
+"""Assemble the parts of an encoded tensor from the writes of an encoder, and lay them down in a file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import torch
 
 Parts = dict[str, "torch.Tensor"]
-"""Part name -> what is stored."""
+"""Part name -> the stored tensor."""
 
 
 class Assembly:
-    """Parts put together of writes: flat ranges, each element once, in order where required."""
+    """Parts assembled from writes, which must be flat ranges, cover each element once, and keep order."""
 
     def __init__(self, what: str, infos: Mapping[str, TensorInfo], in_order: bool) -> None:
         import torch
@@ -36,6 +36,7 @@ class Assembly:
         self._end = dict.fromkeys(infos, 0)
 
     def take(self, write: Write) -> None:
+        """Copy one write into its part. Raises AssertionError where it does not fit."""
         what = f"{self._what}: a write to {write.part!r}"
         expect(write.part in self._infos, f"{what}: parts() does not name it")
         start, count = (write.box.offsets or (0,))[0], write.box.numel
@@ -51,7 +52,7 @@ class Assembly:
         self._seen[write.part][start : start + count] += 1
 
     def parts(self) -> Parts:
-        """Raises AssertionError where an element was not written, or twice."""
+        """Return the parts. Raises AssertionError where an element was not written exactly once."""
         for name, seen in self._seen.items():
             once = int((seen == 1).sum())
             expect(
@@ -62,13 +63,13 @@ class Assembly:
 
 
 def stored(info: TensorInfo, file: str = "nowhere", offset: int = 0) -> StoredTensor:
-    """A whole tensor as one chunk; by default of a file that is not there, for the info alone."""
+    """Return a tensor stored as one chunk, by default in a file that does not exist."""
     region = Region.contiguous(file, offset, info.shape, info.itemsize)
     return StoredTensor(info, [Chunk(Box.whole(info.shape), region)])
 
 
 def on_disk(file: Path, encoding: Encoding, parts: Parts, fqn: str) -> dict[str, StoredTensor]:
-    """The parts as a container would find them, one after the other in one file."""
+    """Write the parts into one file and return them as a container would index them."""
     found, content = {}, bytearray()
     for name, part in parts.items():
         key = part_key(encoding, fqn, name)

@@ -1,4 +1,4 @@
-"""Checks of a reader on a checkpoint that is there: values, boxes, damage, and what it imports."""
+"""Check a reader on an existing checkpoint: values, boxes, damaged files, and what it imports."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 BOXES = 4
 MAX_FILES = 8
-"""Truncated of a checkpoint of many: each is tried at a dozen lengths."""
+"""Most files of a checkpoint that are truncated, each to a dozen lengths."""
 LOST_BYTES = (1, 2, 9, 100)
-"""Truncated by so many bytes, besides the lengths of `_lengths`."""
+"""Numbers of bytes to cut off the end, besides the lengths of `_lengths`."""
 
 
 def check_reader(
@@ -36,21 +36,22 @@ def check_reader(
     tensors: Mapping[str, torch.Tensor],
     tmp_path: Path,
 ) -> None:
-    """Raises AssertionError where the reader gives other values than `tensors`, by plain FQN, or
-    takes damage for data. For a format that ckptmap does not write.
+    """Raise AssertionError where the reader returns wrong values, or accepts a damaged file.
+
+    `tensors` are the true values by plain FQN. Use it for a format that ckptmap does not write:
 
         from ckptmap.testing import check_reader
         safetensors.torch.save_file(tensors, path)
         check_reader(MyReader(), path, tensors, tmp_path)
 
-    Works on copies below `tmp_path`. What is checked is in `ReaderKit.CHECKS`.
+    The checks work on copies below `tmp_path`; they are the methods named in `ReaderKit.CHECKS`.
     """
     run_all(ReaderKit(container, path, tensors, tmp_path))
 
 
 @dataclass
 class ReaderKit:
-    """The checks one by one, for who wants a test each: `getattr(kit, name)()`."""
+    """The checks of `check_reader` one by one, for a test each: `getattr(kit, name)()`."""
 
     container: Container | Directory
     path: Path
@@ -68,7 +69,7 @@ class ReaderKit:
 
     @cached_property
     def own_files(self) -> list[str]:
-        """Files of the checkpoint, relative to it; `"."` where it is one file."""
+        """The files of the checkpoint, relative to its path; `"."` for a single file."""
         with opened(self.path, self.container) as ckpt:
             files = [Path(file) for file in ckpt.index.files]
         base = self.path.absolute()
@@ -77,7 +78,7 @@ class ReaderKit:
     # ------------------------------------------------------------------ checks
 
     def claims(self) -> None:
-        """It claims the checkpoint, and no path that is none."""
+        """The reader claims the checkpoint, and no path that is not a checkpoint."""
         expect(claims(self.container, self.path), f"{self.name}: does not claim {self.path.name}")
         folder = self.tmp_path / "strangers"
         folder.mkdir()
@@ -86,10 +87,10 @@ class ReaderKit:
             expect(not wrong, f"{self.name}: claims {stranger.name}, which is not its own")
 
     def indexes(self) -> None:
-        """Files are absolute and inside, chunks tile, regions lie inside their files."""
+        """Files are absolute, chunks tile their tensors, and regions lie inside their files."""
         with opened(self.path, self.container) as ckpt:
             found = ckpt.index.container
-            expect(found == self.name, f"{self.name}: the index says it is of {found}")
+            expect(found == self.name, f"{self.name}: the index names the container {found}")
             sizes = {file: Path(file).stat().st_size for file in ckpt.index.files}
             for file in sizes:
                 expect(Path(file).is_absolute(), f"{self.name}: file {file} is not absolute")
@@ -105,7 +106,7 @@ class ReaderKit:
                     )
 
     def values(self) -> None:
-        """Every tensor, bit for bit, under its plain FQN; no more, no fewer."""
+        """Exactly the given tensors are read, bit for bit, under their plain FQNs."""
         with opened(self.path, self.container) as ckpt:
             lost, new = set(self.tensors) - set(ckpt), set(ckpt) - set(self.tensors)
             expect(not lost, f"{self.name}: {sorted(lost)[:1]} is not read")
@@ -115,7 +116,7 @@ class ReaderKit:
                 expect(same(ckpt[fqn].read(), tensor), f"{self.name}: {fqn} has other values")
 
     def boxes(self) -> None:
-        """A random box is the slice of the tensor."""
+        """A random box equals that slice of the tensor."""
         draw = random.Random(5)
         with opened(self.path, self.container) as ckpt:
             for fqn, tensor in self.tensors.items():
@@ -125,8 +126,7 @@ class ReaderKit:
                     expect(same(found, cut(tensor, box)), f"{self.name}: {fqn} at {box} differs")
 
     def truncated(self) -> None:
-        """A file that ends early is refused, or what is read of it is right: never another error,
-        never other values."""
+        """A truncated file is refused by SourceError, or all values read from it are right."""
         copy = self._copied("truncated")
         for name in _some(self.own_files):
             content = (copy / name).read_bytes()
@@ -158,7 +158,7 @@ class ReaderKit:
                 target.unlink(missing_ok=True)
 
     def without_torch(self) -> None:
-        """Opening imports no torch, in a process of its own; not for a class inside a function."""
+        """Opening imports no torch, in a new process; not checked for a class defined in a function."""
         kind = type(self.container)
         if "<locals>" in kind.__qualname__ or kind.__module__ == "__main__":
             return
@@ -172,7 +172,7 @@ class ReaderKit:
     # ------------------------------------------------------------------ damage
 
     def _copied(self, name: str) -> Path:
-        """A fresh copy, one directory deeper, so that what leads out stays inside tmp_path."""
+        """Return a fresh copy, one directory deeper, so that names that lead out stay inside tmp_path."""
         folder = self.tmp_path / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -210,7 +210,7 @@ sys.stdout.write(" ".join({"torch", "numpy"} & set(sys.modules)))
 
 
 def _some(names: list[str]) -> list[str]:
-    """At most MAX_FILES of them, spread, the first and the last included."""
+    """Return at most MAX_FILES names, evenly spread, with the first and the last."""
     if len(names) <= MAX_FILES:
         return names
     step = (len(names) - 1) / (MAX_FILES - 1)
@@ -218,13 +218,13 @@ def _some(names: list[str]) -> list[str]:
 
 
 def _lengths(size: int) -> list[int]:
-    """Nothing, a few bytes, parts of it, and a few bytes less than all."""
+    """Return lengths to truncate to: nothing, a few bytes, fractions, and all but a few bytes."""
     some = [0, 1, 7, 8, 9, 64, size // 4, size // 2, 3 * size // 4]
     return sorted({n for n in (*some, *(size - lost for lost in LOST_BYTES)) if 0 <= n < size})
 
 
 def _named(base: Path, names: list[str]) -> Iterator[tuple[str, str, str]]:
-    """(file, a file whose name occurs in it, a name of equal length that leads out)."""
+    """Yield (file, another file whose name occurs in it, a name of equal length that leads out)."""
     for holder in names:
         content = (base / holder).read_bytes()
         for name in names:

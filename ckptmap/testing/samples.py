@@ -1,6 +1,6 @@
-"""State dicts to try a format with: awkward names, shapes, strides and dtypes, random bits.
+"""State dicts to try a format with: awkward names, shapes, strides and dtypes, filled with random bits.
 
-Everything is a function of its arguments; the bits are random, so NaN payloads count too.
+Everything depends on the arguments alone. The bits are random, so NaN payloads are included.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ KEYS = (
     "/absolute.weight",
     "a.b.c.d.e.f.g",
 )
-"""Names that occur, and names that a format which makes files of names would trip over."""
+"""Names that occur in practice, and names that break a format which turns names into files."""
 ODD_KEYS = ("line\nbreak", "nul\0.weight", "lone \ud800", "é" * 300, " ", "a..b", "~", "1")
-"""Names that a format may refuse, where it does so in the plan."""
+"""Names that a format may refuse, if it does so when the conversion is planned."""
 SHAPES = ((), (0,), (3, 0), (1,), (7,), (5, 3), (2, 3, 4), (101, 3), (1, 1, 1, 2))
 
 
 def bits(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
-    """A contiguous tensor of random bits; of bool 0 and 1."""
+    """Return a contiguous tensor of random bits; a bool tensor holds 0 and 1."""
     import torch
 
     maker = torch.Generator().manual_seed(seed)
@@ -44,7 +44,7 @@ def bits(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
 
 
 def strided(seed: int) -> dict[str, torch.Tensor]:
-    """Views that are not contiguous: transposed, sliced, stepped, expanded, of a shared storage."""
+    """Return views that are not contiguous: transposed, sliced, stepped, expanded, sharing storage."""
     import torch
 
     base = bits((6, 8), "float32", seed)
@@ -60,7 +60,7 @@ def strided(seed: int) -> dict[str, torch.Tensor]:
 
 
 def state(seed: int = 0, dtypes: tuple[str, ...] = ("float32",)) -> dict[str, torch.Tensor]:
-    """Every awkward key and shape, each dtype in turn, and the views."""
+    """Return a state dict of every awkward key and shape, each dtype in turn, and the views."""
     draw = random.Random(seed)
     keys = [*KEYS, *(f"blocks.{i}.weight" for i in range(max(0, len(dtypes) - len(KEYS))))]
     shapes = [*SHAPES, *(draw.choice(SHAPES) for _ in range(len(keys) - len(SHAPES)))]
@@ -73,18 +73,19 @@ def state(seed: int = 0, dtypes: tuple[str, ...] = ("float32",)) -> dict[str, to
 
 
 def of_dtype(dtype: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return a matrix and a scalar of one dtype."""
     return {"w": bits((3, 4), dtype, seed), "scalar": bits((), dtype, seed + 1)}
 
 
 def dtypes() -> tuple[str, ...]:
-    """Those that this torch has."""
+    """Return the dtypes that the installed torch has."""
     import torch
 
     return tuple(name for name in ITEMSIZE if hasattr(torch, name))
 
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, object]) -> Path:
-    """By torch.save, beside plain values where there are any."""
+    """Write a checkpoint with torch.save: bare tensors, or `model` beside the `extra` values."""
     import torch
 
     torch.save({"model": dict(tensors), **extra} if extra else dict(tensors), path)
@@ -95,24 +96,25 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, ob
 
 
 def cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the view of a tensor at a box."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """Row-major bytes."""
+    """Return the row-major bytes of a tensor."""
     held = tensor.detach().contiguous()  # outlives the view of its memory
     return bytes(tensor_bytes(held))
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in shape, dtype and every bit."""
+    """Return whether two tensors are equal in shape, dtype and every bit."""
     return info_of(a) == info_of(b) and raw(a) == raw(b)
 
 
 def random_box(shape: tuple[int, ...], draw: random.Random) -> Box:
-    """Any box inside the shape, empty ones included."""
+    """Return a random box inside the shape; it may be empty."""
     offsets = [draw.randint(0, n) for n in shape]
     sizes = [draw.randint(0, n - o) for n, o in zip(shape, offsets, strict=True)]
     return Box(tuple(offsets), tuple(sizes))

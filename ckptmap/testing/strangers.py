@@ -1,4 +1,4 @@
-"""Paths that are nobody's checkpoint: an adapter that claims one of them takes it from its owner."""
+"""Paths that are nobody's checkpoint: an adapter that claims one would take it from its owner."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def strangers(folder: Path) -> list[Path]:
-    """Made below `folder`: empty, random, text; files and directories."""
+    """Make files and directories below `folder` that are empty, random or text, and return them."""
     draw = random.Random(1)
     (folder / "empty_dir").mkdir()
     for name in ("random_dir", "text_dir"):

@@ -1,8 +1,9 @@
-"""What the checks of a container and its writer work on: a source, its plan, and its conversion."""
+"""The common ground of the checks of a format: a source checkpoint, its plan, and its conversion."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,7 @@ EXTRA: Mapping[str, object] = {"step": 7, "name": "größe", "lr": 0.1, "betas":
 
 @dataclass
 class Workbench:
-    """A format with all its parts; `world_size` is what a sharded setup is cut over."""
+    """A format under test; a sharded setup is sharded over `world_size` ranks."""
 
     container: Container | Directory
     writer: Writer
@@ -39,11 +40,11 @@ class Workbench:
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By plain FQN."""
+        """The tensors of the source, by plain FQN."""
         return self.sample(1, ("float32", "bfloat16", "int64", "bool", "uint8", "float64"))
 
     def sample(self, seed: int, dtypes: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Override it for a format that cannot hold some of the samples."""
+        """Return sample tensors; override it for a format that cannot hold some of them."""
         return samples.state(seed, dtypes)
 
     @cached_property
@@ -52,16 +53,17 @@ class Workbench:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of every conversion: small shards, so that formats that have them have several."""
+        """The options of every conversion: small shards, so that a format with shards writes several."""
         ranks = {"world_size": self.world_size} if self.setup.sharded else {}
         return {"max_shard_nbytes": SHARD_NBYTES, **ranks}
 
     def planned(self, source: Path, **options: Any) -> Plan:
-        """Made with the adapters registered; what the writer answers is checked on the way."""
+        """Return a plan made with the adapters registered; the answers of the writer are checked."""
         with self.together():
             return plan(source, self.setup.name, **{**self.options, **options})
 
-    def together(self, writer: Writer | None = None) -> Any:
+    def together(self, writer: Writer | None = None) -> AbstractContextManager[None]:
+        """Register the format's adapters for a block, perhaps with another writer."""
         return registered(self.container, writer or self.watched, self.setup)
 
     def converted(self, source: Path, name: str, **how: Any) -> Path:
@@ -80,7 +82,7 @@ class Workbench:
         return samples.bits((4, 2), "float32", 99)
 
     def held(self, made: Plan) -> Tensors:
-        """What each stored tensor of the output must hold."""
+        """Return the tensor that each stored path of the output must hold."""
         return {path: self.tensors[fqn] for path, fqn in made.keys.items()}
 
     def seen(self, made: Plan) -> tuple[OutState, str, Sequence[OutFile]]:

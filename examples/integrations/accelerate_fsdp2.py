@@ -1,4 +1,4 @@
-"""accelerate: saved with compiled layers under FSDP2, loaded into a run that compiles nothing.
+"""accelerate: save with compiled layers under FSDP2, and load into a run without compiled layers.
 
     PYTHONPATH=examples torchrun --nproc-per-node 2 examples/integrations/accelerate_fsdp2.py runs/acc
 

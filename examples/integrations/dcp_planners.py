@@ -1,9 +1,9 @@
-"""torch's own dcp.save and dcp.load, with moments in 8 bits and an NF4 base, resharded.
+"""torch's own dcp.save and dcp.load with 8-bit moments and an NF4 base, loaded into another sharding.
 
     PYTHONPATH=examples torchrun --nproc-per-node 2 examples/integrations/dcp_planners.py runs/dcp
 
-Saved from FSDP2 over both ranks, loaded into a plain model on each: without the planners DCP stores
-one pickle a rank, which no other world size can cut.
+It saves from FSDP2 over both ranks and loads into an unsharded model on each. Without the planners DCP
+stores one pickle per rank, which no other world size can read.
 """
 
 from __future__ import annotations

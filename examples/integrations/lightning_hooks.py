@@ -1,4 +1,4 @@
-"""Lightning-style hooks on a plain dict: a compiled DDP run's names, an NF4 model that takes them.
+"""Lightning-style hooks on a plain dict: load the names of a compiled DDP run into an NF4 model.
 
 PYTHONPATH=examples python examples/integrations/lightning_hooks.py
 """

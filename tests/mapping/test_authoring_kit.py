@@ -78,7 +78,7 @@ def test_a_golden_table_that_is_another_models(mine: Path) -> None:
     with pytest.raises(AssertionError, match=r"more: is in trainer\.tsv and is not made"):
         MappingKit(mine).check("golden")
     mine.with_suffix(".tsv").write_text("key\tshape\n")
-    with pytest.raises(PlanError, match="is no golden table") as caught:
+    with pytest.raises(PlanError, match="is not a golden table") as caught:
         MappingKit(mine).check("golden")
     assert caught.value.code == "CKM616"
 
@@ -95,7 +95,7 @@ def test_what_should_be_refused_and_is_not(mine: Path) -> None:
     with pytest.raises(AssertionError, match=r"CKM607: .*, expected CKM601"):
         MappingKit(mine).check("refuses", "0")
     refused.write_text('[[refused]]\nwhy = "no code"\n')
-    with pytest.raises(PlanError, match=r"is no list of \[\[refused\]\]") as caught:
+    with pytest.raises(PlanError, match=r"is not a list of \[\[refused\]\]") as caught:
         list(MappingKit(mine).checks())
     assert caught.value.code == "CKM616"
 

@@ -113,7 +113,7 @@ def hole(chunks: list[tuple[int, Box]]) -> list[tuple[int, Box]]:
         (lambda chunks: list(reversed(chunks)), "not in order"),
         (lambda chunks: [*chunks, (chunks[-1][0], Box.whole((0,) * len(chunks[0][1].sizes)))],
          "an empty box|overlap"),
-        (lambda chunks: [c for c in chunks if c[1].numel], "no box at all"),
+        (lambda chunks: [c for c in chunks if c[1].numel], "there is no box"),
         (lambda chunks: chunks[1 << 40], "IndexError"),
     ],
 )  # fmt: skip
