@@ -99,7 +99,7 @@ def _rearranged_dtensor(made: MappedTensor, sources: Mapping[str, torch.Tensor])
 
     Every rank must call this: gathering is collective.
     """
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
     first = next(tensor for tensor in sources.values() if isinstance(tensor, DTensor))
     gathered: dict[str, torch.Tensor] = {}
@@ -112,7 +112,8 @@ def _rearranged_dtensor(made: MappedTensor, sources: Mapping[str, torch.Tensor])
             kind = type(tensor.to_local()).__name__
             raise _cannot(made, f"{key} is a DTensor of {kind}, which hides its elements")
     for placement in first.placements:
-        if isinstance(placement, Shard) and placement.dim >= len(made.info.shape):
+        dim = getattr(placement, "dim", None)
+        if isinstance(dim, int) and dim >= len(made.info.shape):
             raise _cannot(made, f"{first.placements} shards a dim that {made.info} does not have")
     for key, tensor in sources.items():
         local = tensor.detach()
@@ -142,8 +143,8 @@ def _assembled(made: MappedTensor, sources: Mapping[str, torch.Tensor]) -> torch
     return out
 
 
-def _walk(tensor: torch.Tensor, lattice: StridedBox) -> torch.Tensor:
-    """Return a view of the elements of a lattice, with one dim for each of its axes."""
+def _walk(tensor: torch.Tensor, strided: StridedBox) -> torch.Tensor:
+    """Return a view of the elements of a strided box, with one dim for each of its axes."""
     strides = tensor.stride()
     start = sum(at * step for at, step in zip(strided.offsets, strides, strict=True))
     steps = [strides[d] * s for d, s in zip(strided.dims, strided.steps, strict=True)]
