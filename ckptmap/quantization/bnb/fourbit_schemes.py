@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.protocols import Encoding, Group, Refusal
