@@ -14,6 +14,7 @@ def wrong_names(plan: ckptmap.Plan) -> None:
     ckptmap.convert("a", "b", "hf", wrold_size=3)  # type: ignore[call-arg]
     ckptmap.merge("a", "b", "c", wrold_size=3)  # type: ignore[call-arg]
     ckptmap.merge("a", "b", "c", names="hf")  # type: ignore[call-arg]
+    ckptmap.push("a", "org/name", to="hf", wrold_size=3)  # type: ignore[call-arg]
     plan.execute("b", world_size=3)  # type: ignore[call-arg]
 
 

@@ -1,4 +1,8 @@
-"""push(): convert where asked, upload beside what is there, prove it, let it appear at once."""
+"""push(): publish a checkpoint on the Hub.
+
+It is converted first where `to` says so, uploaded to a ref that nobody loads from, and checked
+there. Then all files appear at once.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
@@ -30,7 +34,7 @@ from ckptmap.operations.hub.staging import (
     ready,
     sweep,
 )
-from ckptmap.planning.options import MAX_MEMORY, Progress, RunOptions
+from ckptmap.planning.options import MAX_MEMORY, OptionKeywords, Progress, RunOptions
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan
 from ckptmap.storage.hub.errors import has_token
@@ -39,7 +43,7 @@ from ckptmap.storage.hub.uri import SCHEME, HubName, is_hub, parse
 
 @dataclass(frozen=True)
 class PushReport:
-    """What a push did. `pull_request` is its number, None where a branch was written."""
+    """What a push did. `pull_request` is a number; None where a branch was written."""
 
     repo: str
     revision: str
@@ -78,7 +82,7 @@ class PushReport:
 
 @dataclass(frozen=True)
 class _Made:
-    """A local checkpoint to be published, and what is known of it."""
+    """A local checkpoint to publish; `fresh` where this push has just converted it."""
 
     path: Path
     origin: str
@@ -100,21 +104,22 @@ def push(
     max_memory: int = MAX_MEMORY,
     low_disk: bool = False,
     progress: Callable[[int], Progress] | None = None,
-    **options: Any,
+    **options: Unpack[OptionKeywords],
 ) -> PushReport:
     """Publish a checkpoint as `org/name` or `hf://org/name[@revision][/folder]` on the Hub.
 
-    to        convert it first, with `options` as for `convert`; without, its files go as they are
-    revision  a branch, made where there is none; default: main
+    to        setup to convert to first; None: publish the files as they are
+    options   the fields of `Options`, for the conversion
+    revision  a branch, created where there is none; default: main
     pr        leave the pull request open instead of merging it
-    work      directory that the conversion is made in; default: huggingface_hub's cache
-    progress  given the bytes that the conversion will write, what is called as it writes them; of
-              the upload huggingface_hub shows its own
+    work      directory to convert in; default: one in huggingface_hub's cache
+    progress  takes the bytes that the conversion will write, and returns the function to call as
+              they are written; huggingface_hub shows the progress of the upload itself
 
-    `revision` shows all of it or nothing, after every size and SHA-256 was checked on the Hub. The
-    same call continues one that was interrupted. Old weights that a loader could take in place of
-    the new ones go with the same commit; a model card is written where there is none. Raises
-    SourceError, PlanError or DestinationError before anything is written, RunError after.
+    `revision` shows all files or none, after every size and SHA-256 was checked on the Hub. The same
+    call continues one that was interrupted. The same commit deletes old weights that a loader could
+    take in place of the new ones, and adds a model card where there is none. Raises SourceError,
+    PlanError or DestinationError before anything is written, RunError after that.
     """
     started = time.monotonic()
     name = _name(repo, revision, pr)
@@ -127,7 +132,7 @@ def push(
     elif is_hub(src) or options:
         raise _needs_to(src)
     else:
-        open(src).close()  # is it a checkpoint? Before a repository is made for it
+        open(src).close()  # raises where it is no checkpoint, before a repository is created
     at = found_or_made(name, private)
     made = _Made(Path(src), "", fresh=False)
     if made_plan is not None:
@@ -169,7 +174,7 @@ def _needs_to(src: str | os.PathLike[str]) -> DestinationError:
 def _converted(
     made: Plan, repo: str, work: str | os.PathLike[str] | None, how: RunOptions
 ) -> _Made:
-    """The conversion, in a directory of its own that the next run of the same plan finds again."""
+    """Convert into a directory that the next run of the same plan finds again."""
     from huggingface_hub import cached_assets_path
 
     place = (
@@ -216,8 +221,10 @@ def _publish(
 
 
 def _alone(now: Target, content: Content, name: HubName) -> None:
-    """Raises RunError CKM714 where somebody has published other weights meanwhile: merged, both
-    would be there, and a loader would take the one or the other."""
+    """Raise RunError CKM714 where somebody has published other weights meanwhile.
+
+    After a merge both would be there, and a loader might take either.
+    """
     rivals = [
         path for path in replaced(now.tree, content.items, name.path) if path not in content.deleted
     ]
@@ -231,7 +238,7 @@ def _alone(now: Target, content: Content, name: HubName) -> None:
 
 
 def _stage(target: Target, content: Content, what: str, pr: bool) -> Stage:
-    """A pull request; a work branch where the target is none of main's, or where the repository
+    """Return a pull request; a work branch where the target is not main, or where the repository
     takes no pull requests."""
     if target.revision != MAIN:
         return open_branch(target, content, what)
@@ -254,7 +261,7 @@ def _with_card(
     to: str | None,
     base: str | None,
 ) -> tuple[list[Item], list[str]]:
-    """With a card where neither the repository nor the source has one; the repository's stays."""
+    """Add a model card where neither the repository nor the source has one; return notes, too."""
     mine = {item.path: item for item in items}
     path = f"{name.path}/{cards.NAME}" if name.path else cards.NAME
     if path in target.tree:
@@ -273,7 +280,7 @@ def _with_card(
 
 
 def _library(folder: Path) -> str | None:
-    """Whose from_pretrained loads it: the one whose names the weights have."""
+    """Return the library whose from_pretrained loads the folder, by the names of its weights."""
     if not (folder / "config.json").is_file():
         return None
     if any(folder.glob("diffusion_pytorch_model*.safetensors")):
@@ -282,7 +289,7 @@ def _library(folder: Path) -> str | None:
 
 
 def _others(target: Target, content: Content) -> list[str]:
-    """Weights of the repository in forms that nothing of this push replaces."""
+    """Return a note on weights of the repository that this push does not replace."""
     mine = {item.path for item in content.items} | set(content.deleted)
     kinds = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
     left = [path for path in target.tree if path.endswith(kinds) and path not in mine]
