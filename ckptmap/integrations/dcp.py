@@ -20,7 +20,7 @@ from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer.family import codes_of
 from ckptmap.live.options import MAX_MEMORY
-from ckptmap.live.state_dict.live_checkpoint import StateDictTensor, assigned
+from ckptmap.live.state_dict.live_checkpoint import StateDictTensor, assign_state_dict
 from ckptmap.live.state_dict.overwrite_tensor import fill
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path
@@ -77,7 +77,7 @@ def _save_class() -> Any:
             taken = {key: v for key, v in self.state_dict.items() if key in everybody}
             self.state_dict = {k: v for k, v in self.state_dict.items() if k not in everybody}
             whole = {key: self.mappings.get(key, (key,)) for key in taken}
-            found = assigned({whole[key]: value for key, value in taken.items()}, peers)
+            found = assign_state_dict({whole[key]: value for key, value in taken.items()}, peers)
             self.parts = {(_key(path), box): v for (path, box), v in found.mine.items()}
             self.infos = {_key(tensor.path): tensor.info for tensor in found.tensors}
             self.mappings = {k: v for k, v in self.mappings.items() if k not in everybody}

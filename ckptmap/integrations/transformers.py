@@ -104,7 +104,7 @@ class _TrainerLoader:
         from transformers import TrainerState
 
         args = self._trainer.args
-        checkpoint, _ = peft_live.opened(self._path, self._trainer.model, True)
+        checkpoint, _ = peft_live.open_base_or_adapter(self._path, self._trainer.model, True)
         with checkpoint:
             known, step = _told(checkpoint.extra)
         if step is None:
@@ -247,10 +247,10 @@ def resumed(
     **options: Any,
 ) -> tuple[LoadReport, int | None]:
     """Load a checkpoint; return the report and the step. Without optimizer state only weights load."""
-    checkpoint, other = peft_live.opened(path, model, options.get("strict", True))
+    checkpoint, other = peft_live.open_base_or_adapter(path, model, options.get("strict", True))
     with checkpoint:
         optimizer = unwrapped(optimizer) if optimizer is not None else None
-        named = naming.by_the_models(checkpoint, model, find_targets(model)[0])
+        named = naming.by_model_names(checkpoint, model, find_targets(model)[0])
         if named.names and not named.unmapped:  # `load` says which key is unknown
             checkpoint = named.checkpoint
         if not checkpoint.optimizer_reader.present:

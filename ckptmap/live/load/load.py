@@ -162,11 +162,11 @@ def _plan(
     if options.fix and optimizer is not None:
         fix_lowbit.apply()
     targets, homeless = find_targets(model)
-    checkpoint, differences = peft_live.opened(path, model, options.strict)
+    checkpoint, differences = peft_live.open_base_or_adapter(path, model, options.strict)
     if checkpoint is not path:
         closing.callback(checkpoint.close)
     facts |= content_facts(checkpoint)
-    named = naming.by_the_models(checkpoint, model, targets)
+    named = naming.by_model_names(checkpoint, model, targets)
     checkpoint = named.checkpoint
     reader = TensorReader(checkpoint.files, options.max_memory)
     weights = TensorMatcher(checkpoint, reader, targets, options).plan()

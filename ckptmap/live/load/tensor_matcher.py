@@ -21,7 +21,7 @@ from ckptmap.live.model.live_form import (
     live_forms,
     logical_info,
 )
-from ckptmap.live.model.live_tensor import LiveTensor, expanded, fallback_device, held
+from ckptmap.live.model.live_tensor import LiveTensor, expanded, fallback_device, local_boxes
 from ckptmap.live.model.load_report import Mismatch
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.options import LoadOptions
@@ -68,13 +68,13 @@ class TensorMatcher:
                 continue
             for other in names[1:]:
                 self._compare(target, source, checkpoint[other])
-            source.require_replicas(box for box, _ in held(target))
+            source.require_replicas(box for box, _ in local_boxes(target))
             target.refuse_lost_hooks()
             self._decide(target, source)
         self._compare_views(found)
         plan.unexpected = [name for name in checkpoint if name not in used]
         plan.refused = [f"{one.key} ({one.reason})" for one in checkpoint.refused]
-        plan.left = peft_live.left_as_they_are(self._targets, found)
+        plan.left = peft_live.targets_to_leave(self._targets, found)
         plan.missing = [target for target in plan.missing if target not in plan.left]
         return plan
 

@@ -109,7 +109,7 @@ class LiveTensor:
     def windows(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
         """Return (box of the whole tensor, view of `local` that has its values) for every box that
         this rank holds. `local` is the rank's shard of the tensor, of its gradient or of a moment."""
-        return [(box, window(local, place)) for box, place in held(self)]
+        return [(box, window(local, place)) for box, place in local_boxes(self)]
 
     @property
     def is_cut(self) -> bool:
@@ -232,7 +232,7 @@ def like(old: Any, local: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------- this rank's part
 
 
-def held(target: LiveTensor) -> list[tuple[Box, Box]]:
+def local_boxes(target: LiveTensor) -> list[tuple[Box, Box]]:
     """Return (box of the whole tensor, the same box in the local tensor) for all that this rank holds.
 
     Placements may be Shard, strided Shard (FSDP2 over TP) and Replicate on any mesh. Raises

@@ -38,13 +38,13 @@ class NamedCheckpoint:
     unmapped: tuple[str, ...] = ()
 
 
-def by_the_models(
+def by_model_names(
     checkpoint: Checkpoint, model: torch.nn.Module, targets: Sequence[LiveTensor]
 ) -> NamedCheckpoint:
     """Return the checkpoint by the model's names; the checkpoint itself where its names are the
     model's, or no scheme has more of them."""
-    lacking = lacking_in(targets, checkpoint)
-    if not lacking or not strange_to(targets, checkpoint):
+    lacking = missing_count(targets, checkpoint)
+    if not lacking or not has_unknown_names(targets, checkpoint):
         return NamedCheckpoint(checkpoint)
     config = config_of(model)
     for scheme in schemes_for(targets, config):
@@ -53,7 +53,7 @@ def by_the_models(
         except CkptmapError:
             continue  # another scheme may be the one
         how = found.translation
-        if how is not None and lacking_in(targets, found) < lacking:
+        if how is not None and missing_count(targets, found) < lacking:
             reader = found.optimizer_reader.of_weights(found.infos())
             return NamedCheckpoint(
                 replace(found, optimizer_reader=reader), how.choice.text, how.unmapped
@@ -61,12 +61,12 @@ def by_the_models(
     return NamedCheckpoint(checkpoint)
 
 
-def lacking_in(targets: Sequence[LiveTensor], source: Collection[str]) -> int:
+def missing_count(targets: Sequence[LiveTensor], source: Collection[str]) -> int:
     """Return how many tensors of the model `source` does not have."""
     return sum(not target.named_in(source) for target in targets)
 
 
-def strange_to(targets: Sequence[LiveTensor], source: Collection[str]) -> bool:
+def has_unknown_names(targets: Sequence[LiveTensor], source: Collection[str]) -> bool:
     """Return whether `source` has names that no tensor of the model has."""
     known = {name for target in targets for name in target.known}
     return any(name not in known for name in source)

@@ -149,7 +149,7 @@ def _begun(config: object) -> str:
 # ------------------------------------------------------------------------------- what is left
 
 
-def left_as_they_are(targets: Sequence[LiveTensor], found: Mapping[str, str]) -> list[LiveTensor]:
+def targets_to_leave(targets: Sequence[LiveTensor], found: Mapping[str, str]) -> list[LiveTensor]:
     """Return the targets that the source lacks and need not have: those of the adapter where the
     source is a base, those of the base where it is an adapter. `found` is FQN -> the source's name."""
     base, in_file, adapters = False, False, set[str]()
@@ -193,7 +193,7 @@ def refuse_begun(left: Sequence[LiveTensor], path: str) -> None:
 # ------------------------------------------------------------------------------- an adapter's file
 
 
-def opened(
+def open_base_or_adapter(
     path: str | os.PathLike[str] | Checkpoint, model: torch.nn.Module, strict: bool
 ) -> tuple[Checkpoint, list[str]]:
     """Return the checkpoint at a path, which may be an adapter's directory where peft has wrapped the

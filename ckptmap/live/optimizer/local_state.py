@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.errors import LoadError
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import stored_form
-from ckptmap.live.model.live_tensor import LiveTensor, cut, is_dtensor
-from ckptmap.live.model.live_tensor import held as boxes_of
+from ckptmap.live.model.live_tensor import LiveTensor, cut, is_dtensor, local_boxes
 from ckptmap.live.model.tensor_reader import window
 from ckptmap.live.optimizer.family import Codes, OptimizerParam, codes_of, local_of
 from ckptmap.live.optimizer.unwrap import parts_of
@@ -281,7 +280,7 @@ def _apart(value: Any, path: Path) -> LocalTensor:
 def _hold_codes(held: LocalState, owner: ParamOwner, name: str, codes: Codes) -> None:
     ((target, _),) = owner.members
     info = TensorInfo(tuple(target.tensor.shape), LOGICAL)
-    boxes = boxes_of(target)
+    boxes = local_boxes(target)
     if len(boxes) != 1:
         raise LoadError(
             "CKM508",

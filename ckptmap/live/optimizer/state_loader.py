@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.live.model.live_tensor import cut, held, is_dtensor
+from ckptmap.live.model.live_tensor import cut, is_dtensor, local_boxes
 from ckptmap.live.model.load_report import CastTensor, Recoded
 from ckptmap.live.model.tensor_reader import TensorReader, window
 from ckptmap.live.optimizer.family import STEP, Codes, codes_of, local_of
@@ -237,7 +237,7 @@ class StateLoader:
         lazy = self._lazy(name, source)
         if lazy is None or self.owner.is_flat or name not in source:
             return None
-        return code_places(lazy, codes, held(target))
+        return code_places(lazy, codes, local_boxes(target))
 
     def _recode(self, name: str, live: Any, codes: Codes, reader: TensorReader) -> None:
         """Decode this rank's boxes to float32, and quantize them by the optimizer's own library."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.live.model.collective_errors import explain
-from ckptmap.live.model.live_tensor import LiveTensor, held
+from ckptmap.live.model.live_tensor import LiveTensor, local_boxes
 from ckptmap.live.model.load_report import StateReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.tensor_reader import TensorReader
@@ -258,7 +258,7 @@ def _require_replicas(owner: ParamOwner, sources: Sequence[Source]) -> None:
         like = tuple(target.tensor.shape)
         for lazy in source.values():
             if isinstance(lazy, LazyTensor):
-                boxes = (box for box, _ in held(target)) if lazy.shape == like else None
+                boxes = (box for box, _ in local_boxes(target)) if lazy.shape == like else None
                 lazy.require_replicas(boxes)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap import registry
 from ckptmap.core.quantized_codes import CodeGrid, KeepsCodes
 from ckptmap.live.model.live_form import StoredForm, StoredPart
-from ckptmap.live.model.live_tensor import LiveTensor, held, is_dtensor
+from ckptmap.live.model.live_tensor import LiveTensor, is_dtensor, local_boxes
 from ckptmap.protocols import Encoding, Refusal, part_key
 from ckptmap.tensors import TensorInfo
 
@@ -35,7 +35,7 @@ def stored_int8(
     encoding = _encoding(fqn, whole, (rows, *block[1:]), scale.dtype)
     expected = encoding.parts(whole)
     assert not isinstance(expected, Refusal), expected.reason
-    ((box, _),) = held(target)
+    ((box, _),) = local_boxes(target)
     parts = []
     for name, values in (("qdata", codes), ("scale", scale)):
         where = encoding.part_box(whole, name, box)

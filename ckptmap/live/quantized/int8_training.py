@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.core.quantized_codes import Coded
 from ckptmap.errors import LoadError, RunError
 from ckptmap.live.model.live_form import LiveForm, LoadContext, LoadStep, StoredForm
-from ckptmap.live.model.live_tensor import LiveTensor, held
+from ckptmap.live.model.live_tensor import LiveTensor, local_boxes
 from ckptmap.live.model.load_report import Encoded
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.quantized.int8_stored import stored_int8
@@ -78,7 +78,7 @@ def fill(
 ) -> None:
     """Fill this rank's rows: with the checkpoint's codes where `scales` are given, else quantized."""
     live: Any = target.local
-    for box, place in held(target):
+    for box, place in local_boxes(target):
         first, count = place.offsets[0], place.sizes[0]
         if scales is None:
             codes, scale = _quantized(reader, source, box, live)

@@ -25,7 +25,7 @@ from ckptmap.live.model.live_form import (
     StoredForm,
     StoredPart,
 )
-from ckptmap.live.model.live_tensor import LiveTensor, device_for, held, is_dtensor
+from ckptmap.live.model.live_tensor import LiveTensor, device_for, is_dtensor, local_boxes
 from ckptmap.live.model.load_report import Encoded
 from ckptmap.live.model.row_sharding import row_shard
 from ckptmap.live.model.tensor_reader import TensorReader
@@ -101,7 +101,7 @@ class NF4Form(LiveForm):
                 f" checkpoint's cannot be regrouped to that: {why}",
                 "load it with ckptmap.load, which builds the live tensor anew",
             )
-        ((box, _),) = held(target)
+        ((box, _),) = local_boxes(target)
         regrouped = replace(found, scaler_block_size=live.scaler_block_size)
         rows = NF4Rows(TensorInfo(box.sizes, whole.dtype), whole, found, regrouped, box)
         make = read_rows if same else quantize_rows
@@ -257,7 +257,7 @@ def stored_form(target: LiveTensor, fqn: str) -> StoredForm:
     whole = TensorInfo(tuple(target.tensor.shape), local.dtype)
     expected = encoding.parts(whole)
     assert not isinstance(expected, Refusal), expected.reason
-    ((rows, _),) = held(target)
+    ((rows, _),) = local_boxes(target)
     found = []
     for name, values in parts.items():
         everywhere = name in (MEAN, TABLE)

@@ -11,7 +11,12 @@ from ckptmap.live.model.live_form import live_forms
 from ckptmap.live.model.live_tensor import like
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.model.tensor_reader import TensorReader
-from ckptmap.live.state_dict.live_checkpoint import WHERE, StateDictTensor, is_spread, opened
+from ckptmap.live.state_dict.live_checkpoint import (
+    WHERE,
+    StateDictTensor,
+    any_sharded,
+    open_state_dict,
+)
 from ckptmap.live.state_dict.load_state_dict import needs
 from ckptmap.live.state_dict.memory_blocks import LiveReader
 from ckptmap.live.state_dict.reshard import Exchange, ReshardTask
@@ -37,7 +42,7 @@ def decoded(state: State, peers: RankGroup, max_memory: int) -> dict[str, torch.
     were. bitsandbytes' are decoded by the entries beside them. All ranks of `peers` call it."""
     import torch
 
-    live = opened(state, peers, "model")
+    live = open_state_dict(state, peers, "model")
     checkpoint, units, made = live.checkpoint, list[ReshardTask](), dict[str, torch.Tensor]()
     reader = LiveReader(checkpoint.files, max_memory, live.memory)
     with live.memory.readable(), torch.no_grad():
@@ -87,14 +92,14 @@ def quantized(state: State, encoding: str, max_memory: int) -> dict[str, torch.T
     """
     import torch
 
-    if is_spread(list(state.values())):
+    if any_sharded(list(state.values())):
         raise LoadError(
             "CKM504",
             f"{WHERE}: its tensors are cut over ranks, and only a model says how to cut {encoding}",
             "pass the model that will take them: translate(state_dict, like=model)",
         )
     scheme = next(found for found in registry.schemes() if found.suffix == encoding)
-    live = opened(state, RankGroup(), "model")
+    live = open_state_dict(state, RankGroup(), "model")
     made: dict[str, Any] = dict(state)
     with live.memory.readable(), torch.no_grad():
         reader = LiveReader(live.checkpoint.files, max_memory, live.memory)

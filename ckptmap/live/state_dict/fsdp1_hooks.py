@@ -16,7 +16,7 @@ from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.live.state_dict.handle import Handle
-from ckptmap.live.state_dict.live_checkpoint import opened
+from ckptmap.live.state_dict.live_checkpoint import open_state_dict
 from ckptmap.live.state_dict.load_state_dict import load_live
 from ckptmap.live.state_dict.translate import EXTRA_STATE, joined, renamed
 from ckptmap.mapping.wrappers import strip_wrappers
@@ -55,7 +55,7 @@ class Fsdp1Hooks:
         with peers.together():
             config = self._config or getattr(model, "config", None)
             named = renamed(weights, targets, config, None)
-        live = opened(named, peers, "model")
+        live = open_state_dict(named, peers, "model")
         report = load_live(live, targets, homeless, strict=False, max_memory=self._max_memory)
         self._handle.reports["model"] = report
         extra = {k: v for k, v in state_dict.items() if k.endswith(EXTRA_STATE)}

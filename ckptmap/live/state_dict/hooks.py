@@ -23,7 +23,7 @@ from ckptmap.live.optimizer.unwrap import is_offloaded, unwrapped
 from ckptmap.live.options import PRECISIONS
 from ckptmap.live.state_dict.fsdp1_hooks import Fsdp1Hooks, in_module_order, is_own_state
 from ckptmap.live.state_dict.handle import Handle
-from ckptmap.live.state_dict.live_checkpoint import is_spread, opened
+from ckptmap.live.state_dict.live_checkpoint import any_sharded, open_state_dict
 from ckptmap.live.state_dict.load_state_dict import load_live
 from ckptmap.live.state_dict.translate import EXTRA_STATE, MAX_MEMORY, PURPOSE, joined, renamed
 from ckptmap.tensors import TensorInfo
@@ -98,7 +98,7 @@ class _ModuleHooks:
         with peers.together():
             config = self._config or getattr(module, "config", None)
             named = renamed(weights, targets, config, None)
-        live = opened(named, peers, "model")
+        live = open_state_dict(named, peers, "model")
         report = load_live(live, targets, homeless, strict=False, max_memory=self._max_memory)
         self._handle.reports["model"] = report
         self._prefix = prefix
@@ -184,7 +184,7 @@ class _OptimizerHooks:
         """Load the state; False: the state dict has groups alone, or is FSDP1's own local state."""
         targets, _ = find_targets(self._model)
         tensors = list(_tensors(state_dict))
-        spread = bool(peer_groups(self._model)) or is_spread(tensors)
+        spread = bool(peer_groups(self._model)) or any_sharded(tensors)
         peers = RankGroup.join(PURPOSE) if spread else RankGroup()
         if not any(peers.all(bool(tensors))):
             return False
@@ -195,7 +195,7 @@ class _OptimizerHooks:
             for target in targets
             for name in target.names
         }
-        live = opened(state_dict, peers, "optimizer", weights)
+        live = open_state_dict(state_dict, peers, "optimizer", weights)
         self._handle.reports["optimizer"] = load_live(
             live,
             targets,

@@ -16,7 +16,7 @@ from ckptmap.checkpoint.split_roles import Roles
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_form import is_loadable, quantized_classes
-from ckptmap.live.model.live_tensor import LiveTensor, held, is_dtensor
+from ckptmap.live.model.live_tensor import LiveTensor, is_dtensor, local_boxes
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.optimizer.family import codes_of
 from ckptmap.live.optimizer.local_state import (
@@ -66,7 +66,7 @@ class LiveStateDict:
     peers: RankGroup
 
 
-def opened(
+def open_state_dict(
     state: Mapping[str, object],
     peers: RankGroup,
     role: str,
@@ -101,9 +101,9 @@ def opened(
     return LiveStateDict(checkpoint, memory, _sources(offers, assignment), peers)
 
 
-def assigned(state: Mapping[Path, object], peers: RankGroup) -> Assignment:
+def assign_state_dict(state: Mapping[Path, object], peers: RankGroup) -> Assignment:
     """Return tensors by path as stored tensors, each box with the one rank that writes it: of replicas,
-    the lowest. Raises as `opened` does."""
+    the lowest. Raises as `open_state_dict` does."""
     mine = LocalState()
     with peers.together():
         for path, value in state.items():
@@ -143,7 +143,7 @@ def _hold(mine: LocalState, path: Path, value: object) -> None:
     _refuse(path, leaf, codes is not None)
     if codes is not None:
         info = TensorInfo(tuple(value.shape), "float32")
-        ((box, _),) = held(leaf)
+        ((box, _),) = local_boxes(leaf)
         mine.holdings.append(LocalTensor(path, info, [LocalCodes(box, codes)], _primary(leaf)))
     else:
         hold_tensor(mine, leaf, path)
@@ -159,9 +159,9 @@ def _refuse(path: Path, leaf: StateDictTensor, coded: bool) -> None:
         kind = f"tensor of layout {leaf.local.layout}"
     if leaf.local.is_meta and leaf.local.numel():
         raise LoadError("CKM505", f"{WHERE}: {name} is on meta and has no values", "load it first")
-    if coded and len(held(leaf)) != 1:
+    if coded and len(local_boxes(leaf)) != 1:
         raise LoadError(
-            "CKM508", f"{WHERE}: {name} is quantized and has {len(held(leaf))} boxes on one rank",
+            "CKM508", f"{WHERE}: {name} is quantized and has {len(local_boxes(leaf))} boxes on one rank",
             "use a mesh whose placements are Shard, each of another dim",
         )  # fmt: skip
     if not coded and not is_loadable(kind):
@@ -242,6 +242,6 @@ def _sources(offers: Sequence[Sequence[Offer]], assignment: Assignment) -> Sourc
     return found
 
 
-def is_spread(tensors: Sequence[Any]) -> bool:
+def any_sharded(tensors: Sequence[Any]) -> bool:
     """Return whether any tensor is cut over ranks: a DTensor or a ShardedTensor."""
     return any(is_dtensor(tensor) or sharded.is_sharded(tensor) for tensor in tensors)

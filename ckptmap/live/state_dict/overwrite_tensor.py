@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_form import form_of
-from ckptmap.live.model.live_tensor import LiveTensor, held
+from ckptmap.live.model.live_tensor import LiveTensor, local_boxes
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer.family import codes_of
 from ckptmap.live.optimizer.state_loader import code_places, encode
@@ -47,7 +47,7 @@ def _codes(reader: TensorReader, source: LazyTensor, target: LiveTensor) -> None
 
     codes = codes_of(target.tensor)
     assert codes is not None
-    places = code_places(source, codes, held(target))
+    places = code_places(source, codes, local_boxes(target))
     if places is not None:
         for part, live in ((CODES, codes.codes), (SCALE, codes.scale)):
             found = reader.part(source, part, places[part], codes.codes.device)

@@ -16,7 +16,7 @@ from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.flat_params import is_fsdp1
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport
-from ckptmap.live.model.name_scheme import lacking_in, schemes_for, strange_to
+from ckptmap.live.model.name_scheme import has_unknown_names, missing_count, schemes_for
 from ckptmap.live.model.rank_group import RankGroup
 from ckptmap.live.state_dict.encode_state_dict import (
     DENSE,
@@ -27,7 +27,7 @@ from ckptmap.live.state_dict.encode_state_dict import (
     quantizing_schemes,
 )
 from ckptmap.live.state_dict.fsdp1_state_dict import own_keys, shadows
-from ckptmap.live.state_dict.live_checkpoint import WHERE, is_spread, opened
+from ckptmap.live.state_dict.live_checkpoint import WHERE, any_sharded, open_state_dict
 from ckptmap.live.state_dict.load_state_dict import load_live
 from ckptmap.mapping.model_config import as_config
 from ckptmap.mapping.translate_state_dict import translate_names
@@ -123,7 +123,7 @@ def _named(
     extra = {name: value for name, value in plain.items() if name.endswith(EXTRA_STATE)}
     made = {name: tensor for name, tensor in plain.items() if name not in extra}
     if encoding == DENSE or encoding in DTYPES:
-        peers = RankGroup.join(PURPOSE) if is_spread(list(made.values())) else RankGroup()
+        peers = RankGroup.join(PURPOSE) if any_sharded(list(made.values())) else RankGroup()
         made = decoded(made, peers, max_memory)
     if to is not None:
         made = translate_names(made, to, config, source=source)
@@ -164,7 +164,7 @@ def _like(
     with peers.together():
         made = shadows(model, targets)
         weights = renamed(state_dict, targets, config or getattr(model, "config", None), source)
-    live = opened(weights, peers, "model")
+    live = open_state_dict(weights, peers, "model")
     report = load_live(live, made, homeless, strict=strict, max_memory=max_memory)
     keys = live_keys(model, targets)
     found = Translation()
@@ -178,7 +178,7 @@ def _like(
 
 def joined(state_dict: State, model: torch.nn.Module) -> RankGroup:
     """Return all ranks where the model or the state dict is cut over them, else this rank alone."""
-    if peer_groups(model) or is_spread(list(state_dict.values())):
+    if peer_groups(model) or any_sharded(list(state_dict.values())):
         return RankGroup.join(PURPOSE)
     return RankGroup()
 
@@ -197,8 +197,8 @@ def renamed(
     """Return the state dict by the model's names, where its names are of another known scheme; else
     without wrapper segments. The matcher reports names that still do not match."""
     plain = _plain({k: v for k, v in state_dict.items() if not k.endswith(EXTRA_STATE)})
-    lacking = lacking_in(targets, plain)
-    if not plain or not lacking or not strange_to(targets, plain):
+    lacking = missing_count(targets, plain)
+    if not plain or not lacking or not has_unknown_names(targets, plain):
         return plain
     given = as_config(config)
     for name in schemes_for(targets, given):
@@ -206,6 +206,6 @@ def renamed(
             found = translate_names(plain, name, given, source=source)
         except CkptmapError:
             continue  # another scheme may be the one
-        if lacking_in(targets, found) < lacking:
+        if missing_count(targets, found) < lacking:
             return found
     return plain

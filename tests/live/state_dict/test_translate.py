@@ -19,7 +19,7 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 import ckptmap
 from ckptmap.errors import CkptmapError, LoadError, RunError
 from ckptmap.live.model.rank_group import RankGroup
-from ckptmap.live.state_dict.live_checkpoint import opened
+from ckptmap.live.state_dict.live_checkpoint import open_state_dict
 from ckptmap.live.state_dict.memory_blocks import LiveReader, Memory
 from ckptmap.live.state_dict.reshard import Exchange, around, batches, rounds
 from ckptmap.tensors import Box, Path, TensorInfo
@@ -235,7 +235,7 @@ def test_views_are_read_as_they_lie() -> None:
         "s": base[1::2, ::3],
         "z": torch.tensor(3.0),
     }
-    live = opened(state, RankGroup(), "model")
+    live = open_state_dict(state, RankGroup(), "model")
     with live.memory.readable():
         for name, tensor in state.items():
             assert torch.equal(live.checkpoint[name].read(), tensor), name
@@ -348,7 +348,7 @@ def test_ranks_that_plan_otherwise_are_told() -> None:
         def all(self, value: Any) -> Any:
             return [value, "another"] if isinstance(value, str) else [value]
 
-    live = opened({"w": torch.ones(3)}, RankGroup(), "model")
+    live = open_state_dict({"w": torch.ones(3)}, RankGroup(), "model")
     odd = Exchange(replace(live, peers=Odd()), 1 << 10, torch.device("cpu"))
     with pytest.raises(RunError, match="rank 1 has plan another"):
         odd.run([], LiveReader(live.checkpoint.files, 1 << 10, live.memory))
