@@ -1,4 +1,4 @@
-"""Writes DCP directories that plain `torch.distributed.checkpoint.load` reads at any world size."""
+"""Write DCP directories that plain `torch.distributed.checkpoint.load` reads at any world size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SEGMENTS = frozenset({str, ListIndex})
 ROOT = "archive"
 """The folder in each item, as torch names it when it saves to a stream."""
 ALIGN = 64
-"""Items start at multiples of it, so that their data do too: torch packs items unaligned."""
+"""Items, and so their data, start at multiples of it (bytes). torch packs items without alignment."""
 
 FSDP1 = Setup(
     "fsdp1",
@@ -64,27 +64,27 @@ class DcpWriter:
 
 @dataclass(frozen=True)
 class _Form:
-    """The archive of a contiguous tensor; `head` is what comes before its data."""
+    """The torch.save archive of a contiguous tensor; `head` is the bytes before its data."""
 
     layout: ZipLayout
     data_nbytes: int
     head: bytes
 
     def tail(self, crc: int) -> bytes:
-        """What comes after data of this CRC-32."""
+        """Return the bytes after data of this CRC-32."""
         start, piece = self.layout.seal([crc], {})[-1]
         return piece[self.layout.offsets[0] + self.data_nbytes - start :]
 
 
 @dataclass(slots=True)
 class _RankFile:
-    """A data file as it grows: slots, and the items or ready bytes around them."""
+    """A data file under construction: slots, and the items or ready bytes around them."""
 
     name: str
     nbytes: int = 0
     slots: list[Slot] = field(default_factory=list)
     forms: list[tuple[int, _Form]] = field(default_factory=list)
-    """Where the item of each slot begins, and what it is like."""
+    """Offset and archive of the item of each slot."""
     values: list[tuple[int, bytes]] = field(default_factory=list)
 
     def place(self, nbytes: int) -> Item:
@@ -138,7 +138,7 @@ class _Draft:
         return file
 
     def _item(self, rank: int, path: Path, dtype: str, box: Box) -> Item:
-        """A chunk's own torch.save archive, its data left to be written."""
+        """Append the torch.save archive of a chunk, and return its item; the data are written later."""
         file = self._rank(rank)
         form = _form(dtype, box.sizes)
         item = file.place(form.layout.nbytes)
@@ -194,7 +194,7 @@ def _holds_dicts(values: list[object]) -> bool:
 
 
 def _plain(record: Mapping[str, object]) -> dict[str, object]:
-    """A record as dicts and lists, whatever mappings it was made of."""
+    """Return a record as plain dicts and lists."""
     return {
         key: _plain(value) if isinstance(value, Mapping) else value
         for key, value in sorted(record.items())
@@ -203,7 +203,7 @@ def _plain(record: Mapping[str, object]) -> dict[str, object]:
 
 @lru_cache(maxsize=4096)
 def _form(dtype: str, sizes: tuple[int, ...]) -> _Form:
-    """Most chunks of a model share one of a few."""
+    """Cached: most chunks of a model have one of a few shapes."""
     info = TensorInfo(sizes, dtype)
     strides, step = [], 1
     for size in reversed(sizes):
@@ -217,7 +217,7 @@ def _form(dtype: str, sizes: tuple[int, ...]) -> _Form:
 
 
 def _archive(pickle: bytes) -> bytes:
-    """A whole torch.save archive of a value without tensors."""
+    """Return the whole torch.save archive of a value without tensors."""
     layout = layout_zip(ROOT, pickle, (), align=ALIGN)
     raw = bytearray(layout.nbytes)
     for offset, piece in layout.seal((), {}):
@@ -237,7 +237,7 @@ def _out_file(file: _RankFile) -> OutFile:
 
 
 def _between(file: _RankFile, index: int, crc: int) -> bytes:
-    """The end of an item, padding, and the start of the next."""
+    """Return the end of an item, padding, and the start of the next item."""
     (base, form), (after, following) = file.forms[index : index + 2]
     return form.tail(crc) + bytes(after - base - form.layout.nbytes) + following.head
 
@@ -245,7 +245,7 @@ def _between(file: _RankFile, index: int, crc: int) -> bytes:
 def _seal(
     file: _RankFile, crcs: Sequence[int], manifest: bytes | None
 ) -> Iterator[tuple[int, bytes]]:
-    """What comes before the data of the first item, and after those of the last."""
+    """Yield the bytes before the data of the first item, and after the data of the last."""
     end = 0
     if file.forms:
         yield file.forms[0][0], file.forms[0][1].head

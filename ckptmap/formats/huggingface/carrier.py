@@ -1,4 +1,7 @@
-"""What makes a Hugging Face directory whole beside its weights: config, tokenizer, declared ties."""
+"""Carry the files beside the weights of a Hugging Face directory: config, tokenizer, chat templates.
+
+The output loads only with these. The config also declares which embeddings are tied.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +41,12 @@ SUFFIXES = (CODE, ".model", ".jinja")
 AUTO_MAP = b'"auto_map"'
 """transformers/dynamic_module_utils.py: what `trust_remote_code=True` is for."""
 TEMPLATES = "additional_chat_templates"
-"""A folder in which transformers keeps the chat templates but the first."""
+"""The folder of all chat templates but the first (transformers)."""
 MODULES = "modules.json"
 """sentence-transformers: the folders of modules that follow the model (pooling, dense layers), each
 with a config, some with weights. Its loader needs them all."""
 DIFFUSERS = {"_class_name", "_diffusers_version"}
-"""What a config.json has of diffusers' models, and of no other library's."""
+"""Keys that only the config.json of a diffusers model has."""
 DIFFUSERS_STEM = "diffusion_pytorch_model"
 """diffusers/utils/constants.py: SAFETENSORS_WEIGHTS_NAME."""
 OPEN_CLIP, OPEN_CLIP_STEM = "open_clip_config.json", "open_clip_model"
@@ -54,7 +57,7 @@ REPAIR = "download it again, or give another with --config-from PATH"
 
 
 def _belongs(file: Path) -> bool:
-    """A known name; a link that leads out of the directory is refused (SourceError CKM116)."""
+    """Return True for a known name. Raise SourceError CKM116 for a link out of the directory."""
     known = file.name in SIBLINGS or file.name.startswith(PREFIXES) or file.suffix in SUFFIXES
     if not known or not file.is_file() or file.stat().st_size > MAX_SIBLING_NBYTES:
         return False
@@ -72,7 +75,7 @@ class HfCarrier:
     def ties(
         self, infos: Mapping[str, TensorInfo], siblings: Sequence[str], beside: str | None
     ) -> dict[str, str]:
-        """Output embedding -> input embedding, where config.json ties them and both are stored."""
+        """Return output embedding -> input embedding, if config.json ties them and both are stored."""
         config = _config(_files(siblings, beside))
         text = config.get("text_config")
         texts = (config, text if isinstance(text, dict) else {})
@@ -92,7 +95,7 @@ class HfCarrier:
         quantized: Declared,
         untied: Collection[str],
     ) -> tuple[dict[str, Sidecar], list[str]]:
-        """Files by name, the config declaring what is written, and what should be said."""
+        """Return the files by name, with a config that fits the written weights, and notes."""
         found = _files(siblings, beside)
         carried = {name: Sidecar.at(file) for name, file in found.items()}
         notes = [f"goes along as it is: {n}" for n in found if "/" in n and n.endswith(WEIGHTS)]
@@ -117,7 +120,7 @@ class HfCarrier:
         return carried, notes
 
     def stem(self, carried: Mapping[str, CarriedFile]) -> str | None:
-        """diffusers and open_clip look for no other names than their own."""
+        """Return the one name of weight files that diffusers or open_clip accepts; None: any name."""
         if CONFIG not in carried:
             return OPEN_CLIP_STEM if OPEN_CLIP in carried else None
         try:
@@ -128,7 +131,7 @@ class HfCarrier:
 
 
 def _files(siblings: Sequence[str], beside: str | None) -> dict[str, str]:
-    """Name -> path; `beside` is a directory to carry from instead, or a config file."""
+    """Return name -> path; `beside` is another directory to copy from, or a config file."""
     if beside is not None and Path(beside).is_dir():
         if not (Path(beside) / CONFIG).is_file():
             raise PlanError("CKM101", f"{beside}: has no config.json", "check --config-from")
@@ -159,7 +162,7 @@ def weights_of_modules(root: str) -> tuple[str, ...]:
 
 
 def _of_modules(listing: Path) -> dict[str, str]:
-    """Every file of the folders that it names. Raises SourceError CKM116 for one that leads out."""
+    """Return all files of the folders that it names. Raise SourceError CKM116 for a path outside."""
     directory = str(listing.parent)
     try:
         entries = json.loads(local_copy(str(listing)).read_bytes())

@@ -30,14 +30,14 @@ from ckptmap.tensors import Box
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 ONE_FILE = "model.safetensors"
-"""The file that transformers loads where there is one, whatever an index beside it says."""
+"""The file that transformers prefers to any index beside it."""
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 DCP_SHARD = re.compile(r"shard-\d+-.+\.safetensors")
 """torch's HuggingFaceStorageWriter: parts of tensors under whole tensors' names."""
 OTHER_FORM = re.compile(
     r"((diffusion|open_clip)_)?pytorch_model([-.]\w+)*\.bin|(tf|flax|rust)_model([-.]\w+)*\.(h5|msgpack|ot)"
 )
-"""Weights beside safetensors that libraries pass over: of an earlier save they may be other ones."""
+"""Weights in other formats, which libraries ignore beside safetensors; they may be of an earlier save."""
 UNFINISHED = re.compile(r".*\.(incomplete|part|partial|tmp|crdownload|aria2)[^.]*")
 
 HF = Setup(
@@ -57,7 +57,7 @@ class HfDirectory:
     name = "hf"
 
     def claims(self, place: Place) -> bool:
-        """An index, a shard set, `model.safetensors`, or just one safetensors file."""
+        """Return True for an index, a shard set, `model.safetensors`, or a single safetensors file."""
         return place.is_dir and bool(_index_names(place.names) or _without_index(place.names))
 
     def index(self, place: Place) -> Index:
@@ -103,7 +103,7 @@ def _index_names(names: Iterable[str]) -> list[str]:
 
 
 def _without_index(names: Iterable[str]) -> list[str]:
-    """Files that could be the weights where no index says it; empty: this is something else."""
+    """Return the files that may be the weights if there is no index; empty: another format."""
     found = [n for n in names if n.endswith(SUFFIX) and not DCP_SHARD.fullmatch(n)]
     numbered = [name for name in found if SHARD.fullmatch(name)]
     if ONE_FILE in found:
@@ -144,7 +144,7 @@ def _is_stale(place: Place, where: str, shards: Sequence[str]) -> bool:
 
 
 def _complete_set(place: Place) -> list[str]:
-    """The files of a set without index. Raises SourceError CKM108 where some are not there."""
+    """Return the files of a set without index. Raise SourceError CKM108 if some are missing."""
     names = _without_index(place.names)
     matches = [match for match in map(SHARD.fullmatch, names) if match]
     if not matches:
@@ -179,7 +179,7 @@ Contents = tuple[PlainTensors, dict[str, Mapping[str, object]], tuple[str, ...]]
 def _read_shards(
     root: str, shards: Sequence[str], where: str, weight_map: Mapping[str, str] | None = None
 ) -> Contents:
-    """Leaves, records and files of all shards; leaves in the order of the shards."""
+    """Return leaves, records and files of all shards; leaves are in the order of the shards."""
     also = blobs_of(root)
     paths = [inside(root, shard, where, also) for shard in shards]
     _require_all(root, shards, where)
@@ -250,7 +250,7 @@ def _compare(
     total_nbytes: int | None,
     where: str,
 ) -> list[str]:
-    """Notes on harmless differences. Raises SourceError CKM108 for a tensor that is not there."""
+    """Return notes on harmless differences. Raise SourceError CKM108 for a missing tensor."""
     stored = set(leaves.names)
     absent = [key for key in weight_map if key not in stored]
     if absent:
@@ -271,7 +271,7 @@ def _compare(
 
 
 def _left_aside(names: Sequence[str], shards: Sequence[str]) -> list[str]:
-    """What looks like weights but does not belong."""
+    """Return the files that look like weights and are not part of the checkpoint."""
     stale = [n for n in names if n.endswith(SUFFIX) and n not in shards]
     unfinished = [n for n in names if UNFINISHED.fullmatch(n)]
     notes = [f"left aside, not in the index: {name}" for name in stale]
@@ -372,7 +372,7 @@ def _held(
 
 
 def _paths(key: str) -> Iterator[str]:
-    """A key and what it lies in: `a.b.c` -> `a.b.c`, `a.b`."""
+    """Yield a key and its parent: `a.b.c` -> `a.b.c`, `a.b`."""
     yield key
     yield key.rpartition(".")[0]
 

@@ -119,7 +119,7 @@ def _refuse_one_of_many(path: FilePath, root: FilePath) -> None:
 
 
 def _others(rank: _Rank) -> dict[Path, Leaf]:
-    """What lies beside the model in a rank's file."""
+    """Return the values beside the model in the file of a rank."""
     leaves = rank.tree.parsed.leaves
     return {path: rank.tree.get(path) for path in leaves if path and path[0] != "model"}
 
@@ -229,7 +229,7 @@ class _Model:
         self.left = 0
 
     def joined(self) -> tuple[dict[str, Leaf], list[str]]:
-        """By the whole model's keys; and what should be said."""
+        """Return the tensors by the keys of the whole model, and notes."""
         found: dict[str, Leaf] = {}
         offset = 0
         for number_, stage in enumerate(self.stages):

@@ -80,7 +80,7 @@ def check_opcodes(data: bytes, of_nbytes: int = 0) -> None:
 
 
 def _check_put(data: bytes, at: int, room: int) -> int:
-    """The place after a PUT or LONG_BINPUT at `at`."""
+    """Return the offset after the PUT or LONG_BINPUT at `at`."""
     if data[at] == _LONG_BINPUT:
         end = at + 5
         index = int.from_bytes(data[at + 1 : end], "little")

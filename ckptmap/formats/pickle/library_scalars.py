@@ -1,4 +1,4 @@
-"""What training loops keep as objects of a library and is a plain value: a best loss, a version.
+"""Turn pickled scalars of libraries into plain values: a best loss of numpy, the version of torch.
 
     numpy.float64(0.25)   numpy._core.multiarray.scalar(dtype('f8'), 8 bytes)    -> 0.25
     torch.__version__     torch.torch_version.TorchVersion('2.13.0+cpu')         -> '2.13.0+cpu'
@@ -26,7 +26,7 @@ _ORDERS = {"<": "<", ">": ">", "|": "<"}
 
 
 def number(args: tuple[Any, ...]) -> bool | int | float | None:
-    """The value of a numpy scalar that is made of these; None: no Python number is it."""
+    """Return the value of a numpy scalar from its pickled arguments; None: Python has no such number."""
     if len(args) != 2 or not isinstance(args[1], bytes):
         return None
     dtype, data = args

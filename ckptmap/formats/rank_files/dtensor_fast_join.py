@@ -1,4 +1,4 @@
-"""DTensors of ranks whose files are alike: joined by what differs, a coordinate and a place.
+"""Join the DTensors of ranks whose pickles are alike: they differ in coordinate and place only.
 
     N x DTensor{local [rows / N, cols] at coordinate c} -> the boxes of one tiling for its shape
 
@@ -52,7 +52,8 @@ class _Tiling(NamedTuple):
 
 
 def joined_alike(values: RankValues, key: str) -> StoredTensor | None:
-    """None: not all of them are DTensors of plain tensors that fit together regularly."""
+    """Return the whole tensor; None: some value is no DTensor of a plain tensor, or the cut is
+    irregular. Then the general join decides."""
     ranks, kinds = values.ranks, []
     for parsed, members in ranks.kinds:
         kind = _kind(values, parsed, members[0], key)
@@ -161,7 +162,7 @@ def _bounds(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Held(NamedTuple):
-    """Boxes of a tensor, and the ranks that hold them."""
+    """The boxes of a tensor, and the ranks that hold each."""
 
     ranks: RankSet
     locals: Sequence[ReadTensor]

@@ -83,7 +83,7 @@ def _join_replicated(values: Sequence[Leaf], key: str) -> StoredTensor | Cut:
 
 
 def _one_info(infos: Iterable[tuple[int, TensorInfo]], key: str) -> TensorInfo:
-    """The info that all ranks agree on."""
+    """Return the info of the tensor. Raise SourceError if the ranks have different ones."""
     ranks: dict[TensorInfo, list[int]] = {}
     for rank, info in infos:
         ranks.setdefault(info, []).append(rank)
@@ -143,7 +143,7 @@ def _check_meshes(parts: Sequence[tuple[int, Placed]], key: str) -> None:
 
 
 def _check_local(rank: int, part: Placed, key: str) -> None:
-    """Raises where the rank holds another shape than its coordinate predicts."""
+    """Raise SourceError if a rank holds another shape than its mesh coordinate predicts."""
     info, geometry = part.local.info, part.geometry
     sizes = geometry.sizes
     wrong_shape = info is None or (info.shape != sizes and (info.numel or 0 not in sizes))
@@ -167,7 +167,8 @@ def _check_local(rank: int, part: Placed, key: str) -> None:
 def _check_complete(
     info: TensorInfo, parts: Sequence[tuple[int, Placed]], held: set[Box], key: str
 ) -> None:
-    """The boxes of different coordinates are disjoint, so what they hold in all tells."""
+    """Raise if the parts do not fill the tensor. Boxes of different coordinates are disjoint, so their
+    number of elements tells."""
     if sum(box.numel for box in held) == info.numel and (held or not info.numel):
         return
     world = len(parts[0][1].ranks)
@@ -190,7 +191,7 @@ Piece: TypeAlias = tuple[Box, StoredTensor | Opaque, Box | None]
 
 
 def _assemble(info: TensorInfo, pieces: Sequence[Piece], key: str) -> StoredTensor | Cut:
-    """One tensor of pieces, of which those of the same box are replicas of the first."""
+    """Return one tensor of pieces; a further piece of the same box is a replica of the first."""
     stored = [
         (box, local, within) for box, local, within in pieces if isinstance(local, StoredTensor)
     ]

@@ -1,4 +1,4 @@
-"""The modules of a model as its raw `state_dict()` lists them, beside the tensors.
+"""Read the modules of a model from `_metadata` of its `state_dict()`.
 
 torch keeps a version for every module in the attribute `_metadata` of the dict (torch/nn/modules/
 module.py `state_dict`), under the names of `named_modules()`: wrappers, which keys lose, are still
@@ -14,7 +14,7 @@ from ckptmap.tensors import Path
 
 FSDP1 = "_fsdp_wrapped_module"
 MAX_DEPTH = 3
-"""Of dicts in a checkpoint until the one that is a module's: {"app": {"model": {...}}}."""
+"""Depth of nested dicts that is searched for the one of a module: {"app": {"model": {...}}}."""
 
 
 def fsdp1_units(tree: object) -> dict[Path, tuple[str, ...]]:

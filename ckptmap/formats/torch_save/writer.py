@@ -1,4 +1,4 @@
-"""Lay out and seal torch.save zip files: where each storage goes, then every byte around them.
+"""Lay out torch.save zip files: first the offset of each storage, then every byte around them.
 
 The layout is miniz's as torch drives it (caffe2/serialize/inline_container.cc `getPadding`), byte
 for byte, so that readers that compute offsets instead of looking them up
@@ -21,14 +21,14 @@ _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _DESCRIPTOR = struct.Struct("<4s3I")
 _DESCRIPTOR_WIDE = struct.Struct("<4sI2Q")
 _FLAGS_DATA, _FLAGS_EMPTY = 0x0808, 0x0800
-"""UTF-8 names; sizes follow the data in a descriptor (not where there is no data)."""
+"""Zip flags: UTF-8 names; sizes follow the data in a descriptor (but not for an empty member)."""
 
 _ID_NBYTES = 40
 
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """Columns: name, bytes of data, and where header and data start, of each in file order."""
+    """Columns, in file order: name, bytes of data, offset of the local header, offset of the data."""
 
     names: list[bytes]
     sizes: list[int]
@@ -36,7 +36,7 @@ class _Members:
     offsets: list[int]
 
     def add(self, names: Iterable[bytes], sizes: Iterable[int], align: int) -> None:
-        """Place more behind those there are: header, name, zip64 and padding fields, data."""
+        """Append members: each is header, name, zip64 and padding fields, data."""
         at = self.end if self.names else 0
         self.names.extend(names)
         self.sizes.extend(sizes)
@@ -52,7 +52,7 @@ class _Members:
 
     @property
     def end(self) -> int:
-        """Past the last one's data descriptor."""
+        """Return the offset after the data descriptor of the last member."""
         return _end(self.sizes[-1], self.headers[-1], self.offsets[-1])
 
     def copy(self) -> _Members:
@@ -68,7 +68,7 @@ class _Members:
 
 
 def _end(nbytes: int, header: int, offset: int) -> int:
-    """Past its data descriptor: signature, CRC, two sizes of 4 or 8 bytes."""
+    """Return the offset after the data descriptor: signature, CRC, two sizes of 4 or 8 bytes."""
     if not nbytes:
         return offset
     return offset + nbytes + (24 if nbytes >= U32 or header >= U32 else 16)
@@ -76,7 +76,7 @@ def _end(nbytes: int, header: int, offset: int) -> int:
 
 @dataclass(frozen=True)
 class ZipLayout:
-    """A planned archive: `offsets[i]` is where the data of storage i go.
+    """A planned archive: the data of storage i begin at `offsets[i]`.
 
     `nbytes` is its size without extra records.
     """
@@ -90,7 +90,7 @@ class ZipLayout:
     _contents: Mapping[bytes, bytes]
 
     def nbytes_with(self, extra: Mapping[str, int]) -> int:
-        """Size of the archive that also holds records of these names and sizes."""
+        """Return the bytes of the archive with records of these names and sizes added."""
         if not extra:
             return self.nbytes
         members = self._members.copy()
@@ -101,7 +101,7 @@ class ZipLayout:
         return f"{self.root}/{name}".encode()
 
     def seal(self, crcs: Sequence[int], extra: Mapping[str, bytes]) -> list[tuple[int, bytes]]:
-        """(offset, bytes) of everything but the storages' data, in file order.
+        """Return (offset, bytes) of everything but the data of storages, in file order.
 
         `crcs` are the storages' CRC-32 in order; `extra` records go to the end of the archive.
         """
@@ -125,7 +125,7 @@ class ZipLayout:
         yield members.end, _directory(members, sums)
 
     def between(self, number: int, crc: int) -> bytes:
-        """What lies between the data of storage `number`, of this CRC-32, and of the next."""
+        """Return the bytes between the data of storage `number`, of this CRC-32, and the next storage."""
         at, m = self._first + number, self._members
         after = _header(m.names[at + 1], m.sizes[at + 1], m.headers[at + 1], m.offsets[at + 1])
         return _descriptor(m.sizes[at], m.headers[at], crc) + after
@@ -133,7 +133,7 @@ class ZipLayout:
     def _filled(
         self, crcs: Sequence[int], extra: Mapping[str, bytes]
     ) -> tuple[_Members, list[int], dict[bytes, bytes]]:
-        """All members with their CRC-32 and what is known of their contents."""
+        """Return all members, their CRC-32s, and the contents that are known."""
         if len(crcs) != len(self.offsets):
             raise ValueError(f"{len(crcs)} checksums for {len(self.offsets)} storages")
         members = self._members.copy()
@@ -147,7 +147,7 @@ class ZipLayout:
         return members, sums, contents
 
     def _serialization_id(self, crcs: Sequence[int]) -> bytes:
-        """40 digits that change with names and contents, as torch's do; they protect nothing."""
+        """Return a content id of 40 digits, as torch writes one. It is no checksum: no reader verifies it."""
         names = crc32(b"\0".join(self._members.names))
         values = crc32(struct.pack(f"<{len(crcs)}I", *crcs), crc32(_all(self._contents)))
         return f"{names:020d}{values:020d}".encode()
@@ -192,7 +192,7 @@ def _all(contents: Mapping[bytes, bytes]) -> bytes:
 
 
 def _wide_nbytes(nbytes: int, header: int) -> int:
-    """Size of the zip64 extra field of a local header: both sizes, then the header's offset."""
+    """Return the bytes of the zip64 extra field of a local header: both sizes, then the offset."""
     if nbytes < U32 and header < U32:
         return 0
     return 4 + (16 if nbytes >= U32 else 0) + (8 if header >= U32 else 0)
@@ -207,7 +207,7 @@ def _wide_field(nbytes: int, header: int) -> bytes:
 
 
 def _header(name: bytes, nbytes: int, header: int, offset: int) -> bytes:
-    """A local header; sizes and CRC follow the data, padding is torch's `FB` field."""
+    """Return a local header. Sizes and CRC follow the data; the padding is torch's `FB` extra field."""
     wide = b"" if nbytes < U32 > header else _wide_field(nbytes, header)
     rest = offset - header - _LOCAL_NBYTES - len(name) - len(wide)
     head, padding = _around(len(name), len(wide), rest, nbytes == 0)
@@ -248,7 +248,7 @@ def _end_nbytes(members: _Members) -> int:
 
 
 def _end_records(count: int, nbytes: int, offset: int) -> bytes:
-    """zip64 end record and locator, as torch always writes them, then the plain end record."""
+    """Return zip64 end record and locator, which torch always writes, then the plain end record."""
     wide = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, nbytes, offset)
     locator = struct.pack("<4sIQI", b"PK\6\7", 0, offset + nbytes, 1)
     narrow = (min(count, U16), min(count, U16), min(nbytes, U32), min(offset, U32))
@@ -258,7 +258,7 @@ def _end_records(count: int, nbytes: int, offset: int) -> bytes:
 def _pieces(
     members: _Members, crcs: Sequence[int], contents: Mapping[bytes, bytes]
 ) -> Iterator[tuple[int, bytes]]:
-    """Runs of bytes between the storages: a descriptor and the header after it are one run."""
+    """Yield the runs of bytes between storages: a descriptor and the next header are one run."""
     run: list[bytes] = []
     start = 0
     for at, (name, nbytes, crc) in enumerate(zip(members.names, members.sizes, crcs, strict=True)):
@@ -275,6 +275,6 @@ def _pieces(
 
 
 def _directory(members: _Members, crcs: Sequence[int]) -> bytes:
-    """The central directory and the records that end the archive."""
+    """Return the central directory and the end records of the archive."""
     entries = b"".join(map(_central, members.names, members.sizes, members.headers, crcs))
     return entries + _end_records(len(members.names), len(entries), members.end)
