@@ -14,6 +14,7 @@ from io import BytesIO
 from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple, Protocol
 
+from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.slot_columns import Slots
 from ckptmap.core.state_paths import join, logical_key
 from ckptmap.errors import SourceError
@@ -67,11 +68,12 @@ def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) ->
 def emit(document: Mapping[str, Any]) -> bytes:
     """Return the manifest as JSON, UTF-8."""
     out, mark = BytesIO(), "{"
-    for key, value in document.items():
-        out.write(f"{mark}{_json(key)}:".encode())
-        for piece in _pieces(value):
-            out.write(piece.encode())
-        mark = ","
+    with paused_gc():  # entries hold no cycles; the collector took a fifth of the time
+        for key, value in document.items():
+            out.write(f"{mark}{_json(key)}:".encode())
+            for piece in _pieces(value):
+                out.write(piece.encode())
+            mark = ","
     out.write(b"}")
     return out.getvalue()
 
