@@ -40,7 +40,7 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """What an adapter_config.json says that merging needs."""
+    """The settings of an adapter_config.json that merging needs."""
 
     r: int
     alpha: float
@@ -55,7 +55,7 @@ class LoraConfig:
     """The same as it stands in the file, for a manifest."""
 
     def wraps(self, module: str) -> tuple[str, ...]:
-        """Names of the module's own parameters that an adapter of it may be of."""
+        """Return the names of the module's own parameters that its adapter may change."""
         leaves = dict.fromkeys(target.rpartition(".")[2] for target in self.parameters)
         names = [f"{module}.{leaf}" for leaf in leaves]
         ends = tuple(f".{target}" for target in self.parameters)
@@ -65,13 +65,14 @@ class LoraConfig:
         return int(_by_pattern(self.rank_pattern, module, self.r))
 
     def scale(self, module: str) -> float:
-        """alpha / r, or alpha / sqrt(r) for rsLoRA (Kalajdzievski 2023)."""
+        """Return alpha / r, or alpha / sqrt(r) for rsLoRA (Kalajdzievski 2023)."""
         alpha, rank = _by_pattern(self.alpha_pattern, module, self.alpha), self.rank(module)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 
 def read_config(file: Path) -> LoraConfig:
-    """Raises SourceError CKM320 where it is none of a LoRA that can be merged."""
+    """Return the settings of the file. Raises SourceError CKM320 unless they are of a LoRA that can be
+    merged."""
     try:
         text = json.loads(local_copy(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -158,7 +159,7 @@ def _strings(file: Path, text: Mapping[str, object], name: str) -> tuple[str, ..
 def _patterns(
     file: Path, text: Mapping[str, Any], name: str, kinds: tuple[type, ...]
 ) -> dict[str, Any]:
-    """Patterns as they stand; only those are taken that are quick to match."""
+    """Return patterns -> values. Raises SourceError CKM320 for a pattern that is slow to match."""
     value = text.get(name) or {}
     if not isinstance(value, dict):
         raise SourceError(
@@ -180,7 +181,8 @@ def _patterns(
 
 
 def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """The value of the first pattern that ends the module's name, at a dot: as peft matches."""
+    """Return the value of the first pattern that matches the end of the module's name, at a dot, as peft
+    matches it."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

@@ -1,4 +1,4 @@
-"""Adapters as peft saves them: the config, and which tensor is which part of which module.
+"""Adapters as peft saves them: each tensor assigned to the module and the half that it is of.
 
     base_model.model.model.layers.0.mlp.up_proj.lora_A.weight -> A of model.layers.0.mlp.up_proj
 
@@ -29,7 +29,7 @@ from ckptmap.storage.lazy_tensor import LazyTensor
 CONFIG = ADAPTER_CONFIG
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 HEAD = "base_model.model."
-"""What peft puts before every name of the model that it wraps."""
+"""The prefix that peft puts before every name of the model that it wraps."""
 _LOW = re.compile(
     r"(?P<module>.+)\.(?P<half>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.(?!weight$|bias$)(?P<name>[^.]+))?(?:\.(?P<leaf>weight|bias))?"
@@ -38,9 +38,9 @@ _SAVED = re.compile(r"\.modules_to_save\.(?P<name>[^.]+)(?=\.)")
 _WHOLE = ".modules_to_save."
 _ORIGINAL = ".original_module."
 _WRAPPERS = re.compile(r"(?:\.base_layer)+(?=\.|$)")
-"""Between what peft has put around a module, often several times, and what is inside."""
+"""Segments between a wrapper of peft and the module inside; wrappers can nest."""
 _TRAINING = ".lora_velora_"
-"""Buffers of VeLoRA, by which activations are compressed for the backward."""
+"""Buffers of VeLoRA, which compress activations for the backward pass."""
 _HALVES = {"lora_embedding_A": "lora_A", "lora_embedding_B": "lora_B"}
 
 
@@ -85,8 +85,10 @@ class Adapter:
     others: tuple[str, ...] = ()
 
     def without(self, patterns: Sequence[str]) -> Adapter:
-        """The same without the modules and whole tensors that a pattern matches. Raises SourceError
-        CKM321 where one matches nothing."""
+        """Return the adapter without the modules and whole tensors that a pattern matches.
+
+        Raises SourceError CKM321 where a pattern matches nothing.
+        """
         left = dict(self.left)
         for pattern in patterns:
             modules = [
@@ -111,7 +113,7 @@ class Adapter:
 def open_adapter(
     path: str | os.PathLike[str], config: str | os.PathLike[str] | None = None
 ) -> Adapter:
-    """The adapter at `path`: a peft directory, or a checkpoint with the config beside it.
+    """Return the adapter at `path`: a peft directory, or a checkpoint with the config beside it.
 
     `config` is its adapter_config.json, where that lies elsewhere. Raises SourceError CKM101 where
     nothing is at the path; CKM320 where there is no config, or it asks for what cannot be merged;

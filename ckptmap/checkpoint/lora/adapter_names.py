@@ -1,4 +1,4 @@
-"""What a base calls the tensors of an adapter that was trained in another wrapping of the model."""
+"""Names of an adapter's tensors in the base, if it was trained on another wrapping of the model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from ckptmap.checkpoint.lora.untied_head import Tied, is_head
 
 
 def names_in_base(adapter: Adapter, ckpt: Checkpoint, tied: Tied | None) -> Callable[[str], str]:
-    """The adapter's names -> the base's: as they are, or with a first segment less or more (peft
-    around a model, its backbone saved alone, or the reverse), or those on disk of a model of several
-    towers. A head that the base ties is among none of them."""
+    """Return a function from the adapter's names to the base's.
+
+    Names stay, or lose or gain a first segment (peft around a model, its backbone saved alone, or
+    the reverse), or become those on disk of a model of several towers. A head that the base ties to
+    its embedding is not looked for.
+    """
     sets = [low.names for low in adapter.lows.values()] + [(name,) for name in adapter.trained]
     sets = [names for names in sets if tied is None or not is_head(names[0])]
     names = {name for some in sets for name in some}

@@ -1,9 +1,9 @@
-"""A base checkpoint with an adapter over it: the same interface, merged tensors in place of some.
+"""A LoRA adapter merged into its base checkpoint: W + scale * B @ A, computed when W is read.
 
     Checkpoint (base), Adapter  --names matched, shapes proven-->  Checkpoint
 
-Nothing is read. What is planned, converted or verified from it goes the way of any checkpoint: a
-merged tensor is a group of base parts and adapter parts (`lora`), decoded box by box.
+No tensor is read. The result is planned, converted and verified as any checkpoint: a merged tensor is
+a Group of parts of the base and of the adapter, decoded box by box.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _left(copies: Sequence[LazyTensor]) -> list[str]:
 
 
 class _Merger:
-    """Makes the groups of one overlay; every key of the adapter is used, or refused by name."""
+    """Makes the merged tensors; every key of the adapter is used, or refused by name."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _Merger:
         self.copies: list[LazyTensor] = []
         self.alike: list[str] = []
         self.embeddings: list[str] = []
-        """Those that were trained as a whole, each on its own."""
+        """Embeddings that were trained as a whole, each on its own."""
 
     def groups(self) -> dict[str, Group]:
         if not self.adapter.lows and not self.adapter.trained:
@@ -205,7 +205,7 @@ class _Merger:
         )
 
     def _ties(self, made: Mapping[str, Group]) -> Iterator[tuple[str, Group]]:
-        """What is one storage with a tensor that a product is added to changes with it."""
+        """Yield the tensors that share storage with a merged tensor: they change with it."""
         shared = {
             _share(self.ckpt.group(fqn)): group
             for fqn, group in made.items()
@@ -246,7 +246,7 @@ class _Merger:
     def _stack(
         self, low: LowRankUpdate, name: str, base: Group, tensors: WrappedParameters
     ) -> Group:
-        """A parameter that was targeted itself: a matrix, or one an expert."""
+        """Return the merged form of a parameter that was targeted itself: a matrix, or one an expert."""
         self.checks.check_base(low, base, ndim=3 if len(base.info.shape) == 3 else 2)
         encoding, a, b = tensors.added(low, name, base)
         self.checks.check_shape(low.a, a, base)
@@ -263,7 +263,7 @@ class _Merger:
         return Group(base.fqn, info, encoding, {**base.parts, BIAS: self.checks.dense(bias)})
 
     def _trained(self, fqn: str, lazy: LazyTensor) -> Group:
-        """In the base's dtype; the same bytes where the adapter has that."""
+        """Return a whole tensor of the adapter in the base's dtype; its own bytes if it has that dtype."""
         base = self._base(fqn)
         packed = base.parts.get("")
         if base.encoding != DENSE and packed is not None and lazy.info == packed.info:
@@ -276,9 +276,11 @@ class _Merger:
         return Group(fqn, info, Replaced(base.encoding, base.info.dtype), {"": stored})
 
     def _frozen(self, fqn: str, lazy: LazyTensor) -> Group | None:
-        """A quantized weight that QLoRA trained beside and its checkpoint repeats. Where the base
-        holds such codes they are a replica; None: the base's own values stay. Its scales may have
-        been cut anew for other ranks, so they are not compared."""
+        """Return a frozen quantized weight of the base that a checkpoint of QLoRA repeats.
+
+        Where the base holds the same codes, the repeated ones become a replica. None: the base's
+        own values stay. Scales are not compared: they may have been cut anew for other ranks.
+        """
         base = self._base(fqn)
         self.checks.check_shape(lazy, base.info.shape, base)
         codes = codes_part(lazy)
@@ -289,7 +291,7 @@ class _Merger:
         return proven(base, codes, lazy.parts[codes])
 
     def _dtype(self, base: Group) -> str:
-        """fp32 where the merged values are cast as they are written."""
+        """Return the dtype of merged values: fp32 if the target casts them, so that they are rounded once."""
         wide = TensorInfo(base.info.shape, "float32")
         found = None if self.scheme is None else self.scheme.target(base.fqn, wide)
         casts = found is not None and found.name == "dense"
@@ -298,8 +300,11 @@ class _Merger:
     # ------------------------------------------------------------------ heads and embeddings
 
     def _untie(self, fqn: str, lazy: LazyTensor) -> Iterator[tuple[str, Group]]:
-        """peft unties an embedding that it trains as a whole: the head stays as it was. Where the
-        base stores none, it is written as a tensor of its own."""
+        """Yield the head of a model whose tied embedding the adapter trained as a whole.
+
+        peft unties such an embedding, and the head stays as it was. If the base stores no head, the
+        output gets one of its own.
+        """
         tied, text = self.tied, self.adapter.config.text
         if text.get("ensure_weight_tying") or self._has_head():
             return
@@ -320,18 +325,18 @@ class _Merger:
         yield tied.head, self._base(self._own())
 
     def _has_head(self) -> bool:
-        """Does the adapter bring one?"""
+        """Does the adapter change the head, or bring one?"""
         modules = (f"{low.module}.weight" for low in self.adapter.lows.values())
         return any(map(is_head, (*self.adapter.trained, *self.adapter.left, *modules)))
 
     def _own(self) -> str:
-        """The name of the head that the base does not store."""
+        """Return the name of the head that the base does not store, and note that it is untied."""
         assert self.tied is not None, "asked of a base that ties it"
         self.untied[self.tied.head] = self.tied.embedding
         return self.tied.head
 
     def _base(self, fqn: str) -> Group:
-        """What is changed; of a head that the base ties to its embedding, that."""
+        """Return the base's tensor that changes; for a head that the base ties, its embedding."""
         return self.ckpt.group(self.untied.get(fqn, fqn))._replace(fqn=fqn)
 
 

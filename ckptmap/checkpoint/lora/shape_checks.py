@@ -65,9 +65,12 @@ class ShapeChecks:
             )
 
     def is_flipped(self, low: LowRankUpdate) -> bool:
-        """Is the base stored [in, out], as GPT-2's Conv1D has it? By its shape; a square one as
-        modules of its last name, else as the config says. That is one word for all modules, which
-        peft changes with each it meets, so it counts only where shapes do not speak against it."""
+        """Is the base's matrix stored [in, out], as GPT-2's Conv1D stores it?
+
+        Its shape tells. A square matrix is as those of modules with the same last name, else as
+        `fan_in_fan_out` says. That setting is one for all modules, and peft changes it with each
+        module it meets, so it counts only where no shape contradicts it.
+        """
         mine = self._turned(low)
         if mine is not None:
             return mine
@@ -90,7 +93,7 @@ class ShapeChecks:
         return found.pop()
 
     def _turned(self, low: LowRankUpdate) -> bool | None:
-        """Is the base's matrix the transpose of B @ A? None: it is square, or is none of both."""
+        """Is the base's matrix the transpose of B @ A? None: it is square, or has neither shape."""
         fqn = self.named(f"{low.module}.weight")
         shape = self.ckpt.group(fqn).info.shape if fqn in self.ckpt else ()
         made = (*low.b.shape[:1], *low.a.shape[1:])

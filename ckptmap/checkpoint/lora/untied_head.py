@@ -46,8 +46,11 @@ class Tied:
 
 
 def tied_in(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None = None) -> Tied | None:
-    """None: the model has a head, or none at all, or no config.json says which: that in
-    `config_from`, a file or its directory, or the one beside the checkpoint."""
+    """Return the tied embedding of a base that stores no head.
+
+    None: the base has a head, or its model has none, or no config.json tells. The config.json is
+    that in `config_from`, a file or its directory, else the one beside the checkpoint.
+    """
     config = _config(ckpt, config_from)
     if config is None or not _has_head(config) or not _is_headless(ckpt):
         return None
@@ -62,7 +65,7 @@ def tied_in(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None = None)
 def may_be_tied(
     ckpt: Checkpoint, fqn: str, config_from: str | os.PathLike[str] | None = None
 ) -> bool:
-    """An embedding of a base without a head and without a config.json that tells of one."""
+    """Could this embedding be tied to a head? The base has no head and no config.json that tells."""
     return stem(fqn) in EMBEDDINGS and _is_headless(ckpt) and _config(ckpt, config_from) is None
 
 
@@ -71,12 +74,12 @@ def _is_headless(ckpt: Checkpoint) -> bool:
 
 
 def _is_of_words(lazy: LazyTensor, config: Mapping[str, object]) -> bool:
-    """A matrix of a row a word?"""
+    """Is it a matrix with a row a word?"""
     return len(lazy.shape) == 2 and lazy.shape[0] == _inner(config).get("vocab_size")
 
 
 def stem(fqn: str) -> str:
-    """The last name of a weight's module."""
+    """Return the last name of a weight's module."""
     return fqn.rpartition(".")[0].rpartition(".")[2]
 
 
@@ -94,7 +97,7 @@ def _head(embedding: str, config: Mapping[str, object]) -> str:
 def _config(
     ckpt: Checkpoint, config_from: str | os.PathLike[str] | None
 ) -> dict[str, object] | None:
-    """That which was asked for, or lies beside the weights; None: there is none that can be read."""
+    """Return the config.json asked for, or that beside the weights; None: none can be read."""
     try:
         if config_from is not None:
             asked = Path(config_from)
@@ -108,7 +111,7 @@ def _config(
 
 
 def _has_head(config: Mapping[str, object]) -> bool:
-    """Does it give the model a head, tied to its embedding?"""
+    """Does the config give the model a head that is tied to its embedding?"""
     said = config.get("architectures")
     names = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
     tied = config.get(TIED, _inner(config).get(TIED, True))
@@ -116,13 +119,13 @@ def _has_head(config: Mapping[str, object]) -> bool:
 
 
 def _names_head(name: str) -> bool:
-    """`GPT2LMHeadModel` has one, `GPT2Model` and `GPT2ForTokenClassification` have none."""
+    """Does the class have a head of words? `GPT2LMHeadModel` does, `GPT2Model` does not."""
     bare = name.endswith("Model") and not name.endswith(("LMHeadModel", "DoubleHeadsModel"))
     return not bare and not any(word in name for word in _HEADLESS)
 
 
 def _inner(config: Mapping[str, object]) -> Mapping[str, object]:
-    """That of the model of words, where there are several."""
+    """Return the config of the language model where a config has several."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 
@@ -136,7 +139,7 @@ def noted(untied: Mapping[str, str]) -> list[str]:
 
 
 def changed_alike(embedding: str, other: str) -> str:
-    """A note on a product that is added to what is two tensors of the model."""
+    """Return a note on a product that is added to two tied tensors."""
     return (
         f"{embedding}: the base ties {other} to it, which changes with it as in peft's"
         " merge_and_unload; peft trained the adapter with that as it was: to keep it, give as BASE"

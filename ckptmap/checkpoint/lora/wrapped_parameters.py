@@ -1,4 +1,4 @@
-"""Which parameter of the base a low-rank change belongs to, where peft has wrapped parameters.
+"""The base parameter that a low-rank update belongs to, where peft has wrapped parameters.
 
     mlp.experts.base_layer.lora_A [e r, h], lora_B [2 i, e r]  ->  mlp.experts.gate_up_proj [e, 2 i, h]
     mlp.experts.lora_A            [e r, i], lora_B [h, e r]    ->  mlp.experts.down_proj    [e, h, i]
@@ -20,14 +20,17 @@ from ckptmap.protocols import Group
 
 
 class WrappedParameters:
-    """The parameters of one adapter's wrappers; `named`: its names -> the base's."""
+    """The parameters that one adapter wraps; `named`: the adapter's names -> the base's."""
 
     def __init__(self, adapter: Adapter, ckpt: Checkpoint, named: Callable[[str], str]) -> None:
         self.adapter, self.ckpt, self.named = adapter, ckpt, named
 
     def name(self, key: str) -> str:
-        """What a change is of, in the adapter's words; of the first that it may be of, where the
-        base has none of them. Raises SourceError CKM322 where shapes do not tell."""
+        """Return the parameter that an update changes, by the adapter's name.
+
+        Where the base has none of the candidates, it is the first of them. Raises SourceError
+        CKM322 where shapes do not tell.
+        """
         low = self.adapter.lows[key]
         if not low.wrapped:
             return low.names[0]
@@ -45,7 +48,7 @@ class WrappedParameters:
     def added(
         self, low: LowRankUpdate, name: str, base: Group
     ) -> tuple[Merged, tuple[int, int], tuple[int, int]]:
-        """The base with the change, and the shapes that A and B must have."""
+        """Return the encoding of the merged parameter, and the shapes that A and B must have."""
         config, shape, dtype = self.adapter.config, base.info.shape, base.info.dtype
         rank, scale = config.rank(name), config.scale(name)
         if len(shape) == 2:
@@ -59,8 +62,11 @@ class WrappedParameters:
         return stacked, (rank * experts, columns), (rows, rank * experts)
 
     def _is_flipped(self, low: LowRankUpdate, shape: tuple[int, ...]) -> bool:
-        """Is the stack [e, in, out]? One of square matrices is as the others of its module, or, where
-        these are none, as those of all modules. Raises SourceError CKM322 where shapes do not tell."""
+        """Is the stack of experts stored [e, in, out]?
+
+        A stack of square matrices is as the others of its module; without others, as those of all
+        modules. Raises SourceError CKM322 where shapes do not tell.
+        """
         mine = _flipped(low, shape)
         if len(mine) == 1:
             return mine.pop()
@@ -92,8 +98,8 @@ def _fits(low: LowRankUpdate, shape: tuple[int, ...]) -> bool:
 
 
 def _flipped(low: LowRankUpdate, shape: tuple[int, ...]) -> set[bool]:
-    """Orders of a parameter of this shape that the halves fit: [e, out, in] False, [e, in, out]
-    True; a matrix is [out, in]. What the rank is says the config."""
+    """Return the orders in which the halves fit a parameter of this shape: False for [e, out, in] and
+    for a matrix [out, in], True for [e, in, out]. The rank is left to the config."""
     if len(low.a.shape) != 2 or len(low.b.shape) != 2 or len(shape) not in (2, 3):
         return set()
     made = (low.b.shape[0], low.a.shape[1])
@@ -102,7 +108,7 @@ def _flipped(low: LowRankUpdate, shape: tuple[int, ...]) -> set[bool]:
 
 
 def per_expert(ckpt: Checkpoint, name: str) -> str:
-    """What to do where the base has each expert by itself, and the adapter is of their stack."""
+    """Return the next step if the base has each expert by itself and the adapter is of their stack."""
     if ".experts." not in name or not any(".experts.0." in fqn for fqn in ckpt):
         return ""
     return (
