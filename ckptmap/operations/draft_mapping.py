@@ -31,7 +31,7 @@ MAX_NUMEL = 1 << 28
 
 
 @dataclass
-class Group:
+class KeyGroup:
     """All keys of one pattern. They are drafted only if all have the same shape."""
 
     pattern: str
@@ -72,8 +72,8 @@ class Draft:
 
     rules: list[str] = field(default_factory=list)
     dims: dict[str, str] = field(default_factory=dict)
-    left: list[Group] = field(default_factory=list)
-    right: list[Group] = field(default_factory=list)
+    left: list[KeyGroup] = field(default_factory=list)
+    right: list[KeyGroup] = field(default_factory=list)
     guessed: int = 0
 
     @property
@@ -120,12 +120,12 @@ def draft(
     return found
 
 
-def groups_of(ckpt: Checkpoint) -> list[Group]:
+def groups_of(ckpt: Checkpoint) -> list[KeyGroup]:
     """Return the patterns of a checkpoint, in stored order."""
-    found: dict[str, Group] = {}
+    found: dict[str, KeyGroup] = {}
     for fqn in ckpt:
         pattern, numbers = skeleton(fqn)
-        found.setdefault(pattern, Group(pattern, {})).tensors[numbers] = ckpt[fqn]
+        found.setdefault(pattern, KeyGroup(pattern, {})).tensors[numbers] = ckpt[fqn]
     return list(found.values())
 
 
@@ -141,7 +141,7 @@ def row_digests(lazy: LazyTensor) -> list[bytes]:
 
 
 class _Drafting:
-    def __init__(self, left: list[Group], right: list[Group], values: bool) -> None:
+    def __init__(self, left: list[KeyGroup], right: list[KeyGroup], values: bool) -> None:
         self.values = values
         self.extents: dict[str, set[int]] = {}
         """Of each capture how many numbers it has; 0: not all from 0."""
@@ -156,13 +156,13 @@ class _Drafting:
                 self.draft.dims.setdefault(letter, str(count))
         return self.draft
 
-    def _count(self, group: Group) -> None:
+    def _count(self, group: KeyGroup) -> None:
         """Take the extents of its captures: a file without them cannot be tested without keys."""
         for letter, seen in zip(LETTERS, zip(*group.numbers, strict=True), strict=False):
             whole = set(seen) == set(range(len(set(seen))))
             self.extents.setdefault(letter, set()).add(len(set(seen)) if whole else 0)
 
-    def _rule(self, hub: str, other: str, guessed: bool, *groups: Group) -> None:
+    def _rule(self, hub: str, other: str, guessed: bool, *groups: KeyGroup) -> None:
         why = "several have these contents" if self.values else "shapes alone"
         note = f"# a guess: {why}\n" if guessed else ""
         self.draft.rules.append(f"{note}[[rule]]\nhf   = {hub}\nmine = {other}\n")
@@ -192,7 +192,7 @@ class _Drafting:
             certain = score >= 2 and equal[id(a)] == equal[id(b)] == 1
             self._rule(_quoted(a.name + hub), _quoted(b.name + other), not certain, a, b)
 
-    def _alike(self, a: Group, b: Group) -> Iterator[tuple[float, tuple[str, str]]]:
+    def _alike(self, a: KeyGroup, b: KeyGroup) -> Iterator[tuple[float, tuple[str, str]]]:
         likeness = SequenceMatcher(None, a.pattern, b.pattern, autojunk=False).ratio()
         if not self.values:
             if a.shape == b.shape:
@@ -206,7 +206,7 @@ class _Drafting:
         elif a.shape == b.shape[::-1] and len(a.shape) == 2 and self._transposed(a, b):
             yield 2 + likeness, ("a b", "b a")
 
-    def _rotary(self, a: Group, b: Group) -> tuple[str, str] | None:
+    def _rotary(self, a: KeyGroup, b: KeyGroup) -> tuple[str, str] | None:
         """Rows of halves against rows of neighbours, whatever the head size."""
         count = len(a.rows)
         for half in (n for n in range(1, count // 2 + 1) if count % (2 * n) == 0):
@@ -232,7 +232,7 @@ class _Drafting:
                 return axis
         return "r"
 
-    def _transposed(self, a: Group, b: Group) -> bool:
+    def _transposed(self, a: KeyGroup, b: KeyGroup) -> bool:
         import torch
 
         return torch.equal(a.first.read().t(), b.first.read())
@@ -261,7 +261,7 @@ class _Drafting:
                     )
                     break
 
-    def _stacked(self, a: Group, b: Group, count: int) -> tuple[str, str] | None:
+    def _stacked(self, a: KeyGroup, b: KeyGroup, count: int) -> tuple[str, str] | None:
         if len(a.shape) != 2 or len(b.shape) != 3 or b.shape[0] != count:
             return None
         for order, other in (((0, 1), "E a b"), ((1, 0), "E b a")):
@@ -271,7 +271,7 @@ class _Drafting:
                 return "a b", other
         return None
 
-    def _same_slice(self, a: Group, b: Group, order: tuple[int, ...]) -> bool:
+    def _same_slice(self, a: KeyGroup, b: KeyGroup, order: tuple[int, ...]) -> bool:
         import torch
 
         last = max(a.tensors)
@@ -293,13 +293,13 @@ class _Drafting:
                 hub = "[\n  " + ",\n  ".join(texts) + ",\n]"
                 self._rule(hub, _quoted(f"{b.name} :: s{rest}"), not self.values, b, *parts)
 
-    def _joined(self, b: Group) -> Sequence[Group] | None:
+    def _joined(self, b: KeyGroup) -> Sequence[KeyGroup] | None:
         near = [
             a
             for a in self.draft.left
             if a.uniform and a.shape and a.numbers == b.numbers and a.shape[1:] == b.shape[1:]
         ]
-        by_module: dict[str, list[Group]] = {}
+        by_module: dict[str, list[KeyGroup]] = {}
         for a in near:
             module = a.pattern.rsplit(".", 2)[0]
             by_module.setdefault(module, []).append(a)

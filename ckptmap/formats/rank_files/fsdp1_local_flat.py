@@ -128,7 +128,7 @@ def _check_tie(tensor: OutTensor, flat: Flat) -> None:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatPiece:
     """Part of a storage: bytes of a tensor's box, or known `content`."""
 
     at: int
@@ -144,15 +144,15 @@ class Storage:
 
     key: str
     nbytes: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[FlatPiece]
 
 
-def pieces_of(flat: Flat, rank: int) -> list[Piece]:
+def pieces_of(flat: Flat, rank: int) -> list[FlatPiece]:
     """What a rank's shard consists of, in order, the padding on its right too."""
     itemsize = ITEMSIZE[flat.dtype]
     low, high = flat.bounds(rank)
     found = [
-        Piece(piece.at, piece.nbytes, tensor.path, piece.box)
+        FlatPiece(piece.at, piece.nbytes, tensor.path, piece.box)
         for tensor, start in flat.members.values()
         for piece in held(tensor, start, low, high)
     ]
@@ -160,23 +160,25 @@ def pieces_of(flat: Flat, rank: int) -> list[Piece]:
         numel = max(0, min(high, end) - max(low, begin))
         content = _element(flat.dtype) * numel
         if content:
-            found.append(Piece((max(low, begin) - low) * itemsize, len(content), content=content))
+            found.append(
+                FlatPiece((max(low, begin) - low) * itemsize, len(content), content=content)
+            )
     rest = flat.shard_numel - (high - low)
     if rest:
         found.append(
-            Piece((high - low) * itemsize, rest * itemsize, content=bytes(rest * itemsize))
+            FlatPiece((high - low) * itemsize, rest * itemsize, content=bytes(rest * itemsize))
         )
     return sorted(found, key=lambda piece: piece.at)
 
 
-def held(tensor: OutTensor, start: int, low: int, high: int) -> Iterator[Piece]:
+def held(tensor: OutTensor, start: int, low: int, high: int) -> Iterator[FlatPiece]:
     """What elements [low, high) of a flat vector, a storage of their own, have of the tensor that
     begins at element `start`."""
     info = tensor.info
     first, last = max(low, start), min(high, start + info.numel)
     for box, at in rectangles(info.shape, first - start, last - start):
         offset = (start + at - low) * info.itemsize
-        yield Piece(offset, box.numel * info.itemsize, tensor.path, box)
+        yield FlatPiece(offset, box.numel * info.itemsize, tensor.path, box)
 
 
 def _element(dtype: str) -> bytes:
@@ -194,7 +196,7 @@ def _element(dtype: str) -> bytes:
 def whole(tensor: OutTensor, storages: list[Storage]) -> StorageTensor:
     """A tensor in a storage of its own, which is added to the others."""
     info, key = tensor.info, str(len(storages))
-    pieces = [Piece(0, info.nbytes, tensor.path, Box.whole(info.shape))] if info.nbytes else []
+    pieces = [FlatPiece(0, info.nbytes, tensor.path, Box.whole(info.shape))] if info.nbytes else []
     storages.append(Storage(key, info.nbytes, pieces))
     stride = contiguous_strides([max(n, 1) for n in info.shape], 1)
     return StorageTensor(key, info.dtype, info.numel, 0, info.shape, stride)

@@ -17,7 +17,7 @@ from ckptmap.errors import PlanError
 from ckptmap.formats.pickle.writer import StorageTensor, dump
 from ckptmap.formats.rank_files.fsdp1_local_flat import (
     Flat,
-    Piece,
+    FlatPiece,
     Storage,
     Traversal,
     held,
@@ -178,7 +178,7 @@ def _cut(
     numel = filled if param.named else param.flat.shard_numel
     if numel > filled:
         content = bytes((numel - filled) * itemsize)
-        pieces.append(Piece(filled * itemsize, len(content), content=content))
+        pieces.append(FlatPiece(filled * itemsize, len(content), content=content))
     key = str(len(storages))
     storages.append(Storage(key, numel * ITEMSIZE[dtype], pieces))
     return StorageTensor(key, dtype, numel, 0, (numel,), (1,))

@@ -24,7 +24,7 @@ LOCAL = struct.Struct("<4s2x2H16x2H")
 _CENTRAL = struct.Struct("<4s4x2H4x3I3H8xI")
 
 
-class Entry(NamedTuple):
+class ZipEntry(NamedTuple):
     header: int
     nbytes: int
     crc32: int
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     """Offset in the archive of the next member, or of the directory: this member ends before it."""
 
 
-class Entries(Mapping[str, Entry]):
+class Entries(Mapping[str, ZipEntry]):
     """The members of an archive by name, kept in columns: an Entry is made on access."""
 
     def __init__(
@@ -46,9 +46,9 @@ class Entries(Mapping[str, Entry]):
         self._numbers, self._headers, self._limits = numbers, headers, limits
         self._sizes, self._crcs = sizes, crcs
 
-    def __getitem__(self, name: str) -> Entry:
+    def __getitem__(self, name: str) -> ZipEntry:
         i = self._numbers[name]
-        return Entry(self._headers[i], self._sizes[i], self._crcs[i], self._limits[i])
+        return ZipEntry(self._headers[i], self._sizes[i], self._crcs[i], self._limits[i])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._numbers)

@@ -19,7 +19,7 @@ from ckptmap.formats.zip.directory import (
     U16,
     U32,
     Entries,
-    Entry,
+    ZipEntry,
     bad,
     parse_directory,
     truncated,
@@ -232,7 +232,7 @@ class Records:
                 f"{record.name}: damaged: CRC-32 {crc:08x}, expected {record.crc32:08x}",
             )
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> ZipEntry:
         try:
             return self._entries[name]
         except KeyError:

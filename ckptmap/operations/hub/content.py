@@ -29,7 +29,7 @@ LOCAL_ONLY = re.compile(r"(\.git|\.cache|__pycache__)(/.*)?|.*\.(lock|tmp|incomp
 
 
 @dataclass(frozen=True)
-class Item:
+class UploadItem:
     """One file to publish at `path`: a local file, or its content."""
 
     path: str
@@ -54,7 +54,7 @@ class Item:
 class Content:
     """Everything that one push publishes; `deleted` are paths of the repository to delete."""
 
-    items: Sequence[Item]
+    items: Sequence[UploadItem]
     deleted: Sequence[str] = ()
 
     @property
@@ -76,7 +76,7 @@ class Content:
     def nbytes(self) -> int:
         return sum(item.nbytes for item in self.items)
 
-    def left(self, tree: Mapping[str, Entry]) -> list[Item]:
+    def left(self, tree: Mapping[str, Entry]) -> list[UploadItem]:
         """Return the items that the tree does not have yet."""
         return [item for item in self.items if not item.equals(tree.get(item.path))]
 
@@ -84,7 +84,7 @@ class Content:
         return not self.left(tree) and not any(path in tree for path in self.deleted)
 
 
-def items_of(ckpt: Checkpoint, folder: str, fresh: bool) -> tuple[list[Item], list[str]]:
+def items_of(ckpt: Checkpoint, folder: str, fresh: bool) -> tuple[list[UploadItem], list[str]]:
     """Return the files of a local checkpoint, to publish in `folder` of the repository, and notes.
 
     `fresh`: the checkpoint was written just now, so its manifest has the hashes of the files.
@@ -133,22 +133,22 @@ def manifest_of(ckpt: Checkpoint) -> dict[str, Any] | None:
         return None
 
 
-def _item(file: Path, name: str, folder: str, sha256: Mapping[str, str]) -> Item:
+def _item(file: Path, name: str, folder: str, sha256: Mapping[str, str]) -> UploadItem:
     found = sha256.get(name) or sha256_of(file)
-    return Item(_in(folder, name), file.stat().st_size, found, file)
+    return UploadItem(_in(folder, name), file.stat().st_size, found, file)
 
 
-def written(folder: str, name: str, content: bytes) -> Item:
+def written(folder: str, name: str, content: bytes) -> UploadItem:
     """Return an item with the given content."""
     digest = hashlib.sha256(content).hexdigest()
-    return Item(_in(folder, name), len(content), digest, content=content)
+    return UploadItem(_in(folder, name), len(content), digest, content=content)
 
 
 def _in(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def replaced(tree: Iterable[str], items: Sequence[Item], folder: str) -> list[str]:
+def replaced(tree: Iterable[str], items: Sequence[UploadItem], folder: str) -> list[str]:
     """Return old weights in `folder` that a loader could take in place of the new ones."""
     mine = {item.path for item in items}
     below = _in(folder, "")

@@ -20,7 +20,14 @@ from ckptmap.core.formatting import human
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.operations.convert import run
 from ckptmap.operations.hub import model_card as cards
-from ckptmap.operations.hub.content import Content, Item, items_of, manifest_of, replaced, written
+from ckptmap.operations.hub.content import (
+    Content,
+    UploadItem,
+    items_of,
+    manifest_of,
+    replaced,
+    written,
+)
 from ckptmap.operations.hub.staging import (
     MAIN,
     Stage,
@@ -253,14 +260,14 @@ def _stage(target: Target, content: Content, what: str, pr: bool) -> Stage:
 
 
 def _with_card(
-    items: list[Item],
+    items: list[UploadItem],
     target: Target,
     ckpt: Checkpoint,
     made: _Made,
     name: HubName,
     to: str | None,
     base: str | None,
-) -> tuple[list[Item], list[str]]:
+) -> tuple[list[UploadItem], list[str]]:
     """Add a model card where neither the repository nor the source has one; return notes, too."""
     mine = {item.path: item for item in items}
     path = f"{name.path}/{cards.NAME}" if name.path else cards.NAME
