@@ -64,7 +64,7 @@ def test_a_shape_that_cannot_be_encoded_is_said_and_refused_if_strict(tmp_path: 
     """15 elements fill no block of 64. A norm is left by its name, and is nothing to be strict of."""
     save_file({"layers.0.odd.weight": torch.ones(3, 5), "layers.0.even.weight": torch.ones(8, 8),
                "norm.weight": torch.ones(7)}, tmp_path / "a.safetensors")  # fmt: skip
-    reason = "layers.0.odd.weight: cannot be nf4: 15 elements are no multiple of the block 64"
+    reason = "layers.0.odd.weight: cannot be nf4: 15 elements are not a multiple of the block 64"
     plan = ckptmap.plan(tmp_path / "a.safetensors", "full-nf4")
     assert plan.notes == (f"stays as it is: {reason}",) and not plan.unresolved
     strict = ckptmap.plan(tmp_path / "a.safetensors", "full-nf4", strict=True)

@@ -227,7 +227,7 @@ def test_scales_of_no_known_tiles_are_refused(tmp_path: Path) -> None:
     save_file(
         {"fc.weight": codes, "fc.weight_scale_inv": torch.ones(7, 3)}, tmp_path / "x.safetensors"
     )
-    with pytest.raises(ckptmap.CkptmapError, match=r"fc\.weight: scales .* are of no known tiles"):
+    with pytest.raises(ckptmap.CkptmapError, match=r"fc\.weight: scales .* fit no known tiles"):
         ckptmap.open(tmp_path / "x.safetensors")
 
 

@@ -315,7 +315,7 @@ def test_embeddings_heads_norms_and_routers_are_left(fqn: str) -> None:
         ((2, 64, 64), "bfloat16", r"1 or 2 dims.*\[2, 64, 64\]"),
         ((128, 64), "int8", "found int8"),
         ((128, 64), "float64", "found float64"),
-        ((5, 48), "bfloat16", "240 elements are no multiple of the block 64"),
+        ((5, 48), "bfloat16", "240 elements are not a multiple of the block 64"),
         ((0, 64), "bfloat16", "0 elements"),
     ],
 )
