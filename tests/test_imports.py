@@ -183,6 +183,20 @@ def _top_level(node: ast.stmt) -> list[str]:
     return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
 
 
+def test_the_architecture_page_names_what_exists() -> None:
+    """Every `room/module` and `room/` in ckptmap/README.md is there, and every room is named."""
+    page = (ROOT / "ckptmap" / "README.md").read_text()
+    named = set(re.findall(r"(?<![\w/.-])((?:[a-z_0-9]+/)+[a-z_0-9]*)(?![\w.*])", page))
+    places = (ROOT, ROOT / "ckptmap", *(ROOT / "ckptmap").iterdir())
+    missing = [
+        name
+        for name in named
+        if not any((at / name).exists() or (at / f"{name}.py").exists() for at in places)
+    ]
+    assert len(named) > 30 and set(missing) <= {"out/"}  # the destination of a run
+    assert {name for name in ROW if f"{name}/" not in page and name not in page} == set()
+
+
 # ------------------------------------------------------------------ what is never called
 
 FORBIDDEN = {
