@@ -1,8 +1,11 @@
-"""Join the DTensors of ranks whose pickles are alike: they differ in coordinate and place only.
+"""Join the DTensors of many ranks quickly, if their pickles differ in mesh coordinates only.
 
-    N x DTensor{local [rows / N, cols] at coordinate c} -> the boxes of one tiling for its shape
+    N x DTensor{local [rows / N, cols] at coordinate c} -> [rows, cols], one box per rank
 
-What is irregular in any way is left to the general join, which says what is wrong with it.
+Pickles are alike if they hold the same opcodes and differ in constants only (see `rank_trees`). Of
+alike pickles, one DTensor is read in full. The boxes are computed once for all tensors of one
+shape. A tensor with any irregularity goes to the general join of `dtensor_layout`, which reports
+what is wrong.
 """
 
 from __future__ import annotations
@@ -31,8 +34,12 @@ Parts: TypeAlias = Sequence[tuple[int, Box]]
 
 
 class _Kind(NamedTuple):
-    """The ranks of one parsed tree: one of them read in full, the mesh and the local tensor of the
-    parsed tree, which all of them fill in."""
+    """The ranks whose pickles are alike.
+
+    placed   the DTensor of one of the ranks
+    mesh     the mesh object of the parsed tree, in which each rank fills its constants
+    local    the local tensor of the parsed tree, which each rank has in its own file
+    """
 
     placed: Placed
     mesh: Opaque
@@ -40,20 +47,25 @@ class _Kind(NamedTuple):
 
 
 class _Tiling(NamedTuple):
-    """Which rank holds which box: those that are kept, those that repeat one; and the shapes that
-    the ranks of each kind must hold."""
+    """Which rank holds which box of a tensor.
+
+    kept       (rank, box) of the first rank that holds each box
+    repeated   (rank, box) of the others: replicas
+    sizes      for each kind of ranks, the shapes that their local tensors must have
+    """
 
     kept: tuple[tuple[int, Box], ...]
     repeated: tuple[tuple[int, Box], ...]
     sizes: tuple[set[tuple[int, ...]], ...]
     bounds: tuple[int, ...]
-    """Where the kept begin, in rows, where each holds whole rows and follows the one before; the
-    last is past the end. Empty: they lie otherwise."""
+    """First row of each kept box, and the number of rows at the end. Empty unless every box holds
+    whole rows and follows the box before it."""
 
 
 def joined_alike(values: RankValues, key: str) -> StoredTensor | None:
-    """Return the whole tensor; None: some value is no DTensor of a plain tensor, or the cut is
-    irregular. Then the general join decides."""
+    """Return the whole tensor; None if the general join must decide.
+
+    That is so if a value is no DTensor of a plain tensor, or if the cut is irregular."""
     ranks, kinds = values.ranks, []
     for parsed, members in ranks.kinds:
         kind = _kind(values, parsed, members[0], key)
@@ -84,7 +96,8 @@ def joined_alike(values: RankValues, key: str) -> StoredTensor | None:
 
 
 def _kind(values: RankValues, parsed: Parsed, rank: int, key: str) -> _Kind | None:
-    """Reads one rank in full: the others differ in their meshes, or not at all in what is read."""
+    """Return one DTensor that stands for all ranks of `parsed`; None if they differ in more than the
+    mesh and the place of the local tensor."""
     leaf = parsed.leaves.get(values.path)
     if not is_dtensor(leaf):
         return None
@@ -108,8 +121,8 @@ def _state(value: Any) -> Mapping[Any, Any]:
 def _coordinates(
     ranks: RankSet, meshes: tuple[Opaque, ...], mesh_ranks: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Of all ranks; None where their meshes are not one of `mesh_ranks` and `shape`. Worked out
-    once for the DTensors that share a mesh."""
+    """Return the mesh coordinate of each rank; None if their meshes are not all of `mesh_ranks` and
+    `shape`. The meshes are read once for all DTensors that share them."""
     if meshes not in ranks.meshes:
         try:
             ranks.meshes[meshes] = [
@@ -132,7 +145,9 @@ def _tiling(
     cuts: tuple[Cutting, ...],
     kind_of: tuple[int, ...],
 ) -> _Tiling | None:
-    """Worked out once for the tensors of one shape; None where it is no tiling by single boxes."""
+    """Return the boxes of all ranks; None if a rank holds several boxes, or they do not fill `shape`.
+
+    The cache serves all tensors of one shape and placement."""
     kept: dict[Box, int] = {}
     repeated = []
     sizes: dict[int, set[tuple[int, ...]]] = {}
@@ -144,7 +159,7 @@ def _tiling(
         box = geometry.pieces[0][0]
         if box.numel and kept.setdefault(box, rank) != rank:
             repeated.append((rank, box))
-    # The boxes of different coordinates are disjoint, so what they hold in all tells.
+    # The boxes of different coordinates are disjoint, so a count of elements proves the tiling.
     if not kept or sum(box.numel for box in kept) != prod(shape):
         return None
     boxes = tuple([(rank, box) for box, rank in kept.items()])
@@ -162,7 +177,7 @@ def _bounds(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Held(NamedTuple):
-    """The boxes of a tensor, and the ranks that hold each."""
+    """The boxes of a tensor, the rank that holds each, and the local tensors to find them in."""
 
     ranks: RankSet
     locals: Sequence[ReadTensor]
@@ -173,7 +188,7 @@ class _Held(NamedTuple):
         return self.ranks.trees[rank], self.locals[self.ranks.kind_of[rank]]
 
     def crc32(self, index: int) -> int | None:
-        """The member's, where it holds these bytes and no others."""
+        """Return the CRC-32 of the zip member if it holds exactly the bytes of this box, else None."""
         tree, local = self.place(index)
         name = f"data/{local.key}"
         whole = local.grid.is_contiguous and local.grid.nbytes == tree.records.nbytes(name)

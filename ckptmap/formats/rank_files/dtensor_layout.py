@@ -1,10 +1,11 @@
-"""DTensors, one part a rank: Shard and Replicate on a mesh of any number of dims.
+"""Join the DTensors of all ranks into whole tensors: Shard and Replicate, on meshes of any number of
+dims.
 
     N x DTensor{local [ceil(rows / N), cols], Shard(0)} -> [rows, cols]
 
-A rank's part fills the box that its mesh coordinate and placements say; a box that several ranks
-hold is kept once, the others are replicas to be compared in the run. Plain tensors among the ranks
-are replicated values: one is kept, and they are never concatenated.
+The mesh coordinate and the placements of a rank give the box that its local tensor fills. Of a box
+that several ranks hold, the first copy is kept, and the conversion compares the others with it. A
+plain tensor under the same key on all ranks is a replicated value: it is never concatenated.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ _ONE_SAVE = "these files are not of one save, or hold 1-D pieces whose shapes ar
 
 
 class DTensorLayout:
-    """Joins what ranks hold of a tensor; cuts as FSDP2 does on a 1-D mesh."""
+    """Joins the local tensors of ranks. Cuts a tensor as FSDP2 does on a mesh of one dim."""
 
     name = "dtensor"
 
     def cut(self, info: TensorInfo, world_size: int) -> Sequence[tuple[int, Box]]:
-        """One box for each rank that holds rows. A scalar, or an empty tensor, is rank 0's."""
+        """Return (rank, box) of each rank that holds rows. Rank 0 holds a scalar or an empty tensor."""
         return cut_rows(info, world_size)
 
     def join(self, values: Sequence[Leaf], key: str) -> StoredTensor | Cut | None:
-        """None where the values are not tensors of ranks.
+        """Return the whole tensor; None if a value is no tensor, or the only value is no DTensor.
 
-        Raises SourceError CKM110 where ranks are missing, CKM112 where parts do not fill the
-        tensor, CKM113 where the ranks' tensors differ in shape, dtype or kind.
+        Raise SourceError CKM110 if ranks are missing or their meshes differ, CKM112 if the local
+        tensors do not fill the tensor, CKM113 if they differ in global shape, dtype or class.
         """
         if isinstance(values, RankValues):
             joined = joined_alike(values, key)
@@ -63,7 +64,7 @@ class DTensorLayout:
 
 
 def _kind(value: Leaf) -> str:
-    """ "DTensor", "plain tensor", the class of another tensor; empty: no tensor."""
+    """Return "DTensor", "plain tensor", or the class name of another tensor; "" for no tensor."""
     if is_dtensor(value):
         return "DTensor"
     if isinstance(value, StoredTensor):
@@ -83,7 +84,7 @@ def _join_replicated(values: Sequence[Leaf], key: str) -> StoredTensor | Cut:
 
 
 def _one_info(infos: Iterable[tuple[int, TensorInfo]], key: str) -> TensorInfo:
-    """Return the info of the tensor. Raise SourceError if the ranks have different ones."""
+    """Return the shape and dtype of the tensor. Raise SourceError CKM113 if the ranks' differ."""
     ranks: dict[TensorInfo, list[int]] = {}
     for rank, info in infos:
         ranks.setdefault(info, []).append(rank)
@@ -119,8 +120,11 @@ def _boxes(part: Placed) -> list[Box]:
 
 
 def _by_mesh(parts: Sequence[tuple[int, Placed]]) -> Iterable[Sequence[tuple[int, Placed]]]:
-    """The parts of each mesh, which must be a whole tensor by themselves: half of one stage's and
-    half of another's could be two tensors."""
+    """Return the parts, grouped by mesh.
+
+    The parts on each mesh must fill the whole tensor alone: half a tensor on one pipeline stage and
+    half on another could be halves of two different tensors.
+    """
     found: dict[tuple[int, ...], list[tuple[int, Placed]]] = {}
     for rank, part in parts:
         found.setdefault(part.ranks, []).append((rank, part))
@@ -128,7 +132,9 @@ def _by_mesh(parts: Sequence[tuple[int, Placed]]) -> Iterable[Sequence[tuple[int
 
 
 def _check_meshes(parts: Sequence[tuple[int, Placed]], key: str) -> None:
-    """Of one mesh; or of several apart, each with all of the tensor: those of pipeline stages."""
+    """Raise SourceError CKM110 unless all meshes and placements have one form.
+
+    The meshes of pipeline stages may differ if they share no rank."""
     first, meshes = parts[0][1], {parts[0][1].ranks: set(parts[0][1].ranks)}
     for rank, part in parts:
         if part.ranks not in meshes and meshes_apart(part.ranks, meshes.values()):
@@ -143,7 +149,8 @@ def _check_meshes(parts: Sequence[tuple[int, Placed]], key: str) -> None:
 
 
 def _check_local(rank: int, part: Placed, key: str) -> None:
-    """Raise SourceError if a rank holds another shape than its mesh coordinate predicts."""
+    """Raise SourceError CKM112 if the local tensor has another shape, or other rows, than its mesh
+    coordinate gives, CKM113 if its dtype is not that of its DTensor."""
     info, geometry = part.local.info, part.geometry
     sizes = geometry.sizes
     wrong_shape = info is None or (info.shape != sizes and (info.numel or 0 not in sizes))
@@ -167,8 +174,8 @@ def _check_local(rank: int, part: Placed, key: str) -> None:
 def _check_complete(
     info: TensorInfo, parts: Sequence[tuple[int, Placed]], held: set[Box], key: str
 ) -> None:
-    """Raise if the parts do not fill the tensor. Boxes of different coordinates are disjoint, so their
-    number of elements tells."""
+    """Raise SourceError CKM110 or CKM112 if the boxes `held` do not fill the tensor. The boxes of
+    different mesh coordinates are disjoint, so a count of elements is enough."""
     if sum(box.numel for box in held) == info.numel and (held or not info.numel):
         return
     world = len(parts[0][1].ranks)
@@ -187,11 +194,11 @@ def _check_complete(
 
 
 Piece: TypeAlias = tuple[Box, StoredTensor | Opaque, Box | None]
-"""A box of the whole tensor, what a rank holds, and which part of that fills the box."""
+"""(box of the whole tensor, a rank's local tensor, the box of it that fills the first; None: all)."""
 
 
 def _assemble(info: TensorInfo, pieces: Sequence[Piece], key: str) -> StoredTensor | Cut:
-    """Return one tensor of pieces; a further piece of the same box is a replica of the first."""
+    """Return the tensor that the pieces make. A later piece of the same box is a replica."""
     stored = [
         (box, local, within) for box, local, within in pieces if isinstance(local, StoredTensor)
     ]
@@ -205,7 +212,7 @@ def _assemble(info: TensorInfo, pieces: Sequence[Piece], key: str) -> StoredTens
     shares: list[tuple[object, Box | None]] = []
     for local, within in first.values():
         share = local.share
-        if share is None:  # then it is tied to nothing
+        if share is None:  # one part of unknown identity: the whole cannot be tied to another
             shares = []
             break
         shares.append((share, within))

@@ -1,8 +1,9 @@
-"""A DTensor as torch 2.13 pickles it, in values that `pickle_write.dump` emits.
+"""Build the objects of a DTensor's pickle as torch 2.13 writes it, for `pickle.writer.dump`.
 
-torch/distributed/tensor/_api.py (a wrapper subclass with `_local_tensor` and `_spec`),
-_dtensor_spec.py (`DTensorSpec`, `TensorMeta`, `ShardOrderEntry`), placement_types.py, and
-torch/distributed/device_mesh.py. Cached hashes are None: they are computed anew when needed.
+A DTensor pickles as a wrapper subclass with two attributes: `_local_tensor` and `_spec`. Cached
+hashes are None here: torch computes them anew when it needs them. Sources, below torch/distributed:
+tensor/_api.py, tensor/_dtensor_spec.py (`DTensorSpec`, `TensorMeta`, `ShardOrderEntry`),
+tensor/placement_types.py, device_mesh.py.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ _SPEC = "torch.distributed.tensor._dtensor_spec"
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 _LAYOUT = "torch.distributed._mesh_layout"
 DEVICE = "cpu"
-"""Of the mesh and the tensors; torch.load(map_location=...) moves the tensors."""
+"""Device of the mesh and of the tensors. torch.load(map_location=...) moves the tensors."""
 
 
 @dataclass(frozen=True)
 class RankMesh:
-    """The mesh dims that a tensor lies on, as one rank's DeviceMesh: `axes` of the whole mesh."""
+    """A DeviceMesh of one rank: the dims `axes` of the whole mesh, on which a tensor lies."""
 
     axes: tuple[int, ...]
     value: Instance
 
     @classmethod
     def of(cls, used: Placement, rank: int, rank_map: str, others: Iterable[RankMesh]) -> RankMesh:
-        """`rank_map`: key of the storage that holds the ranks. A part of the mesh refers to the
-        whole as its root, which is made anew where no other has it."""
+        """Return the DeviceMesh of the dims that `used` lies on, as `rank` has it.
+
+        A mesh of some dims refers to the whole mesh as its root. The root is taken from `others` if
+        one of them is the whole mesh. `rank_map` is the key of the storage that holds the ranks.
+        """
         assert used.shards is not None
         every = tuple(range(len(used.mesh)))
         axes = tuple(axis for axis in every if used.shards[axis] != Placement.ABSENT)
@@ -76,14 +80,17 @@ def _device_mesh(
 
 
 def _flat_layout(size: int, stride: int) -> Instance:
-    """A dim of the mesh; torch leaves out those of one rank."""
+    """Return the layout of one mesh dim. torch writes an empty shape for a dim of one rank."""
     state = {"shape": (size,), "stride": (stride,)} if size > 1 else {"shape": (), "stride": ()}
     return Instance(Global(_LAYOUT, "_FlatLayout"), state)
 
 
 def _group_names(sizes: Sequence[int], rank: int) -> list[str]:
-    """The process group of each dim, as torch counts them where the mesh is made first: "0" is the
-    world, which a mesh of one dim uses."""
+    """Return the name of the process group of each mesh dim, for this rank.
+
+    torch numbers the groups in the order in which it makes them, and this assumes that the mesh is
+    made first. Group "0" is the world, which a mesh of one dim uses.
+    """
     if len(sizes) == 1:
         return ["0"]
     world = Placement(tuple(("", size) for size in sizes), None).world_size
@@ -98,7 +105,7 @@ def _group_names(sizes: Sequence[int], rank: int) -> list[str]:
 
 
 def dtensor(info: TensorInfo, local: StorageTensor, placement: Placement, mesh: RankMesh) -> Call:
-    """`torch._tensor._rebuild_from_type_v2` of a DTensor with this local tensor."""
+    """Return the call of `torch._tensor._rebuild_from_type_v2` that makes the DTensor of `local`."""
     stride = contiguous_strides([max(n, 1) for n in info.shape], 1)
     cls = Global("torch.distributed.tensor", "DTensor")
     outer = (
@@ -132,7 +139,11 @@ def _spec(
 
 
 def _placement(shards: Sequence[int | None], sizes: Sequence[int], axis: int) -> Instance:
-    """FSDP cuts what tp has cut: its placement is strided where a later dim cuts the same."""
+    """Return the placement on mesh dim `axis`.
+
+    FSDP cuts the rows that TP has cut before, although its mesh dim comes first. So its placement is
+    a _StridedShard if a later mesh dim cuts the same tensor dim.
+    """
     dim = shards[axis]
     if dim is None:
         return Instance(Global(_PLACEMENTS, "Replicate"), {})
@@ -145,7 +156,7 @@ def _placement(shards: Sequence[int | None], sizes: Sequence[int], axis: int) ->
 
 
 def _order(shards: Sequence[int | None]) -> tuple[object, ...]:
-    """((tensor dim, its mesh dims), ...), tensor dims ascending."""
+    """Return one ShardOrderEntry (tensor dim, mesh dims that cut it) per cut dim, dims ascending."""
     dims = sorted({dim for dim in shards if dim is not None})
     return tuple(
         Instance(

@@ -1,10 +1,12 @@
-"""Flat parameters of FSDP1, and rank files that hold parts of them: what lies at which byte.
+"""Lay out the flat parameters of FSDP1, and the rank files that hold parts of them.
 
-    a unit's [n0, ...], [n1, ...]  ->  one vector, cut into N x [ceil(numel / N)]
+FSDP1 wraps a group of modules as a unit, and joins the parameters of the unit into one vector:
 
-torch/distributed/fsdp/_flat_param.py: the parameters of a unit in the order of its modules, shared
-ones once; with `use_orig_params=True` each starts at a multiple of 16 bytes and the whole divides
-by N, with elements of 42 between.
+    parameters of a unit [n0, ...], [n1, ...]  ->  [numel], cut into N x [ceil(numel / N)]
+
+The parameters come in the order of the unit's modules, a shared one once. With
+`use_orig_params=True` each parameter starts at a multiple of 16 bytes and N divides the length of
+the vector. Elements of value 42 fill the gaps. Source: torch/distributed/fsdp/_flat_param.py.
 """
 
 from __future__ import annotations
@@ -25,12 +27,16 @@ from ckptmap.tensors import ITEMSIZE, Box, Path, contiguous_strides
 KEY = "_flat_param"
 ALIGNMENT_NBYTES = 16
 PADDING = 42
-"""Value between parameters with `use_orig_params=True`: torch's, by which it can be told."""
+"""Value of the elements between parameters with `use_orig_params=True`, as torch writes them."""
 
 
 @dataclass
 class Flat:
-    """A flat parameter: what begins at which element, and what is padding."""
+    """A flat parameter, filled by `add` and then `close`.
+
+    members   path -> (tensor, the element at which it begins)
+    gaps      (begin, end) of each run of padding elements
+    """
 
     path: Path
     dtype: str
@@ -44,7 +50,7 @@ class Flat:
         return -(-self.numel // self.world)
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Elements that the rank holds, without padding on the right."""
+        """Return (begin, end) of the rank's elements, without the zeros that fill up its shard."""
         low = min(rank * self.shard_numel, self.numel)
         return low, min(low + self.shard_numel, self.numel)
 
@@ -71,8 +77,8 @@ class Flat:
 
 
 def flats_of(tensors: Sequence[OutTensor], world_size: int) -> dict[str, Flat]:
-    """Flat parameters by unit, in the order of `FSDP.parameters()`: a module's own before what is
-    inside it. Raises PlanError CKM504 where FSDP1 could not flatten tensors so."""
+    """Return unit prefix -> flat parameter, in the order of `FSDP.parameters()`: a unit comes before
+    the units inside it. Raise PlanError CKM504 if FSDP1 could not flatten the tensors so."""
     flats: dict[str, Flat] = {}
     named = False
     for tensor in tensors:
@@ -101,7 +107,7 @@ def flats_of(tensors: Sequence[OutTensor], world_size: int) -> dict[str, Flat]:
 
 
 class Traversal:
-    """Where a module, or a tensor, comes in the order of modules, by the tensors' names."""
+    """The position of modules and tensors in the order of modules, taken from the tensors' names."""
 
     def __init__(self, tensors: Sequence[OutTensor]) -> None:
         self._first: dict[str, int] = {}
@@ -111,7 +117,8 @@ class Traversal:
                 self._first.setdefault(".".join(segments[:depth]), number)
 
     def at(self, name: str) -> tuple[int, int]:
-        """A module is before what is inside it, which may begin with the same tensor."""
+        """Return a sort key for a module or tensor. A module comes before the modules inside it, of
+        which the first begins with the same tensor."""
         return self._first[name], len(name)
 
 
@@ -129,7 +136,7 @@ def _check_tie(tensor: OutTensor, flat: Flat) -> None:
 
 @dataclass(frozen=True)
 class FlatPiece:
-    """Part of a storage: bytes of a tensor's box, or known `content`."""
+    """`nbytes` bytes of a storage from byte `at` on: a box of a tensor, or the known `content`."""
 
     at: int
     nbytes: int
@@ -140,7 +147,7 @@ class FlatPiece:
 
 @dataclass(frozen=True)
 class Storage:
-    """One `data/<key>` of a torch.save file."""
+    """The zip member `data/<key>` of a torch.save file, and the pieces that fill it in order."""
 
     key: str
     nbytes: int
@@ -148,7 +155,7 @@ class Storage:
 
 
 def pieces_of(flat: Flat, rank: int) -> list[FlatPiece]:
-    """What a rank's shard consists of, in order, the padding on its right too."""
+    """Return the pieces of a rank's shard in order, with the zeros that fill it up at the end."""
     itemsize = ITEMSIZE[flat.dtype]
     low, high = flat.bounds(rank)
     found = [
@@ -172,8 +179,11 @@ def pieces_of(flat: Flat, rank: int) -> list[FlatPiece]:
 
 
 def held(tensor: OutTensor, start: int, low: int, high: int) -> Iterator[FlatPiece]:
-    """What elements [low, high) of a flat vector, a storage of their own, have of the tensor that
-    begins at element `start`."""
+    """Yield the pieces of a tensor that lie in elements [low, high) of a flat vector.
+
+    The tensor begins at element `start` of the vector. Offsets count from element `low`, which is
+    the first element of the storage.
+    """
     info = tensor.info
     first, last = max(low, start), min(high, start + info.numel)
     for box, at in rectangles(info.shape, first - start, last - start):
@@ -182,7 +192,8 @@ def held(tensor: OutTensor, start: int, low: int, high: int) -> Iterator[FlatPie
 
 
 def _element(dtype: str) -> bytes:
-    """PADDING as one element: of every dtype that models are trained in."""
+    """Return the bytes of one PADDING element. Raise PlanError CKM504 for a dtype that models are not
+    trained in."""
     if dtype == "bfloat16":
         return struct.pack("<f", PADDING)[2:]
     form = {"float16": "<e", "float32": "<f", "float64": "<d"}.get(dtype)
@@ -194,7 +205,7 @@ def _element(dtype: str) -> bytes:
 
 
 def whole(tensor: OutTensor, storages: list[Storage]) -> StorageTensor:
-    """A tensor in a storage of its own, which is added to the others."""
+    """Append a storage that holds the whole tensor to `storages`. Return the tensor in it."""
     info, key = tensor.info, str(len(storages))
     pieces = [FlatPiece(0, info.nbytes, tensor.path, Box.whole(info.shape))] if info.nbytes else []
     storages.append(Storage(key, info.nbytes, pieces))
@@ -216,7 +227,9 @@ def laid_out(name: str, pickle: bytes, storages: Sequence[Storage]) -> OutFile:
 
 @dataclass(frozen=True)
 class _Seal:
-    """A storage's checksum is joined from those of its slots and of its padding."""
+    """Returns the bytes around the slots: the zip structure and the padding, in file order.
+
+    The CRC-32 of a storage is combined from those of its slots and of its padding."""
 
     layout: ZipLayout
     storages: tuple[Storage, ...]

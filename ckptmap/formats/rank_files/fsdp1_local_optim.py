@@ -1,9 +1,10 @@
-"""The optimizer's state of FSDP1, a file a rank: what that rank's `optimizer.load_state_dict` takes.
+"""Lay out FSDP1's optimizer state, one file per rank, for `optimizer.load_state_dict` on that rank.
 
-    use_orig_params=False   an index a flat parameter: its state lies as it does, padding included
-    use_orig_params=True    an index a parameter: the rank's slice, no entry where that is empty
+    use_orig_params=False   one index per flat parameter. Its state is cut and padded as it is.
+    use_orig_params=True    one index per parameter. Its state is the rank's slice; no entry if empty.
 
-Indices count through the groups, on every rank alike; `param_names` says which is which.
+Indices count through all parameter groups, in the same way on every rank. `param_names` of a group
+lists the names in the order of its indices.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ PARAMS, NAMES = "params", "param_names"
 
 @dataclass(frozen=True)
 class _Param:
-    """What an index means: the `members` of `flat` together, or, if `named`, one of them; without
-    `flat` the one is whole on every rank."""
+    """The parameter that an index of the optimizer stands for.
+
+    It is the flat parameter `flat` with all its `members`; if `named`, one member of `flat`; or, if
+    `flat` is None, one parameter that every rank holds whole.
+    """
 
     name: str
     members: Sequence[OutTensor]
@@ -42,8 +46,8 @@ class _Param:
     named: bool = False
 
     def span(self, rank: int) -> tuple[int, int] | None:
-        """The elements of the flat parameter that a rank has state for, perhaps of padding alone;
-        None: it has no state. A slice that is empty has none."""
+        """Return (begin, end) of the elements of `flat` for which a rank has state; (0, 0) without
+        `flat`. Return None if the rank has no state, because its slice of the member is empty."""
         if self.flat is None:
             return 0, 0
         low, high = self.flat.bounds(rank)
@@ -56,7 +60,7 @@ class _Param:
 
 
 class OptimizerFiles:
-    """The files of `state`'s optimizer, which is at ("optimizer", ...) and keyed by FQN."""
+    """The files of the optimizer state in `state`: paths ("optimizer", ...), keyed by FQN."""
 
     def __init__(
         self, state: OutState, weights: Sequence[OutTensor], flats: Mapping[str, Flat]
@@ -75,7 +79,8 @@ class OptimizerFiles:
         self._params = [self._of_group(group) for group in self._groups]
 
     def files(self) -> list[OutFile]:
-        """Raises PlanError CKM504 where part of a flat parameter has no state."""
+        """Return one file per rank. Raise PlanError CKM504 if a part of a flat parameter has no state
+        and another part has."""
         return [self._file(rank) for rank in range(self._world)]
 
     # ------------------------------------------------------------------ what there is
@@ -98,12 +103,13 @@ class OptimizerFiles:
             self._rest.append((path, value))
 
     def _owner(self, fqn: str) -> str:
-        """Of tied tensors the one that lies in the flat parameter."""
+        """Return the FQN of the tensor that lies in the flat parameter, for one that is tied to it."""
         alias = self._weights[fqn].alias_of
         return fqn if alias is None else str(alias[-1])
 
     def _of_group(self, group: Mapping[Any, Any]) -> list[_Param]:
-        """As `FSDP.parameters()` lists flat parameters; parameters in the order that they have."""
+        """Return the parameters of a group: flat ones in the order of `FSDP.parameters()`, and with
+        use_orig_params in the order of the group itself."""
         found: dict[str, _Param] = {}
         for fqn in map(self._owner, map(str, group[PARAMS])):
             tensor = self._weights[fqn]
@@ -144,7 +150,7 @@ class OptimizerFiles:
     def _entries(
         self, param: _Param, at: Path, rank: int, storages: list[Storage]
     ) -> Iterator[tuple[Path, Any]]:
-        """The state of an index, what is a vector cut as its flat parameter is."""
+        """Yield (path, value) of the state of one index. Vectors are cut as their flat parameter is."""
         span = param.span(rank)
         if span is None:
             return
@@ -166,7 +172,10 @@ def _is_vector(value: Any, param: _Param) -> bool:
 def _cut(
     param: _Param, values: Sequence[OutTensor], span: tuple[int, int], storages: list[Storage]
 ) -> StorageTensor:
-    """[n0, ...], [n1, ...] -> the rank's part of the vector that they make."""
+    """Return the rank's part of the vector that the values make, in a storage that is appended.
+
+    `[n0, ...], [n1, ...] -> [shard_numel]`, padded with zeros; without padding for a named parameter
+    """
     assert param.flat is not None, "only what is flat is cut"
     dtype, itemsize = values[0].info.dtype, values[0].info.itemsize
     pieces = [
@@ -185,7 +194,7 @@ def _cut(
 
 
 def _written(value: Any, storages: list[Storage]) -> Any:
-    """A value with the tensors in it as the file's."""
+    """Return the value with a StorageTensor in place of each tensor in it."""
     if isinstance(value, OutTensor):
         return whole(value, storages)
     if isinstance(value, dict):

@@ -1,10 +1,14 @@
-"""Writes torch.save files for each rank as FSDP1's LOCAL_STATE_DICT has them: flat parameters, cut.
+"""Write the torch.save files of each rank that FSDP1 saves with LOCAL_STATE_DICT.
 
-    a unit's [n0, ...], [n1, ...], ...  ->  N x ShardedTensor{`<unit>._flat_param` [ceil(numel / N)]}
+FSDP1 joins the parameters of a unit (a group of modules that it wraps) into one flat parameter:
 
-torch/distributed/fsdp/_flat_param.py; with `use_orig_params=True` every parameter is there by name,
-too, as a view of what the rank holds. What is in no unit, a buffer, is whole in each file. Beside
-them the optimizer's state as a rank's `optimizer.state_dict()` has it.
+    parameters of a unit [n0, ...], [n1, ...], ...
+        ->  N x ShardedTensor{`<unit>._flat_param` [ceil(numel / N)]}
+
+With `use_orig_params=True` each file also holds every parameter by name, as a view of the elements
+that the rank holds. A tensor of no unit (a buffer) is whole in each file. The optimizer state of
+each rank is written beside, as `optimizer.state_dict()` returns it. Source:
+torch/distributed/fsdp/_flat_param.py.
 """
 
 from __future__ import annotations
@@ -43,14 +47,16 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 
 class Fsdp1LocalWriter:
-    """A `model_world_size_W_rank_R.pt` a rank, and an `optim_...` where there is state."""
+    """Writes one `model_world_size_W_rank_R.pt` per rank, and an `optim_world_size_W_rank_R.pt` if
+    there is optimizer state."""
 
     name = "fsdp1-local"
     one_file = False
     shares_storage = True
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """Raises PlanError CKM204 for one rank, CKM504 where FSDP1 could not flatten it so."""
+        """Return the files of all ranks. Raise PlanError CKM204 for a single rank, CKM205 for weights
+        below another key than `model`, CKM504 if FSDP1 could not flatten the tensors so."""
         if state.world_size < 2:
             raise PlanError(
                 "CKM204",
@@ -68,7 +74,10 @@ class Fsdp1LocalWriter:
 
 
 def _depth(weights: Sequence[OutTensor]) -> int:
-    """Of the dict of weights in a state of several; their files hold nothing else."""
+    """Return the depth of the weights in a state that also has an optimizer: 1, below `model`.
+
+    The file of the weights holds the weights alone, without that key. Raise PlanError CKM205 for
+    weights below another key."""
     other = next((tensor.path[0] for tensor in weights if tensor.path[:-1] != (MODEL,)), None)
     if other is not None:
         raise PlanError(
@@ -116,7 +125,7 @@ def _file(
 def _slice(
     tensor: OutTensor, flat: Flat, views: dict[str, StorageTensor], rank: int
 ) -> StorageTensor:
-    """A parameter by name: a view of what the rank's shard holds of it, perhaps of nothing."""
+    """Return the view of the rank's shard that holds its elements of one parameter; [0] if none."""
     assert tensor.unit is not None
     _, start = flat.members[tensor.alias_of or tensor.path]
     low, high = flat.bounds(rank)

@@ -1,10 +1,14 @@
-"""The state dicts of a job's ranks, one torch.save zip each: parsed once where they are alike.
+"""Read the state dicts of a job's ranks from one torch.save zip file per rank.
 
-    rank 0   parsed          {"w": <DTensor mesh at (0,)>}
-    rank 1   alike, (1,)     the same leaves, with its own constants and its own records
+The ranks of a job mostly pickle the same state dict. Two pickles are alike if they hold the same
+opcodes and differ in constants only (a rank, a mesh coordinate). Of alike pickles, the reader
+parses the first, and takes only the constants from the others:
 
-A rank's leaf is made when asked for. A file that is not alike (uneven shards, another class, one
-opcode more) is parsed as the first was, and those after it may be alike to it.
+    rank 0   parsed          {"w": <DTensor, mesh coordinate (0,)>}
+    rank 1   alike, (1,)     the same leaves, with rank 1's constants and storages
+
+A leaf of a rank is built when a caller asks for it. A pickle that is like none so far (uneven
+shards, another class, one opcode more) is parsed too, and later pickles are compared with it.
 """
 
 from __future__ import annotations
@@ -24,22 +28,23 @@ from ckptmap.storage.files import Files
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, TensorInfo
 
 MAX_PARSED = 8
-"""Trees that a file is compared with: uneven shards make a few kinds of ranks."""
+"""Number of parsed trees that a file is compared with. Uneven shards make a few kinds of ranks."""
 MAX_FAILURES = 24
-"""Comparisons opcode by opcode that led to nothing: after so many there are no more."""
+"""Number of failed comparisons opcode by opcode, after which the reader makes no more of them."""
 MAX_DEPTH = 64
-"""Of the values in a leaf: those that nest deeper are parsed for each rank."""
+"""Nesting depth of the values in a leaf. A tree with a deeper leaf is not shared between ranks."""
 
 _FIXED = (str, int, float, bool, bytes, complex, type(None), DType, TensorInfo)
 _FIELDS = {"args", "state", "info", "items"}
 
 
 class _Unknown(Exception):
-    """A value of which it is not known how to make another rank's."""
+    """Raised for a value that cannot be rebuilt with the constants of another rank."""
 
 
 class Parsed:
-    """A parsed tree. Once another file was found alike, its leaves have holes."""
+    """The tree of one parsed pickle. Its leaves hold a `Hole` in place of each constant that differs,
+    once a second pickle proved to be alike."""
 
     def __init__(self, records: Records, data: bytes) -> None:
         tree = parse(records, data)
@@ -51,19 +56,19 @@ class Parsed:
         self._first: dict[Callable[[Leaf], bool], Path | None] = {}
         self.is_shared = False
         self.varying: set[int] = set()
-        """ids of values that are another rank's otherwise."""
+        """`id()` of each value that differs from rank to rank."""
         self.often: set[int] = set()
-        """ids of objects that several leaves share: a mesh."""
+        """`id()` of each object that is met more than once, such as a mesh that tensors share."""
 
     def first(self, is_such: Callable[[Leaf], bool]) -> Path | None:
-        """Where the first such leaf is."""
+        """Return the path of the first leaf for which `is_such` holds; None if there is none."""
         if is_such not in self._first:
             found = (path for path, leaf in self.leaves.items() if is_such(leaf))
             self._first[is_such] = next(found, None)
         return self._first[is_such]
 
     def widen(self, data: bytes) -> bool:
-        """Make the tree fit this pickle as well; False where it cannot."""
+        """Add holes so that the tree fits the pickle `data` too. Return False if it cannot fit."""
         template = self.template.widened(data)
         if template is None:
             return False
@@ -73,7 +78,7 @@ class Parsed:
             leaves = flatten(parse(self.records, pickled, holes), self.records.file, len(pickled))
             for leaf in leaves.values():
                 walk.varies(leaf)
-        except (SourceError, _Unknown):  # a constant decides what it holds
+        except (SourceError, _Unknown):  # a constant that differs decides what the pickle holds
             return False
         self.template, self.leaves, self.is_shared = template, leaves, True
         self.varying, self.often = {i for i, does in walk.found.items() if does}, walk.often
@@ -81,7 +86,7 @@ class Parsed:
 
 
 class _Walk:
-    """Looks for holes and tensors in values."""
+    """Finds the values that hold a `Hole` or a tensor, and so differ from rank to rank."""
 
     def __init__(self) -> None:
         self.found: dict[int, bool] = {}
@@ -89,7 +94,9 @@ class _Walk:
         self._depth = 0
 
     def varies(self, value: Any) -> bool:
-        """Raises _Unknown for what cannot be filled, or has no end."""
+        """Return True if the value differs from rank to rank.
+
+        Raise _Unknown for a value that cannot be rebuilt, or that nests deeper than MAX_DEPTH."""
         kind = type(value)
         if (
             kind in _FIXED
@@ -116,7 +123,7 @@ class _Walk:
 
 
 def _inside(value: object) -> Iterable[object]:
-    """What a container holds. Raises _Unknown where it is none that is known."""
+    """Return the values in a container. Raise _Unknown for a class of containers not known here."""
     if isinstance(value, Inert) and value.__dict__.keys() <= _FIELDS:
         return value.__dict__.values()
     if isinstance(value, dict) and {*map(type, value)} <= {str, int}:
@@ -127,7 +134,7 @@ def _inside(value: object) -> Iterable[object]:
 
 
 class RankTree:
-    """The leaves of one rank."""
+    """The leaves of one rank: a parsed tree, and the constants that this rank has in its holes."""
 
     __slots__ = ("_made", "_own", "_starts", "_template", "parsed", "records")
 
@@ -138,24 +145,25 @@ class RankTree:
         self._starts: Mapping[str, int] | None = None
 
     def get(self, path: Path) -> Leaf:
-        """A leaf as this rank's own file has it; None: it has none there."""
+        """Return the leaf that this rank's own file holds at `path`; None if it holds none."""
         leaf: Leaf = self.filled(self.parsed.leaves.get(path))
         return leaf
 
     def first(self, is_such: Callable[[Leaf], bool]) -> list[Leaf]:
-        """The first such leaf; none where there is none."""
+        """Return a list of the first leaf for which `is_such` holds; an empty list if none does."""
         path = self.parsed.first(is_such)
         return [] if path is None else [self.get(path)]
 
     @property
     def starts(self) -> Mapping[str, int]:
-        """Where the storages begin in the file, by key; all of a file are found at once."""
+        """Return storage key -> byte offset in the file. The first use looks up all storages."""
         if self._starts is None:
             self._starts = self.records.starts("data/")
         return self._starts
 
     def filled(self, value: Any) -> Any:
-        """A value of the parsed tree as this rank has it; what leaves share stays shared."""
+        """Return a value of the parsed tree with this rank's constants. An object that several
+        leaves share is made once, so that they share it here too."""
         if id(value) not in self.parsed.varying:
             return value
         made = self._made.get(id(value))
@@ -187,7 +195,7 @@ class RankTree:
 
 
 class RankReader:
-    """Reads the trees of ranks, one file after the other."""
+    """Reads the trees of ranks, one file after the other, and keeps the parsed ones to compare with."""
 
     def __init__(self) -> None:
         self.parsed: list[Parsed] = []
@@ -215,13 +223,16 @@ class RankReader:
         if len(self.parsed) < MAX_PARSED:
             self.parsed.append(parsed)
         else:
-            parsed.template = Template.of(b"")  # nothing will be compared with it
+            parsed.template = Template.of(b"")  # no later file is compared with it: free the bytes
         return RankTree(parsed, records, ())
 
 
 class RankSet:
-    """The trees of all ranks, in rank order; `kinds` are the parsed ones, each with its ranks, and
-    `kind_of` says which of them a rank is of."""
+    """The trees of all ranks, in rank order.
+
+    kinds     each parsed tree, with the ranks whose pickles are alike to it
+    kind_of   for each rank, the index of its parsed tree in `kinds`
+    """
 
     def __init__(self, trees: Sequence[RankTree]) -> None:
         self.trees = tuple(trees)
@@ -230,25 +241,30 @@ class RankSet:
             kinds.setdefault(tree.parsed, []).append(rank)
         self.kinds = tuple([(parsed, tuple(ranks)) for parsed, ranks in kinds.items()])
         self.meshes: dict[tuple[Opaque, ...], list[Mesh]] = {}
-        """What the ranks' meshes say, by the objects of the parsed trees: for who joins them."""
+        """Meshes of all ranks, by the mesh objects of the parsed trees: a cache for the join."""
         number = {parsed: index for index, parsed in enumerate(kinds)}
         self.kind_of = tuple([number[tree.parsed] for tree in trees])
 
     @property
     def units(self) -> Mapping[Path, tuple[str, ...]]:
-        """The FSDP1 units that the first rank lists which lists any."""
+        """Return the FSDP1 units of the first rank that lists any, as `fsdp1_units` returns them."""
         return next((parsed.units for parsed, _ in self.kinds if parsed.units), {})
 
     def merged(self) -> dict[Path, Leaf]:
-        """The first rank's paths in its order, then those that only others have: a plain value
-        that all share, else what each rank has."""
+        """Return path -> leaf for all ranks: the paths of rank 0 in their order, then the others'.
+
+        A leaf is a plain value that all ranks share, or a PerRank of the value of each rank.
+        """
         paths = dict.fromkeys(path for parsed, _ in self.kinds for path in parsed.leaves)
         for path in self._filled_elsewhere(paths):
             del paths[path]
         return {path: self._leaf(path) for path in paths}
 
     def _filled_elsewhere(self, paths: Iterable[Path]) -> list[Path]:
-        """Where some ranks hold an empty dict, and others tensors in it: a stage without any."""
+        """Return the paths at which some ranks hold an empty dict and others hold leaves below it.
+
+        A pipeline stage without parameters of a kind saves such an empty dict.
+        """
         if len(self.kinds) == 1:
             return []
         empty = {
@@ -281,7 +297,7 @@ class RankSet:
 
 
 def _equal(a: object, b: object) -> bool:
-    """NaN is what NaN is: a loss, say, that all ranks agree on."""
+    """Return True if two values are equal, where NaN equals NaN: all ranks may save a NaN loss."""
     try:
         return type(a) is type(b) and (bool(a == b) or _equal_inside(a, b))
     except RecursionError:
@@ -297,7 +313,7 @@ def _equal_inside(a: Any, b: Any) -> bool:
 
 
 class RankValues(Sequence[Leaf]):
-    """What the ranks have at a path, in rank order; each value is made when it is looked at."""
+    """The values of all ranks at one path, in rank order. Each is made when it is looked up."""
 
     __slots__ = ("path", "ranks")
 
@@ -305,7 +321,7 @@ class RankValues(Sequence[Leaf]):
         self.ranks, self.path = ranks, path
 
     def some(self, is_such: Callable[[Leaf], bool]) -> bool:
-        """Is the value of any rank such? Asked of parsed leaves: none is made."""
+        """Return True if `is_such` holds for a leaf of any parsed tree. No rank's leaf is made."""
         return any(is_such(parsed.leaves.get(self.path)) for parsed, _ in self.ranks.kinds)
 
     def __len__(self) -> int:

@@ -1,7 +1,8 @@
-"""A directory of torch.save files, one a rank: `model_world_size_4_rank_0.pt`, `rank0.pt`, ...
+"""Read a directory of torch.save files, one per rank: `model_world_size_4_rank_0.pt`, `rank0.pt`, ...
 
-Files whose names differ in the rank only are a group: the weights, the optimizer, the rest. What
-the ranks hold under one key is one leaf of the index; a layout joins the parts.
+Files whose names differ in the rank only form a group: the weights, the optimizer, other state.
+The values that the ranks hold under one key are one leaf of the index. A layout joins the values
+into one tensor later.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _WORLD = re.compile(r"world[_-]?size[_-]?(\d+)|_of_(\d+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class _Group:
-    """Files of one role: `name` is theirs with `*` for the rank, `files[rank]` a path."""
+    """The files of one role: `name` is the file name with `*` for the rank, `files[rank]` a path."""
 
     name: str
     files: Mapping[int, str]
@@ -56,8 +57,8 @@ class RankFiles:
         return any(is_zip(directory / name) for name in place.names if _NAME.fullmatch(name))
 
     def index(self, place: Place) -> Index:
-        """Raises SourceError CKM110 where ranks are missing or of several saves, and what the
-        files' own faults are."""
+        """Return the leaves of all ranks. Raise SourceError CKM110 if ranks are missing or belong to
+        several saves, and the errors of reading a single torch.save file."""
         with paused_gc():
             return self._index(place)
 
@@ -123,7 +124,10 @@ def _by_prefix(groups: Sequence[_Group], where: str) -> Mapping[Path, _Group]:
 
 
 def _title(group: _Group) -> str:
-    """`extra_state_world_size_2_rank*.pt` -> `extra_state`."""
+    """Return the part of a group's name before the rank and the world size.
+
+    `extra_state_world_size_2_rank*.pt` -> `extra_state`
+    """
     stem = re.split(r"rank\*|world[_-]?size", group.name, flags=re.IGNORECASE)[0]
     return stem.strip("._-") or group.name
 
@@ -140,7 +144,9 @@ def _load_all(group: _Group) -> RankSet:
 
 
 def _check_ranks(group: _Group, trees: Mapping[int, RankTree]) -> None:
-    """Ranks are 0..N-1, N as the name says, else as the mesh of a DTensor says."""
+    """Raise SourceError CKM110 unless the ranks are 0..N-1.
+
+    N is the world size in the file names, else the one that the tensors state."""
     said = _WORLD.search(group.name)
     mesh, is_all = _ranks_inside(group, trees)
     world = mesh if is_all else max(mesh, max(trees) + 1)
@@ -172,8 +178,10 @@ def _check_ranks(group: _Group, trees: Mapping[int, RankTree]) -> None:
 
 
 def _ranks_inside(group: _Group, trees: Mapping[int, RankTree]) -> tuple[int, bool]:
-    """How many ranks the tensors themselves say there are, 0: they do not; and whether that is all
-    of them: stages that have a mesh each know of themselves alone."""
+    """Return the world size that the tensors state (0 if they state none), and whether it is exact.
+
+    Pipeline stages with a mesh each know their own ranks only. Then the number is a lower bound.
+    """
     said: dict[int, int] = {}
     for rank, tree in trees.items():
         world = check_writer(tree.first(is_sharded), rank, group.files[rank])
@@ -197,7 +205,9 @@ def _ranks_inside(group: _Group, trees: Mapping[int, RankTree]) -> tuple[int, bo
 
 
 def _stages(found: Mapping[int, tuple[int, ...]]) -> Collection[tuple[int, ...]]:
-    """The meshes that ranks are of, where each rank is of its own and none of another's."""
+    """Return the distinct meshes of the ranks.
+
+    Return none if a rank is not in its own mesh, or if two meshes share a rank."""
     meshes: dict[tuple[int, ...], set[int]] = {}
     for rank, ranks in found.items():
         known = not ranks or ranks in meshes
@@ -209,7 +219,7 @@ def _stages(found: Mapping[int, tuple[int, ...]]) -> Collection[tuple[int, ...]]
 
 
 def _like(group: _Group, rank: int) -> str:
-    """The rank as the file names write it: `_3`."""
+    """Return the rank as the file names of the group write it: `_3`, `-03`."""
     sample, name = FilePath(next(iter(group.files.values()))).name, group.name
     stem = name.index("*")
     written = re.match(r"([_-]?)(\d+)", sample[stem:])

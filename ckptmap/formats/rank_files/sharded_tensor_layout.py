@@ -1,9 +1,10 @@
-"""ShardedTensors, one a rank: what FSDP1 saves as SHARDED_STATE_DICT without a device mesh.
+"""Join the ShardedTensors of all ranks, which FSDP1 saves as SHARDED_STATE_DICT without a mesh.
 
     N x ShardedTensor{[Shard [ceil(rows / N), cols] at (row, 0)]} -> [rows, cols]
 
-Every shard says where it belongs, so nothing is computed. A rank without rows holds no shard; the
-ranks of HSDP's replicas hold the same boxes, of which the first is kept and the others compared.
+Every shard states its offsets in the whole tensor. A rank without rows holds no shard. With HSDP
+(hybrid sharding), replica ranks hold the same boxes: the first copy is kept, and the conversion
+compares the others with it.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ _ONE_SAVE = "these files are not of one save; copy those of one save into a dire
 
 
 class ShardedTensorLayout:
-    """Joins ShardedTensors; cuts as they are cut, by rows."""
+    """Joins the shards of ranks. Cuts a tensor by rows, as FSDP1 does."""
 
     name = "sharded-tensor"
 
     def cut(self, info: TensorInfo, world_size: int) -> Sequence[tuple[int, Box]]:
-        """One box for each rank that holds rows. A scalar, or an empty tensor, is rank 0's."""
+        """Return (rank, box) of each rank that holds rows. Rank 0 holds a scalar or an empty tensor."""
         return cut_rows(info, world_size)
 
     def join(self, values: Sequence[Leaf], key: str) -> StoredTensor | None:
-        """None where no rank holds a ShardedTensor.
+        """Return the whole tensor; None if no rank holds a ShardedTensor.
 
-        Raises SourceError CKM110 where ranks are missing or of several saves, CKM112 where the
-        shards do not fill the tensor, CKM113 where ranks hold different kinds of values.
+        Raise SourceError CKM110 if ranks are missing or belong to several saves, CKM112 if the
+        shards do not fill the tensor, CKM113 if only some ranks hold a ShardedTensor.
         """
         if isinstance(values, RankValues) and not values.some(is_sharded):
             return None
@@ -54,7 +55,7 @@ class ShardedTensorLayout:
 
 
 def _check_one_save(parts: Sequence[Sharded], key: str) -> None:
-    """All ranks are there, and all list the same shards."""
+    """Raise SourceError CKM110 unless all ranks are there and list the same shards."""
     first = parts[0]
     for rank, part in enumerate(parts):
         if (part.info, part.boxes, part.world) != (first.info, first.boxes, first.world):
@@ -76,7 +77,7 @@ def _check_one_save(parts: Sequence[Sharded], key: str) -> None:
 def _assemble(
     info: TensorInfo, shards: Sequence[tuple[Box, StoredTensor]], key: str
 ) -> StoredTensor:
-    """One tensor of shards; those of a box that is there already are replicas of it."""
+    """Return the tensor that the shards make. A later shard of the same box is a replica."""
     first: dict[Box, StoredTensor] = {}
     replicas: list[tuple[Box, StoredTensor]] = []
     for box, tensor in shards:

@@ -1,8 +1,10 @@
-"""A flat ShardedTensor as torch 2.13 pickles it, in values that `pickle_write.dump` emits.
+"""Build the objects of a flat ShardedTensor's pickle as torch 2.13 writes it, for
+`pickle.writer.dump`.
 
-torch/distributed/_shard/sharded_tensor/api.py (`ShardedTensor.__getstate__`, a wrapper subclass),
-metadata.py, ../metadata.py, ../sharding_spec: what FSDP1's `_local_post_state_dict_hook` makes with
-`init_from_local_shards`. torch loads it in a process group of the same world size only.
+FSDP1 saves a flat parameter with LOCAL_STATE_DICT as such a tensor: one dim, one shard per rank
+(`_local_post_state_dict_hook`, `init_from_local_shards`). torch loads it in a process group of the
+same world size only. Sources, below torch/distributed/_shard: sharded_tensor/api.py
+(`ShardedTensor.__getstate__`), sharded_tensor/metadata.py, metadata.py, sharding_spec.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ _SHARD = "torch.distributed._shard"
 _TENSOR = f"{_SHARD}.sharded_tensor"
 _CLASS = Global(f"{_TENSOR}.api", "ShardedTensor")
 DEVICE = "cpu"
-"""Of the shards; torch.load(map_location=...) moves the tensors."""
+"""Device of the shards. torch.load(map_location=...) moves the tensors."""
 
 Shards = Sequence[tuple[int, int, int]]
 """(rank, offset, numel) of every shard that is not empty."""
@@ -25,7 +27,8 @@ Shards = Sequence[tuple[int, int, int]]
 def flat_sharded(
     dtype: str, numel: int, shards: Shards, local: StorageTensor | None, rank: int, world: int
 ) -> Call:
-    """`torch._tensor._rebuild_from_type_v2` of [numel] with this rank's shard, if it has one."""
+    """Return the call of `torch._tensor._rebuild_from_type_v2` that makes a ShardedTensor [numel]
+    with the shard of `rank`, if that rank has one."""
     strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     outer = (_CLASS, DType(dtype), (numel,), (1,), 0, strided, Device(DEVICE), True)
     listed = [_shard_metadata(each) for each in shards]
@@ -65,7 +68,8 @@ def _metadata(dtype: str, numel: int, listed: list[Instance], strided: Call) -> 
 
 
 def _group(rank: int, world: int) -> Instance:
-    """A nested class, which a pickle of protocol 2 gets as an attribute."""
+    """Return the ProcessGroupState of a rank. Pickle protocol 2 has no name for a nested class, so the
+    pickle gets it as an attribute of ShardedTensor."""
     cls = Call(Global("__builtin__", "getattr"), (_CLASS, "ProcessGroupState"))
     state = {
         "local_rank": rank,
@@ -77,7 +81,8 @@ def _group(rank: int, world: int) -> Instance:
 
 
 def _spec(numel: int, shards: Shards, listed: list[Instance]) -> Instance:
-    """As torch infers it: chunks, where the shards are those of torch.chunk, else one by one."""
+    """Return the sharding spec that torch infers: ChunkShardingSpec if the shards are those of
+    torch.chunk, else EnumerableShardingSpec, which lists them."""
     step = -(-numel // len(shards))
     rooms = f"{_SHARD}.sharding_spec"
     chunked = len(shards) > 1 and all(

@@ -1,9 +1,9 @@
-"""Writes one torch.save file a rank with real DTensor pickles: what FSDP2 loads under torchrun.
+"""Write one torch.save file per rank, with the DTensor pickles that FSDP2 loads under torchrun.
 
-`model_world_size_4_rank_2.pt` holds the state dict as rank 2 has it: DTensors of its local parts,
-plain tensors whole, plain values. The pickles are those of torch 2.13 (`DTensor.__reduce_ex__`,
-`DTensorSpec`, `DeviceMesh.__getstate__`), field by field, without the cached hashes; `torch.load(
-weights_only=True)` takes them after `import torch.distributed.tensor`.
+`model_world_size_4_rank_2.pt` holds the state dict of rank 2: DTensors with its local tensors, plain
+tensors whole, and plain values. The pickles hold the fields that torch 2.13 writes
+(`DTensor.__reduce_ex__`, `DTensorSpec`, `DeviceMesh.__getstate__`), with None for cached hashes.
+`torch.load(weights_only=True)` reads them after `import torch.distributed.tensor`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,21 @@ FSDP2_RANKS = Setup(
     summary="one torch.save file a rank, DTensors on a mesh, as FSDP2 and verl save",
 )
 RANK_MAP = "ranks"
-"""Key of the storage of the mesh's ranks, int32 [world size]."""
+"""Key of the storage that holds the ranks of the mesh, int32 [world size]."""
 
 
 class RankFilesWriter:
-    """One `model_world_size_W_rank_R.pt` a rank; the bytes that several ranks hold are in each."""
+    """Writes one `model_world_size_W_rank_R.pt` per rank. Bytes that several ranks hold are written
+    into the file of each."""
 
     name = "rank-files"
     one_file = False
     shares_storage = True
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """Raises PlanError CKM202 for a value that is not plain, CKM114 where keys collide."""
+        """Return the layout of each rank's file.
+
+        Raise PlanError CKM202 for a value that is not plain, CKM114 if one leaf lies in another."""
         assert not state.records, "a setup of dense tensors has no encoding records"
         with paused_gc():
             held = {t.path: _held(t) for t in state.tensors}
@@ -52,14 +55,14 @@ class RankFilesWriter:
 
 
 def _held(tensor: OutTensor) -> list[Box]:
-    """What each rank holds."""
+    """Return the box of the tensor that each rank holds."""
     assert tensor.placement is not None, f"{tensor.path}: has no place on a mesh"
     return held_boxes(tensor.placement, tensor.info)
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A storage of one file: what it holds, or its content."""
+    """A storage of one file: its key, and the box of the tensor at `path` that it holds."""
 
     key: str
     path: Path
@@ -97,7 +100,9 @@ def _view(stored: _Stored) -> StorageTensor:
 def _leaf(
     tensor: OutTensor, local: StorageTensor, rank: int, meshes: dict[Placement, RankMesh]
 ) -> object:
-    """The tensor as this rank's state dict has it; tensors of one mesh share the object."""
+    """Return the tensor of this rank's state dict: a DTensor, or `local` if it is not on a mesh.
+
+    Tensors of one mesh share one DeviceMesh object."""
     placement = tensor.placement
     assert placement is not None
     if placement.shards is None:
@@ -130,7 +135,12 @@ def _laid_out(name: str, pickle: bytes, stored: Sequence[_Stored], ranks: int) -
 
 @dataclass(frozen=True)
 class _Seal:
-    """`order[i]`: which storage slot i is; the others are empty, or the ranks of the mesh."""
+    """Returns the zip structure around the slots, once their CRC-32 are known.
+
+    order      index of the storage that slot i fills; storages without a slot are empty, or hold
+               the ranks of the mesh
+    rank_map   the bytes of that last storage; empty if no tensor lies on a mesh
+    """
 
     layout: ZipLayout
     order: tuple[int, ...]
