@@ -6,7 +6,9 @@ Nothing here reads a file or imports torch. Sizes and offsets count elements, ev
 
 from __future__ import annotations
 
+import importlib
 import math
+import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -383,3 +385,13 @@ PlainValue: TypeAlias = (
 
 Leaf: TypeAlias = StoredTensor | Opaque | Cut | PerRank | StateNote | PlainValue
 """What a state dict holds under one path."""
+
+
+def __getattr__(name: str) -> object:
+    """Return `Index` from where it is now. Its old place here goes with release 0.3."""
+    if name != "Index":
+        raise AttributeError(f"module 'ckptmap.tensors' has no attribute {name!r}")
+    warnings.warn(
+        "ckptmap.tensors.Index is ckptmap.protocols.Index now", DeprecationWarning, stacklevel=2
+    )
+    return importlib.import_module("ckptmap.protocols").Index

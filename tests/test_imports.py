@@ -212,6 +212,7 @@ IMPORTERS = {
     "integrations/__init__.py": "ckptmap's own modules",
     "live/quantized/nf4_torchao.py": "torchao's NF4Tensor, by a table",
     "live/quantized/int8_training.py": "the module of a live tensor's class",
+    "tensors.py": "ckptmap's own protocols, by name",
     "typer_app.py": "ckptmap's own commands",
 }
 """File -> whose modules it imports by name: never those that a checkpoint names."""
