@@ -1,7 +1,8 @@
-"""How bytes move as they are: a span of small slots, or a stream of large ones.
+"""Copy tensor bytes that do not change: a span of small slots at once, or a stream of large slots.
 
-Every byte is read once and written once; the digest of a slot (and its CRC-32, where the container
-stores one) is taken on the way, in row-major order.
+A slot is the place of one chunk in an output file. Every byte is read once and written once. The
+digest of a slot (and its CRC-32, where the container stores one) is computed in the same pass, in
+row-major order.
 """
 
 from __future__ import annotations
@@ -24,30 +25,34 @@ from ckptmap.storage.journal import Written
 from ckptmap.tensors import Box, Extent, StoredTensor
 
 MAX_GAP = 4096
-"""Bytes between two runs that still make one read, or between two slots that make one span."""
+"""The most bytes between two runs that are read at once, or between two slots of one span."""
 KERNEL_NBYTES = 64 << 20
-"""Bytes that the kernel copies at once: between two of them a run can be stopped."""
+"""Bytes that the kernel copies in one call: between two calls the run can be stopped."""
 MAX_BUFFERS = 1000
-"""Buffers of one read: below the kernel's 1024."""
+"""The most buffers of one read: the kernel's limit is 1,024."""
 
 _JUNK = memoryview(bytearray(MAX_GAP))
 
 
 @dataclass(frozen=True)
 class Context:
-    """What every unit works with. `advance(nbytes, key)` reports, and raises to stop the unit."""
+    """The plan, files and limits that every unit of work uses.
+
+    `advance(nbytes, key)` reports progress, and raises to stop the unit.
+    """
 
     plan: Sequence[FilePlan]
     files: Files
     outputs: Outputs
     budget: int
-    """Bytes of buffers of one thread."""
+    """The most bytes that the buffers of one thread may take."""
     device: str
     advance: Callable[[int, str], None]
     digests: bool = True
-    """False: none are taken."""
+    """Whether digests are computed."""
     joined: list[tuple[int, int, int]] = field(default_factory=list)
-    """(file, first, stop) of slots that were written together with what is between them."""
+    """(file, first slot, end of the slots) of each span that was written with the bytes between
+    its slots."""
 
     def slot(self, target: SlotRef) -> Slot:
         return self.plan[target.file].out.slots[target.slot]
@@ -62,7 +67,7 @@ class Context:
 
 
 def key_of(slot: Slot) -> str:
-    """A slot's name in messages and progress."""
+    """Return the name of a slot in messages and progress: its path, joined with dots."""
     return ".".join(map(str, slot.path))
 
 
@@ -72,7 +77,7 @@ def key_of(slot: Slot) -> str:
 def copy_stream(
     context: Context, file: int, first: int, stop: int, buffer: Buffer
 ) -> Sequence[Written]:
-    """Slots with nothing between them, streamed through the buffer in row-major order."""
+    """Copy slots that have no bytes between them, through the buffer, in row-major order."""
     slots, written = context.plan[file].out.slots, []
     with context.outputs.file(file) as output:
         sums = context.sums(SlotRef(file, first))
@@ -87,7 +92,7 @@ def copy_stream(
 
 
 def _stream(context: Context, target: SlotRef, output: OutputFile, stream: Stream) -> None:
-    """One slot; by the kernel where that may."""
+    """Copy one slot, inside the kernel where `_may_copy` allows it."""
     slot, source = context.slot(target), context.source(target)
     key, run = key_of(slot), run_of(source, slot.box)
     assert slot.nbytes == slot.box.numel * source.info.itemsize, f"{key}: {slot.nbytes} bytes"
@@ -108,7 +113,7 @@ def _stream(context: Context, target: SlotRef, output: OutputFile, stream: Strea
 
 
 def _copied(context: Context, output: OutputFile, run: Run, slot: Slot) -> int:
-    """Bytes that the kernel has copied, from the first on: all, or none mostly."""
+    """Copy a run inside the kernel; return the bytes copied from its start: mostly all, or none."""
     done = 0
     with context.files.descriptor(run.file) as fd:
         while done < run.nbytes:
@@ -122,8 +127,11 @@ def _copied(context: Context, output: OutputFile, run: Run, slot: Slot) -> int:
 
 
 def _may_copy(context: Context, target: SlotRef, run: Run) -> bool:
-    """May the kernel copy it? Only where nothing is computed of the bytes, and where both places
-    are alike within a block: else it costs twice what reading and writing do."""
+    """Return whether the kernel may copy a run.
+
+    It may if nothing is computed from the bytes, and if both places have the same offset within a
+    block: otherwise the kernel's copy costs twice as much as reading and writing.
+    """
     out = context.plan[target.file].out
     alike = run.offset % ALIGN == out.slots[target.slot].offset % ALIGN
     looked_at = context.digests or out.needs_crc or target.slot in context.plan[target.file].bools
@@ -133,7 +141,7 @@ def _may_copy(context: Context, target: SlotRef, run: Run) -> bool:
 def _portions(
     files: Files, stored: StoredTensor, box: Box, run: Run | None, limit: int
 ) -> Iterator[tuple[int, Callable[[memoryview], None]]]:
-    """(nbytes, what fills them) of a box in row-major order, each at most `limit` bytes."""
+    """Yield (nbytes, function that fills them) of a box in row-major order, each up to `limit`."""
     if run is not None:
         for at in range(0, run.nbytes, limit):
             nbytes = min(limit, run.nbytes - at)
@@ -151,8 +159,11 @@ def _read(files: Files, run: Run, place: memoryview) -> None:
 def copy_span(
     context: Context, file: int, first: int, stop: int, buffer: Buffer
 ) -> Sequence[Written]:
-    """Neighbouring small slots: few reads, one write. What is between them goes along, or is
-    zeroed for sealing to fill in."""
+    """Copy neighbouring small slots with few reads and one write.
+
+    The container's bytes between them are written too; where they are not known yet, zeros are
+    written and `finish_files.seal` fills them in.
+    """
     from xxhash import xxh3_64_hexdigest as digest_of
 
     item = context.plan[file]
@@ -183,7 +194,7 @@ def copy_span(
 def _fill_gaps(
     out: OutFile, first: int, slots: Slots, crcs: Sequence[int], span: memoryview
 ) -> bool:
-    """Put what is between the slots there, or clear it; True where there is anything."""
+    """Write the container's bytes, or zeros, between the slots; return whether there are gaps."""
     found, between = False, out.between
     base = end = slots.offsets[0]
     for index, at, nbytes in zip(count(first - 1), slots.offsets, slots.sizes, strict=False):
@@ -196,8 +207,8 @@ def _fill_gaps(
 
 
 def _bring(files: Files, item: FilePlan, first: int, places: Sequence[memoryview]) -> None:
-    """Bring the bytes of the slots from `first` on to their places; neighbours in one file are one
-    read."""
+    """Read the bytes of the slots from `first` on into `places`; neighbours in one file are read
+    at once."""
     origins, stop = item.origins, first + len(places)
     homes, starts = origins.files[first:stop], origins.offsets[first:stop]
     buffers: list[memoryview] = []
@@ -224,7 +235,10 @@ def _bring(files: Files, item: FilePlan, first: int, places: Sequence[memoryview
 
 
 def _run_of(files: Files, item: FilePlan, index: int, place: memoryview) -> Run | None:
-    """Where a slot's bytes are in one run; None: they are not, and were brought to the place."""
+    """Return the one run of a file that holds a slot's bytes.
+
+    If there is none, read the bytes into `place` and return None.
+    """
     slot, source = item.out.slots[index], item.origins[index]
     assert source is not None, f"{key_of(slot)}: is written by an Encode step"
     run = run_of(source, slot.box)
@@ -236,7 +250,7 @@ def _run_of(files: Files, item: FilePlan, index: int, place: memoryview) -> Run 
 
 
 def recorded(context: Context, target: SlotRef, digest: str, crc: int) -> Written:
-    """The record of a written slot."""
+    """Return the record of a written slot. Raises SourceError CKM105 if its CRC-32 is wrong."""
     item = context.plan[target.file]
     if item.out.needs_crc:
         _check_crc(item.out.slots[target.slot], item.sources[target.slot], crc)
@@ -244,7 +258,7 @@ def recorded(context: Context, target: SlotRef, digest: str, crc: int) -> Writte
 
 
 def _check_crcs(item: FilePlan, first: int, crcs: Sequence[int]) -> None:
-    """Hold the CRC-32 of the slots from `first` on against the source's own."""
+    """Compare the CRC-32 of each slot from `first` on with the one that the source states."""
     origins, stop = item.origins, first + len(crcs)
     stated, homes = origins.crcs[first:stop], origins.files[first:stop]
     for index, home, known, crc in zip(count(first), homes, stated, crcs, strict=False):
@@ -253,7 +267,10 @@ def _check_crcs(item: FilePlan, first: int, crcs: Sequence[int]) -> None:
 
 
 def _check_crc(slot: Slot, source: StoredTensor | None, crc: int) -> None:
-    """Hold a slot's CRC-32 against the source's own, where that covers the same bytes."""
+    """Raise SourceError CKM105 if a slot's CRC-32 is not the one that the source states.
+
+    Does nothing where the source states none for exactly these bytes.
+    """
     if source is None or slot.box.sizes != source.info.shape:
         return
     place = source.place

@@ -1,11 +1,12 @@
-"""Boxes on their way to a device and back: pinned memory in a ring, copies on a stream of their own.
+"""Copy values to a device and results back, while other values are read and encoded.
 
-    file -> place of the ring -> copied on the side stream -> encoded on the current stream
-                                        -> copied back behind it -> written when it has come
+    file -> pinned buffer of the ring -> device (side stream) -> encoded (current stream)
+                                      -> pinned result (current stream) -> written to the file
 
-While a box is encoded the next one is read and copied. Nobody waits for the device as a whole: a
-place is filled anew when its own copy has gone, DEPTH boxes later, and a result is written when it
-has come, DEPTH boxes later. On the CPU there is one place, and what is sent is the place itself.
+While one box is encoded, the next one is read and copied. The host never waits for the whole
+device: it waits for the copy out of one buffer, DEPTH boxes later, before it fills that buffer
+again, and for one result, DEPTH boxes later, before it writes that result. On the CPU there is one
+buffer, and the encoder reads it directly.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ if TYPE_CHECKING:
     import torch
 
 DEPTH = 2
-"""Places of the ring, and boxes whose results may be on their way."""
+"""Buffers of the ring, and results that may be on their way back at a time."""
 MAX_ELEMENTS = 1 << 22
-"""Elements sent at once: a GPU needs more than a cache holds."""
+"""The most elements sent at once: a GPU needs larger boxes than a CPU cache holds."""
 ELEMENT_NBYTES = 16
-"""Bytes of host memory that an element costs: of up to 4, in all places, and as results."""
+"""Bytes of host memory for each element sent: up to 4 in each buffer of the ring, and as many for
+results."""
 
 
 class Lanes:
-    """A device's current stream, on which kernels run, and one more, on which values come to it."""
+    """Two streams of a device: the current one runs kernels, a side stream uploads values."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -38,13 +40,16 @@ class Lanes:
         self._side = self._streams.Stream(device=self.device)
 
     def host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Pinned, so that copies need not be waited for."""
+        """Return pinned host memory: only copies from and to such memory are asynchronous."""
         import torch
 
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
     def upload(self, there: torch.Tensor, here: torch.Tensor, free: Any) -> Any:
-        """Copy after `free`, before all that is asked for from now on; when it has gone."""
+        """Copy `here` to the device after the event `free`; return the event of the copy's end.
+
+        Kernels that are launched from now on wait for that event.
+        """
         with self._streams.stream(self._side):
             self._side.wait_event(free)
             there.copy_(here, non_blocking=True)
@@ -54,19 +59,22 @@ class Lanes:
         return gone
 
     def download(self, here: torch.Tensor, there: torch.Tensor) -> Any:
-        """Copy behind the kernels asked for so far, which may use the memory again behind it."""
+        """Copy `there` to the host after the kernels launched so far; return the event of its end.
+
+        The copy is on the stream of the kernels, so later kernels may reuse the device memory.
+        """
         here.copy_(there, non_blocking=True)
         return self.mark()
 
     def mark(self) -> Any:
-        """When all that was asked for so far is done."""
+        """Return the event of the end of all work launched so far on the current stream."""
         event = self._streams.Event()
         event.record(self._streams.current_stream(self.device))
         return event
 
 
 def lanes(device: str) -> Lanes | None:
-    """None: values go nowhere, or to a device that has no streams."""
+    """Return the streams of a device; None for the CPU and for devices that have no streams."""
     import torch
 
     kind = torch.device(device)
@@ -76,23 +84,27 @@ def lanes(device: str) -> Lanes | None:
 
 
 class Ring(Protocol):
-    """Values in row-major order: filled into `place`, sent, what is left over kept for the next."""
+    """A buffer of values in row-major order.
+
+    Fill `place`, then call `send`, then `keep`, which moves the values that were not sent to the
+    start of the next buffer.
+    """
 
     place: torch.Tensor
     """Host memory to fill."""
 
     def send(self, count: int) -> torch.Tensor:
-        """The first `count` values, on the device; valid until `keep`."""
+        """Return the first `count` values on the device; they are valid until `keep`."""
 
     def keep(self, sent: int, count: int) -> None:
-        """A place to fill, with the values between `sent` and `count` at its start."""
+        """Set `place` to the next buffer, with the values from `sent` to `count` at its start."""
 
     def grow(self, count: int, numel: int) -> None:
-        """`place` with room for `numel` values after the first `count`."""
+        """Set `place` to a buffer with room for `numel` values after the first `count`."""
 
 
 class _Straight:
-    """One place: the CPU's, or a device's to which values are copied and waited for."""
+    """One buffer, for the CPU or for a device without streams, where a copy blocks the host."""
 
     def __init__(self, device: str, numel: int, dtype: torch.dtype) -> None:
         import torch
@@ -111,7 +123,7 @@ class _Straight:
 
 
 class _Pinned:
-    """DEPTH places of pinned memory and as many on the device."""
+    """DEPTH buffers of pinned memory and as many on the device."""
 
     def __init__(self, way: Lanes, numel: int, dtype: torch.dtype) -> None:
         import torch
@@ -120,7 +132,7 @@ class _Pinned:
         self._here = [way.host(numel, dtype) for _ in range(DEPTH)]
         self._there = [torch.empty_like(here, device=way.device) for here in self._here]
         self._gone: list[Any] = [None] * DEPTH
-        self._free = [way.mark()] * DEPTH  # the memory may be that of earlier kernels
+        self._free = [way.mark()] * DEPTH  # earlier kernels may still use the allocator's memory
         self._turn = 0
         self.place = self._here[0]
 
@@ -131,7 +143,7 @@ class _Pinned:
         return there
 
     def keep(self, sent: int, count: int) -> None:
-        """The kernels that use what was sent have been asked for by now."""
+        """Take the next buffer; the kernels that read the sent values are launched by now."""
         self._free[self._turn] = self._way.mark()
         left = self.place[sent:count]
         self._turn = at = (self._turn + 1) % DEPTH
@@ -156,18 +168,21 @@ def _longer(place: torch.Tensor, count: int, wide: torch.Tensor) -> torch.Tensor
 
 
 def ring(device: str, numel: int, dtype: torch.dtype) -> Ring:
-    """With room for `numel` values."""
+    """Return a ring whose buffers have room for `numel` values each."""
     way = lanes(device)
     return _Straight(device, numel, dtype) if way is None else _Pinned(way, numel, dtype)
 
 
 def elements(device: str, budget: int, on_cpu: int) -> int:
-    """How many to send at once; `on_cpu`, where they go nowhere."""
+    """Return how many elements to send at once; `on_cpu` if the device has no streams."""
     return on_cpu if lanes(device) is None else min(MAX_ELEMENTS, budget // ELEMENT_NBYTES)
 
 
 def landed(writes: Iterable[Write], device: str) -> Iterator[Write]:
-    """The same in order, values on the CPU, each when it has come while later ones are made."""
+    """Yield the writes in order with their values on the CPU.
+
+    Up to DEPTH results are copied back while the encoder computes later ones.
+    """
     way = lanes(device)
     if way is None:
         yield from writes

@@ -1,7 +1,8 @@
-"""How one tensor is encoded on its way, or a replica compared; `copying` moves bytes as they are.
+"""Encode one tensor into its output slots, or compare a replica with the tensor that it repeats.
 
-Every byte is read once and written once; the digest of a slot (and its CRC-32, where the container
-stores one) is taken on the way, in row-major order.
+Tensors whose bytes do not change are not encoded: see `copy`. Every byte is read once and written
+once. The digest of a slot (and its CRC-32, where the container stores one) is computed in the same
+pass, in row-major order.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ if TYPE_CHECKING:
 
 
 PART_BUFFER = 1 << 20
-"""Bytes held of each part of an encoded tensor before they are written."""
+"""Bytes buffered for each part (codes, scales, ...) of an encoded tensor before a write."""
 FEED_NBYTES = 2 << 20
-"""Bytes of values encoded at once, in or out: with fewer, threads hand the interpreter to each other
-more often than they compute; more leave the cache."""
+"""Bytes of values encoded at once, of the input or the output, whichever is larger. With fewer,
+threads spend their time on the interpreter lock; more do not fit in the cache."""
 RECODED = 1 << 19
-"""Elements whose codes move at once."""
+"""Elements whose codes are moved at once."""
 
 
 def encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
-    """Write one logical tensor anew, from its codes or its values; errors name the tensor."""
+    """Write one logical tensor in its new encoding, from its kept codes or its decoded values.
+
+    Returns the records of the slots that were written. Errors name the tensor.
+    """
     try:
         if step.keeps is not None:
             return _recode(context, step, step.keeps, buffer)
@@ -62,7 +66,7 @@ def encode(context: Context, step: Encode, buffer: Buffer) -> Sequence[Written]:
 def _encode_slots(
     context: Context, step: Encode, encoder: Encoder, itemsize: int, buffer: Buffer
 ) -> Sequence[Written]:
-    """Slot by slot, box by box, each encoded alone: casts and plain decoding."""
+    """Write slot by slot, each encoded alone: for casts and for decoding to a dense tensor."""
     written = []
     most = FEED_NBYTES // max(itemsize, step.tensor.info.itemsize)
     for target in step.targets[""]:
@@ -87,7 +91,7 @@ def _encode_parts(
     parts: Mapping[str, TensorInfo],
     buffer: Buffer,
 ) -> Sequence[Written]:
-    """The whole tensor in row-major steps; each part is a stream over the slots that tile it."""
+    """Feed the whole tensor in row-major order; write each part to the slots that tile it."""
     streams = _part_streams(context, step, parts, buffer)
     whole = Box.whole(step.tensor.info.shape)
     most = FEED_NBYTES // step.tensor.info.itemsize
@@ -105,7 +109,7 @@ def _encode_parts(
 def _part_streams(
     context: Context, step: Encode, parts: Mapping[str, TensorInfo], buffer: Buffer
 ) -> dict[str, _PartStream]:
-    """One of each part, each with its share of the thread's buffer."""
+    """Return a stream for each part, each with its share of the thread's buffer."""
     largest = [max(context.slot(target).nbytes for target in step.targets[name]) for name in parts]
     buffers = buffer.parts([min(PART_BUFFER, nbytes) for nbytes in largest])
     return {
@@ -115,7 +119,7 @@ def _part_streams(
 
 
 def _recode(context: Context, step: Encode, grid: CodeGrid, buffer: Buffer) -> Sequence[Written]:
-    """Codes move as they are; scales are read first, whole."""
+    """Write the tensor with its codes unchanged and its scales encoded anew."""
     parts = step.encoding.parts(step.tensor.info)
     assert not isinstance(parts, Refusal), f"{step.tensor.fqn}: refused: {parts.reason}"
     streams = _part_streams(context, step, parts, buffer)
@@ -126,7 +130,7 @@ def _recode(context: Context, step: Encode, grid: CodeGrid, buffer: Buffer) -> S
 
 
 class _PartStream:
-    """Row-major bytes of one part, spread over the slots that tile it along its first dim."""
+    """Writes the row-major bytes of one part to the slots that tile it along its first dim."""
 
     def __init__(
         self, context: Context, info: TensorInfo, targets: Sequence[SlotRef], buffer: Buffer
@@ -143,7 +147,7 @@ class _PartStream:
         self._done: list[Written] = []
 
     def append(self, write: Write) -> int:
-        """Take a write that follows the one before; bytes taken."""
+        """Write values that follow those of the call before; return their bytes."""
         start = write.box.offsets[0] if write.box.offsets else 0
         assert start * self._info.itemsize == self._at, f"{write.part}: writes must follow"
         values = write.values.detach().cpu().contiguous()
@@ -154,7 +158,7 @@ class _PartStream:
         return values.nbytes
 
     def _put(self, data: memoryview) -> int:
-        """Bytes that went to the current slot."""
+        """Write what fits into the current slot; return the bytes that it took."""
         target = self._targets[len(self._done)]
         slot = self._context.slot(target)
         with self._context.outputs.file(target.file) as output:
@@ -170,7 +174,10 @@ class _PartStream:
         return min(left, data.nbytes)
 
     def finish(self) -> Sequence[Written]:
-        """Slots in order, once all bytes have come; empty slots have none."""
+        """Return the records of the slots in order, empty slots included.
+
+        Called when all bytes were appended.
+        """
         while len(self._done) < len(self._targets):
             target = self._targets[len(self._done)]
             assert not self._context.slot(target).nbytes, f"{target} was not filled"
@@ -180,7 +187,7 @@ class _PartStream:
 
 
 def _append(stream: Stream, write: Write) -> int:
-    values = write.values.detach().cpu().contiguous()  # outlives the view of its memory
+    values = write.values.detach().cpu().contiguous()  # a name keeps the memory of the view alive
     stream.append(tensor_bytes(values))
     return values.nbytes
 
@@ -188,9 +195,12 @@ def _append(stream: Stream, write: Write) -> int:
 def _values(
     context: Context, tensor: LazyTensor, box: Box, step: int, most: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(flat offset, 1-D values) of a box in row-major order, each a multiple of `step` elements
-    but the last, and of `most` where that can be. The offset is exact where the box is
-    flat-contiguous in the tensor."""
+    """Yield (flat offset, 1-D values) of a box in row-major order.
+
+    Each has a multiple of `step` elements, except the last, and about `most` of them where the
+    budget allows it. The offset is that of the first element in the whole tensor, which is exact
+    where the box is contiguous in it.
+    """
     most = min(most, context.budget // 2 // ring.ELEMENT_NBYTES)
     limit = max(step, ring.elements(context.device, context.budget, most))
     held = ring.ring(context.device, limit + step, tensor.torch_dtype)
@@ -198,10 +208,10 @@ def _values(
     offset = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
     count = 0
     for part in _readable(tensor, box, limit):
-        if count + part.numel > held.place.numel():  # one that could not be cut smaller
+        if count + part.numel > held.place.numel():  # this box could not be cut smaller
             held.grow(count, part.numel)
         place = held.place[count : count + part.numel].view(part.sizes)
-        if tensor.encoding == "dense":  # the stored bytes are the values: no copy between
+        if tensor.encoding == "dense":  # the stored bytes are the values: read them in place
             fill(context.files, tensor.parts[""], part, tensor_bytes(place))
         else:
             tensor.read_into(part, place)
@@ -216,9 +226,10 @@ def _values(
 
 
 def _readable(tensor: LazyTensor, box: Box, limit: int) -> Iterator[Box]:
-    """Row-major parts of a box that all stored parts can be cut for; else the box itself.
+    """Yield boxes that tile `box` in row-major order, each of at most `limit` elements.
 
-    An encoded source reads whole rows for a few columns, so rows count in full.
+    Yields `box` itself where the stored parts cannot be cut for smaller boxes. An encoded source
+    reads whole rows for a few columns, so a row counts with all of its columns.
     """
     if tensor.encoding != "dense" and box.numel:
         rows = prod(tensor.shape[1:]) // prod(box.sizes[1:])
@@ -236,7 +247,7 @@ def _readable(tensor: LazyTensor, box: Box, limit: int) -> Iterator[Box]:
 
 
 def compare(context: Context, step: Compare) -> None:
-    """Raise RunError CKM310 where a replica differs."""
+    """Raise RunError CKM310 if a replica differs from the tensor that it repeats."""
     replica, tensor = step.replica, step.tensor
     crc32 = next((chunk.crc32 for chunk in tensor.chunks if chunk.box == replica.box), None)
     require_same(

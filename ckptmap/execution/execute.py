@@ -1,14 +1,16 @@
-"""Move the bytes of a plan: units of work over threads, under a memory budget, journaled.
+"""Execute a plan: read the source bytes and write the output files, by threads, with a journal.
 
-A unit is a span of small slots, a stream of large ones, one tensor to be encoded, or one replica to
-be compared. Several ranks split the units and put together what they wrote. Every byte is read once
-and written once; its digest (and CRC-32, where the container stores one) is taken on the way, in
-row-major order of its slot. Parallelism is over units: the digest of one slot is sequential. Torch
-is imported only where values change; its own threads are held at one then, because Python threads
-over units share the cores better.
+The work is split into units. A unit copies a span of small slots, copies a stream of large slots,
+encodes one tensor, or compares one replica. (A slot is the place of one chunk in an output file.)
+Several ranks split the units among them and then exchange the records of what they wrote.
 
-On a device other than the CPU values go there through a ring of pinned memory, results come back
-while later boxes are made: see `ring`.
+Every byte is read once and written once. The digest of a slot (and its CRC-32, where the container
+stores one) is computed in the same pass, in row-major order, so one slot cannot be split over
+threads: threads work on different units. Torch is imported only where values change. It is then
+limited to one thread of its own, because Python threads over units use the cores better.
+
+With a device other than the CPU, values go to the device through a ring of pinned memory, and
+results come back while later boxes are computed: see `cuda_ring`.
 """
 
 from __future__ import annotations
@@ -44,16 +46,17 @@ from ckptmap.storage.journal import Journal, Written
 from ckptmap.storage.process_guards import one_torch_thread, stopped_by_sigterm
 
 MAX_BUFFER = 8 << 20
-"""Bytes of one thread's copy buffer: more does not make direct writes faster."""
+"""Bytes of one thread's copy buffer; a larger one does not make direct writes faster."""
 SPAN = 4 << 20
-"""Bytes of small slots that make one unit."""
+"""Bytes of small slots in one unit."""
 STREAM = 64 << 20
-"""Bytes of large slots that follow each other and make one unit: where two units meet, a page is
-written by both, past the page cache by neither, and that waits for the writes of other threads."""
+"""Bytes of consecutive large slots in one unit. The page where two units meet is written by both,
+through the page cache, and such a write waits for those of other threads: so units are large."""
 PARTS = 16
-"""Streams at least: threads share them, and an interrupted run keeps those that are done."""
+"""The least number of streams in a plan: threads share them, and a run that is continued keeps
+those that were finished."""
 _TOTALS = struct.Struct("<QQ")
-"""Bytes written and kept, before the rows of a rank's report."""
+"""The head of a rank's report: the bytes it wrote, and the bytes it kept from an earlier run."""
 
 
 def execute(
@@ -69,12 +72,12 @@ def execute(
     manifest: Callable[[Executed], bytes] | None = None,
     ranks: Ranks = ALONE,
 ) -> Executed:
-    """Write all files of a plan into `out_dir`, sealed but not synced.
+    """Write all files of a plan into `out_dir`, complete but not synced to disk by rank 0.
 
-    how         what bounds and shows it; without digests none is journaled
-    direct      write large slots past the page cache, where the filesystem can
-    manifest    gives the manifest's bytes, called once, on rank 0, when all slots are written
-    ranks       each writes its share; every rank gets the whole result, rank 0 seals
+    how         limits and progress; without digests no unit is journaled
+    direct      write large slots past the page cache, where the filesystem supports it
+    manifest    makes the bytes of the manifest; rank 0 calls it once, when all slots are written
+    ranks       each rank writes its share and gets the whole result; rank 0 finishes the files
 
     Raises RunError (CKM306 write failed, 308 source changed, 309 overflow, 310 replica differs),
     SourceError CKM105, DestinationError CKM303, Interrupted CKM307. After any of them
@@ -114,12 +117,12 @@ def execute(
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Work that writes some slots; `name` is "" where it is never skipped."""
+    """Work that writes some slots; a unit with the name "" is not journaled, and so never skipped."""
 
     name: str
     do: Callable[[Buffer], Sequence[Written]]
     reads: Callable[[], Iterable[str]]
-    """The source files that it needs."""
+    """Returns the source files that the unit reads."""
 
 
 class _Stopped(Exception):
@@ -127,7 +130,7 @@ class _Stopped(Exception):
 
 
 class _Run:
-    """What the threads of one execution share."""
+    """The state that the threads of one execution share."""
 
     def __init__(
         self,
@@ -151,11 +154,14 @@ class _Run:
         self._tally = WrittenSlots([len(sizes) for sizes in self._sizes])
         self._nbytes = [0, 0]  # written now, kept from an earlier run
         self.bring_torch: Callable[[], object] | None = None
-        """Imports torch, which takes as long as to copy a gigabyte: so threads copy meanwhile."""
+        """Imports torch. That takes as long as copying a gigabyte, so threads copy meanwhile."""
         self.has_torch = threading.Event()
 
     def all(self, units: Iterator[_Unit], threads: int, buffer_nbytes: int) -> None:
-        """Do every unit; the first error stops the others and is raised."""
+        """Execute every unit; the first error stops the other threads and is raised.
+
+        CoarseScales errors are collected over all encodings and raised together.
+        """
         with ThreadPoolExecutor(threads, thread_name_prefix="ckptmap") as pool:
             try:
                 workers = [pool.submit(self._work, units, buffer_nbytes) for _ in range(threads)]
@@ -174,16 +180,17 @@ class _Run:
     def _bring_torch(self) -> None:
         try:
             if self.bring_torch is not None and not self.has_torch.is_set():
-                with paused_gc():  # a tenth of the time
+                with paused_gc():  # the import is a tenth faster
                     self.bring_torch()
         except BaseException:
-            self.stop.set()  # before the threads are let go: half of torch is there, and would crash
+            # Before the threads go on: torch is imported in part only, and would crash.
+            self.stop.set()
             raise
         finally:
             self.has_torch.set()
 
     def check(self) -> None:
-        """Raise where the user asked to stop."""
+        """Raise Interrupted CKM307 if the run was asked to stop."""
         if self.stop.is_set():
             raise _interrupted()
 
@@ -197,7 +204,7 @@ class _Run:
                     return
                 try:
                     self._do(unit, buffer)
-                except CoarseScales as error:  # all of them are wanted before it is planned anew
+                except CoarseScales as error:  # the next plan needs the names of all such tensors
                     self.coarse.append(error)
         except _Stopped:
             return
@@ -209,14 +216,14 @@ class _Run:
         found = self.journal.entries.get(unit.name) if self.digests else None
         kept = found is not None and all(self._holds(slot, buffer) for slot in found)
         written = found if found is not None and kept else unit.do(buffer)
-        if unit.name and not kept and self.digests:  # without them nothing could be believed
+        if unit.name and not kept and self.digests:  # without digests no entry could be verified
             self.journal.add(unit.name, written)
         with self._lock:
             self._tally.add(written)
             self._nbytes[kept] += sum([self._sizes[file][slot] for file, slot, _, _ in written])
 
     def _holds(self, written: Written, buffer: Buffer) -> bool:
-        """Is the slot, read back, what the journal says?"""
+        """Return whether the slot's bytes, read back, have the digest that the journal records."""
         if not (0 <= written.file < len(self.plan)):
             return False
         if not (0 <= written.slot < len(self.plan[written.file].out.slots)):
@@ -244,7 +251,7 @@ class _Run:
         return self.plan[file].out.slots[slot]
 
     def advance(self, nbytes: int, key: str) -> None:
-        """Report progress, and leave where another thread or another rank has failed."""
+        """Report `nbytes` of progress; raise if another thread or another rank has failed."""
         if self.stop.is_set():
             raise _Stopped
         with self._progress_lock:
@@ -253,9 +260,9 @@ class _Run:
                 self.on_progress(nbytes, key)
 
     def result(self) -> Executed:
-        """What all ranks have written; waits for them."""
+        """Return what all ranks have written. Waits for every rank."""
         if self.ranks.world_size > 1:
-            # This rank's part is forgotten here: it comes back with the others'.
+            # Cleared, because `gather` returns this rank's report together with the others'.
             mine = _TOTALS.pack(*self._nbytes) + self._tally.report()
             self._tally.clear()
             self._nbytes = [0, 0]
@@ -270,13 +277,16 @@ class _Run:
 
 
 def buffer_nbytes(budget: int) -> int:
-    """Bytes of a thread's copy buffer; the rest of its budget is for what it spreads or encodes."""
+    """Return the bytes of a thread's copy buffer; the rest of its budget holds values to encode."""
     return max(4 * ALIGN, min(MAX_BUFFER, budget // 2))
 
 
 def _units(context: Context, share: Share, has_torch: threading.Event) -> Iterator[_Unit]:
-    """Comparisons first, since they can refuse; encodings, which take longest, as soon as torch is
-    there; then copies."""
+    """Yield the units of a rank: comparisons, encodings, copies.
+
+    Comparisons come first, because they can refuse the source. Encodings take longest, so they come
+    as soon as torch is imported; until then copies are yielded.
+    """
     for replica in share.compares:
         yield _Unit("", partial(_compared, context, replica), partial(read_by_compare, replica))
     copies = _copies(context, share)
@@ -290,7 +300,7 @@ def _units(context: Context, share: Share, has_torch: threading.Event) -> Iterat
 
 def _copies(context: Context, share: Share) -> Iterator[_Unit]:
     stream = min(STREAM, sum(item.out.nbytes for item in context.plan) // PARTS)
-    if context.files.mounts:  # all files that a unit reads are fetched at once
+    if context.files.mounts:  # a longer unit would need more remote files on disk at a time
         stream = 0
     for file, item in enumerate(context.plan):
         limit = min(SPAN, buffer_nbytes(context.budget))
@@ -306,7 +316,7 @@ def _encoded(
     has_torch: threading.Event, context: Context, step: Encode, buffer: Buffer
 ) -> Sequence[Written]:
     has_torch.wait()
-    context.advance(0, "")  # leaves where torch was not brought
+    context.advance(0, "")  # raises if torch could not be imported
     return encode(context, step, buffer)
 
 
@@ -324,7 +334,7 @@ def _reserved(
     direct: bool,
     ranks: Ranks,
 ) -> Outputs:
-    """The files, made and reserved by rank 0 before any other opens them."""
+    """Return the output files; rank 0 creates and reserves them before another rank opens them."""
     if ranks.rank:
         ranks.barrier()
     outputs = Outputs(paths, [item.out.nbytes for item in plan], direct)
@@ -334,7 +344,10 @@ def _reserved(
 
 
 def _hand_over(outputs: Outputs, paths: Sequence[Path]) -> None:
-    """Closed, and `paths` on disk: rank 0 can neither see nor sync what another machine still holds."""
+    """Close the outputs and sync `paths`, for rank 0 to continue with them.
+
+    Rank 0 can neither see nor sync bytes that another machine still holds in its page cache.
+    """
     outputs.close()
     for path in paths:
         try:

@@ -1,11 +1,11 @@
-"""Remote source files are fetched whole, and verified, before the units of work that read them.
+"""Download remote source files, whole and verified, before the units of work that read them.
 
-    units -> [the units that read the same files, ...], each batch once its files are here
+    units -> batches of units that read the same files, each after its files are downloaded
 
-Without a bound on disk all files are fetched first, and all units are one batch. With one
-(`staging`), units are sorted by the files that they read, and a file is deleted as soon as no unit
-needs it: one shard is on disk at a time, or as many as a tensor lies in. Nothing is fetched for units
-that an earlier run has done.
+Usually all files are downloaded first, and all units are one batch. With a `staging` directory,
+which keeps disk usage low, units are sorted by the files that they read, and a file is deleted as
+soon as no unit needs it: one shard is on disk at a time, or as many as one tensor is spread over.
+Nothing is downloaded for units that an earlier run has finished.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckptmap.tensors import Box, StoredTensor
 
 
 class Unit(Protocol):
-    """A unit of work that reads some files; `name` is "" if it is done again by every run."""
+    """A unit of work that reads some files; one with the name "" is repeated by every run."""
 
     @property
     def name(self) -> str: ...
@@ -82,7 +82,7 @@ def _fetch(files: Files, wanted: Sequence[str], staging: Path | None) -> None:
 
 
 def _placeholders(files: Files, reads: Iterable[str]) -> Needs:
-    """Return those of the files that a mounted file system answers for."""
+    """Return those of the files that belong to a mounted remote file system."""
     return frozenset(file for file in reads if files.mounts.file_system_of(file) is not None)
 
 
@@ -110,7 +110,7 @@ def read_by_encode(step: Encode) -> Iterator[str]:
 
 
 def read_by_compare(step: Compare) -> Iterator[str]:
-    """Yield the files that hold a replica and what it repeats."""
+    """Yield the files that hold a replica and the part of the tensor that it repeats."""
     yield step.replica.region.file
     yield from _files_of(step.tensor, step.replica.box)
 

@@ -1,14 +1,19 @@
-"""Who of the ranks is alive, where each stands, and what each leaves behind: notes in a store.
+"""Heartbeats: each rank tells the others, through torch's store, that it is alive and how far it is.
 
-A thread of each rank writes its own beat (a count that goes up while it is alive) and reads those
-of others: rank 0 reads all, the others only rank 0's, so traffic grows with the ranks, not with
-their square. While a rank works, its count goes up by the work done, so that a rank whose thread
-still beats over a dead disk is found out too. A rank of this machine whose process has ended is
-noticed at the next beat, any other after the time-out.
+A thread of each rank writes the rank's beat (a counter and its progress) and reads the beats of
+others: rank 0 reads all, the others only that of rank 0, so that the traffic grows with the number
+of ranks and not with its square. While a rank moves bytes, only that work raises its counter: a
+rank that hangs on a dead disk is lost too, although its thread still runs. A rank of this machine
+whose process has ended is noticed at the next beat, any other rank after the time-out.
 
-Keys: `owner/R` process, `beat/R` count, meetings reached, meetings held, bytes; `failed` somebody
-gave up; `left/R` a rank's last words. Only the thread speaks to the store: when the store hangs
-the rest of the process goes on, and finds the last round too old.
+Keys in the store:
+    owner/R    the process of rank R
+    beat/R     its counter, barriers reached, barriers passed, bytes moved
+    failed     set by a rank that has failed
+    left/R     the last words of rank R: its error, or `{}`
+
+Only the thread calls the store. If the store hangs, the rest of the process goes on, and notices
+that the thread's last round is too long ago.
 """
 
 from __future__ import annotations
@@ -26,14 +31,14 @@ from ckptmap.storage.locks import Owner
 BEAT_S = 0.5
 """Seconds between two beats; a quarter of the time-out where that is less."""
 POLL_S = 0.01
-"""Seconds to the first look while somebody waits; later looks come slower, up to a beat."""
+"""Seconds to the first look while a caller waits; the pause doubles with each look, up to a beat."""
 
 CLOSE_S = 2.0
-"""Seconds to wait for the thread at the end: only a store that hangs holds it."""
+"""Seconds to wait for the thread at the end; only a store that hangs delays it."""
 
 
 class Store(Protocol):
-    """What is used of torch.distributed.Store; no call of these waits for a key."""
+    """The methods of torch.distributed.Store that are used; `get` only for keys that are set."""
 
     def set(self, key: str, value: str) -> None: ...
     def check(self, keys: list[str]) -> bool: ...
@@ -42,7 +47,7 @@ class Store(Protocol):
 
 
 class Stopped(Interrupted):
-    """Another rank has failed or is lost; which and how is told by rank 0."""
+    """Another rank has failed or is lost; rank 0 shows which one and why."""
 
     exit_code = RunError.exit_code
 
@@ -52,7 +57,11 @@ class Stopped(Interrupted):
 
 @dataclass(slots=True)
 class _Beat:
-    """A rank's last beat and when it was first seen, by this process's clock."""
+    """The last beat of a rank, and the time by this process's clock when it was first seen.
+
+    stage    barriers that the rank has reached
+    held     barriers that it knows to be open
+    """
 
     text: bytes
     since: float
@@ -62,16 +71,19 @@ class _Beat:
 
 
 class Heartbeat:
-    """One rank's side. `announce` before all ranks have met, `start` after."""
+    """The heartbeat of one rank.
+
+    Call `announce` before the ranks have met, and `start` after that.
+    """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         self.rank, self.timeout = rank, timeout
         self.working = False
-        """True: only `advance` counts as a sign of life."""
+        """Whether only calls of `advance` count as signs of life."""
         self.lost: dict[int, str] = {}
-        """Ranks that are gone without last words, and how that was noticed."""
+        """Rank -> how it was noticed that the rank is gone, for ranks without last words."""
         self.left: dict[int, bytes] = {}
-        """Last words of ranks that have left; rank 0 hears all, the others rank 0."""
+        """Rank -> its last words; rank 0 reads those of all ranks, the others those of rank 0."""
         self.others: Sequence[int] = range(1, world_size) if rank == 0 else (0,)
         self._store = store
         self._beat_s = min(BEAT_S, timeout / 4)
@@ -95,7 +107,7 @@ class Heartbeat:
         for other in self.others:
             self._beats[other].since = self._seen
             owner = Owner(**json.loads(self._store.get(f"owner/{other}")))
-            # It is alive now: who is not found here runs where process numbers are others.
+            # All ranks are alive now: an owner that is not found here runs in another PID namespace.
             if not owner.is_gone:
                 self._near[other] = owner
         self._thread.start()
@@ -103,7 +115,10 @@ class Heartbeat:
     # ------------------------------------------------------------------ for the threads that work
 
     def advance(self, nbytes: int) -> int:
-        """A sign of life; rank 0 gets the bytes that others have moved since it last asked."""
+        """Count `nbytes` of work as a sign of life.
+
+        Returns, on rank 0, the bytes that other ranks have moved since the last call; 0 elsewhere.
+        """
         self._count += 1
         self._nbytes += nbytes
         theirs = sum(beat.nbytes for beat in self._beats.values()) if self.rank == 0 else 0
@@ -111,17 +126,20 @@ class Heartbeat:
         return new
 
     def check(self) -> None:
-        """Raises Stopped where a rank has failed, is lost, or this one has lost all others."""
+        """Raise Stopped if a rank has failed or is lost, or if this one cannot reach the others."""
         if self._failed or self.lost or self.is_cut_off:
             raise Stopped
 
     @property
     def is_cut_off(self) -> bool:
-        """No look at the store has succeeded for the time-out: the others have given us up."""
+        """Whether this rank has not reached the store for the time-out: others count it as lost."""
         return time.monotonic() - self._seen > self.timeout
 
     def meet(self) -> None:
-        """Return when every rank has come here, however long that takes those that are alive."""
+        """Wait until every rank has called this, however long ranks that are alive take.
+
+        Raises Stopped as `check` does.
+        """
         self._stage += 1
         self._wake.set()
         with self._changed:
@@ -130,16 +148,16 @@ class Heartbeat:
                 self._changed.wait(self._beat_s)
 
     def fail(self) -> None:
-        """Stop the others; `leave` follows."""
+        """Tell the other ranks to stop. The caller calls `leave` next."""
         self._failed = True
         self._wake.set()
 
     def hear(self, others: Sequence[int], grace: float) -> None:
-        """Wait for the last words of others, as far as they are alive."""
+        """Wait, at most `grace` seconds, for the last words of those `others` that are not lost."""
         self._wait(lambda: all(o in self.left or o in self.lost for o in others), grace)
 
     def leave(self, words: str) -> None:
-        """Leave last words."""
+        """Publish the last words of this rank."""
         self._words = words
         self._wake.set()
         self._wait(lambda: self._said, 2 * self._beat_s)
@@ -223,7 +241,7 @@ class Heartbeat:
         return True
 
     def _hold(self) -> None:
-        """Rank 0 opens a meeting when all have come; the others hear of it."""
+        """Update the barriers that are open: rank 0 opens one when all ranks have reached it."""
         beats = self._beats.values()
         held = min([self._stage, *(b.stage for b in beats)]) if self.rank == 0 else self._held
         if self.rank:

@@ -1,11 +1,11 @@
-"""The ranks of one conversion: how processes exchange data and errors, over gloo on any device.
+"""The ranks of one conversion: processes that exchange data and errors over gloo, on any device.
 
     torchrun --nproc-per-node N -m ckptmap convert ...
 
-`join()` returns `Ranks`, a single process, which imports no torch; or `GlooRanks`, where the
-environment says that this process is one of several. Use it as a context around everything that
-may fail. An error that leaves the context is sent to the other ranks. Rank 0 then raises the error
-to show, with the rank it comes from; all others raise ShownElsewhere.
+`join()` returns `GlooRanks` if the environment says that torchrun started several processes, else
+`Ranks`, which is a single process and imports no torch. Use the result as a context around
+everything that may fail. An error that leaves the context is sent to the other ranks. Rank 0 then
+raises the error to show, with the rank that it comes from; all others raise ShownElsewhere.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 TIMEOUT_S = 120.0
 """Seconds without a sign of life after which a rank counts as lost."""
 GRACE_S = 5.0
-"""Seconds to wait for the errors of ranks that are alive."""
+"""Seconds that rank 0 waits for the errors of ranks that are alive."""
 _joined = itertools.count()
 
 
 class ShownElsewhere(CkptmapError):
-    """This rank stops for a failure that another rank shows."""
+    """This rank stops because of a failure that another rank shows."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("", "stopped: another rank shows why")
@@ -65,7 +65,7 @@ class Ranks:
         return self.gather(data if self.rank == 0 else b"")[0]
 
     def agree(self, digest: str) -> None:
-        """Raise PlanError CKM209, on every rank, where plan digests differ."""
+        """Raise PlanError CKM209, on every rank, if the ranks' plan digests differ."""
         found: dict[str, list[str]] = {}
         for rank, other in enumerate(self.gather(digest.encode())):
             found.setdefault(other.decode(), []).append(str(rank))
@@ -78,22 +78,23 @@ class Ranks:
             )
 
     def advance(self, nbytes: int) -> int:
-        """Report bytes just done, or 0 as a sign of life; return bytes that others did meanwhile.
+        """Report bytes that were just moved, or 0 as a sign of life.
 
-        Raises Stopped where another rank has failed.
+        Returns, on rank 0, the bytes that other ranks moved since the last call; 0 elsewhere.
+        Raises Stopped if another rank has failed.
         """
         return 0
 
     def check(self) -> None:
-        """Raise Stopped where another rank has failed, or this one counts as lost."""
+        """Raise Stopped if another rank has failed, or if this one counts as lost."""
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, only calls of `advance` are signs of life: a rank that is stuck makes none."""
+        """Count only calls of `advance` as signs of life in the block: a stuck rank makes none."""
         yield
 
     def device(self, name: str) -> str:
-        """Return the device of this rank: several ranks on one machine each have their own `cuda`."""
+        """Return the device of this rank: for `cuda`, the GPU with its local rank."""
         return name
 
     def __enter__(self) -> Self:
@@ -105,16 +106,17 @@ class Ranks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the other ranks."""
+        """Leave the ranks; an error is sent to them (a single process has nothing to do)."""
 
 
 ALONE = Ranks()
 
 
 def join(timeout: float = TIMEOUT_S, env: Mapping[str, str] = os.environ) -> Ranks:
-    """Meet the other ranks that torchrun started; return `ALONE` where it started none.
+    """Join the other ranks that torchrun started; return `ALONE` if it started none.
 
-    Raises RunError CKM307 where they do not meet within `timeout` seconds.
+    Raises, if they do not meet within `timeout` seconds, RunError CKM307 on rank 0 and
+    ShownElsewhere on the others.
     """
     several = env.get("WORLD_SIZE", "1") not in ("", "1")
     if several and "RANK" in env and "MASTER_ADDR" in env:
@@ -123,13 +125,13 @@ def join(timeout: float = TIMEOUT_S, env: Mapping[str, str] = os.environ) -> Ran
 
 
 class GlooRanks(Ranks):
-    """Several processes, with a gloo group of their own and heartbeats through its store."""
+    """Several processes, with their own gloo process group, and heartbeats through torch's store."""
 
     def __init__(self, timeout: float, env: Mapping[str, str]) -> None:
         self.rank, self.world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
         self.local_world_size = int(env.get("LOCAL_WORLD_SIZE", "1"))
         self._local_rank = int(env.get("LOCAL_RANK", "0"))
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # our own error tells of a lost rank
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # our own error reports a lost rank
         try:
             self._group, self._owned, self._beats = self._meet(timeout)
         except (RuntimeError, ValueError, OSError) as error:
@@ -176,7 +178,7 @@ class GlooRanks(Ranks):
         found: list[bytes] = [b""] * self.world_size
         try:
             dist.all_gather_object(found, data, group=self._group)
-        except RuntimeError as error:  # what gloo raises for a rank that is gone or too late
+        except RuntimeError as error:  # gloo raises it for a rank that is gone or too late
             raise Stopped from error
         return found
 
@@ -223,7 +225,7 @@ class GlooRanks(Ranks):
             dist.destroy_process_group()
 
     def _lead_failed(self, error: BaseException) -> BaseException:
-        """Rank 0: wait for the errors of the others; return the one to raise."""
+        """Wait, on rank 0, for the errors of the others; return the one to raise."""
         beats, own = self._beats, _own_words(error)
         # The others wait for this error, so that torchrun does not end rank 0 before it shows it.
         atexit.register(beats.leave, own)
@@ -248,7 +250,10 @@ class GlooRanks(Ranks):
         return error if not isinstance(error, Stopped) else _error(*interrupted[:1] or [{}])
 
     def _failed(self, error: BaseException) -> BaseException:
-        """Any other rank: send the error to rank 0, which shows it. Rank 1 tells of a lost rank 0."""
+        """Send the error of this rank to rank 0, which shows it; return the error to raise here.
+
+        Rank 1 reports rank 0 if that one is lost.
+        """
         beats, own = self._beats, _own_words(error)
         beats.fail()
         beats.leave(own)
@@ -259,7 +264,7 @@ class GlooRanks(Ranks):
 
 
 def _own_words(error: BaseException) -> str:
-    """Return an error as JSON; `{}` where it only follows the failure of another rank."""
+    """Return an error as JSON; `{}` if it only follows from the failure of another rank."""
     if isinstance(error, Stopped):
         return "{}"
     if isinstance(error, KeyboardInterrupt):

@@ -1,11 +1,11 @@
-"""The work of a plan split over ranks: by output file, balanced by bytes.
+"""Split the work of a plan over ranks: by output file, balanced by bytes.
 
-It is a pure function of the plan, so that every rank computes the same split without talking to the
-others. If whole files would leave one rank with much more than its part (one file, or four files for
-three ranks), all slots are put in one line, in file order, and cut into stretches of equal bytes: a
-rank then writes at most one stretch of a file, and only the two ends of a stretch can share a page
-with a neighbour's. A tensor whose encoding needs a statistic of the whole tensor stays with one rank,
-whatever files its parts lie in.
+The split depends on the plan alone, so every rank computes the same one without communication. If
+whole files would leave one rank with much more than its part (one file, or four files for three
+ranks), all slots are lined up in file order and cut into stretches of equal bytes. A rank then
+writes at most one stretch, and shares pages with other ranks only at the two ends of it. A tensor
+whose encoding needs a statistic of the whole tensor goes to one rank, whatever files its parts are
+in.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from ckptmap.planning.file_plan import Compare, Encode, FilePlan, SlotRef
 from ckptmap.protocols import Refusal
 
 UNEVEN = 1.25
-"""Files are cut if the heaviest rank has so many times the mean bytes: it decides how long the run takes."""
+"""Files are cut if one rank would get more than so many times the mean bytes: the run takes as long
+as that rank does."""
 
 
 @dataclass(frozen=True)
 class Share:
     """The work of one rank.
 
-    slots    of each file, the slots that it copies; those that are encoded are skipped
-    encodes  the encodings, each with the name of its unit of work
+    slots     for each file, the range of slots that it copies; encoded slots in it are skipped
+    encodes   the encodings, each with the name of its unit of work
+    compares  the replicas that it compares
     """
 
     slots: Sequence[range]
@@ -34,14 +36,17 @@ class Share:
 
     @property
     def files(self) -> list[int]:
-        """The files that this rank may write to."""
+        """The indices of the files that this rank may write to."""
         encoded = {target.file for _, step in self.encodes for target in _targets(step)}
         return [file for file, slots in enumerate(self.slots) if slots or file in encoded]
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """An encoding that one rank does alone; `at` is its first slot if all its slots are in one file."""
+    """An encoding that one rank does alone.
+
+    at    its first slot if all its slots are in one file, else None
+    """
 
     name: str
     step: Encode
@@ -69,7 +74,7 @@ def split(
 
 
 _Line = list[list[tuple[int, int, _Piece | None]]]
-"""Of each file, in slot order: (bytes, slot, the encoding that begins there; None: a copy)."""
+"""For each file, in slot order: (bytes, slot, the encoding that begins there or None for a copy)."""
 
 
 def _line(plan: Sequence[FilePlan], pieces: Iterable[_Piece]) -> _Line:
@@ -90,7 +95,10 @@ def _line(plan: Sequence[FilePlan], pieces: Iterable[_Piece]) -> _Line:
 
 
 def _pieces(plan: Sequence[FilePlan], index: int, step: Encode) -> list[_Piece]:
-    """Return the pieces of an encoding: one a file if it needs no statistic of the whole tensor."""
+    """Return the pieces of an encoding.
+
+    That is one for each file if each slot can be encoded alone, else one for the whole tensor.
+    """
     files: dict[int, list[SlotRef]] = {}
     for target in _targets(step):
         files.setdefault(target.file, []).append(target)
@@ -113,7 +121,11 @@ def _targets(step: Encode) -> list[SlotRef]:
 
 
 def _splittable(step: Encode) -> bool:
-    """Can each slot be encoded alone? Only with one part that has the shape of the tensor."""
+    """Return whether each slot can be encoded alone.
+
+    It can if the encoding has one part, of the tensor's own shape, and needs no statistic of the
+    whole tensor.
+    """
     info = step.tensor.info
     parts = step.encoding.parts(info)
     if isinstance(parts, Refusal) or list(parts) != [""] or parts[""].shape != info.shape:
@@ -122,9 +134,10 @@ def _splittable(step: Encode) -> bool:
 
 
 def _deal(weights: Sequence[int], taken: list[int]) -> list[int]:
-    """Return the rank of each item: the heaviest goes first, to the rank that has least so far.
+    """Return the rank of each item: the heaviest is dealt first, to the rank with the least bytes.
 
-    `taken`, the bytes of each rank, is updated."""
+    `taken`, the bytes of each rank, is updated.
+    """
     owners = [0] * len(weights)
     for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
         rank = min(range(len(taken)), key=lambda r: (taken[r], r))
@@ -134,7 +147,8 @@ def _deal(weights: Sequence[int], taken: list[int]) -> list[int]:
 
 
 _Owners = tuple[list[list[int]], list[int], list[int]]
-"""Rank of each entry of the line, rank of each loose piece, bytes of each rank."""
+"""The rank of each entry of the line, the rank of each piece over several files, the bytes of each
+rank."""
 
 
 def _by_file(work: _Line, loose: Sequence[_Piece], world_size: int) -> _Owners:
