@@ -1,10 +1,10 @@
-"""`params.json` of Meta's and Mistral AI's checkpoints: the sizes of the model, under their names.
+"""Read `params.json` of Meta's and Mistral AI's checkpoints: the sizes of the model.
 
     {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "multiple_of": 1024,
      "ffn_dim_multiplier": 1.3, "norm_eps": 1e-05, "rope_theta": 500000.0, "vocab_size": 128256}
 
-Source: meta-llama/llama-models, models/llama3/args.py and model.py (`FeedForward`), Mistral AI's
-`head_dim` and `hidden_dim`. Llama 2 writes vocab_size -1: its tokenizer knows.
+Mistral AI adds `head_dim` and `hidden_dim`. Llama 2 writes vocab_size -1, because only its tokenizer
+states the size. Source: meta-llama/llama-models, models/llama3/args.py and model.py (`FeedForward`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ckptmap.storage.file_systems import local_copy
 PARAMS = "params.json"
 MAX_NBYTES = 1 << 20
 MAX_FACTOR = 1024.0
-"""Of ffn_dim_multiplier: known are 1.0 to 1.5."""
+"""Upper bound of ffn_dim_multiplier. Known models have 1.0 to 1.5."""
 _LAYER = re.compile(r"layers\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Params:
-    """Sizes of the model; None where the file does not tell. `where` is the file."""
+    """The sizes of a model; None where the file does not state one. `where` is the file."""
 
     where: str
     dim: int
@@ -42,7 +42,8 @@ class Params:
     rope_theta: float | None
 
     def shape(self, key: str) -> tuple[int, ...] | None:
-        """What a tensor of the whole model must be; None: the file does not tell."""
+        """Return the shape that the tensor `key` of the whole model must have; None if the file does
+        not state it."""
         name = _LAYER.sub("", key)
         q, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         shapes: dict[str, tuple[int | None, ...]] = {
@@ -64,8 +65,10 @@ class Params:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The same sizes as a config.json of transformers has them; what is not known is left
-        out. It says no model_type: the names tell the family."""
+        """Return the sizes under the names of a transformers config.json, unknown ones left out.
+
+        There is no model_type in it: the tensors' names tell the family of models.
+        """
         found = {
             "hidden_size": self.dim,
             "num_hidden_layers": self.n_layers,
@@ -81,9 +84,11 @@ class Params:
 
 
 def read_params(file: Path) -> Params | None:
-    """None where the file is of something else: it has no dim, layers and heads. Raises
-    SourceError CKM101 where it cannot be read, CKM103 where it is no JSON object or a size is no
-    size."""
+    """Return the sizes; None if the file lacks dim, n_layers or n_heads, and so describes no model.
+
+    Raise SourceError CKM101 if the file cannot be read, CKM103 if it is no JSON object or if a size
+    is no positive integer.
+    """
     where = str(file)
     values = _object(file)
     if not {"dim", "n_layers", "n_heads"} <= values.keys():
@@ -140,14 +145,19 @@ def _number(value: object) -> float | None:
 
 
 def _hidden(values: Mapping[str, object], dim: int) -> int | None:
-    """Two thirds of 4 * dim, times the multiplier, up to a multiple; None: the file lacks one."""
+    """Return the hidden size of the feed-forward layers, by the formula of `FeedForward`:
+
+    2/3 * 4 * dim, times ffn_dim_multiplier, rounded up to a multiple of multiple_of.
+
+    Return None if the file has no usable multiple_of, or an impossible multiplier.
+    """
     multiple, factor = values.get("multiple_of"), values.get("ffn_dim_multiplier")
     if type(multiple) is not int or multiple <= 0:
         return None
     hidden = 2 * 4 * dim // 3
     if factor is not None:
         number = _number(factor)
-        if number is None or not 0 < number < MAX_FACTOR:  # NaN, too, is JSON to Python
+        if number is None or not 0 < number < MAX_FACTOR:  # Python's json reads NaN too
             return None
         hidden = int(number * hidden)
     return -(-hidden // multiple) * multiple

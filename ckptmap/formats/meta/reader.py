@@ -1,9 +1,13 @@
-"""Meta's checkpoints: `consolidated.00.pth`, `consolidated.01.pth`, ..., one a model-parallel rank.
+"""Read Meta's checkpoints: `consolidated.00.pth`, `consolidated.01.pth`, ..., one file per rank of
+model parallelism.
 
-Each rank holds rows of the column-parallel matrices, columns of the row-parallel ones, and all of
-the norms. The embedding is cut by columns in Llama 1 and 2 (`ParallelEmbedding`), by rows since
-Llama 3 (`VocabParallelEmbedding`); the norms say how wide it is. `params.json`, where it is there,
-says how many ranks there are, and what shapes the tensors have. Source: meta-llama/llama-models,
+    column-parallel wq wk wv w1 w3 output    N x [rows / N, cols] -> [rows, cols]
+    row-parallel    wo w2                    N x [rows, cols / N] -> [rows, cols]
+    norms, rope.freqs                        whole on every rank
+
+The embedding is cut by columns in Llama 1 and 2 (`ParallelEmbedding`), by rows since Llama 3
+(`VocabParallelEmbedding`). The length of `norm.weight` tells which. `params.json`, if it is there,
+gives the shapes of the tensors and so the number of ranks. Source: meta-llama/llama-models,
 models/llama3/model.py and models/checkpoint.py; fairscale, nn/model_parallel/layers.py.
 """
 
@@ -42,8 +46,10 @@ class Consolidated:
     name = "consolidated"
 
     def claims(self, place: Place) -> bool:
-        """Files of such names that are zips, or one of them; not one that holds a whole model,
-        which is a torch.save file like any other."""
+        """Return True for a directory with such zip files, or for one of the files.
+
+        A single file that holds a whole model is not claimed: it is a plain torch.save file.
+        """
         path = FilePath(place.path).absolute()
         if not place.is_dir and not _NAME.fullmatch(path.name):
             return False
@@ -52,9 +58,12 @@ class Consolidated:
         return len(zips) > 1 or (len(zips) == 1 and _is_part(root, zips[0]))
 
     def index(self, place: Place) -> Index:
-        """Raises SourceError CKM110 where ranks are missing, CKM111 for FP8 with scales beside it,
-        CKM112 where shapes are not those of params.json, CKM113 where ranks disagree, CKM118 for
-        tensors of which it is not known how ranks hold them, and the files' own faults."""
+        """Return the tensors of all ranks, joined.
+
+        Raise SourceError CKM110 if ranks are missing, CKM111 for FP8 with scales in other files,
+        CKM112 if shapes are not those of params.json, CKM113 if the ranks' parts differ, CKM118 for
+        a tensor of which the cut is not known, and the errors of reading a torch.save file.
+        """
         with paused_gc():
             return self._index(place)
 
@@ -77,7 +86,7 @@ class Consolidated:
 
 
 def _listed(place: Place) -> tuple[FilePath, list[str]]:
-    """The directory, and its files of such names."""
+    """Return the directory of the place, and the names of its `consolidated` files."""
     path = FilePath(place.path).absolute()
     if place.is_dir:
         return path, [name for name in place.names if _NAME.fullmatch(name)]
@@ -93,8 +102,9 @@ def _params(root: FilePath) -> Params | None:
 
 
 def _is_part(root: FilePath, name: str) -> bool:
-    """Is the only file one of several ranks'? Not where it cannot be read: that is said by whoever
-    reads single files."""
+    """Return True if the only file is that of one rank of several.
+
+    Return False if the file cannot be read: the reader of single files reports that."""
     try:
         files = _files(root, [name])
         _check_world(root, _trees(files)[0], 1, _params(root))
@@ -117,7 +127,7 @@ def _refuse_fp8(place: Place) -> None:
 
 
 def _files(root: FilePath, names: Sequence[str]) -> list[str]:
-    """The ranks' files, in rank order, no rank missing between them."""
+    """Return the paths in rank order. Raise SourceError CKM110 if a rank is missing or there twice."""
     found = {int(match[1]): name for name in names if (match := _NAME.fullmatch(name))}
     missing = next((rank for rank in range(max(found) + 1) if rank not in found), None)
     if missing is not None:
@@ -149,17 +159,21 @@ def _trees(files: Sequence[str]) -> list[RankTree]:
 
 
 def _check_world(root: FilePath, first: RankTree, world: int, params: Params | None) -> None:
-    """Are there as many files as ranks? The columns of `wo` tell, all of them being the heads'."""
+    """Raise SourceError CKM110 if there are not as many files as ranks.
+
+    The number of ranks is (heads * head_dim) / (columns of `wo` on one rank). Without params.json,
+    heads * head_dim is taken to be the length of the norm.
+    """
     key = next((path for path in first.parsed.leaves if _WO.fullmatch(_key(path))), None)
     norm, wo = first.get((_NORM,)), None if key is None else first.get(key)
     if not isinstance(wo, StoredTensor) or not isinstance(norm, StoredTensor):
         return
     dim = norm.info.numel
     if wo.info.dtype not in FLOATING or wo.info.shape[:1] != (dim,) or not wo.info.numel:
-        return  # quantized: its columns are no heads
+        return  # quantized: its columns are not those of the heads
     columns = dim if params is None else params.n_heads * params.head_dim
     said, odd = divmod(columns, wo.info.shape[1])
-    if odd or not said:  # without params.json: heads narrower or wider than the model
+    if odd or not said:  # without params.json, the heads may be narrower or wider than the norm
         return
     why = f"{_key(key or ())} has {wo.info.shape[1]} of {columns} columns in consolidated.00.pth"
     if said > world:
@@ -180,7 +194,7 @@ def _key(path: Path) -> str:
 
 
 class _Join:
-    """Joins the tensors of the ranks, and proves their shapes."""
+    """Joins the tensors of the ranks, and checks their shapes against params.json."""
 
     def __init__(self, ranks: RankSet, params: Params | None, where: str) -> None:
         self.ranks, self.params, self.where = ranks, params, where
@@ -225,7 +239,8 @@ class _Join:
         )
 
     def _copies(self, parts: Sequence[StoredTensor]) -> int:
-        """Key and value heads are repeated where there are fewer of them than ranks."""
+        """Return how many neighbouring ranks hold the same key or value head: more than 1 if there
+        are fewer such heads than ranks."""
         if self.params is None:
             return 1
         heads, shape = self.params.n_kv_heads, parts[0].info.shape
@@ -234,7 +249,8 @@ class _Join:
         return self.world // heads if repeated and alone else 1
 
     def _embedding(self, key: str, parts: Sequence[StoredTensor]) -> Partition:
-        """By columns or by rows: the norm at the end is as wide as the whole."""
+        """Return the cut of the embedding, rows or columns: joined, it has as many columns as
+        `norm.weight` has elements. Raise SourceError CKM112 if neither fits."""
         norm = self.ranks.trees[0].get((_NORM,))
         shape = parts[0].info.shape
         dim = norm.info.numel if isinstance(norm, StoredTensor) else 0
