@@ -1,4 +1,4 @@
-"""What `accelerator.save_state()` leaves: FSDP sharded, full and local, DDP, one process.
+"""Find the parts of a directory that accelerate's `accelerator.save_state()` wrote.
 
     pytorch_model_fsdp_0/ optimizer_0/                FSDP, SHARDED_STATE_DICT (DCP)
     pytorch_model_fsdp_0_rankR.bin optimizer_0_rankR.bin    the same with use_dcp=False
@@ -7,7 +7,8 @@
     model.safetensors | pytorch_model.bin, optimizer.bin    DDP, one process
     scheduler.bin sampler.bin scaler.pt custom_checkpoint_I.pkl random_states_R.pkl    beside each
 
-Source: accelerate 1.15, accelerator.py `save_state`, checkpointing.py, utils/fsdp_utils.py.
+R is a rank, I the number of an object. Source: accelerate 1.15, accelerator.py `save_state`,
+checkpointing.py, utils/fsdp_utils.py.
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ _RNG = re.compile(r"random_states_(\d+)\.pkl")
 
 
 class Accelerate:
-    """One model and its optimizer; a second optimizer, schedulers and so on are extra values."""
+    """The members of the directory: one model, its optimizer, and extra values (a second optimizer,
+    schedulers, samplers, the scaler, custom objects)."""
 
     name = "accelerate"
 
     def claims(self, place: Place) -> bool:
-        """Weights under one of accelerate's names, and a name that nobody else gives."""
+        """Return True for a directory with weights, and with a file name that only accelerate uses.
+
+        A directory with trainer_state.json is the Trainer's."""
         if not place.is_dir or "trainer_state.json" in place.names:
             return False
         return bool(parts.matching(_MARK, place)) and bool(parts.weights(place))
 
     def members(self, place: Place) -> Members:
-        """Raises SourceError CKM205 where several models were saved together."""
+        """Return the members. Raise SourceError CKM205 if several models were saved together."""
         several = parts.matching(parts.SECOND_MODEL, place)
         if several:
             raise SourceError(

@@ -30,7 +30,7 @@ def matching(pattern: re.Pattern[str], place: Place) -> tuple[str, ...]:
 
 
 def weights(place: Place) -> list[Member]:
-    """Return every copy of the weights; the one that FSDP's own loading takes is first."""
+    """Return every copy of the weights. The copy that FSDP's own loading reads is first."""
     found = [
         _directory(place, "pytorch_model_fsdp_0", "model", "model"),
         _ranks(place, _RANK_MODEL, "model"),
@@ -43,7 +43,7 @@ def weights(place: Place) -> list[Member]:
 
 
 def optimizers(place: Place) -> list[Member]:
-    """Return the optimizer's state, in whatever form it was saved; empty: there is none."""
+    """Return every copy of the optimizer's state; an empty list if there is none."""
     found = [
         _directory(place, "optimizer_0", "optimizer", "optimizer"),
         _ranks(place, _RANK_OPTIMIZER, "optimizer"),
@@ -54,7 +54,7 @@ def optimizers(place: Place) -> list[Member]:
 
 
 def extras(place: Place, pattern: re.Pattern[str]) -> list[Member]:
-    """Return the files without weights or optimizer state, by name without suffix."""
+    """Return the matching files as extra values. The key is the file name without its suffix."""
     return [
         Member(str(Path(place.path) / name), "extra", key=Path(name).stem)
         for name in matching(pattern, place)
@@ -68,7 +68,7 @@ def world_of(place: Place, pattern: re.Pattern[str]) -> int:
 
 
 def unused(place: Place, members: Iterable[Member], pattern: re.Pattern[str]) -> list[str]:
-    """Return the entries that match and that no member has read."""
+    """Return the matching entries that belong to no member."""
     used = {name for m in members for name in (Path(m.path).name, *m.names)}
     return [name for name in matching(pattern, place) if name not in used]
 

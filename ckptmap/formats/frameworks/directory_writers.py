@@ -1,13 +1,16 @@
-"""Directories that frameworks resume from, written: parts placed by the writers of their formats.
+"""Write the directories from which accelerate and transformers' Trainer resume a training run.
+
+Each part of a directory is written by the writer of its own format:
 
     accelerate                                  trainer
       pytorch_model_fsdp_0/  DCP {"model"}        model.safetensors (shards and index)
       optimizer_0/           DCP {"optimizer"}    optimizer.pt      keyed by index
       scheduler.bin  scaler.pt  ...               scheduler.pt  trainer_state.json  config.json ...
 
-With `accelerate-full` the first two are files, `pytorch_model_fsdp.bin` and `optimizer.bin`.
-`accelerator.load_state` takes the first under FSDP1 or FSDP2 with SHARDED_STATE_DICT, at any world
-size; `Trainer.train(resume_from_checkpoint=...)` the second, in one process or under DDP.
+With `accelerate-full`, the weights and the optimizer are the files `pytorch_model_fsdp.bin` and
+`optimizer.bin`. `accelerator.load_state` loads the accelerate directory under FSDP1 or FSDP2 with
+SHARDED_STATE_DICT at any world size, `Trainer.train(resume_from_checkpoint=...)` the trainer
+directory in one process or under DDP.
 """
 
 from __future__ import annotations
@@ -28,13 +31,18 @@ from ckptmap.tensors import Box, Path, TensorInfo
 
 MODEL, OPTIMIZER, EXTRA = "model", "optimizer", "extra"
 NEW_RUN: Mapping[str, object] = {"epoch": 0.0, "global_step": 0, "max_steps": 0, "log_history": []}
-"""What Trainer needs to find, where the source is of no Trainer: it starts with step 0."""
+"""The trainer_state.json of a run at step 0. Trainer needs one, and the source may have none."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What goes where: `at` is a directory (ends in a slash), or the name of the one file.
-    `root` is the path inside."""
+    """One part of the directory.
+
+    role     "model", "optimizer" or "extra"
+    writer   name of the format's writer
+    at       folder (ends in a slash), or name of the one file; "" for the directory itself
+    root     path put before the keys inside the part
+    """
 
     role: str
     writer: str
@@ -43,7 +51,7 @@ class _Part:
 
 
 class HfCarrier:
-    """The carrier of the `hf` setup, found when it is first asked."""
+    """Passes each call on to the carrier of the `hf` setup, which the registry finds at the call."""
 
     def ties(self, *args: Any) -> Mapping[str, str]:
         return _hf_carrier().ties(*args)
@@ -52,7 +60,7 @@ class HfCarrier:
         return _hf_carrier().files(*args)
 
     def stem(self, carried: Mapping[str, CarriedFile]) -> None:
-        """A framework's directory has its own names."""
+        """Return None: Trainer reads weights under the names that the `hf` writer gives by itself."""
 
 
 def _hf_carrier() -> Carrier:
@@ -86,7 +94,7 @@ ACCELERATE_FULL = Setup(
 
 
 class DecayGroups:
-    """Trainer's two groups of parameters: those that decay, and norms and biases."""
+    """Trainer's two parameter groups: those with weight decay, and norms and biases without it."""
 
     def groups(self, config: FilePath, infos: Mapping[str, TensorInfo]) -> list[list[str]] | None:
         return decay_groups(config, infos)
@@ -108,7 +116,7 @@ TRAINER = Setup(
 
 
 class _DirectoryWriter:
-    """Splits a state by role and hands each part to the writer of its format."""
+    """Splits a state by role, and calls the writer of the format of each part."""
 
     name: str
     one_file = False
@@ -118,7 +126,8 @@ class _DirectoryWriter:
     filing: Filing
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """The parts' files, below one another. Raises what the parts' writers raise."""
+        """Return the files of all parts: model, optimizer, extra values. Raise what their writers
+        raise, and PlanError CKM202 for an extra value that its file cannot hold."""
         roles: dict[str, list[OutTensor]] = {MODEL: [], OPTIMIZER: [], EXTRA: []}
         for tensor in state.tensors:
             roles[str(tensor.path[0])].append(tensor)
@@ -135,7 +144,7 @@ class _DirectoryWriter:
 
 
 class AccelerateWriter(_DirectoryWriter):
-    """As `save_state` leaves it under FSDP with SHARDED_STATE_DICT."""
+    """Writes the directory that `save_state` writes under FSDP with SHARDED_STATE_DICT."""
 
     name = "accelerate"
     model = _Part(MODEL, "dcp", "pytorch_model_fsdp_0/", (MODEL,))
@@ -144,7 +153,7 @@ class AccelerateWriter(_DirectoryWriter):
 
 
 class AccelerateFullWriter(_DirectoryWriter):
-    """As `save_state` leaves it under FSDP with FULL_STATE_DICT."""
+    """Writes the directory that `save_state` writes under FSDP with FULL_STATE_DICT."""
 
     name = "accelerate-full"
     model = _Part(MODEL, "torch-zip", "pytorch_model_fsdp.bin")
@@ -153,7 +162,8 @@ class AccelerateFullWriter(_DirectoryWriter):
 
 
 class TrainerWriter(_DirectoryWriter):
-    """As Trainer leaves it in one process. Where the source is of no Trainer, the run is new."""
+    """Writes the directory that Trainer writes in one process. If the source has no trainer state,
+    the run is a new one, at step 0."""
 
     name = "trainer"
     model = _Part(MODEL, "hf", "")
@@ -174,8 +184,11 @@ def _placed(
     plain: Mapping[Path, object],
     depth: int = 1,
 ) -> list[OutFile]:
-    """One part's files, with slots named by the paths that the plan gave, whose first `depth`
-    segments say what part it is."""
+    """Return the files of one part.
+
+    The first `depth` segments of a path name the part. The part's writer gets paths without them,
+    and the slots of its files get the full paths of the plan back.
+    """
     paths = [(*part.root, *tensor.path[depth:]) for tensor in tensors]
     inner = dict(zip(paths, (tensor.path for tensor in tensors), strict=True))
     moved = [
@@ -192,7 +205,7 @@ def _placed(
 
 
 def _records(state: OutState, role: str, root: Path) -> dict[str, Mapping[str, object]]:
-    """The encoding records of this part's tensors, under the names that they have inside."""
+    """Return the encoding records of this part's tensors, by the names that they have in the part."""
     return {
         ".".join(map(str, (*root, key.removeprefix(f"{role}.")))): record
         for key, record in state.records.items()
@@ -213,7 +226,8 @@ def _extra(
     tensors: Sequence[OutTensor],
     values: Mapping[Path, object],
 ) -> list[OutFile]:
-    """The file of one extra value: torch.save's form, or JSON."""
+    """Return the file of one extra value, as torch.save or JSON. Raise PlanError CKM202 if the value
+    does not fit into the file."""
     assert name is not None, "a value that has no place was dropped when it was planned"
     if not name.endswith(".json"):
         if () in values and isinstance(values[()], dict):

@@ -1,4 +1,4 @@
-"""In which files accelerate and Trainer keep what is neither weight nor optimizer state.
+"""Name the files in which accelerate and Trainer keep values other than weights and optimizer state.
 
     accelerate                                        Trainer
       scheduler.bin scheduler_1.bin ...                 scheduler.pt
@@ -7,8 +7,9 @@
       scaler.pt                                         scaler.pt
       random_states_R.pkl                               rng_state.pth  rng_state_R.pth
 
-Source: accelerate 1.15, checkpointing.py and accelerator.py `load_state`, which counts the custom
-objects and demands a scheduler's file for each scheduler; transformers 5.23, trainer.py.
+R is a rank. accelerate counts the custom objects when it loads, and needs a scheduler's file for
+each scheduler. Source: accelerate 1.15, checkpointing.py and accelerator.py `load_state`;
+transformers 5.23, trainer.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ STEP = "step"
 
 
 class AccelerateFiling:
-    """As `save_state` names its files."""
+    """The file names of accelerate's `save_state`."""
 
     def file_of(self, key: str) -> str | None:
         if key == "scaler":
@@ -45,8 +46,12 @@ class AccelerateFiling:
         return int(found[1]) if found else None
 
     def new_rank(self, rank: int, first: str) -> tuple[str, Sidecar] | None:
-        """The count of steps alone, by which ranks gather gradients together: random states are
-        nobody else's, and `load_state` goes on without them."""
+        """Return a `random_states_R.pkl` that holds the count of steps only; None if rank 0's file
+        has no count.
+
+        All ranks need the same count, because they accumulate gradients by it. A new rank gets no
+        random state, since another rank's would repeat its numbers. `load_state` accepts that.
+        """
         tree = load(Files(), first).tree
         step = tree.get(STEP) if isinstance(tree, dict) else None
         if not isinstance(step, int):
@@ -59,7 +64,8 @@ class AccelerateFiling:
         return name, Sidecar.made(bytes(content))
 
     def notes(self, keys: Collection[str], before: int, after: int) -> list[str]:
-        """Random states are a rank's own; a loader's state counts the batches of each rank."""
+        """Return notes on random states, which each rank has for itself, and on the states of data
+        loaders, which count the batches that each rank drew."""
         found = []
         if any(map(_RANDOM.fullmatch, keys)):
             found.append(
@@ -75,7 +81,7 @@ class AccelerateFiling:
 
 
 class TrainerFiling:
-    """As Trainer names them; its state is JSON."""
+    """The file names of Trainer. The trainer's own state is JSON."""
 
     def file_of(self, key: str) -> str | None:
         if key == STATE:
@@ -87,7 +93,7 @@ class TrainerFiling:
         return f"{key}.pth" if _RNG.fullmatch(key) else None
 
     def rank_of(self, key: str) -> int | None:
-        return None  # of one process or DDP: however many ranks there will be, nothing tells here
+        return None  # the output is for one process or DDP, of a number of ranks not known here
 
     def new_rank(self, rank: int, first: str) -> tuple[str, Sidecar] | None:
         return None

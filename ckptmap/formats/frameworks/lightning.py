@@ -1,4 +1,6 @@
-"""What Lightning leaves where a model is sharded: a DCP directory, and beside it what is no shard.
+"""Find the parts of a directory in which Lightning saved a sharded model: DCP files and `meta.pt`.
+
+The weights and optimizers are in the DCP files under these keys, the rest is in `meta.pt`:
 
     Trainer, FSDPStrategy             {"model": ..., "optimizer_0": ...}
     Trainer, ModelParallelStrategy    {"state_dict": ..., "optimizer_0": ...}
@@ -21,8 +23,7 @@ _DCP = re.compile(r"\.metadata|.+\.distcp")
 
 
 class Lightning:
-    """Weights and optimizers where the DCP has them; meta.pt holds what its one-file form
-    holds beside them."""
+    """The members of the directory: the DCP files, and the values of meta.pt as extra values."""
 
     name = "lightning"
 

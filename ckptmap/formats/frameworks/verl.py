@@ -1,9 +1,10 @@
-"""What verl's FSDP checkpoint manager leaves: `global_step_N/actor/`, rank files and a config.
+"""Find the parts of a directory that verl's FSDP checkpoint manager wrote: `global_step_N/actor/`.
 
     model_world_size_W_rank_R.pt optim_world_size_W_rank_R.pt extra_state_world_size_W_rank_R.pt
     fsdp_config.json lora_train_meta.json huggingface/ (config, tokenizer, maybe weights)
 
-Source: verl 0.9.1, utils/checkpoint/fsdp_checkpoint_manager.py; SkyRL and other forks likewise.
+W is the number of ranks, R a rank. SkyRL and other forks of verl write the same files. Source: verl
+0.9.1, utils/checkpoint/fsdp_checkpoint_manager.py.
 """
 
 from __future__ import annotations
@@ -24,20 +25,23 @@ _CONFIG = "huggingface"
 
 
 class Verl:
-    """Rank files by role; config and tokenizer are in a directory of their own."""
+    """The members of the directory: the rank files of each role. Config and tokenizer lie in the
+    folder `huggingface`."""
 
     name = "verl"
 
     def claims(self, place: Place) -> bool:
-        """Weights alone may be anybody's: plain rank files."""
+        """Return True for rank files of weights with some other file of verl's beside them. Rank files
+        of weights alone may be any program's: the reader of rank files opens those."""
         beside = (_CONFIG, *(f"{name}.json" for name in _DOCUMENTS))
         more = any(name in place.names for name in beside) or matching(_OPTIMIZER, place)
         return place.is_dir and bool(matching(_MODEL, place) and (more or matching(_EXTRA, place)))
 
     def members(self, place: Place) -> Members:
-        """The weights in `huggingface/`, where verl was asked for them, are a copy left aside.
+        """Return the members. Weights in `huggingface/`, which verl writes on request, are a copy of
+        the rank files: they are listed as unread.
 
-        Raises SourceError CKM110 where the roles are of different numbers of ranks.
+        Raise SourceError CKM110 if the roles have different numbers of ranks.
         """
         roles = {"model": _MODEL, "optimizer": _OPTIMIZER, "extra": _EXTRA}
         members = tuple(
