@@ -7,6 +7,11 @@ a byte was written, 3 failed while working, 130 interrupted.
 
 from __future__ import annotations
 
+__all__ = [
+    "AnswerNo", "ArgumentError", "CkptmapError", "DestinationError", "Interrupted",
+    "LoadError", "MissingKeyError", "PlanError", "RunError", "SourceError",
+]  # fmt: skip
+
 
 class CkptmapError(Exception):
     """Base of all expected errors: `code` names the kind (see `ckptmap explain CODE`)."""

@@ -13,6 +13,8 @@ from ckptmap import registry
 from ckptmap.errors import PlanError
 from ckptmap.protocols import Scheme, Setup
 
+__all__ = ["Aim", "names", "parse"]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Aim:

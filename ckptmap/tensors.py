@@ -15,6 +15,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
+__all__ = [
+    "BUFFERS", "FLOATING", "ITEMSIZE", "PARAMETERS", "Box", "Chunk", "Cut", "Extent", "Leaf",
+    "Opaque", "Path", "PerRank", "Places", "PlainValue", "Region", "StateNote",
+    "StoredTensor", "TensorInfo", "as_inert", "contiguous_strides",
+]  # fmt: skip
+
 # Element size in bytes of every dtype that torch or safetensors can store, by torch's name.
 ITEMSIZE: Mapping[str, int] = {
     "bool": 1, "uint8": 1, "int8": 1,
@@ -107,12 +113,9 @@ def _strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _reach(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
-    reach = itemsize
-    for n, stride in zip(sizes, strides, strict=True):
-        if n == 0:
-            return 0
-        reach += (n - 1) * stride
-    return reach
+    if 0 in sizes:
+        return 0
+    return itemsize + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
 
 
 class Region(NamedTuple):

@@ -30,6 +30,8 @@ from ckptmap.execution.heartbeat import Heartbeat, Stopped
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+__all__ = ["ALONE", "Ranks", "join"]  # fmt: skip
+
 TIMEOUT_S = 120.0
 """Seconds without a sign of life after which a rank counts as lost."""
 GRACE_S = 5.0

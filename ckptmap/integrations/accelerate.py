@@ -25,6 +25,8 @@ from ckptmap.live.state_dict.handle import Handle
 from ckptmap.live.state_dict.hooks import name_by_live
 from ckptmap.mapping.wrappers import strip_wrappers
 
+__all__ = ["install"]  # fmt: skip
+
 WHERE = "accelerate"
 OWN = "random_states_*.pkl"
 """Files in every directory of accelerate's, beside the model."""

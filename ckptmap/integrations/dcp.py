@@ -28,6 +28,8 @@ from ckptmap.tensors import Path
 if TYPE_CHECKING:
     from ckptmap.checkpoint.checkpoint import Checkpoint
 
+__all__ = ["load_planner", "save_planner"]  # fmt: skip
+
 RECORD = ".__ckptmap__"
 PURPOSE = "planner"
 

@@ -19,6 +19,8 @@ from ckptmap.mapping.wrappers import strip_wrappers
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["Hooks", "hooks"]  # fmt: skip
+
 WEIGHTS = "state_dict"
 
 

@@ -39,6 +39,8 @@ from ckptmap.storage.hub.resolve import locate
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["callback", "export", "resume"]  # fmt: skip
+
 PURPOSE = "export"
 STATE = "trainer_state.json"
 ANEW = (

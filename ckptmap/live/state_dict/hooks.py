@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from ckptmap.checkpoint.checkpoint import Checkpoint
 
+__all__ = ["Handle", "install"]  # fmt: skip
+
 DENSE = {"Tensor", "Parameter", "Buffer"}
 """Classes of tensors that torch itself copies into each other."""
 
