@@ -1,12 +1,13 @@
-"""Sharding over a device mesh: FSDP2 on one dim, HSDP, tensor parallelism by a plan of names.
+"""Shard tensors over a device mesh: FSDP2, HSDP, and tensor parallelism (TP) by a plan of names.
 
     --mesh replicate=2,shard=4              [rows, cols] -> 4 x [rows / 4, cols], each on 2 ranks
     --mesh dp=2,tp=4 --tp-plan plan.toml    colwise: rows over tp, then over dp (_StridedShard)
                                             rowwise: columns over tp, rows over dp
 
-What a mesh dim does is in its name: `replicate` (also `ddp`, `dp_replicate`) replicates, `tp` cuts
-what the plan says, any other cuts rows, as FSDP2 does. A plan is TOML or JSON: pattern of a module
-or tensor -> style, as a transformers config has it in `base_model_tp_plan`.
+The name of a mesh dim tells what it does: `replicate` (also `ddp`, `dp_replicate`) replicates every
+tensor, `tp` cuts the tensors that the plan names, any other name cuts rows, as FSDP2 does. A plan is
+a TOML or JSON file that maps a pattern of module or tensor names to a style, in the form of
+`base_model_tp_plan` in a transformers config.
 """
 
 from __future__ import annotations
@@ -31,15 +32,19 @@ STYLES: Mapping[str, tuple[int | None, int | None]] = {
     "shard(1)": (1, None),
     "replicate": (None, None),
 }
-"""Style -> (dim that tp cuts of a matrix, of a vector); None: replicated over tp."""
+"""Style -> (the dim of a matrix that tp cuts, the dim of a vector); None: replicated over tp."""
 PLAIN = "plain"
-"""Style of a tensor that is not a DTensor: a buffer."""
+"""The style of a tensor that is no DTensor, such as a buffer."""
 _EXAMPLE = "for example --mesh replicate=2,shard=4, or --mesh dp=2,tp=4 --tp-plan FILE"
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The layout of one mesh; by default it has one dim without a name and one rank."""
+    """The layout over one device mesh.
+
+    dims   (name, size) of each mesh dim; by default one dim without a name, of one rank
+    plan   pattern of names -> style, for the mesh dim `tp`
+    """
 
     dims: tuple[tuple[str, int], ...] = (("", 1),)
     plan: Mapping[str, str] = field(default_factory=dict)
@@ -58,8 +63,10 @@ class Mesh:
     ) -> Mesh:
         """Return the layout that `--mesh` and `--tp-plan` describe, for weights of these names.
 
-        Raises PlanError CKM204 if the mesh is malformed or does not have `world_size` ranks, CKM201
-        if the plan cannot be read, CKM206 if it names a module that is not there."""
+        Raises PlanError CKM204 if the mesh is malformed, does not have `world_size` ranks, or has a
+        dim `tp` without a plan or the reverse; CKM201 if the plan cannot be read; CKM206 if one of
+        its patterns matches no tensor.
+        """
         dims = _parse(mesh) if mesh is not None else (("", world_size or 1),)
         made = Mesh(dims, _read_plan(tp_plan) if tp_plan is not None else {})
         if world_size is not None and made.world_size != world_size:
@@ -85,18 +92,22 @@ class Mesh:
         return made
 
     def cut(self, info: TensorInfo, world_size: int) -> Sequence[tuple[int, Box]]:
-        """Return the cut by rows over all ranks, for a tensor without a name."""
+        """Return (rank, box) pairs of a tensor that is cut by rows over all ranks.
+
+        This is for tensors without a name of their own, which no plan can match.
+        """
         return cut_rows(info, world_size)
 
     def join(self, values: Sequence[Leaf], key: str) -> None:
-        """Return None: DTensors say themselves where they belong."""
+        """Return None: a pickled DTensor itself states where its local tensor belongs."""
         return None
 
     def placement(self, fqn: str, info: TensorInfo, whole: bool) -> Placement:
-        """Return whether a tensor is a DTensor on the mesh, and how it is cut, or plain on every rank.
+        """Return how a tensor is cut over the mesh, or that every rank holds it as a plain tensor.
 
-        Plain are scalars, tensors that are not floating, buffers by their name, and tensors that the
-        source holds whole (`whole`), unless the name is that of a parameter, which TP may leave whole.
+        Plain are scalars, tensors of other than floating dtypes, and tensors that the plan calls
+        plain. Unless the plan matches them, so are buffers, known by their names, and tensors that
+        the source holds whole (`whole`), except parameters, which TP may have left whole.
         """
         style = self._style(fqn)
         last = fqn.rpartition(".")[2]
@@ -110,8 +121,11 @@ class Mesh:
         return Placement(self.dims, shards if on_mesh else None)
 
     def chunks(self, placement: Placement, info: TensorInfo) -> Sequence[tuple[int, Box]]:
-        """Return each box that is not empty once, with the first rank that holds it. Raises
-        PlanError CKM504 if torch cannot hold the tensor so."""
+        """Return each different box with the first rank that holds it; empty boxes are left out.
+
+        An empty tensor keeps its box. Raises PlanError CKM504 if torch cannot hold the tensor in
+        this placement.
+        """
         first: dict[Box, int] = {}
         for rank, box in enumerate(held_boxes(placement, info)):
             if box.numel or not info.numel:
@@ -124,7 +138,7 @@ class Mesh:
         return [axis for axis, (name, _) in enumerate(self.dims) if _role(name) == "tp"]
 
     def _style(self, fqn: str) -> str | None:
-        """Return the plan's style for a tensor: of the first pattern that matches it or its module."""
+        """Return the style of the first pattern that matches the tensor or its module, or None."""
         return next((s for pattern, s in self.plan.items() if _matches(pattern, fqn)), None)
 
     def _shard(self, name: str, style: str | None, info: TensorInfo) -> int | None:
@@ -149,7 +163,10 @@ def _role(name: str) -> str:
 
 
 def _parse(text: str) -> tuple[tuple[str, int], ...]:
-    """`"replicate=2,shard=4"` -> (("replicate", 2), ("shard", 4))."""
+    """Return the dims of a mesh: `"replicate=2,shard=4"` -> (("replicate", 2), ("shard", 4)).
+
+    Raises PlanError CKM204 if the text is malformed or its dims are in another order.
+    """
     dims = []
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
@@ -169,7 +186,7 @@ def _parse(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def _read_plan(path: str) -> dict[str, str]:
-    """Return style by pattern. Raises PlanError CKM201."""
+    """Return the styles by pattern. Raises PlanError CKM201 if the file is no such plan."""
     try:
         text = FilePath(path).read_text(encoding="utf-8")
         found: object = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)

@@ -1,7 +1,7 @@
-"""A pickled DTensor, read without torch: its mesh, its placements, and the box of its local tensor.
+"""Read a pickled DTensor without torch: its mesh, its placements, the boxes of its local tensor.
 
-Reads the state of torch 2.13 (`DeviceMesh._layout`, `_flatten_rank_map`) and of older releases
-(`mesh`, `_flatten_mesh_list`); see torch/distributed/device_mesh.py and
+Both the state that torch 2.13 pickles (`DeviceMesh._layout`, `_flatten_rank_map`) and that of older
+releases (`mesh`, `_flatten_mesh_list`) are read. Sources: torch/distributed/device_mesh.py and
 torch/distributed/tensor/_utils.py (`compute_local_shape_and_global_offset`).
 """
 
@@ -22,7 +22,7 @@ MAX_SPLIT = 1 << 16
 
 def chunk_of(numel: int, parts: int, index: int) -> tuple[int, int]:
     """Return (start, length) of part `index` by the rule of torch.chunk: each part has
-    ceil(numel / parts) elements, the last ones may have fewer."""
+    ceil(numel / parts) elements; the last ones may have fewer, or none."""
     length = -(-numel // parts)
     start = min(index * length, numel)
     return start, min(length, numel - start)
@@ -48,7 +48,7 @@ def cut_rows(info: TensorInfo, world_size: int) -> list[tuple[int, Box]]:
 def moved(box: Box, tensor: StoredTensor, within: Box | None = None) -> list[Chunk]:
     """Return the chunks of a rank's local tensor in the coordinates of the whole tensor.
 
-    The part `within` of the local tensor (default: all of it) fills `box` of the whole."""
+    The part `within` of the local tensor (default: all of it) is `box` of the whole tensor."""
     held = tensor.chunks
     if len(held) == 1 and held[0].box.sizes == box.sizes and within in (None, held[0].box):
         return [
@@ -72,7 +72,10 @@ def moved(box: Box, tensor: StoredTensor, within: Box | None = None) -> list[Chu
 
 
 class Cutting(NamedTuple):
-    """One Shard placement: tensor dim `dim` over mesh dim `axis`; with `split` above 1 a _StridedShard."""
+    """One Shard placement: tensor dim `dim` is cut over mesh dim `axis`.
+
+    With `split` above 1 it is a _StridedShard with this split factor.
+    """
 
     dim: int
     axis: int
@@ -84,14 +87,14 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Geometry(NamedTuple):
-    """What a rank holds of a tensor of some shape.
+    """The part of a tensor that one rank holds.
 
-    runs    along each tensor dim
+    runs    the runs of rows along each tensor dim
     sizes   the shape that the local tensor must have; a size may be 0
-    pieces  (box of the whole tensor, box of the local one that fills it), mostly a single pair
-    is_as_fsdp_cuts  are the rows of strided shards those that FSDP2 really holds? It cuts what TP
-            has cut, mesh dims right to left, by torch.chunk; the placements say the same only where
-            that divides (pytorch#161368)
+    pieces  (box of the whole tensor, box of the local one with its elements), mostly a single pair
+    is_as_fsdp_cuts  whether the rows of strided shards are those that FSDP2 really holds. FSDP2 cuts
+            the part that TP leaves, mesh dims from right to left, by torch.chunk; the placements
+            describe the same rows only where the sizes divide evenly (pytorch#161368)
     """
 
     runs: tuple[Runs, ...]
@@ -101,12 +104,15 @@ class Geometry(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """One rank's part of a DTensor; a tuple, because there is one a tensor and rank.
+    """One rank's part of a DTensor; a tuple, because there is one for each tensor and rank.
 
-    ranks   every rank that takes part in the save, as the mesh knows
-    shape   sizes of the mesh dims; coordinate: where this rank is in it
-    cuts    the shards, in the order that they are applied
-    local   what the rank holds: a StoredTensor, or an Opaque of a tensor subclass
+    info        shape and dtype of the whole tensor
+    ranks       every rank of the whole mesh
+    shape       the sizes of the mesh dims
+    coordinate  the place of this rank in the mesh
+    cuts        the Shard placements, in the order in which they are applied
+    local       the local tensor: a StoredTensor, or an Opaque of a tensor subclass
+    geometry    the part of the whole tensor that the rank holds
     """
 
     info: TensorInfo
@@ -125,7 +131,11 @@ def geometry_of(
     coordinate: tuple[int, ...],
     cuts: tuple[Cutting, ...],
 ) -> Geometry:
-    """Return what a rank holds; computed once for all tensors of one shape that are cut alike."""
+    """Return the part that a rank holds; cached, because many tensors have one shape and cut.
+
+    shape   of the whole tensor
+    mesh    sizes of the mesh dims
+    """
 
     def held(dim: int, cuts: Sequence[Cutting]) -> Runs:
         runs: Runs = ((0, shape[dim]),)
@@ -165,7 +175,8 @@ def _pieces(dims: Sequence[Runs]) -> tuple[tuple[Box, Box], ...]:
 def cut_runs(runs: Runs, parts: int, index: int, split: int = 1) -> Runs:
     """Return part `index` of `parts` of the rows; with `split`, that part of each of `split` pieces.
 
-    8 rows over 2, split 2: part 0 holds rows 0-1 and 4-5. As torch's `_StridedShard` documents.
+    Example: of 8 rows over 2 parts with split 2, part 0 holds rows 0-1 and 4-5. The rule is that of
+    torch's `_StridedShard`.
     """
     total = sum(length for _, length in runs)
     taken: list[tuple[int, int]] = []
@@ -196,7 +207,10 @@ def _slice(runs: Runs, start: int, length: int) -> Iterator[tuple[int, int]]:
 
 
 def is_dtensor(leaf: Leaf) -> TypeGuard[Opaque]:
-    """Is it a DTensor? Older releases of torch pickle it as `torch.distributed._tensor.api.DTensor`."""
+    """Return whether the leaf is a DTensor.
+
+    Older releases of torch pickle it as `torch.distributed._tensor.api.DTensor`.
+    """
     return (
         isinstance(leaf, Opaque)
         and leaf.name == "DTensor"
@@ -205,16 +219,19 @@ def is_dtensor(leaf: Leaf) -> TypeGuard[Opaque]:
 
 
 Mesh: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Ranks of the whole mesh, sizes of the dims, this rank's coordinate."""
+"""The ranks of the whole mesh, the sizes of its dims, the coordinate of this rank."""
 
 _meshes: WeakKeyDictionary[Opaque, Mesh] = WeakKeyDictionary()
-"""Meshes by their pickled object, which all DTensors of a file share. Each is read once: it lists
-every rank of the job."""
+"""The meshes by their pickled object, which all DTensors of a file share. Each is read only once,
+because it lists every rank of the job."""
 
 
 def read_placed(leaf: Opaque, key: str) -> Placed:
-    """Return what a pickled DTensor says. Raises SourceError CKM112 if it is malformed, or has a
-    placement other than Shard and Replicate (Partial)."""
+    """Return the placed part that a pickled DTensor describes.
+
+    Raises SourceError CKM112 if it is malformed, or has a placement other than Shard, _StridedShard
+    and Replicate, such as Partial.
+    """
     state = leaf.state if isinstance(leaf.state, Mapping) else {}
     spec = _attributes(state.get("_spec"))
     mesh = spec.get("mesh")
@@ -236,7 +253,7 @@ def read_placed(leaf: Opaque, key: str) -> Placed:
 
 
 def read_mesh(mesh: Opaque, key: str) -> Mesh:
-    """Return a pickled DeviceMesh. Raises SourceError CKM112 if it is malformed."""
+    """Return the contents of a pickled DeviceMesh. Raises SourceError CKM112 if it is malformed."""
     known = _meshes.get(mesh)
     if known is None:
         known = _meshes.setdefault(mesh, _read_mesh(_attributes(mesh), key))
@@ -252,7 +269,7 @@ def mesh_ranks(leaves: Iterable[Leaf]) -> tuple[int, ...]:
 
 
 def meshes_apart(ranks: tuple[int, ...], others: Iterable[Collection[int]]) -> bool:
-    """Does a mesh share no rank with the others? Each stage of a pipeline may have its own mesh."""
+    """Return whether a mesh shares no rank with the others, as the stages of a pipeline do not."""
     return not any(rank in other for other in others for rank in ranks)
 
 
@@ -289,13 +306,15 @@ def _read_mesh(mesh: Mapping[object, object], key: str) -> Mesh:
 
 @lru_cache(maxsize=16)
 def _one(ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """Return one tuple for all that are equal: every file of a job lists the same ranks."""
+    """Return the first tuple seen that equals `ranks`: every file of a job lists the same ranks."""
     return ranks
 
 
 def _layout_shape(layout: Mapping[object, object]) -> tuple[int, ...] | None:
-    """Return the sizes of the mesh dims; an axis with several factors is a flattened one, with none
-    it has size 1."""
+    """Return the sizes of the mesh dims; None if they cannot be read.
+
+    A flattened dim lists several factors; a dim without factors has size 1.
+    """
     sizes = []
     axes = layout.get("axes")
     for axis in axes if isinstance(axes, list | tuple) else ():
@@ -310,7 +329,10 @@ def _layout_shape(layout: Mapping[object, object]) -> tuple[int, ...] | None:
 
 
 def _cuts(placements: Sequence[object], order: object, ndim: int, key: str) -> tuple[Cutting, ...]:
-    """Return the shards, mesh dims left to right unless the spec gives another order."""
+    """Return the Shard placements, by mesh dim from left to right or in the spec's own order.
+
+    Raises SourceError CKM112 for another placement than Shard, _StridedShard or Replicate.
+    """
     cuts = []
     for axis, placement in enumerate(placements):
         kind = placement.name if isinstance(placement, Opaque) else type(placement).__name__
@@ -332,7 +354,10 @@ def _cuts(placements: Sequence[object], order: object, ndim: int, key: str) -> t
 
 
 def _ordered(cuts: list[Cutting], order: object) -> list[Cutting]:
-    """Return the cuts in the `shard_order` of newer specs: ((tensor dim, mesh dims in order), ...)."""
+    """Return the cuts in the order of the `shard_order` of newer specs, if it lists exactly these.
+
+    `shard_order` is ((tensor dim, mesh dims in order), ...).
+    """
     given: list[tuple[int, int]] = []
     for entry in order if isinstance(order, list | tuple) else ():
         args = entry.args if isinstance(entry, Opaque) else entry

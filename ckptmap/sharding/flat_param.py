@@ -1,12 +1,13 @@
-"""FSDP1's LOCAL_STATE_DICT: one flat tensor a unit, cut over ranks wherever the cut falls.
+"""Read FSDP1's LOCAL_STATE_DICT: one flat tensor of parameters for each FSDP unit, cut over ranks.
 
     N x ShardedTensor{`layers.0._flat_param` [ceil(numel / N)]} -> layers.0.*: [rows, cols], ...
 
-torch/distributed/fsdp/_flat_param.py: a unit's parameters, in the order of its modules and without
-those of the units inside it, shared ones once, lie behind each other. With `use_orig_params=False`
-there is nothing between them and no other name for them. With `use_orig_params=True` starts are
-aligned to 16 bytes of the compute dtype by padding (of value 42), and each parameter is there by
-name as well, as what the rank holds of it: a slice of one dim, perhaps empty. Shapes are in neither.
+By torch/distributed/fsdp/_flat_param.py, a flat tensor is the concatenation of the unit's
+parameters, in the order of its modules, without those of the units inside it; a shared parameter is
+in it once. With `use_orig_params=False` the parameters follow each other without padding, and the
+file does not name them. With `use_orig_params=True` padding (of value 42) aligns each of them to 16
+bytes of the compute dtype, and each is in the file by name as well: as the 1-D slice that the rank
+holds, which may be empty. Neither form stores shapes: they come from a reference model (`--like`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ KEY = "_flat_param"
 
 
 class FlatParams:
-    """Replaces flat parameters by the parameters in them."""
+    """The unflattener of model weights: replaces flat parameters by the parameters in them."""
 
     name = "flat-param"
 
@@ -39,9 +40,10 @@ class FlatParams:
         where: str,
         units: Units,
     ) -> Mapping[Path, Leaf]:
-        """Leaves of one dict that hold `_flat_param` at a time; optimizer state is left alone.
+        """Return the leaves, with the flat parameters of each dict replaced by their parameters.
 
-        Raises SourceError CKM112 where shapes are needed and `like` is None or of another model.
+        Optimizer state is left as it is. Raises SourceError CKM112 if there is a flat parameter and
+        `like` is None or of another model, CKM110 if shards are missing.
         """
         roots = dict.fromkeys(path[:-1] for path, leaf in leaves.items() if _is_flat(path, leaf))
         if not roots:
@@ -63,7 +65,7 @@ def _is_flat(path: Path, leaf: Leaf) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Elements [start, stop) of a flat tensor, and where they are: one dim, contiguous."""
+    """Elements [start, stop) of a flat tensor, and the contiguous 1-D region that holds them."""
 
     start: int
     stop: int
@@ -75,7 +77,13 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A flat parameter: `prefix` is what the names in it begin with, plain and as stored."""
+    """A flat parameter of one FSDP unit.
+
+    prefix   the beginning of the plain FQNs of its parameters: `layers.0.`
+    stored   the key of the flat parameter in the file
+    info     its whole flat shape and dtype
+    runs     the runs that hold its elements, in order
+    """
 
     prefix: str
     stored: str
@@ -84,7 +92,7 @@ class _Unit:
 
 
 class _Dict:
-    """One state dict with flat parameters, by key."""
+    """One state dict that holds flat parameters: its leaves by key."""
 
     def __init__(
         self,
@@ -110,8 +118,11 @@ class _Dict:
         ]
 
     def unflattened(self) -> dict[str, Leaf]:
-        """Every leaf by key: named slices joined, what only a flat tensor holds in its place, which
-        is that of FSDP1's own parameter."""
+        """Return every leaf by key.
+
+        Slices of a named parameter are joined. Parameters that only a flat tensor holds take the
+        place of that flat tensor in the order of keys.
+        """
         found: dict[str, dict[str, Leaf]] = {key: {} for key in self.leaves}
         named: set[str] = set()
         for key, leaf in self.leaves.items():
@@ -134,21 +145,21 @@ class _Dict:
         return result
 
     def _unit_of(self, fqn: str) -> _Unit | None:
-        """The innermost unit that a name lies in."""
+        """Return the innermost unit that a parameter name belongs to; None if it is in no unit."""
         inside = [unit for unit in self.units if fqn.startswith(unit.prefix)]
         return max(inside, key=lambda unit: len(unit.prefix), default=None)
 
     # ------------------------------------------------------------- use_orig_params=True
 
     def _slices(self, key: str, leaf: Leaf) -> list[StoredTensor] | None:
-        """A parameter's parts in rank order; None: the leaf is whole on every rank."""
+        """Return a parameter's slices in rank order; None if the leaf is whole on every rank."""
         values = [value for value in by_rank(leaf) if isinstance(value, StoredTensor)]
         if len(values) != len(by_rank(leaf)) or any(len(v.info.shape) != 1 for v in values):
             return None
         shape = self.like.shapes.get(self.plain[key])
         if shape is None:
             if len({value.info for value in values}) == 1 and not self._is_in_unit(values):
-                return None  # a buffer that the other checkpoint has not
+                return None  # a buffer that the reference model does not list
             raise SourceError(
                 "CKM112",
                 f"{self.where}: {key} is cut into flat slices, and {self.like.name} does not have it",
@@ -159,7 +170,7 @@ class _Dict:
         return None if whole and sum(held) != math.prod(shape) else values
 
     def _is_in_unit(self, values: Sequence[StoredTensor]) -> bool:
-        """Do they lie inside the bytes of a flat parameter?"""
+        """Return whether any of the values lies inside the bytes of a flat parameter."""
         regions = [chunk.region for value in values if value.info.numel for chunk in value.chunks]
         return any(
             run.region.file == region.file
@@ -170,7 +181,10 @@ class _Dict:
         )
 
     def _joined(self, key: str, slices: Sequence[StoredTensor]) -> StoredTensor:
-        """[n0], [n1], ... -> the tensor whose row-major elements they are."""
+        """Return the tensor whose row-major elements are the slices: [n0], [n1], ... -> shape.
+
+        Raises SourceError CKM112 if their number or dtype does not fit the shape.
+        """
         shape = self.like.shapes[self.plain[key]]
         numel = sum(part.info.numel for part in slices)
         dtypes = {part.info.dtype for part in slices}
@@ -189,7 +203,11 @@ class _Dict:
     # ------------------------------------------------------------- use_orig_params=False
 
     def _parameters(self, unit: _Unit, names: Sequence[str]) -> dict[str, Leaf]:
-        """The parameters of a unit by name, in the model's order; tied ones share their chunks."""
+        """Return the parameters of a unit by name, in the model's order.
+
+        Tied parameters are one object. Raises SourceError CKM112 if the names do not fill the unit,
+        or if the reference model does not tell their order.
+        """
         names, ties = self._fitting(unit, names)
         if len(names) > 1 and not self.like.in_order(names):
             raise SourceError(
@@ -210,7 +228,10 @@ class _Dict:
         return result
 
     def _fitting(self, unit: _Unit, names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-        """The names that fill the unit, each storage once, and the names tied to them."""
+        """Return the names that fill the unit, each storage once, and the names tied to those.
+
+        Raises SourceError CKM112 if no choice of ties gives the unit's number of elements.
+        """
         shapes = self.like.shapes
         ties = {fqn: kept for fqn, kept in self.like.ties.items() if fqn in names and kept in names}
         excess = sum(math.prod(shapes[fqn]) for fqn in names) - unit.info.numel
@@ -226,8 +247,12 @@ class _Dict:
         )
 
     def _equal_pair(self, names: Sequence[str], excess: int) -> dict[str, str]:
-        """The one tensor that is too many, if it is another's equal in the other checkpoint, too:
-        a container that writes tied tensors twice does not say that they are."""
+        """Return the one surplus name and the name that it is tied to; empty if they are not clear.
+
+        A container that writes tied tensors twice does not state the tie. So a pair counts as tied
+        if it is the only one with `excess` elements and one shape, and if both have equal bytes in
+        the reference checkpoint.
+        """
         shapes, equal = self.like.shapes, self.like.equal
         pairs = [
             (fqn, kept)
@@ -241,7 +266,10 @@ class _Dict:
         return dict(pairs)
 
     def _check_all(self, result: Mapping[str, Leaf]) -> None:
-        """What the model has must be somewhere: a unit that is not in the file, for one."""
+        """Raise SourceError CKM112 if a tensor of the reference model is missing from the result.
+
+        A file that lacks a whole unit is found in this way.
+        """
         known = {*result, *(self.plain[key] for key in result if key in self.plain)}
         lost = [
             f for f in self.like.shapes if f not in known and self.like.ties.get(f) not in known
@@ -259,7 +287,10 @@ class _Dict:
 
 
 def _unit(key: str, plain: str, leaf: Leaf) -> _Unit:
-    """The shards of a flat parameter, proven to fill it. Raises SourceError CKM110, CKM112."""
+    """Return the unit of a flat parameter, whose shards are proven to tile it.
+
+    Raises SourceError CKM110 if they do not, CKM112 if a shard is malformed.
+    """
     parts: list[Sharded] = []
     for rank, value in enumerate(by_rank(leaf)):
         if not is_sharded(value):
@@ -298,7 +329,7 @@ def _runs_of(slices: Iterable[StoredTensor]) -> list[_Run]:
 
 
 def _chunks(info: TensorInfo, runs: Sequence[_Run], offset: int) -> Iterable[Chunk]:
-    """What the runs hold of the tensor whose first element is flat element `offset`."""
+    """Yield the chunks of the tensor whose first element is element `offset` of the runs."""
     for run in runs:
         start, stop = max(run.start, offset), min(run.stop, offset + info.numel)
         for box, at in rectangles(info.shape, start - offset, stop - offset):

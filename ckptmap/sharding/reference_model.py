@@ -1,6 +1,7 @@
-"""The tensors of a reference model: names, shapes and order from another checkpoint or a config.json.
+"""The tensors of a reference model: names, shapes and order, from a checkpoint or a config.json.
 
-FSDP1's flat parameters hold numbers alone; which tensors they are, the reference (`--like`) says.
+FSDP1's flat parameters store the elements of many tensors without shapes. The reference model
+(`--like`) tells which tensors they are.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Like:
-    """The tensors of a reference model by plain FQN, buffers among them.
+    """The tensors of a reference model by plain FQN, buffers included.
 
-    shapes   shapes in the order of the model's modules
+    name     the path that the reference was read from, for errors
+    shapes   the shape of each tensor, in the order of the model's modules
     ordered  the names whose order is known; None: all
-    ties     FQN -> the earlier FQN whose values it shares, as far as the source tells
-    equal    tells whether two tensors hold the same bytes; None: the reference has no values
+    ties     FQN -> the earlier FQN whose values it shares, as far as the source states it
+    equal    returns whether two tensors hold the same bytes; None: the reference has no values
     """
 
     name: str
@@ -41,19 +43,19 @@ class Like:
     equal: Callable[[str, str], bool] | None = None
 
     def in_order(self, names: Collection[str]) -> bool:
-        """Is the order of these tensors known?"""
+        """Return whether the order of these tensors in the model is known."""
         return self.ordered is None or all(name in self.ordered for name in names)
 
 
 Plain = Callable[[Collection[str]], Mapping[str, str]]
-"""A function from keys to plain FQN by key: without the segments of wrappers."""
+"""A function that maps keys to their plain FQNs, without the segments that wrappers add."""
 
 Units = Mapping[Path, Sequence[str]]
-"""Path of a dict of weights -> the modules in it that FSDP1 wraps, as `Index.units`."""
+"""Path of a dict of weights -> the modules in it that FSDP1 wraps; the form of `Index.units`."""
 
 
 class Unflattener(Protocol):
-    """A form of saving that puts several tensors into one; it is given all leaves at once."""
+    """Splits the flat tensors that one way of saving makes; it receives all leaves at once."""
 
     name: str
 
@@ -65,11 +67,11 @@ class Unflattener(Protocol):
         where: str,
         units: Units,
     ) -> Mapping[Path, Leaf]:
-        """Return the leaves with each flat tensor replaced by the tensors in it; the same leaves if
-        there is none.
+        """Return the leaves with each flat tensor replaced by the tensors in it.
 
-        `like` is called only if there is one. Raises SourceError CKM112 if it is missing or of another
-        model."""
+        Without a flat tensor the same leaves are returned, and `like` is not called. Raises
+        SourceError CKM112 if `like` is needed and missing, or of another model.
+        """
 
 
 def unflatteners() -> tuple[Unflattener, ...]:
@@ -78,8 +80,11 @@ def unflatteners() -> tuple[Unflattener, ...]:
 
 
 def is_alphabetical(names: Sequence[str], dtypes: Sequence[str]) -> bool:
-    """Are the names of each dtype sorted? A safetensors file lists them so, whatever the order of
-    the model, and so does a checkpoint that was converted from one."""
+    """Return whether the names of each dtype are sorted.
+
+    A safetensors file sorts its tensors, whatever the order of the model, and a checkpoint that was
+    converted from one keeps that order: so sorted names do not tell the order of the model.
+    """
     by_dtype: dict[str, list[str]] = {}
     for name, dtype in zip(names, dtypes, strict=True):
         by_dtype.setdefault(dtype, []).append(name)
@@ -101,7 +106,8 @@ MANIFEST = "ckptmap.manifest.json"
 def like_manifest(manifest: FilePath) -> Like:
     """Return the tensors that a manifest of ckptmap lists, in their order.
 
-    Raises SourceError CKM403 if it lists none."""
+    Raises SourceError CKM403 if it cannot be read or lists none.
+    """
     try:
         document = json.loads(local_copy(manifest).read_text(encoding="utf-8"))
         shapes = {
@@ -121,17 +127,18 @@ def like_manifest(manifest: FilePath) -> Like:
 
 
 def like_config(config: FilePath) -> Like:
-    """Return the tensors of the transformers class that a config.json names, built on meta.
+    """Return the tensors of the transformers model that a config.json describes.
 
-    Only a class of the installed transformers is built, never code from beside the config. Raises
-    SourceError CKM101 if there is none, or transformers is not installed.
+    The model is built on the meta device, from a class of the installed transformers, never from
+    code that lies beside the config. Raises SourceError CKM101 if there is no such class, or if
+    transformers is not installed.
     """
     model = on_meta(config)
     return _of_module(model, str(config))
 
 
 def _of_module(model: nn.Module, name: str) -> Like:
-    """Return the state dict of a module, in order; one parameter under two names is a tie."""
+    """Return the tensors of a module's state dict in order; a parameter with two names is a tie."""
     shapes: dict[str, tuple[int, ...]] = {}
     ties: dict[str, str] = {}
     first: dict[int, str] = {}
