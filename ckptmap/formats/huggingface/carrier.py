@@ -1,6 +1,7 @@
-"""Carry the files beside the weights of a Hugging Face directory: config, tokenizer, chat templates.
+"""Copy the files beside the weights of a Hugging Face directory: config, tokenizer, chat templates.
 
-The output loads only with these. The config also declares which embeddings are tied.
+transformers loads the output only with these files. The config also states which embeddings are
+tied, and how the weights are quantized. So it is changed to describe the weights that are written.
 """
 
 from __future__ import annotations
@@ -39,25 +40,29 @@ PREFIXES = ("tokenizer", "chat_template", "spiece", "sentencepiece", "sentence_"
 CODE = ".py"
 SUFFIXES = (CODE, ".model", ".jinja")
 AUTO_MAP = b'"auto_map"'
-"""transformers/dynamic_module_utils.py: what `trust_remote_code=True` is for."""
+"""The config key that names Python files beside the config, which `trust_remote_code=True` runs
+(transformers/dynamic_module_utils.py)."""
 TEMPLATES = "additional_chat_templates"
-"""The folder of all chat templates but the first (transformers)."""
+"""The folder in which transformers keeps all chat templates but the first."""
 MODULES = "modules.json"
-"""sentence-transformers: the folders of modules that follow the model (pooling, dense layers), each
-with a config, some with weights. Its loader needs them all."""
+"""The file in which sentence-transformers lists the folders of the modules that follow the model
+(pooling, dense layers). Each folder holds a config, some hold weights. Its loader needs them all."""
 DIFFUSERS = {"_class_name", "_diffusers_version"}
 """Keys that only the config.json of a diffusers model has."""
 DIFFUSERS_STEM = "diffusion_pytorch_model"
-"""diffusers/utils/constants.py: SAFETENSORS_WEIGHTS_NAME."""
+"""Name of the weight files that diffusers loads (diffusers/utils/constants.py,
+SAFETENSORS_WEIGHTS_NAME)."""
 OPEN_CLIP, OPEN_CLIP_STEM = "open_clip_config.json", "open_clip_model"
-"""open_clip/constants.py. Beside a config.json it describes the same model in transformers' names."""
+"""Config and name of the weight files of open_clip (open_clip/constants.py). If a config.json is
+there too, the weights have the names of transformers."""
 WEIGHTS = (".safetensors", ".bin")
 MAX_SIBLING_NBYTES = 256 << 20
 REPAIR = "download it again, or give another with --config-from PATH"
 
 
 def _belongs(file: Path) -> bool:
-    """Return True for a known name. Raise SourceError CKM116 for a link out of the directory."""
+    """Return True for a file that is copied, by its name and size. Raise SourceError CKM116 for a
+    symbolic link out of the directory."""
     known = file.name in SIBLINGS or file.name.startswith(PREFIXES) or file.suffix in SUFFIXES
     if not known or not file.is_file() or file.stat().st_size > MAX_SIBLING_NBYTES:
         return False
@@ -70,7 +75,11 @@ def _is_inside(file: Path) -> bool:
 
 
 class HfCarrier:
-    """Carries siblings over and reads from config.json which embeddings are tied."""
+    """Copies the siblings of the weights, and reads from config.json which embeddings are tied.
+
+    siblings   paths of the files and folders beside the source's weights
+    beside     the value of `--config-from`: a directory to copy from instead, or a config.json
+    """
 
     def ties(
         self, infos: Mapping[str, TensorInfo], siblings: Sequence[str], beside: str | None
@@ -95,7 +104,12 @@ class HfCarrier:
         quantized: Declared,
         untied: Collection[str],
     ) -> tuple[dict[str, Sidecar], list[str]]:
-        """Return the files by name, with a config that fits the written weights, and notes."""
+        """Return name -> file, with a config.json that describes the written weights, and notes.
+
+        dtypes      dtypes of the written weights
+        quantized   the `quantization_config` that the weights need
+        untied      output embeddings that are no longer equal to the input embedding
+        """
         found = _files(siblings, beside)
         carried = {name: Sidecar.at(file) for name, file in found.items()}
         notes = [f"goes along as it is: {n}" for n in found if "/" in n and n.endswith(WEIGHTS)]
@@ -120,7 +134,7 @@ class HfCarrier:
         return carried, notes
 
     def stem(self, carried: Mapping[str, CarriedFile]) -> str | None:
-        """Return the one name of weight files that diffusers or open_clip accepts; None: any name."""
+        """Return the only name of weight files that diffusers or open_clip loads; None for any name."""
         if CONFIG not in carried:
             return OPEN_CLIP_STEM if OPEN_CLIP in carried else None
         try:
@@ -131,7 +145,8 @@ class HfCarrier:
 
 
 def _files(siblings: Sequence[str], beside: str | None) -> dict[str, str]:
-    """Return name -> path; `beside` is another directory to copy from, or a config file."""
+    """Return name -> path of the files to copy. Raise PlanError CKM101 if the directory `beside` has
+    no config.json."""
     if beside is not None and Path(beside).is_dir():
         if not (Path(beside) / CONFIG).is_file():
             raise PlanError("CKM101", f"{beside}: has no config.json", "check --config-from")
@@ -154,19 +169,24 @@ def _files(siblings: Sequence[str], beside: str | None) -> dict[str, str]:
 
 
 def weights_of_modules(root: str) -> tuple[str, ...]:
-    """Weights in the folders of modules that follow the model: tensors of no checkpoint, but part of
-    what its library loads. Raises SourceError CKM116 where a folder leads out of `root`."""
+    """Return the weight files in the folders that modules.json of `root` lists.
+
+    sentence-transformers loads them with the model, but they are not tensors of the checkpoint.
+    Raise SourceError CKM116 for a folder that leads out of `root`.
+    """
     listing = Path(root) / MODULES
     found = _of_modules(listing) if _belongs(listing) else {}
     return tuple(name for name in found if "/" in name and name.endswith(WEIGHTS))
 
 
 def _of_modules(listing: Path) -> dict[str, str]:
-    """Return all files of the folders that it names. Raise SourceError CKM116 for a path outside."""
+    """Return name -> path of all files in the folders that a modules.json lists.
+
+    Raise SourceError CKM116 for a path out of its directory."""
     directory = str(listing.parent)
     try:
         entries = json.loads(local_copy(str(listing)).read_bytes())
-    except (ValueError, RecursionError):  # not that program's
+    except (ValueError, RecursionError):  # not a modules.json of sentence-transformers
         return {}
     paths = [e.get("path") for e in entries if isinstance(e, dict)] if type(entries) is list else []
     found = {}
@@ -179,8 +199,11 @@ def _of_modules(listing: Path) -> dict[str, str]:
 
 
 def _names_code(file: str) -> bool:
-    """Does a config say which class of a file beside it is the model's, or the tokenizer's? Other
-    scripts that lie there are the user's own: a push must not upload them."""
+    """Return True for a config that names Python files beside it as code of the model or tokenizer.
+
+    Without such a config, scripts in the directory are the user's own, and a push must not upload
+    them.
+    """
     return file.endswith(CONFIG) and AUTO_MAP in local_copy(file).read_bytes()
 
 
@@ -209,8 +232,11 @@ def _quantization(config: Mapping[str, object]) -> dict[str, object] | None:
 def _declaring(
     config: Mapping[str, Any], dtypes: Collection[str], quantized: Declared, untied: bool
 ) -> dict[str, Any]:
-    """The config with the dtype of the weights as they now are, under the names that it already
-    uses, with their quantization, or none, and without a tie that is no longer one."""
+    """Return the config changed to describe the written weights.
+
+    Their dtype replaces `dtype` or `torch_dtype`, if the config has such a key. Their
+    `quantization_config` replaces the present one. With `untied`, no embedding is tied any more.
+    """
     found = dict(config)
     if len(dtypes) == 1:
         found |= dict.fromkeys({"dtype", "torch_dtype"} & found.keys(), next(iter(dtypes)))

@@ -1,12 +1,12 @@
-"""What transformers 5 calls a module once it is loaded, where that is not its name on disk.
+"""Compute the names that transformers 5 gives to modules in memory, if they differ from the file's.
 
     language_model.model.layers.0.mlp.up_proj    -> model.language_model.layers.0.mlp.up_proj
     vit.encoder.layer.0.attention.attention.key  -> vit.layers.0.attention.k_proj
 
-Its loader renames keys while it reads (transformers 5.23, conversion_mapping.py), but looks modules
-up by the new names in what a file or a config says of quantization. Which class is going to load a
-file is not in the file, so that more than one name may be found here; a name that is no module's
-does no harm.
+The loader renames keys while it reads (transformers 5.23, conversion_mapping.py), but looks up
+modules by their new names in the quantization settings of a file or config. So these settings must
+list the new names as well. A file does not state which class will load it. Therefore one module may
+get several new names here; a name that fits no module does no harm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Way:
-    """`rules`, one after the other, for a model of which some name matches `sign`."""
+    """A way of renaming: `rules` (pattern, replacement) are applied one after the other, if some key
+    of the checkpoint matches `sign`."""
 
     sign: re.Pattern[str]
     rules: tuple[tuple[re.Pattern[str], str], ...]
@@ -70,7 +71,8 @@ WAYS = (
 
 
 def loaded_as(keys: Collection[str]) -> Callable[[str], list[str]]:
-    """For a checkpoint of these keys: module -> the other names that it may have once loaded."""
+    """Return a function for the checkpoint of these keys: name of a module -> the other names that the
+    module may have in memory."""
     ways = [way for way in WAYS if any(map(way.sign.search, keys))]
 
     def others(module: str) -> list[str]:
@@ -96,4 +98,4 @@ step3p5_vision step3p7 t5gemma2_encoder timesfm2_5 timm_wrapper tipsv2 tipsv2_dp
 tipsv2_text_model tipsv2_vision_model ultrabert ultravbert unlimited_ocr vibevoice_asr vit_mae
 """
 UNKNOWN = frozenset(_UNKNOWN.split())
-"""Model types whose linear layers transformers 5.23 renames, or cuts, in ways that are not here."""
+"""Model types whose linear layers transformers 5.23 renames or cuts in ways that WAYS lacks."""

@@ -1,9 +1,11 @@
-"""Output layers whose weight transformers ties to the input embedding, so that no file holds it: what
-quantizes modules must be told to leave them, or the loader looks for codes of theirs.
+"""List the output layers ("heads") whose weight transformers ties to the input embedding.
+
+No file holds the weight of such a layer. The quantization settings in a config must name the layer
+as not quantized, or the loader looks for quantized codes of it.
 
     cls.predictions.transform.dense.weight is stored    -> cls.predictions.decoder is such a layer
 
-By `_tied_weights_keys` of transformers 5.23. A name that is no module's does no harm.
+Source: `_tied_weights_keys` of transformers 5.23. A name that fits no module does no harm.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ _WITHIN: Mapping[str, str] = {
     "predictions": "decoder", "entity_predictions": "decoder", "lm_head": "decoder",
     "mlm_score": "decoder", "pred_layer": "proj",
 }  # fmt: skip
-"""Module -> the one in it that is tied; BERT, ALBERT, RoBERTa, XLM and their kin."""
+"""Module -> the tied layer inside it, in BERT, ALBERT, RoBERTa, XLM and related models."""
 
 
 def of_config(config: Mapping[str, object]) -> tuple[str, ...]:
-    """Those of models that the config does not say to be untied."""
+    """Return the heads of a model of this config; none if the config states that they are not tied."""
     text = config.get("text_config")
     if any(c.get("tie_word_embeddings") is False for c in (config, text) if isinstance(c, Mapping)):
         return ()
@@ -36,8 +38,11 @@ def of_config(config: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def unstored(names: Collection[str], heads: Collection[str]) -> list[str]:
-    """Of `heads`, and of heads that lie in modules of these keys, those without a weight there. The
-    bias of a tied layer is stored."""
+    """Return the heads without a stored weight, for a checkpoint of the keys `names`.
+
+    Candidates are `heads` and, if there are any, the heads inside modules of these keys. A stored
+    bias does not count: files hold the bias of a tied layer.
+    """
     written = {s for name in names if not name.endswith(".bias") for s in name.split(".")}
     found = [head for head in heads if head not in written]
     if heads:
