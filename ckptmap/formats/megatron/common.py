@@ -1,11 +1,11 @@
-"""What Megatron-LM saves beside the weights: its arguments, counters, the optimizer, random streams.
+"""Select the values that Megatron-LM saves beside the weights: arguments, counters, random states.
 
     {"args": Namespace(...), "iteration": 100, "checkpoint_version": 3.0, "opt_param_scheduler": {},
      "rng_state": [...], "optimizer": {...}}
 
-Plain values are carried; of the arguments those that are plain, as a dict. What holds objects of
-classes is left behind, and named. Source: Megatron-LM, training/checkpointing.py
-(`generate_state_dict`).
+Plain values are kept, and the plain ones of the arguments as a dict. A value that holds tensors or
+objects of other classes is left out, and a note names it. Source: Megatron-LM,
+training/checkpointing.py (`generate_state_dict`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ ARGS = "args"
 OPTIMIZER = "optimizer"
 NOT_READ = "Megatron-LM's optimizer keeps buffers and copies by rank, which are not read"
 MAX_ITEMS = 10_000
-"""Of a list among the arguments: data paths are some hundreds."""
+"""Items of a list among the arguments: lists of data paths have some hundreds."""
 
 Extra = dict[Path, Leaf]
 
 
 def arguments(leaf: Leaf) -> dict[str, Any]:
-    """The plain ones of the arguments, by name; dtypes and enums are left out."""
+    """Return name -> value of the plain arguments. Dtypes, enums and other objects are left out."""
     state = leaf.state if isinstance(leaf, Opaque) and leaf.name == "Namespace" else leaf
     if not isinstance(state, dict):
         return {}
@@ -40,13 +40,16 @@ def _is_plain(value: Any) -> bool:
 
 
 def number(args: Mapping[str, Any], name: str) -> int | None:
-    """A size among the arguments; None: it is not there, or none."""
+    """Return a size among the arguments; None if it is missing or no positive integer."""
     value = args.get(name)
     return value if type(value) is int and value > 0 else None
 
 
 def beside(leaves: Mapping[Path, Leaf]) -> tuple[Extra, list[str]]:
-    """Leaves of the whole index for what lies beside the weights, and what is left behind."""
+    """Return the leaves of the index for the values beside the weights, and the keys left out.
+
+    The optimizer becomes a note that its state is not read.
+    """
     roots: dict[str, Extra] = {}
     for path, leaf in leaves.items():
         roots.setdefault(str(path[0]), {})[path[1:]] = leaf
@@ -65,12 +68,12 @@ def beside(leaves: Mapping[Path, Leaf]) -> tuple[Extra, list[str]]:
 
 
 def not_read() -> StateNote:
-    """In place of the optimizer's state."""
+    """Return the note that stands in place of the optimizer's state."""
     return StateNote(refused=NOT_READ)
 
 
 def _stays(leaf: Leaf) -> bool:
-    """Does it hold a tensor, an object of a class, or another value for each rank?"""
+    """Return True if a leaf holds a tensor, an object of a class, or a value per rank."""
     if isinstance(leaf, Mapping):
         return any(map(_stays, (*leaf, *leaf.values())))
     if isinstance(leaf, list | tuple | set | frozenset):

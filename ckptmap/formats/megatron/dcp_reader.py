@@ -1,11 +1,13 @@
-"""Megatron core's checkpoints of the format `torch_dist`: DCP, layers stacked, and `common.pt`.
+"""Read Megatron core's checkpoints of the format `torch_dist`: a DCP directory and `common.pt`.
+
+The tensors of all layers are stacked into one, with a first dim of layers:
 
     decoder.layers.mlp.linear_fc1.weight [layers, rows, cols]
         -> decoder.layers.0.mlp.linear_fc1.weight [rows, cols], decoder.layers.1...
 
-A key that numbers its layers is left as it is. What is the same on all ranks lies in `common.pt`.
+A key with a layer number stays as it is. Values that are the same on all ranks are in `common.pt`.
 Source: megatron-core 0.16, dist_checkpointing/serialization.py, and transformer_block.py
-(`sharded_state_dict`), which puts the layers' axis first.
+(`sharded_state_dict`, which puts the dim of layers first).
 """
 
 from __future__ import annotations
@@ -32,21 +34,22 @@ from ckptmap.tensors import Leaf, Path, StoredTensor
 _COMMON, _BACKEND = "common.pt", "metadata.json"
 _STACKED = re.compile(r"((?:module\.)*(?:decoder|encoder)\.layers\.)(?!\d)(.+)")
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..+")
-"""`chained_0.` where there are several: the experts have one of their own."""
+"""Keys of the optimizer. They begin with `chained_0.` if there are several, as one for the experts."""
 _MAX_NBYTES = 1 << 20
 
 
 class DcpMegatron:
-    """A DCP directory, its keys as Megatron core's model has them."""
+    """Reads such a directory, with the layers apart, under the keys of Megatron core's model."""
 
     name = "torch_dist"
 
     def claims(self, place: Place) -> bool:
-        """DCP with Megatron core's two files beside it."""
+        """Return True for a DCP directory with `common.pt` and `metadata.json`."""
         return place.is_dir and {METADATA, _COMMON, _BACKEND} <= {*place.names}
 
     def index(self, place: Place) -> Index:
-        """Raises what reading DCP and torch.save files raises; CKM111 for another backend."""
+        """Return the leaves, weights below `model`. Raise SourceError CKM111 for another backend, CKM103
+        if metadata.json is no JSON, and the errors of reading DCP and torch.save files."""
         root = FilePath(place.path).absolute()
         _check_backend(root / _BACKEND)
         found = Dcp().index(place)
@@ -85,7 +88,7 @@ def _check_backend(file: FilePath) -> None:
 
 
 def _by_layer(leaves: Mapping[Path, Leaf]) -> tuple[dict[Path, Leaf], list[str]]:
-    """Weights by layer below `model`, and what is left behind."""
+    """Return the weights below `model`, stacked layers apart, and notes on the keys left out."""
     found: dict[Path, Leaf] = {}
     states, others = 0, []
     for path, leaf in leaves.items():

@@ -1,12 +1,13 @@
-"""How Megatron core cuts its tensors over tensor-parallel ranks, and numbers layers: by name.
+"""State how Megatron core cuts each tensor over tensor-parallel ranks, by the tensor's name.
 
     linear_qkv, linear_fc1, embeddings, output_layer    rows     ColumnParallelLinear, and bias
     linear_proj, linear_fc2                             columns  RowParallelLinear, whole bias
     norms, position embeddings, biases of rows          whole
 
-Query groups lie one after the other, so that the rows of `linear_qkv` are simply joined; a gated
-`linear_fc1` is [gate; up] on each rank, which are joined one by one. Source: megatron-core 0.16,
-tensor_parallel/layers.py, transformer/attention.py and mlp.py.
+The rows of `linear_qkv` are sorted by query group, so the ranks' rows are concatenated. A gated
+`linear_fc1` is [gate; up] on each rank: the gates of all ranks are concatenated, then the ups. Layers
+are numbered within a pipeline stage. Source: megatron-core 0.16, tensor_parallel/layers.py,
+transformer/attention.py and mlp.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ckptmap.tensors import TensorInfo
 
 LAYERS = re.compile(r"decoder\.layers\.(\d+)\.")
 EXTRA_STATE = re.compile(r".*\._extra_state(/shard_.*)?")
-"""What Transformer Engine keeps of its FP8 scales, by rank; no weight."""
+"""Keys under which Transformer Engine keeps its FP8 scales per rank. They are no weights."""
 
 _ROWS = re.compile(
     r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)"
@@ -40,7 +41,8 @@ _WHOLE = re.compile(
 
 
 def partition(key: str, part: Callable[[str], TensorInfo | None]) -> Partition | None:
-    """How the tensor `key` is cut, where `part` says what a rank holds; None: it is not known."""
+    """Return how the tensor `key` is cut; None if that is not known. `part(key)` returns the shape and
+    dtype of a tensor on one rank, or None."""
     if _WHOLE.fullmatch(key):
         return WHOLE
     if _ROWS.fullmatch(key):
@@ -55,14 +57,18 @@ def partition(key: str, part: Callable[[str], TensorInfo | None]) -> Partition |
 
 
 def _is_gated(fc1: TensorInfo | None, fc2: TensorInfo | None) -> bool | None:
-    """Twice as many rows go out as come in again; None: neither that nor as many."""
+    """Return True if `linear_fc1` has twice as many rows as `linear_fc2` has columns, False if as many;
+    None for any other shapes."""
     if fc1 is None or fc2 is None or not fc1.shape or len(fc2.shape) != 2:
         return None
     return {2 * fc2.shape[1]: True, fc2.shape[1]: False}.get(fc1.shape[0])
 
 
 def renumbered(key: str, offset: int) -> str:
-    """`decoder.layers.0.x` of a pipeline stage that begins with layer `offset` of the model."""
+    """Return the key in the whole model, for a pipeline stage that begins with layer `offset`.
+
+    `decoder.layers.0.x`, offset 16 -> `decoder.layers.16.x`
+    """
     match = LAYERS.match(key)
     if match is None:
         return key
@@ -70,5 +76,5 @@ def renumbered(key: str, offset: int) -> str:
 
 
 def layer_count(keys: Mapping[str, object]) -> int:
-    """How many layers a stage has."""
+    """Return the number of layers in a stage: the highest layer number, plus 1."""
     return 1 + max((int(m[1]) for m in map(LAYERS.match, keys) if m is not None), default=-1)

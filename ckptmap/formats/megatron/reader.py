@@ -1,14 +1,15 @@
-"""Megatron-LM's checkpoints of the format `torch`: one file a tensor- and pipeline-parallel rank.
+"""Read Megatron-LM's checkpoints of the format `torch`: one file per tensor- and pipeline-parallel
+rank.
 
     iter_0000100/mp_rank_TT/model_optim_rng.pt          tensor-parallel rank TT
     iter_0000100/mp_rank_TT_PPP/model_optim_rng.pt      and pipeline stage PPP
 
     {"model": {"decoder.layers.0.mlp.linear_fc1.weight": t, ...}, "args": Namespace, "iteration": 100}
 
-The parts of a stage are joined by name, its layers are numbered on from the stage before, and what
-two stages hold (a tied embedding) is compared. Models of Megatron core only, without experts
-that are cut. Source: Megatron-LM, training/checkpointing.py (`get_checkpoint_name`,
-`generate_state_dict`).
+The ranks' parts of each tensor are joined by the rule of its name. Layers of a stage are numbered
+on from the stage before. A tied embedding is on two stages: the conversion compares the two. Only
+models of Megatron core are read, and no experts that are spread over ranks. Source: Megatron-LM,
+training/checkpointing.py (`get_checkpoint_name`, `generate_state_dict`).
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _FILE = "model_optim_rng.pt"
 _OPTIMIZER_FILE = "distrib_optim.pt"
 _MAGICS = (b"PK\3\4", b"\x80\x02\x8a\n")
-"""Of torch.save; the second one's form is of before torch 1.6, which the reader refuses by name."""
+"""First bytes of torch.save files. The second is the form before torch 1.6, which the reader
+refuses with an error that names it."""
 _CHUNK = re.compile(r"model\d+")
 _TWICE = re.compile(r"(embedding\.word_embeddings|output_layer)\.weight")
-"""A tied embedding is on the first stage and on the last."""
+"""Keys that may be on two stages: a tied embedding is on the first and on the last."""
 _ONE_SAVE = "copy the files of all ranks of one save into one directory"
 _CORE = "convert it with Megatron-LM's tools/checkpoint/convert.py --saver core to TP 1, PP 1 first"
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """One file: `args` are the plain ones among its arguments, `keys` those of its model."""
+    """The file of one rank: `args` are its plain arguments, `keys` maps the model's keys to leaves."""
 
     name: str
     tree: RankTree
@@ -66,8 +68,9 @@ class Megatron:
     name = "megatron"
 
     def claims(self, place: Place) -> bool:
-        """A directory of such ranks, or the file of one of them: which then is refused, unless
-        it is the only one."""
+        """Return True for a directory of `mp_rank_` folders, or for the file in one of them.
+
+        `index` refuses the file of one rank of several."""
         path = FilePath(place.path)
         if not place.is_dir:
             named = path.name == _FILE and _RANK.fullmatch(path.absolute().parent.name)
@@ -75,9 +78,13 @@ class Megatron:
         return any(_is_saved(path / name / _FILE) for name in place.names if _RANK.fullmatch(name))
 
     def index(self, place: Place) -> Index:
-        """Raises SourceError CKM110 where ranks are missing or of several saves, CKM111 for models
-        of before Megatron core, CKM112 and CKM113 where parts do not fit together, CKM118 for
-        tensors of which it is not known how they are cut, and the files' own faults."""
+        """Return the joined tensors below `model`, and the plain values beside them.
+
+        Raise SourceError CKM110 if ranks are missing or belong to several saves, CKM111 for a model
+        older than Megatron core, CKM112 and CKM113 if parts do not fit together, CKM118 for a
+        tensor of which the cut is not known, CKM206 for a file without a model, and the errors of
+        reading a torch.save file.
+        """
         with paused_gc():
             return self._index(place)
 
@@ -108,7 +115,7 @@ def _is_saved(path: FilePath) -> bool:
 
 
 def _refuse_one_of_many(path: FilePath, root: FilePath) -> None:
-    """A single rank's file is opened only where it is the only one."""
+    """Raise SourceError CKM110 for the file of one rank of several."""
     count = sum(bool(_RANK.fullmatch(entry.name)) for entry in root.iterdir())
     if count > 1:
         raise SourceError(
@@ -119,7 +126,7 @@ def _refuse_one_of_many(path: FilePath, root: FilePath) -> None:
 
 
 def _others(rank: _Rank) -> dict[Path, Leaf]:
-    """Return the values beside the model in the file of a rank."""
+    """Return path -> leaf of the values beside the model in the file of a rank."""
     leaves = rank.tree.parsed.leaves
     return {path: rank.tree.get(path) for path in leaves if path and path[0] != "model"}
 
@@ -128,7 +135,7 @@ def _others(rank: _Rank) -> dict[Path, Leaf]:
 
 
 def _ranks(root: FilePath, names: Sequence[str]) -> dict[tuple[int, int], _Rank]:
-    """(tensor-parallel rank, stage) -> its file, opened."""
+    """Return (tensor-parallel rank, pipeline stage) -> the parsed file of that rank."""
     opened, reader = Files(), RankReader()
     found: dict[tuple[int, int], _Rank] = {}
     try:
@@ -180,7 +187,8 @@ def _unknown(where: FilePath | str, what: str) -> SourceError:
 
 
 def _stages(root: FilePath, ranks: Mapping[tuple[int, int], _Rank]) -> list[list[_Rank]]:
-    """The ranks of each pipeline stage in order, all of them there, and of one save."""
+    """Return the ranks of each pipeline stage, in order. Raise SourceError CKM110 if one is missing,
+    if there are too many, or if they belong to several saves."""
     first = next(iter(ranks.values()))
     held = [1 + max(at[dim] for at in ranks) for dim in (0, 1)]
     said = [
@@ -278,7 +286,10 @@ class _Model:
         return joined(parts, cut, key, _ONE_SAVE)
 
     def _both(self, key: str, first: Leaf, other: Leaf) -> StoredTensor:
-        """What two stages hold: the later one is compared with the first."""
+        """Return the tensor that two stages hold, with the later stage's as a replica.
+
+        Raise SourceError CKM118 for another key than a tied embedding's, CKM113 if shape or dtype
+        differ."""
         if (
             not isinstance(first, StoredTensor)
             or not isinstance(other, StoredTensor)
