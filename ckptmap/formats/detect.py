@@ -1,7 +1,8 @@
 """Look at a path before its headers are read, and explain a path that is not a checkpoint.
 
-`look` takes the first bytes of a file, or the entries of a directory. `find` returns the checkpoint
-at that place, or the only one inside it. `refuse_place` names what lies there instead.
+`look` returns the first bytes of a file, or the entries of a directory. `find` returns the checkpoint
+at that place, or the only one inside it. `refuse_place` returns the error that names what lies there
+instead.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _way_to(path: Path, error: OSError) -> str:
         return "check the path"
     if path.is_symlink():
         return f"it is a symbolic link to {path.readlink()}, which is not there: mend the link"
-    import difflib  # which a path that is there does without
+    import difflib  # here, because only this error needs it
 
     try:
         beside = [name for name in os.listdir(path.parent) if name != path.name]
@@ -68,7 +69,8 @@ SIDE_FILES = re.compile(
 
 
 ZERO_PART = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")
-"""Under ZeRO-3 the weights in such files are empty placeholders, which would convert well."""
+"""Files of DeepSpeed. Under ZeRO-3 the weights in them are empty placeholders, which would convert
+without an error."""
 DCP_PART = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 ADAPTER_CONFIG = "adapter_config.json"
 SHARD = re.compile(r".+-\d{5}-of-(\d{5})\.(safetensors|bin)")
@@ -150,9 +152,10 @@ LEGACY_MAGIC = re.compile(
     rb"\x80[\2-\5](\x95.{8})?\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\.|L119547037146038801333356L\n\.",
     re.DOTALL,
 )
-"""The pickled magic number that torch.save's format of before torch 1.6 starts with, of any protocol."""
+"""The pickled magic number at the start of a torch.save file older than torch 1.6, in any pickle
+protocol (torch/serialization.py, MAGIC_NUMBER)."""
 LEGACY_NBYTES = 32
-"""Bytes that hold any of them."""
+"""Bytes from the start of a file that are enough for LEGACY_MAGIC to match."""
 TAR_MAGIC = 257
 """Offset of the magic bytes of a tar archive."""
 OTHER_FRAMEWORKS = (
@@ -162,7 +165,7 @@ OTHER_FRAMEWORKS = (
 
 
 def _foreign(place: Place) -> tuple[str, str] | None:
-    """Return what a file of another program is, and a hint; None: it is not known."""
+    """Return what a file of another program is, and a hint; None if its program is not known."""
     for magic, what, hint in FOREIGN:
         if place.head.startswith(magic):
             return what, hint
@@ -235,7 +238,7 @@ MARKS: tuple[tuple[str, str, str], ...] = (
 
 
 BESIDE_WEIGHTS = re.compile(r"config\.json|tokenizer(_config)?\.(json|model)|vocab\.(json|txt)")
-"""Files beside a model's weights that do not tell what a directory is."""
+"""Files that lie beside a model's weights. Without weights they make no checkpoint."""
 
 
 def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> SourceError:
@@ -271,11 +274,11 @@ def _of_directory(place: Place, is_checkpoint: Callable[[Place], bool]) -> Sourc
 def adapters_in(place: Place) -> list[str]:
     """Return the entries that are peft adapters: save_pretrained writes a folder for each."""
     ends = [(name, os.path.join(place.path, name, ADAPTER_CONFIG)) for name in place.names[:200]]
-    return [name for name, end in ends if os.path.isfile(end)]  # Path raises where it may not look
+    return [name for name, end in ends if os.path.isfile(end)]  # Path.is_file may raise
 
 
 def _mark(place: Place) -> tuple[str, str] | None:
-    """Return what a directory with a known entry is, and a hint; None: no entry is known."""
+    """Return what a directory is by the first pattern of MARKS that an entry matches, and a hint."""
     for pattern, what, hint in MARKS:
         if any(re.fullmatch(pattern, name) for name in place.names):
             return what, hint
@@ -283,7 +286,7 @@ def _mark(place: Place) -> tuple[str, str] | None:
 
 
 def _candidates(place: Place, is_checkpoint: Callable[[Place], bool]) -> list[str]:
-    """Return the entries, and entries of entries, that are checkpoints."""
+    """Return the entries that are checkpoints, and such entries of the folders in the place."""
     found: list[str] = []
     for name in place.names[:200]:
         if name.startswith(".") or SIDE_FILES.fullmatch(name):
