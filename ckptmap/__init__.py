@@ -51,7 +51,7 @@ _HOMES = {
 _ROOMS = {
     "hooks": "live.state_dict.hooks",
     "integrations": "integrations",
-    "ranks": "execution.ranks",
+    "ranks": "ranks",
 }
 """Modules by the name that they have here."""
 

@@ -30,7 +30,7 @@ COLUMN: tuple[tuple[str, ...], ...] = (
     ("operations",),
     ("live",),
     ("integrations", "testing"),
-    ("pytest_plugin",),
+    ("pytest_plugin", "ranks"),
 )
 """The rooms of ckptmap, lowest first; each imports from lower rows only. In the lowest row are the
 modules at the root that an extension speaks to."""
