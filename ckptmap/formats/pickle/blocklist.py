@@ -1,7 +1,7 @@
-"""Names that a pickle has only in order to attack whoever loads it.
+"""List the functions and modules that a pickle names only to attack the program that loads it.
 
-Nothing that a pickle names is ever called, whether it is listed here or not: the list decides only
-what is refused at once, by name, and what is shown as an inert object.
+The reader never calls what a pickle names, listed here or not. The list only decides which pickles
+are refused with an error. A name that is not listed becomes an inert object.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ _DANGEROUS_FUNCTIONS = frozenset({
 
 
 class Refused(Exception):
-    """A pickle names something that only an attack calls."""
+    """Raised for a pickle that names something on the list; its text is the name."""
 
 
 def refuse_dangerous(module: str, name: str) -> None:
-    """Raise for names that only an attack calls. This is for the message: nothing is ever called."""
+    """Raise Refused for a name on the list. Its text is the full name, and for the modules that `os`
+    takes its functions from the usual name too: "os.system (as posix.system)"."""
     full = f"{module}.{name}"
     builtin = module in ("builtins", "__builtin__", "__builtins__")
     parts = full.split(".")

@@ -1,10 +1,10 @@
-"""Compare pieces of a pickle that differ only in numbers of four bytes, all at once.
+"""Compare thousands of pieces of a pickle at once, which differ only in numbers of four bytes.
 
     r\\1\\0\\0\\0 t r\\2\\0\\0\\0 R      width 12, numbers at 1 and 7
-    r\\9\\0\\0\\0 t r\\10\\0\\0\\0 R     of the same form: equal where no number is
+    r\\9\\0\\0\\0 t r\\10\\0\\0\\0 R     the same form: the bytes outside of the numbers are equal
 
-Opcodes are read from the left and no number changes how long one is: so a piece that is equal to
-another but in the numbers has its own numbers at the same places, and nothing else.
+Opcodes are read from left to right, and none of these numbers changes the length of an opcode. So a
+piece of the same form holds the same opcodes, and its numbers are at the same offsets.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Guards against pickles that make the C unpickler allocate, or reach past `find_class`.
+"""Refuse pickles with opcodes that harm the C unpickler, before it runs.
 
-`LONG_BINPUT` and `PUT` name the memo slot that they fill, and the C unpickler zeroes an array of
-twice that index: ten bytes, or one flipped bit, cost it up to 64 GiB. The EXT opcodes reach objects
-that copyreg cached in this process. Both are found by walking the opcodes (pickletools describes
-them), most of them by one regular expression.
+The opcodes LONG_BINPUT and PUT state the index of the memo slot that they fill, and the C unpickler
+zeroes an array of twice that index. So ten bytes of a pickle, or one flipped bit, cost up to 64 GiB.
+The EXT opcodes return objects that copyreg cached in this process, past `find_class`. To find both,
+this module walks over the opcodes (Python's pickletools describes them), most of them with one
+regular expression.
 """
 
 from __future__ import annotations
@@ -31,25 +32,28 @@ _EXTENSIONS = b"\x82\x83\x84"
 
 _UNICODE = b"X\x8c"
 _SHORT = 256
-"""Characters of a string that is looked for by its length."""
+"""Bytes of a string below which the regular expression may match it by its length."""
 _MANY = 512
-"""Strings after which it pays to look for those of the lengths met so far."""
+"""Number of strings after which a new regular expression, with the lengths met so far, pays."""
 
 
 @lru_cache(maxsize=64)
 def _run(width: int, top: int, lengths: frozenset[int] = frozenset()) -> re.Pattern[bytes]:
-    """Opcodes that need no look, LONG_BINPUT among them where byte `width` of its index, the
-    highest that is not 0, is at most `top`, and strings of these lengths."""
+    """Return a pattern for a run of opcodes that are harmless.
+
+    Among them are strings of these lengths, and LONG_BINPUT with an index in bounds: byte `width` of
+    the index is at most `top`, and the bytes above it are 0.
+    """
     put = rb"r.{%d}[\0-\x%02x]\0{%d}" % (width, top, 3 - width)
     texts = [rb"|(?:X\x%02x\0\0\0|\x8c\x%02x).{%d}" % (n, n, n) for n in sorted(lengths)]
     return re.compile(b"(?:%s|%s%s)*+" % (_PLAIN, put, b"".join(texts)), re.DOTALL)
 
 
 def check_opcodes(data: bytes, of_nbytes: int = 0) -> None:
-    """Raise UnpicklingError for memo indices that `data` has no room for, and for EXT opcodes; a
-    part of a pickle has the room of that, of `of_nbytes`.
+    """Raise UnpicklingError for EXT opcodes, and for a memo index above the size of the pickle.
 
-    What else is wrong with the pickle is left for the unpickler to find.
+    That size is `len(data)`, or `of_nbytes` if `data` is a part of a pickle of so many bytes. Any
+    other fault of the pickle is left to the unpickler.
     """
     limit, room = len(data), max(len(data), of_nbytes)
     width = max(0, (room.bit_length() - 1) // 8)

@@ -1,9 +1,10 @@
-"""A restricted unpickler: reads what a pickle says without importing or calling what it names.
+"""Read a pickle without importing or calling anything that it names.
 
-It drives the C unpickler, whose every way to a global goes through `find_class`. There each name
-becomes one of ours: a value (a dtype marker), a function of this module, or an inert stub class
-whose instances record what they were given. A stub class is itself an `Opaque`, so a function or
-class that a pickle merely refers to is inert as well.
+A pickle names classes and functions, and Python's unpickler imports and calls them. This one runs
+the C unpickler, which asks `find_class` for every name. `find_class` returns an object of ckptmap
+instead: a value (a marker of a dtype), a function of this module, or an inert stub class, whose
+instances record the arguments and the state that the pickle gives them. A stub class is itself an
+`Opaque`: so a class that a pickle names without calling it is inert too.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from ckptmap.formats.pickle.library_scalars import SCALARS, VERSION, number
 from ckptmap.tensors import ITEMSIZE, Opaque, TensorInfo
 
 MAX_NBYTES = 1 << 30
-"""Largest pickle that is read: a hundred times the index of the largest model known."""
+"""Bytes of the largest pickle that is read: a hundred times that of the largest known model."""
 
 MAX_SIZE_DIMS = 64
-"""torch's own limit on dimensions; a longer torch.Size is not one."""
+"""Number of dims that torch allows; a longer torch.Size is malformed."""
 
 _AHEAD = 1 << 14
-"""Bytes that the C unpickler gets at once: it would ask a plain stream for every opcode."""
+"""Bytes that the C unpickler reads ahead. Without a buffer it would call `read` for every opcode."""
 _FEW_NBYTES = 1 << 14
-"""Below this the collector hardly runs, and pausing it costs more than it saves."""
+"""Bytes of a pickle below which pausing the garbage collector costs more than it saves."""
 
 Allowed: TypeAlias = Mapping[tuple[str, str], object]
 
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """`torch.<name>`, by name."""
+    """The dtype `torch.<name>`."""
 
     name: str
 
@@ -53,7 +54,7 @@ class Device:
 
 
 class Size(tuple[int, ...]):
-    """A `torch.Size`: equal to the tuple, and written back as what it was."""
+    """A `torch.Size`. It is equal to the tuple, and the writer pickles it as a torch.Size again."""
 
     __slots__ = ()
 
@@ -62,17 +63,17 @@ class Size(tuple[int, ...]):
 
 
 class _Name(type, Opaque):
-    """The type of stub classes: makes a class that is named but not called an Opaque as well."""
+    """The metaclass of stub classes. Through it, a class that is named but not called is an Opaque."""
 
     def __repr__(cls) -> str:
         return f"<{cls.module}.{cls.name}>"
 
 
 class Inert(Opaque, metaclass=_Name):
-    """An object of a foreign class: keeps arguments, state and items, runs nothing.
+    """An object of a foreign class. It records its arguments, state and items, and runs nothing.
 
-    `items` are what a list or set subclass would have been extended by, and (key, value) pairs
-    of a dict subclass.
+    `items` are the items that the pickle adds to a list or set, and the (key, value) pairs that it
+    adds to a dict.
     """
 
     items: list[Any]
@@ -84,14 +85,14 @@ class Inert(Opaque, metaclass=_Name):
         return self
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        """Nothing: Opaque's own would take the arguments for fields."""
+        """Do nothing. `Opaque.__init__` would take the arguments for its fields."""
 
     def __setstate__(self, state: object) -> None:
         self.__dict__["state"] = state
 
     @classmethod
     def of(cls, named: Opaque, args: tuple[Any, ...], state: Any, info: TensorInfo | None) -> Inert:
-        """An object of the class that `named` refers to."""
+        """Return an object of the class that `named` refers to."""
         self = stub(named.module, named.name)()
         self.__dict__.update(args=args, state=state, info=info)
         return self
@@ -108,15 +109,16 @@ class Inert(Opaque, metaclass=_Name):
 
 @lru_cache(maxsize=4096)
 def stub(module: str, name: str) -> type[Inert]:
-    """The inert class that stands for `module.name`; itself an Opaque, too."""
+    """Return the inert class that stands for `module.name`. The class is itself an Opaque."""
     made: Any = _Name("Inert", (Inert,), {"module": module, "name": name})
     return cast("type[Inert]", made)
 
 
 def standing_for(module: str, name: str, function: Callable[..., object]) -> object:
-    """A stub class for `module.name` whose call gives `function(*args)`; for `allow` tables.
+    """Return a stub class for `module.name` whose call returns `function(*args)`.
 
-    Never the bare function: a pickle could set its attributes, its defaults for one.
+    `allow` tables hold such classes and no bare functions: a pickle could set the attributes of a
+    function, such as its defaults.
     """
 
     def __new__(cls: object, *args: object) -> object:
@@ -126,7 +128,8 @@ def standing_for(module: str, name: str, function: Callable[..., object]) -> obj
 
 
 def made_by(module: str, name: str, new: Callable[..., object]) -> object:
-    """The same by `new(cls, *args)`: a call less, for what is called 100,000 times."""
+    """Return a stub class for `module.name` whose call returns `new(cls, *args)`. It saves one call
+    per object, for functions that a pickle calls 100,000 times."""
     return _Name("Inert", (Inert,), {"module": module, "name": name, "__new__": new})
 
 
@@ -134,8 +137,8 @@ def made_by(module: str, name: str, new: Callable[..., object]) -> object:
 
 
 class _Allowance(threading.local):
-    """Elements that one load may still copy: constructors called on a memoised list can copy it
-    a million times for a few bytes of pickle each."""
+    """The number of elements that a load may still copy. Without a limit, a pickle could copy one
+    list a million times, for a few bytes of opcodes each."""
 
     left = 0
 
@@ -153,7 +156,8 @@ def _spend(values: Any) -> Any:
 
 
 class _StateDict(OrderedDict[object, object]):
-    """An OrderedDict whose attributes a pickle cannot shadow: of its state only `_metadata` stays."""
+    """An OrderedDict that takes only `_metadata` from the state of a pickle, so that the pickle cannot
+    replace its methods."""
 
     def __setstate__(self, state: object) -> None:
         if isinstance(state, dict) and "_metadata" in state:
@@ -175,14 +179,15 @@ def _device(kind: str, index: int | None = None) -> Device:
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """How protocol 2 spells bytes: text of code points below 256."""
+    """Return the bytes that pickle protocol 2 writes as text of code points below 256."""
     if encoding not in ("latin1", "latin-1"):
         raise pickle.UnpicklingError(f"unknown encoding {str(encoding)[:40]!r} of bytes")
     return bytes(_spend(text).encode("latin-1"))
 
 
 def _bytearray(*args: Any) -> bytearray:
-    """Never `bytearray(n)`, which allocates what a pickle asks for."""
+    """Return a bytearray of a container's items, or of encoded text. `bytearray(n)` is refused: it
+    would allocate any size that a pickle states."""
     if len(args) == 2:
         return bytearray(_encode(*args))
     return bytearray(_spend(args[0]) if args else b"")
@@ -203,7 +208,7 @@ def _version(text: object) -> str:
 
 
 def _getattr(owner: object, name: str) -> object:
-    """How protocol 2 spells a nested class: the same stub under a longer name."""
+    """Return the stub class for a nested class, which pickle protocol 2 writes as a getattr."""
     if not isinstance(owner, Opaque) or not isinstance(name, str):
         raise pickle.UnpicklingError(f"getattr of {type(owner).__name__}")
     refuse_dangerous(owner.module, f"{owner.name}.{name}")
@@ -272,7 +277,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, allow: Allowed, persistent_load: Any) -> None:
         super().__init__(io.BufferedReader(io.BytesIO(data), _AHEAD), encoding="utf-8")
         self._allow = allow
-        # A method would be a call more, for each of 100,000 tensors.
+        # An attribute, because a method would cost one more call for each of 100,000 tensors.
         self.persistent_load = persistent_load or _outside  # type: ignore[method-assign]
 
     def find_class(self, module: str, name: str) -> object:
@@ -300,13 +305,16 @@ def load(
     persistent_load: Callable[[object], object] | None = None,
     of_nbytes: int = 0,
 ) -> object:
-    """The value that a pickle holds, foreign objects as `Opaque`. `where` names it in errors.
+    """Return the value of a pickle, with an `Opaque` for each foreign object.
 
-    `allow` maps (module, name) to what stands for it: a class or a value. A pickle may set the
-    state of all that it names: a class must not let it, and functions go in by `standing_for`.
-    `of_nbytes` is the size of the whole where `data` is put together of its parts.
-    Raises SourceError CKM106 where the pickle is malformed, too large, or names something that
-    only an attack calls; nothing that it names is ever imported or called.
+    where        name of the pickle in errors
+    allow        (module, name) -> the class or value that stands for it. A pickle may set the state
+                 of each object that it names, so a class here must refuse that, and a function must
+                 be wrapped by `standing_for`
+    of_nbytes    size of the whole pickle, if `data` consists of parts of it
+
+    Raise SourceError CKM106 if the pickle is malformed, larger than MAX_NBYTES, or names something
+    on the list of attacks. Nothing that a pickle names is imported or called.
     """
     if len(data) > MAX_NBYTES:
         _malformed(where, f"holds {len(data)} bytes, expected at most {MAX_NBYTES}")

@@ -1,15 +1,16 @@
-"""Pickles that are alike: the same opcodes, another constant here and there.
+"""Compare pickles that hold the same opcodes and differ in a few constants.
 
-The ranks of a job pickle the same state dict. What differs is who they are: a coordinate, a rank,
-the names of process groups, Python's hash of a mesh. One pickle is parsed; of those alike only
-these constants are read.
+The ranks of a job pickle the same state dict. Only a few constants differ: a mesh coordinate, a
+rank, names of process groups, Python's hash of a mesh. So one pickle is parsed, and of the pickles
+that are alike only these constants are read:
 
     parsed  K\\x00 segment \\x8a\\x08........ segment      a tree with a `Hole` for each constant
     alike   K\\x07 segment \\x8a\\x07.......  segment      the tree's constants: (7, ...)
 
-A pickle is a program without branches: what the same opcodes build is the same but for the
-constants, unless a function that they call looks at one. A hole can only be kept: whoever computes
-with it, compares it or takes it for a size, a key or a name fails, and the two are not alike.
+A pickle is a program without branches. The same opcodes build the same objects, except for the
+constants, unless a function that they call looks at a constant. A `Hole` stands in place of each
+constant and can only be stored. Code that computes with it, compares it, or uses it as a size, key
+or name raises TypeError, and then the pickles count as not alike.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from typing import NoReturn, TypeAlias
 from ckptmap.formats.pickle.guard import COUNTED
 
 MAX_HOLES = 1 << 14
-"""Of a pickle; 1,000 tensors have 1,000 hashes, and no more than twice as many."""
+"""Number of holes in a pickle. 1,000 tensors have 1,000 hashes, and at most twice as many."""
 
 _INTEGERS = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
-"""Opcode -> bytes of its operand; the one of J is signed."""
+"""Opcode of an integer -> bytes of its operand. The operand of J is signed."""
 _LONG1, _UNICODE = 0x8A, ord("X")
 _CONSTANTS = frozenset((*_INTEGERS, _LONG1, _UNICODE))
 
@@ -32,7 +33,7 @@ _NBYTES = {op: 1 for op in b"(012QRaebd}]lostu)N.\x81\x85\x86\x87\x88\x89\x8f\x9
 _NBYTES |= {op: 2 for op in b"Khq\x80"} | {ord("M"): 3, ord("J"): 5, ord("j"): 5, ord("r"): 5}
 _NBYTES |= {ord("G"): 9, 0x95: 9}
 _LINES = {op: 1 for op in b"FgILPSVp"} | {ord("c"): 2, ord("i"): 2}
-"""Opcodes of fixed length, and those whose operand is so many lines."""
+"""Opcode -> number of lines in its operand. `_NBYTES` holds the opcodes of a fixed length instead."""
 
 
 Constant: TypeAlias = int | str
@@ -128,7 +129,7 @@ def _constant(data: bytes, at: int) -> tuple[Constant, int] | None:
         return int.from_bytes(data[start:end], "little", signed=signed), end
     try:
         return data[start:end].decode("utf-8", "surrogatepass"), end
-    except UnicodeDecodeError:  # the unpickler is to say it
+    except UnicodeDecodeError:  # the unpickler reports it
         return None
 
 

@@ -1,7 +1,7 @@
-"""Emit pickles, protocol 2, without torch: what torch.load(weights_only=True) and torch's DCP read.
+"""Write pickles of protocol 2 without torch, which torch.load(weights_only=True) and DCP read.
 
-The same value gives the same bytes. Strings, globals and the constant parts of tensors are
-memoised; containers are not, so a value that holds itself is refused.
+The same value gives the same bytes. Strings, globals and the constant parts of tensors are written
+once and then referred to. Containers are not, so a container that holds itself is refused.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from ckptmap.formats.pickle.reader import Device, DType, Size
 from ckptmap.tensors import ITEMSIZE
 
-# torch's legacy typed storage classes; a dtype without one goes over UntypedStorage (uint8)
-# and `_rebuild_tensor_v3`, as torch._utils and torch.storage have it.
+# torch's legacy typed storage classes. A tensor of any other dtype is written with UntypedStorage
+# (uint8) and `_rebuild_tensor_v3`, as torch._utils and torch.storage do.
 STORAGE_CLASS: Mapping[str, str] = {
     "float64": "DoubleStorage",
     "float32": "FloatStorage",
@@ -33,13 +33,13 @@ STORAGE_CLASS: Mapping[str, str] = {
 }
 
 MAX_DEPTH = 200
-"""Nesting of containers; far above any state dict, below Python's own recursion limit."""
+"""Nesting depth of containers: far above any state dict, below Python's own recursion limit."""
 
 
 class StorageTensor(NamedTuple):
     """A tensor as torch.save writes it: a view of the storage `data/<key>`.
 
-    `numel` counts the storage's elements, `offset_elems` and `stride` elements of `dtype`.
+    `numel` is the length of the storage. `numel`, `offset_elems` and `stride` count elements.
     """
 
     key: str
@@ -52,8 +52,8 @@ class StorageTensor(NamedTuple):
 
 
 class Numbered(NamedTuple):
-    """A tensor that is as another one, of a storage of its own: thousands share what they are
-    like."""
+    """A tensor that is equal to `like` in all but its storage `key`. Thousands of tensors share one
+    `like`."""
 
     key: str
     like: StorageTensor
@@ -61,7 +61,7 @@ class Numbered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class or function, by name: `Global("torch.serialization", "_get_layout")`."""
+    """The name of a class or function: `Global("torch.serialization", "_get_layout")`."""
 
     module: str
     name: str
@@ -69,7 +69,7 @@ class Global:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`function(*args)`, evaluated by the reader."""
+    """The call `function(*args)`, which the reader of the pickle makes."""
 
     function: Global
     args: tuple[object, ...] = ()
@@ -77,7 +77,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An object of a class: made without calling its `__init__`, given `state` (None: none)."""
+    """An object that the reader makes with `cls.__new__(*args)` and `state` (None: no state)."""
 
     cls: Global | Call
     state: Any = None
@@ -85,12 +85,11 @@ class Instance:
 
 
 def dump(value: object, *, name: str = "") -> bytes:
-    """The pickle of plain values, tensors (`StorageTensor`) and markers.
+    """Return the pickle of a value. It may hold None, bool, int, float, complex, str, bytes, bytearray,
+    list, tuple, set, frozenset, dict, OrderedDict, and the classes `StorageTensor`, `Numbered`,
+    `DType`, `Device`, `Size`, `Global`, `Call`, `Instance`.
 
-    Holds None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset,
-    dict, OrderedDict, `DType`, `Device`, `Size`, `Global`, `Call`, `Instance`. Raises TypeError
-    that names the path, from `name` on, of any other value.
-    """
+    Raise TypeError for any other value. Its text begins with the path, from `name` on."""
     emitter = _Emitter()
     emitter.emit(value, (name,) if name else ())
     emitter.out += b"."
@@ -98,8 +97,8 @@ def dump(value: object, *, name: str = "") -> bytes:
 
 
 def way_out(error: TypeError) -> str:
-    """What to do about a value that `dump` has refused; outputs keep what is no weight under
-    "extra", and `--drop` goes by the names of the source."""
+    """Return the hint for a value that `dump` refused. `--drop` takes names of the source, so the
+    "extra" under which outputs keep other values than weights is removed."""
     role, _, below = str(error).partition(": ")[0].partition(".")
     if role == "optimizer":
         return "leave the optimizer behind with --optimizer drop"
@@ -164,7 +163,7 @@ class _Emitter:
     # ----------------------------------------------------------------- memoised leaves
 
     def _memoised(self, key: object) -> bool:
-        """Emit the reference to what was emitted under `key`; False: not yet."""
+        """Emit a reference to the object written under `key`. Return False if there is none yet."""
         known = self._memo.get(key)
         if known is None:
             return False
@@ -198,7 +197,7 @@ class _Emitter:
         self._call(Global("torch", "device"), (kind, int(index)) if index else (kind,), ())
 
     def _bytes(self, data: bytes) -> None:
-        """Protocol 2 has no bytes: text of the same code points, encoded by the reader."""
+        """Emit text of the same code points, which the reader encodes: protocol 2 has no bytes."""
         if data:
             self._call(Global("_codecs", "encode"), (data.decode("latin-1"), "latin1"), ())
         else:
@@ -211,13 +210,13 @@ class _Emitter:
         self._call(Global("torch", "Size"), (tuple(size),), path)
 
     def _set(self, values: Iterable[object], path: tuple[object, ...]) -> None:
-        """Sorted, so that the same set gives the same bytes."""
+        """Emit a set as a sorted list, so that the same set gives the same bytes."""
         name = type(values).__name__
         ordered = sorted(values, key=lambda value: (type(value).__name__, repr(value)))
         self._call(Global("__builtin__", name), (ordered,), path)
 
     def _instance(self, value: Instance, path: tuple[object, ...]) -> None:
-        """One object for one `Instance`, however often it occurs: the mesh of many tensors."""
+        """Emit an `Instance` once, then references to it: many tensors share one mesh."""
         if self._memoised(("instance", id(value))):
             return
         self.emit(value.cls, path)
@@ -272,8 +271,8 @@ class _Emitter:
             self._add(b"u")
 
     def _entry(self, key: object, tensor: Numbered) -> bool:
-        """A tensor like others under a new name: both at once, as there may be 100,000. False: it
-        is the first of its kind, or the name was there before."""
+        """Emit a dict key and its tensor at once: there may be 100,000. Return False if the tensor is
+        the first of its kind, or if the key is no new string."""
         number, like = tensor
         around = self._around.get(id(like))
         if around is None or type(key) is not str or key in self._memo:
@@ -285,8 +284,8 @@ class _Emitter:
     # ----------------------------------------------------------------- tensors
 
     def _tensor(self, tensor: StorageTensor, path: tuple[Any, ...]) -> None:
-        """`_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)`. Of tensors that
-        differ in their storage only, the second on are the first's bytes with another key."""
+        """Emit `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)`. A tensor that
+        differs from an earlier one in its storage only is a copy of its bytes with another key."""
         alike = self._alike.get(tensor[1:])
         if alike is None:
             self._first(tensor)
@@ -294,21 +293,21 @@ class _Emitter:
             self._add(alike[0] + _str_op(tensor.key) + alike[1])
 
     def _numbered(self, tensor: Numbered, path: tuple[object, ...]) -> None:
-        """The same for one that says what it is like."""
+        """Emit a tensor that states what it is like."""
         self._tensor(tensor.like._replace(key=tensor.key), path)
         self._around[id(tensor.like)] = self._alike[tensor.like[1:]]
 
     def _first(self, tensor: StorageTensor) -> None:
-        """It, and what those alike will have before and after their key."""
+        """Emit a tensor. Keep the bytes before and after its key for the tensors that are alike."""
         self._parts(tensor)
         start = len(self.out)
-        key_at = self._parts(tensor)  # once more: from here on all but the key is in the memo
+        key_at = self._parts(tensor)  # again: now all but the key are references to the memo
         again, length = bytes(self.out[start:]), len(_str_op(tensor.key))
         del self.out[start:]
         self._alike[tensor[1:]] = again[: key_at - start], again[key_at - start + length :]
 
     def _parts(self, tensor: StorageTensor) -> int:
-        """Where the storage's key begins."""
+        """Emit all parts of a tensor. Return the offset at which the storage's key begins."""
         typed = tensor.dtype in STORAGE_CLASS
         self._global("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3")
         self._add(b"(")
@@ -325,8 +324,8 @@ class _Emitter:
         return key_at
 
     def _persistent_storage(self, tensor: StorageTensor) -> int:
-        """`('storage', torch.FloatStorage, '0', 'cpu', numel)`; bytes for an untyped one. Where
-        its key begins."""
+        """Emit `('storage', torch.FloatStorage, '0', 'cpu', numel)`; an untyped storage counts bytes.
+        Return the offset at which its key begins."""
         legacy = STORAGE_CLASS.get(tensor.dtype)
         self._add(b"(")
         self._str("storage")
