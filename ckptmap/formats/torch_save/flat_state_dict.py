@@ -1,10 +1,14 @@
-"""Read the pickle of a flat state dict as columns, without an object for each of 100,000 tensors.
+"""Read the pickle of a flat state dict {name: tensor} without an object for each of 100,000 tensors.
+
+The entry of each tensor is a run of opcodes, here with the name, the storage key and the memo
+numbers (the operands of r):
 
     X \\x1a... NAME r.... h\\2((h\\3h\\4 X \\1... KEY r.... h\\6M\\0\\x08t r.... QK\\0M\\0\\x08\\x85 ... R r....
 
-One entry of each form is read by the restricted unpickler, with all that is before and after the
-entries. The others differ from theirs in name, storage key and memo numbers, which count on: that
-is proven byte by byte, and where it does not hold the whole pickle is read.
+Entries have the same form if they differ only in name, storage key and memo numbers. The restricted
+unpickler reads one entry of each form, and the opcodes before and after the entries. The names and
+keys of the others are columns. This module checks each byte of the entries, and that memo numbers
+count on. If a check fails, the caller reads the whole pickle with the unpickler.
 """
 
 from __future__ import annotations
@@ -29,28 +33,29 @@ from ckptmap.tensors import Extent, Places
 T = TypeVar("T")
 
 MANY = 64
-"""Entries from which columns are faster than the unpickler."""
+"""Number of entries from which on columns are faster than the unpickler."""
 MIN_NBYTES = 40 * MANY
-"""A pickle of MANY entries is longer than this."""
+"""Bytes that a pickle of MANY entries has at least."""
 MAX_FORMS = 64
 BATCH_NBYTES = 1 << 18
 """Bytes of entries that are matched at once: their columns stay in the CPU cache."""
 MAX_BEFORE_NBYTES = 1 << 18
-"""Bytes before the first entry that matches: the first entries have memo numbers of one byte."""
+"""Bytes in which the first matching entry must lie. The entries before it have memo numbers of one
+byte."""
 
 _GET = rb"(?:h.|j....)"
 _INT = rb"(?:K.|M..|J....)"
 _INTS = rb"(?:\)|%s{1,3}[\x85-\x87]|\((?:%s){4,8}t)" % (_INT, _INT)
 _START = rb"(X..\0\0)([^\n]{0,255}?)(r....%s\(\(%s%sX..\0\0)(\d+)" % (_GET, _GET, _GET)
-"""Up to the key: the name with its length and memo number, the key with its length."""
+"""An entry up to the key: the name with its length and memo number, and the key with its length."""
 _TORCH = (
     (rb"r....%s%st" % (_GET, _INT)) + (rb"r....Q%s%s(?:r....)?" % (_INT, _INTS))
     + (rb"%s(?:r....)?[\x88\x89]" % _INTS)  # an empty tuple is given no number
     + (rb"%s\)Rr....tr....Rr...." % _GET)
 )  # fmt: skip
-"""What follows the key as torch pickles it: all that it makes gets a memo number."""
+"""The rest of an entry as torch writes it: every object gets a memo number."""
 _OURS = rb"%s%stQ%s%s%s[\x88\x89]%s\)RtR" % (_GET, _INT, _INT, _INTS, _INTS, _GET)
-"""As `pickle_write` does."""
+"""The rest of an entry as `pickle.writer` writes it."""
 
 
 class _Writing:
@@ -62,7 +67,7 @@ class _Writing:
         self._tail = re.compile(numbered, re.DOTALL)
 
     def start(self, data: bytes) -> int | None:
-        """Return the offset of the first entry; None: there is none near the start."""
+        """Return the offset of the first entry; None if there is none near the start."""
         for match in self.entry.finditer(data, 0, MAX_BEFORE_NBYTES):
             if int.from_bytes(match[2][1:], "little") == len(match[3]):
                 return match.start()
@@ -94,7 +99,7 @@ class _Entries:
 
 @dataclass(frozen=True)
 class _Views:
-    """The places of tensors that are whole storages, by the key of the storage."""
+    """The places of tensors that fill whole storages, by the key of the storage."""
 
     records: Records
     keys: Sequence[str]
@@ -111,10 +116,10 @@ class _Views:
 def plain_tensors(
     records: Records, data: bytes, parse: Callable[[bytes, int], object]
 ) -> PlainTensors | None:
-    """Return the tensors of a pickle that is one flat dict of tensors; None: it is another pickle.
+    """Return the tensors of a pickle of one flat dict of tensors; None for any other pickle.
 
-    `parse(part, nbytes)` runs the restricted unpickler on a part of the pickle, which has `nbytes`
-    bytes in all.
+    Each tensor must fill a storage of its own, in row-major order. `parse(part, nbytes)` runs the
+    restricted unpickler on a part of the pickle, of which the whole has `nbytes` bytes.
     """
     if len(data) < MIN_NBYTES:
         return None
@@ -159,9 +164,9 @@ class _Run:
         self.names: list[str] = []
         self.keys: list[str] = []
         self.like: list[int] = []
-        """For each entry, the index of the first one of its form."""
+        """For each entry, the index of the first entry of its form."""
         self.samples: dict[int, bytes] = {}
-        """Index -> pickled bytes of these first entries."""
+        """Index -> pickled bytes of the first entry of each form."""
 
     def take(self, entries: _Entries) -> bool:
         """Add entries. Return False if a name or key has another length than stated, if memo numbers do
@@ -203,7 +208,7 @@ class _Run:
                 index = forms.index(form)
                 self._forms[form] = at = len(self.names) + index
                 self.samples[at] = entries.whole[index]
-        try:  # none of them has a line feed
+        try:  # one decode for all: the pattern allows no line feed in a name
             self.names += b"\n".join(entries.name).decode().split("\n")
         except UnicodeDecodeError:
             return False
@@ -239,11 +244,12 @@ def _given(data: bytes) -> Iterator[int]:
         if data[at] in b"qr":
             yield int.from_bytes(data[at + 1 : end], "little")
         elif data[at] in b"p\x94":
-            yield 1 << 64  # not as torch writes them
+            yield 1 << 64  # torch does not write these: no memo number of an entry fits then
 
 
 def _together(records: Records, tree: Mapping[str, ReadTensor], run: _Run) -> PlainTensors | None:
-    """Return the tensors that were unpickled together with those that have the form of a sample."""
+    """Return the tensors of the unpickled entries and of all entries in columns, in file order; None
+    if names or storages repeat, or if a tensor does not fill its storage."""
     samples = [run.names[i] for i in run.samples]
     read = list(tree)
     at = read.index(samples[0]) if samples[0] in tree else 0
@@ -258,7 +264,7 @@ def _together(records: Records, tree: Mapping[str, ReadTensor], run: _Run) -> Pl
     infos += map(like.__getitem__, run.like)
     infos += [t.info for t in after]
     if len(set(keys)) != len(keys) or len(set(names)) != len(names):
-        return None  # ties, and names that are there twice
+        return None  # tied tensors, or a name that is there twice
     if records.sizes_of([f"data/{key}" for key in keys]) != nbytes_of(infos):
         return None
     return PlainTensors(names, infos, _Views(records, keys))

@@ -1,9 +1,14 @@
-"""Read torch.save zip files, whole or as an item inside another file, from their headers only.
+"""Read torch.save zip files, or such an archive inside another file, without reading tensor data.
 
-Layout: all members stored, in one root folder: `data.pkl` (protocol 2), `byteorder`, `data/<key>`
-one a storage, `version`, and `.format_version`, `.storage_alignment`, `.data/serialization_id`
-since torch 2.7. Written by torch/serialization.py `_save` through miniz: data starts are aligned
-by padding in the local header's extra field, sizes are in the central directory only.
+Layout of the zip, all members uncompressed and in one root folder:
+
+    data.pkl       the pickle (protocol 2); a tensor in it refers to a storage by key
+    data/<key>     the bytes of one storage
+    byteorder      "little" or "big"
+    version        and, since torch 2.7: .format_version .storage_alignment .data/serialization_id
+
+Padding in the extra field of a local header aligns the start of the data. Sizes are in the central
+directory only. Source: torch/serialization.py `_save`, which writes through miniz.
 """
 
 from __future__ import annotations
@@ -35,8 +40,8 @@ from ckptmap.tensors import (
 
 MAX_EXPANSION = 1024
 MAX_EXPANDED_NBYTES = 64 << 20
-"""A view whose elements overlap may be larger than its storage by this factor, or up to this
-size: a broadcast mask is honest, 40 GB out of 16 bytes is an attack."""
+"""Limits for a view whose elements overlap: it may be larger than its storage by this factor, or up
+to this many bytes. A broadcast mask is usual, but 40 GB out of 16 bytes is an attack."""
 
 _STORAGE_DTYPE = {name: dtype for dtype, name in STORAGE_CLASS.items()} | {
     "UntypedStorage": "uint8",
@@ -46,7 +51,7 @@ _STORAGE_DTYPE = {name: dtype for dtype, name in STORAGE_CLASS.items()} | {
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a torch.save file holds: `tree` as saved, tensors as `StoredTensor`."""
+    """The content of a torch.save file: `tree` is the saved value, with a `StoredTensor` per tensor."""
 
     tree: Any
     records: Records
@@ -54,17 +59,17 @@ class Loaded:
 
 
 class StorageRef(Inert):
-    """A storage that a tensor views; alone in a tree it is an Opaque that nothing can use."""
+    """The storage that a tensor views. A storage that is saved without a tensor stays an Opaque."""
 
     module = "torch"
     name = "TypedStorage"
     held: tuple[_Storages, str, str, int]
-    """Where from, key, dtype, nbytes."""
+    """(storages of the file, key, dtype, nbytes)."""
 
 
 class ReadTensor(StoredTensor):
-    """A tensor that finds its bytes when asked: its data start is in a local header, which takes a
-    read. A pickle that holds it cannot set its fields."""
+    """A tensor that looks up its place in the file when asked, because that takes a read of a local
+    header. A pickle cannot set its fields."""
 
     __slots__ = ("grid", "key", "records", "start")
 
@@ -82,7 +87,7 @@ class ReadTensor(StoredTensor):
         return place
 
     def of(self, records: Records) -> ReadTensor:
-        """The same view of the same storage in another file, whose members are of equal sizes."""
+        """Return the same view of the same storage in another file with members of equal sizes."""
         return ReadTensor(records, self.key, self.start, self.grid)
 
     @property
@@ -95,11 +100,11 @@ class ReadTensor(StoredTensor):
 
 
 def load(files: Files, file: str, base: int = 0, nbytes: int | None = None) -> Loaded:
-    """Everything a torch.save zip holds: `nbytes` of `file` from `base` on, default: all of it.
+    """Return the content of a torch.save zip: `nbytes` bytes of `file` from `base` on, default all.
 
-    Each tensor is a StoredTensor of one chunk whose region is absolute in `file`. Raises
-    SourceError: CKM104 truncated, CKM105 malformed zip, CKM106 malformed or unsafe pickle,
-    CKM117 a file of before torch 1.6.
+    Each tensor is a StoredTensor of one chunk, whose region counts bytes from the start of `file`.
+    Raise SourceError CKM101 for big-endian tensors, CKM104 for a truncated file, CKM105 for a
+    malformed zip, CKM106 for a malformed or unsafe pickle, CKM117 for a file older than torch 1.6.
     """
     records, data = open_zip(files, file, base, nbytes)
     return Loaded(parse(records, data), records, len(data))
@@ -108,7 +113,7 @@ def load(files: Files, file: str, base: int = 0, nbytes: int | None = None) -> L
 def open_zip(
     files: Files, file: str, base: int = 0, nbytes: int | None = None
 ) -> tuple[Records, bytes]:
-    """The members of a torch.save zip, and its pickle; raises as `load` does."""
+    """Return the members of a torch.save zip, and its pickle. Raise SourceError as `load` does."""
     try:
         records = read_records(files, file, base, nbytes)
     except SourceError as error:
@@ -133,8 +138,11 @@ def parse(
     also: Callable[[object], object] | None = None,
     of_nbytes: int = 0,
 ) -> object:
-    """What the pickle of a torch.save zip holds; `also` may resolve persistent ids of its own,
-    `of_nbytes` is as in `pickle_read.load`."""
+    """Return the value of the pickle in a torch.save zip.
+
+    also        resolves other persistent ids than those of storages; None: there are none
+    of_nbytes   as for `pickle.reader.load`
+    """
     find = _Storages(records).find
 
     def resolve(pid: object) -> object:
@@ -153,8 +161,9 @@ def parse(
 class Grid(NamedTuple):
     """Sizes and strides, checked once for the many tensors that share them.
 
-    `reach` counts elements from the first to past the last, `end` bytes; `steps` are the strides in
-    bytes.
+    steps   strides in bytes
+    reach   elements of the storage from the first one of the tensor to the last one
+    end     the same in bytes
     """
 
     info: TensorInfo
@@ -187,7 +196,8 @@ class _Storages:
         self._classes: dict[object, tuple[str, int]] = {}  # class -> dtype, bytes of an element
 
     def find(self, pid: Any) -> StorageRef:
-        """`("storage", class, key, location, numel)`: numel in elements of the class's dtype."""
+        """Return the storage of a persistent id `("storage", class, key, location, numel)`. `numel`
+        counts elements of the class's dtype. The first of a class goes through all checks."""
         try:
             kind, cls, key, _, numel = pid
             dtype, itemsize = self._classes[cls]
@@ -203,7 +213,7 @@ class _Storages:
         return found
 
     def _look(self, pid: object) -> StorageRef:
-        """The same with every check: of the first of a class, and of what is malformed."""
+        """Return the storage after all checks. Raise UnpicklingError for a malformed persistent id."""
         if not (type(pid) is tuple and len(pid) == 5 and pid[0] == "storage"):
             raise UnpicklingError(f"unknown persistent id {pid!r:.80}")
         _, cls, key, _, numel = pid
@@ -241,7 +251,8 @@ def _rebuild_v2(
     hooks: Any = None,
     metadata: Any = None,
 ) -> Any:
-    """`torch._utils._rebuild_tensor_v2`; `metadata` would be a conjugate or negative bit."""
+    """Return the tensor of a `torch._utils._rebuild_tensor_v2`. With `metadata` (a conjugate or
+    negative bit) it is an Opaque."""
     if type(storage) is StorageRef and type(offset) is int and not offset and metadata is None:
         source, key, dtype, nbytes = storage.held
         grid = source.grids.get((dtype, size, stride))
@@ -263,7 +274,7 @@ def _rebuild_v3(
     dtype: object = None,
     metadata: object = None,
 ) -> object:
-    """`torch._utils._rebuild_tensor_v3`: of dtype `dtype` over an untyped storage."""
+    """Return the tensor of a `torch._utils._rebuild_tensor_v3`: `dtype` over an untyped storage."""
     if not isinstance(storage, StorageRef) or not isinstance(dtype, DType) or metadata:
         named = stub("torch._utils", "_rebuild_tensor_v3")
         return named(storage, offset, size, stride, dtype, metadata)
@@ -273,7 +284,8 @@ def _rebuild_v3(
 def _view(
     storage: StorageRef, dtype: str, offset: object, size: object, stride: object
 ) -> StoredTensor:
-    """The tensor that is `size`, `stride`, `offset` (elements) of a storage, checked to lie in it."""
+    """Return the view of a storage; `offset` and `stride` count elements. Raise UnpicklingError if it
+    does not lie in the storage, or expands it far."""
     source, key, _, nbytes = storage.held
     grid = source.grid(dtype, size, stride)
     itemsize = ITEMSIZE[dtype]
@@ -293,7 +305,7 @@ def _view(
 
 
 def _find(records: Records, key: str, start: int, grid: Grid) -> Places:
-    """Its one extent, or its one chunk where its elements do not follow each other."""
+    """Return the extent of a contiguous tensor in the file, or the one chunk of any other."""
     offset, nbytes, crc32 = records.locate(f"data/{key}")
     if grid.is_contiguous:
         return Extent(records.file, offset + start, crc32 if grid.nbytes == nbytes else None)
@@ -303,8 +315,11 @@ def _find(records: Records, key: str, start: int, grid: Grid) -> Places:
 
 
 def _rebuild_parameter(data: object, *rest: object) -> object:
-    """A Parameter is its tensor; what Python attributes it has are no part of a checkpoint, but for
-    bitsandbytes' scales: without them the tensor is codes that mean nothing."""
+    """Return the tensor of a Parameter without its Python attributes.
+
+    A Parameter with a `quant_state` of bitsandbytes becomes an Opaque: the tensor holds quantized
+    codes, which mean nothing without the scales in that attribute.
+    """
     state = _merged(rest[-1]) if rest else None
     if isinstance(state, dict) and isinstance(state.get("quant_state"), Opaque):
         return Inert.of(Opaque("bitsandbytes.nn.modules", "Params4bit"), (data,), state, None)
@@ -317,11 +332,13 @@ _PLAIN_TENSORS = frozenset(
 )
 
 _ARRIVING = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
-"""What `full_tensor` makes of the parts of a subclass: `elem`, and whether anybody waited for it."""
+"""The class that `full_tensor` may return while its communication still runs: `elem` is the tensor,
+`completed` tells if the program waited for it before it saved."""
 
 
 def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
-    """`torch._tensor._rebuild_from_type_v2`: a subclass, or a tensor with Python attributes."""
+    """Return the value of a `torch._tensor._rebuild_from_type_v2`: a plain tensor for one with Python
+    attributes, an Opaque for a tensor subclass."""
     if not (isinstance(cls, type) and isinstance(function, type) and isinstance(args, tuple)):
         raise UnpicklingError("malformed tensor subclass")
     assert isinstance(cls, Opaque), "every class that the unpickler gives is one"
@@ -340,7 +357,8 @@ def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
 
 
 def _merged(state: object) -> object:
-    """(attributes, slots) -> one dict, as `torch._utils._set_obj_state` sets both."""
+    """Return one dict for a state (attributes, slots), since `torch._utils._set_obj_state` sets both.
+    Return any other state as it is."""
     if isinstance(state, tuple) and len(state) == 2:
         first, second = (part if part is not None else {} for part in state)
         if isinstance(first, dict) and isinstance(second, dict):
@@ -351,7 +369,8 @@ def _merged(state: object) -> object:
 def _rebuild_wrapper_subclass(
     cls: Any, dtype: Any, size: Any, stride: Any, offset: Any = 0, *rest: Any
 ) -> Opaque:
-    """`torch._utils._rebuild_wrapper_subclass`: outer shape and dtype; the data come as state."""
+    """Return the Opaque of a `torch._utils._rebuild_wrapper_subclass`: its outer shape and dtype. The
+    pickle gives its inner tensors later, as state."""
     if not isinstance(cls, Opaque) or any(type(n) is not int or n < 0 for n in size):
         raise UnpicklingError("malformed wrapper subclass")
     info = TensorInfo(tuple(size), dtype.name) if isinstance(dtype, DType) else None

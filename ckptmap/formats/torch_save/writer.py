@@ -1,8 +1,8 @@
-"""Lay out torch.save zip files: first the offset of each storage, then every byte around them.
+"""Lay out torch.save zip files: first the offset of each storage, then all bytes around the storages.
 
-The layout is miniz's as torch drives it (caffe2/serialize/inline_container.cc `getPadding`), byte
-for byte, so that readers that compute offsets instead of looking them up
-(`torch.utils.serialization.config.load.calculate_storage_offsets`) find the data too.
+Offsets and padding are those that torch writes through miniz (caffe2/serialize/inline_container.cc,
+`getPadding`). So a reader finds the data that computes the offsets instead of looking them up
+(`torch.utils.serialization.config.load.calculate_storage_offsets`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _ID_NBYTES = 40
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """Columns, in file order: name, bytes of data, offset of the local header, offset of the data."""
+    """The members of an archive in file order, as columns: name, bytes of data, offset of the local
+    header, offset of the data."""
 
     names: list[bytes]
     sizes: list[int]
@@ -36,7 +37,8 @@ class _Members:
     offsets: list[int]
 
     def add(self, names: Iterable[bytes], sizes: Iterable[int], align: int) -> None:
-        """Append members: each is header, name, zip64 and padding fields, data."""
+        """Append members. Each is a local header, name, zip64 field, padding field, data and data
+        descriptor. The data starts at a multiple of `align`."""
         at = self.end if self.names else 0
         self.names.extend(names)
         self.sizes.extend(sizes)
@@ -108,12 +110,12 @@ class ZipLayout:
         return list(_pieces(*self._filled(crcs, extra)))
 
     def ends(self, crcs: Sequence[int], extra: Mapping[str, bytes]) -> Iterator[tuple[int, bytes]]:
-        """The same without what lies between two storages, for which `between` is asked; for an
-        archive of which no storage is `ready`."""
+        """Yield (offset, bytes) of all but the storages' data and the bytes between two storages, which
+        `between` returns. No storage of the archive may be `ready`."""
         members, sums, contents = self._filled(crcs, extra)
         for name, data in contents.items():
             at = members.names.index(name)
-            # Piece by piece: a manifest may be 20 MB, and no copy is wanted.
+            # In three pieces, because a manifest may have 20 MB and joining them would copy it.
             yield members.headers[at], members.header(at)
             yield members.offsets[at], data
             yield members.offsets[at] + len(data), members.descriptor(at, sums[at])
@@ -164,10 +166,10 @@ def layout_zip(
     align: int = 64,
     ready: Mapping[str, bytes] = _NOTHING,
 ) -> ZipLayout:
-    """Place a pickle and storages (key, nbytes) in an archive whose one folder is `root`.
+    """Return the layout of an archive of a pickle and storages (key, nbytes), in the folder `root`.
 
-    Data starts are multiples of `align`. The content of storages in `ready` is known: `seal`
-    yields it with what is around it.
+    Data starts at multiples of `align` bytes. `ready` holds the content of storages that is known
+    already: `seal` returns it together with the bytes around it.
     """
     fixed = {
         "data.pkl": pickle,
@@ -207,7 +209,8 @@ def _wide_field(nbytes: int, header: int) -> bytes:
 
 
 def _header(name: bytes, nbytes: int, header: int, offset: int) -> bytes:
-    """Return a local header. Sizes and CRC follow the data; the padding is torch's `FB` extra field."""
+    """Return a local header. Sizes and CRC-32 are in the data descriptor after the data. The padding
+    is an extra field `FB`, as torch writes it."""
     wide = b"" if nbytes < U32 > header else _wide_field(nbytes, header)
     rest = offset - header - _LOCAL_NBYTES - len(name) - len(wide)
     head, padding = _around(len(name), len(wide), rest, nbytes == 0)
@@ -216,7 +219,8 @@ def _header(name: bytes, nbytes: int, header: int, offset: int) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _around(name: int, wide: int, rest: int, empty: bool) -> tuple[bytes, bytes]:
-    """What is before the name and behind the zip64 field, by the bytes of both and of the rest."""
+    """Return the bytes before the name and those after the zip64 field. `name`, `wide` and `rest` are
+    the sizes of the name, of the zip64 field and of the padding."""
     flags = _FLAGS_EMPTY if empty else _FLAGS_DATA
     head = _LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, name, wide + rest)
     return head, b"FB" + (rest - 4).to_bytes(2, "little") + b"Z" * (rest - 4)
@@ -248,7 +252,7 @@ def _end_nbytes(members: _Members) -> int:
 
 
 def _end_records(count: int, nbytes: int, offset: int) -> bytes:
-    """Return zip64 end record and locator, which torch always writes, then the plain end record."""
+    """Return the zip64 end record and its locator, which torch always writes, and the end record."""
     wide = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 0x031E, 45, 0, 0, count, count, nbytes, offset)
     locator = struct.pack("<4sIQI", b"PK\6\7", 0, offset + nbytes, 1)
     narrow = (min(count, U16), min(count, U16), min(nbytes, U32), min(offset, U32))
@@ -258,7 +262,8 @@ def _end_records(count: int, nbytes: int, offset: int) -> bytes:
 def _pieces(
     members: _Members, crcs: Sequence[int], contents: Mapping[bytes, bytes]
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the runs of bytes between storages: a descriptor and the next header are one run."""
+    """Yield (offset, bytes) of each run of bytes between storages: a descriptor and the next header
+    are one run."""
     run: list[bytes] = []
     start = 0
     for at, (name, nbytes, crc) in enumerate(zip(members.names, members.sizes, crcs, strict=True)):
