@@ -1,8 +1,9 @@
-"""Read the items of DCP data files: each is a complete torch.save archive at (offset, length).
+"""Read the items of DCP data files (`__R_0.distcp`).
 
-To parse an item with all checks takes about 60 us. The items of one save that hold chunks of one
-shape and dtype differ only in data, checksums and torch's content id. So the first of a kind is
-parsed in full; the others are compared with it byte by byte, but for these three (about 12 us).
+Each item is a complete torch.save archive of one chunk or value, at (offset, length) in its file.
+Parsing an item with all checks takes about 60 us. In one save, items of chunks of the same shape
+and dtype differ only in data, checksums and torch's content id. So the first item of such a kind is
+parsed in full. The bytes of the others, except these three, are compared with it (about 12 us).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ ENTRY = b"PK\x01\x02"
 ENTRY_NBYTES = 46
 SMALL_NBYTES = 16 << 10
 BLOCK_NBYTES = 256 << 10
-"""Items up to the first are read in blocks of the second."""
+"""Items of up to SMALL_NBYTES bytes are read in blocks of BLOCK_NBYTES."""
 PLAIN_OVERHEAD = range(900, 2300)
-"""Bytes of an item that are not data: 1513 to 1577 with torch 2.13, about 1100 without the
-records that it added; a tensor subclass of several storages, or other alignment, is elsewhere."""
+"""Bytes of a plain tensor's item that are not data: 1513 to 1577 with torch 2.13, about 1100 with
+older releases. A tensor subclass of several storages, or another alignment, is outside the range."""
 
 AS_SAFETENSORS = (
     "is safetensors, as FileSystemWriter(serialization_format=SAFETENSORS) writes, and its place"
@@ -41,18 +42,18 @@ SAVE_TO_READ = (
     " save_distributed=True)"
 )
 TOGETHER = 256
-"""Items whose headers are read by one call of `Files.read_each`."""
+"""Number of items whose headers are read by one call of `Files.read_each`."""
 
 Found: TypeAlias = tuple[Region, int | None]
-"""The region of a chunk, and its CRC-32; None: the writer left it out."""
+"""The region of a chunk, and its CRC-32; None if the writer left the CRC-32 out."""
 Part: TypeAlias = tuple[str, Item, tuple[int, ...]]
-"""File and item of a chunk, and its sizes."""
+"""The file, the item and the sizes of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The bytes that items of one kind share: `head` before the data, `fixed` runs (start, bytes) after
-    it."""
+    """The bytes that all items of one kind share: `head` before the data, and after the data the runs
+    `fixed` (start, bytes)."""
 
     head: bytes
     tail_nbytes: int
@@ -68,7 +69,8 @@ class _Kind:
         return len(self.head) + self.tail_nbytes
 
     def found(self, raw: bytes | bytearray, at: int, file: str, item: Item) -> Found | None:
-        """Return the region of an item, whose head and tail are in `raw`; None: it is of another kind."""
+        """Return the region and CRC-32 of an item, whose head and tail are in `raw` from `at` on; None if
+        it is of another kind."""
         tail = at + len(self.head)
         if not raw.startswith(self.head, at):
             return None
@@ -81,9 +83,10 @@ class _Kind:
 
 
 class Items:
-    """Reads items from the files of one checkpoint; remembers the kinds that it has parsed.
+    """Reads items from the files of one checkpoint, and remembers the kinds that it has parsed.
 
-    Tensors keep it to find their chunks later; its descriptors are closed with the last of them.
+    Tensors hold on to it to find their chunks later. Its file descriptors are closed with the last
+    tensor.
     """
 
     def __init__(self) -> None:
@@ -94,7 +97,8 @@ class Items:
         self._sizes: dict[str, int] = {}
 
     def value(self, file: str, item: Item, key: str) -> Any:
-        """Return the value in an item: a StoredTensor, an Opaque, a plain value. Raise SourceError."""
+        """Return the value in an item: a StoredTensor, an Opaque or a plain value. Raise SourceError
+        CKM109 for a safetensors file, and the errors of reading a torch.save file."""
         return self._load(file, item, key).tree
 
     def is_plain(self, file: str, item: Item, key: str, info: TensorInfo) -> bool:
@@ -105,9 +109,9 @@ class Items:
         return isinstance(self._learned(file, item, key, info.dtype, info.shape), StoredTensor)
 
     def region(self, file: str, item: Item, key: str, dtype: str, sizes: tuple[int, ...]) -> Found:
-        """Return the region of a chunk that `.metadata` declares as `sizes` of `dtype`.
+        """Return the region and CRC-32 of a chunk that `.metadata` declares as `sizes` of `dtype`.
 
-        Raise SourceError CKM112 where the item holds something else.
+        Raise SourceError CKM112 if the item holds something else.
         """
         kind = self._kinds.get((dtype, sizes, item.nbytes))
         if kind is not None:
@@ -123,10 +127,10 @@ class Items:
         return chunk.region, chunk.crc32
 
     def regions(self, parts: Sequence[Part], key: str, dtype: str) -> list[Found]:
-        """Return the regions of all chunks of a tensor."""
+        """Return the regions and CRC-32 of all chunks of a tensor. Raise SourceError as `region`."""
         found = [
             self.region(*part[:2], key, dtype, part[2]) for part in parts[:1]
-        ]  # a kind, mostly
+        ]  # the first alone: mostly it teaches the kind of all others
         for at in range(1, len(parts), TOGETHER):
             some = parts[at : at + TOGETHER]
             kinds = [self._kinds.get((dtype, sizes, item.nbytes)) for _, item, sizes in some]
@@ -160,7 +164,7 @@ class Items:
             raise SourceError(error.code, f"{where}: {text}", error.hint) from error
 
     def _same_kind(self, kind: _Kind, file: str, item: Item) -> Found | None:
-        """Return the region if the item is of this kind; None: it must be parsed."""
+        """Return the region and CRC-32 if the item is of this kind; None if it must be parsed."""
         head = self._read(file, item.offset, len(kind.head), item)
         tail_at = item.offset + item.nbytes - kind.tail_nbytes
         return kind.found(head + self._read(file, tail_at, kind.tail_nbytes, item), 0, file, item)
@@ -168,7 +172,7 @@ class Items:
     def _alike(
         self, parts: Sequence[Part], kinds: Sequence[_Kind | None]
     ) -> Iterator[Found | None]:
-        """Yield the same for many items, whose heads and tails are read together."""
+        """Yield what `_same_kind` returns, for many items. Their heads and tails are read together."""
         raw = bytearray(sum([kind.nbytes for kind in kinds if kind is not None]))
         reads, at, view = [], 0, memoryview(raw)
         for (file, item, _), kind in zip(parts, kinds, strict=True):
@@ -184,8 +188,8 @@ class Items:
             at += 0 if kind is None else kind.nbytes
 
     def _read(self, file: str, offset: int, nbytes: int, item: Item) -> bytes:
-        """Return bytes of an item. Small items that follow each other in a file are read a block at a
-        time; if each is in another file, as those of many ranks, one at a time."""
+        """Return bytes of an item. Small items that follow each other in a file are read in blocks. An
+        item in another file than the last one is read alone: chunks of many ranks alternate."""
         if item.nbytes > SMALL_NBYTES:
             return self._files.read(file, offset, nbytes)
         held, start, block = self._block
@@ -206,14 +210,15 @@ class Items:
 def _learn(
     files: Files, loaded: Loaded, item: Item, region: Region, crc32: int | None
 ) -> _Kind | None:
-    """Return the kind of a parsed item; None where it is unusual (no checksum, a view)."""
+    """Return the kind of a parsed item; None if the item has no CRC-32, several storages, or another
+    central directory than torch writes."""
     names = [name for name in loaded.records if name.startswith("data/")]
     if crc32 is None or len(names) != 1:
         return None
     head_nbytes = region.offset - item.offset
     tail_nbytes = item.nbytes - head_nbytes - region.nbytes
     tail = files.read(region.file, region.offset + region.nbytes, tail_nbytes)
-    free = []  # (start, nbytes) in the tail of what may differ between items of the kind
+    free = []  # (start, nbytes) of the bytes in the tail that differ between items of the kind
     crc_at = -1
     for name in (names[0], CONTENT_ID):
         if name not in loaded.records:

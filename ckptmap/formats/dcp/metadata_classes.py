@@ -1,5 +1,8 @@
-"""What the classes that a `.metadata` names become when it is read: records of what we want of them
-(torch/distributed/checkpoint/metadata.py and filesystem.py)."""
+"""Define the records that stand for torch's classes when the pickle `.metadata` is read.
+
+Each record keeps only the fields that the reader uses. Source: torch/distributed/checkpoint,
+metadata.py and filesystem.py.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,19 @@ from collections.abc import Mapping
 
 
 class _Sealed(type):
-    """Types of our stand-ins: a pickle can set attributes of a class that it names, if let."""
+    """The metaclass of the records. It refuses to set attributes of a class: a pickle could do that to
+    a class that it names."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise AttributeError(f"{cls.__name__}.{name} cannot be set")
 
 
 class _Record(metaclass=_Sealed):
-    """Takes what we want of its state into slots: there are five a tensor, and a dict in each
-    would be 100 MB of 100,000 tensors. Hashed by identity, which makes them quick to use as keys.
-    What was never set is None."""
+    """A record that takes its fields from the pickled state; a field that was never set is None.
+
+    There are five records per tensor. They have slots, because a dict in each would take 100 MB for
+    100,000 tensors. They are hashed by identity, which is fast.
+    """
 
     __slots__ = ()
 
@@ -78,8 +84,8 @@ class Properties(_Record):
 
 MODULE = "torch.distributed.checkpoint.metadata"
 ALLOW: Mapping[tuple[str, str], object] = {
-    # Five to a tensor, so no Python function: `() + x` gives a tuple back, uncopied, and refuses
-    # anything else.
+    # There are five sizes per tensor, so this is no Python function. `() + x` returns a tuple x
+    # uncopied, and refuses anything else.
     ("torch", "Size"): ().__add__,
     (MODULE, "Metadata"): Root,
     (MODULE, "TensorStorageMetadata"): Tensor,
@@ -92,4 +98,4 @@ ALLOW: Mapping[tuple[str, str], object] = {
 }
 
 MARKS = (1, 2, 3)
-"""Fqn, offset and length of places that stand for many: see `dcp_metadata_short`."""
+"""Fqn, offset and length in an entry that stands for many others: see `metadata_compaction`."""

@@ -1,16 +1,17 @@
-"""Make the pickle of `.metadata` shorter before it is unpickled.
+"""Shorten the pickle of a DCP directory's `.metadata` before it is unpickled.
 
 The unpickler makes several objects for each of 100,000 tensors. Most of them are equal to those of
 another tensor, or can be columns of numbers:
 
-    state_dict_metadata   NAME body NAME body ...       an equal body is not built again: a reference
-                          NAME body NAME get  ...       to what the first one built takes its place
-    storage_data          key{fqn} place{offset, length}    taken out; one of each form is built, and
-                                                        beside it three tuples: fqns, offsets, lengths
+    state_dict_metadata   NAME body NAME body ...   a body that is equal to an earlier one becomes a
+                       -> NAME body NAME get  ...   reference to the object of that one
+    storage_data          key{fqn} place{offset, length} ...   one entry of each form stays, and the
+                       -> three tuples: fqns, offsets, lengths     others become columns
 
-All of it is still read by the restricted unpickler, which resolves every reference and number.
-Memo numbers are implicit in these pickles (protocol 4 and later): what is taken out leaves as many
-slots, filled with what no reader takes for a name, a size or a class.
+Two entries have the same form if they differ only in fqn, offset and length. The restricted
+unpickler still reads all of the shorter pickle, and resolves every reference and number. Memo
+numbers are implicit in these pickles (protocol 4 and later). So an entry that is taken out leaves
+as many memo slots, filled with a value that no reader accepts as a name, a size or a class.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ckptmap.formats.pickle.template import opcodes
 BATCH_NBYTES = 1 << 18
 """Bytes of entries that are matched at once: their columns stay in the CPU cache."""
 LOOK_NBYTES = 1 << 20
-"""Bytes within which the next entry is looked for."""
+"""Bytes in which the next entry must lie."""
 
 _TEXT = 0x8C
 _GET = rb"(?:h.|j....)"
@@ -40,27 +41,31 @@ _CHUNKS = rb"%s\]\x94(?:%sa|\((?:%s)+e)" % (_GET, _CHUNK, _CHUNK)
 _TENSOR = rb"%s%s%s%s%s%sub" % (_STATE, _GET, _PROPERTIES, _GET, _SIZE, _CHUNKS)
 
 _TENSOR_ENTRY = re.compile(rb"((?:u\()?(%s)\x94(%s))" % (_NAME, _TENSOR), re.DOTALL)
-"""Whole, name, body."""
+"""Groups: the whole entry, its name, its body."""
 _PLACE_ENTRY = re.compile(
     rb"((?:u\()?(%s%s)(%s\x94|%s)(%s%s%s%sub%s%s%s%s)(%s)(%s)(%s)((?:%sN)?ub))"
     % (_STATE, _GET, _NAME, _GET, _GET, _INT, _GET, _SIZE, _STATE, _GET, _GET, _GET, _INT, _GET, _INT, _GET),
     re.DOTALL,
 )  # fmt: skip
-"""Whole; key up to the fqn; fqn; from there to the offset; offset; up to the length; length; rest."""
+"""Groups: the whole entry, its key up to the fqn, the fqn, the opcodes up to the offset, the offset,
+the opcodes up to the length, the length, the rest."""
 
 
 @dataclass(frozen=True)
 class Shortened:
-    """`pickle` holds a tuple: the metadata; (key, place) of each form one behind the other, with
-    `MARKS`; fqns, offsets and lengths of the places that were taken out, of which place i has the
-    form `forms[i]`."""
+    """The shorter pickle. It holds a tuple of five:
+
+    metadata                 with all storage_data entries that were not taken out
+    key, place, key, ...     one pair per form, with `MARKS` as fqn, offset and length
+    fqns, offsets, lengths   of the entries that were taken out; entry i has the form `forms[i]`
+    """
 
     pickle: bytes
     forms: list[int]
 
 
 def shortened(data: bytes) -> Shortened | None:
-    """Return the shorter pickle; None: torch did not write it so, or nothing in it repeats."""
+    """Return the shorter pickle; None if torch did not write `data`, or no storage entry matches."""
     text = _unframed(data)
     if text is None:
         return None
@@ -79,7 +84,8 @@ def shortened(data: bytes) -> Shortened | None:
 
 
 def _unframed(data: bytes) -> bytes | None:
-    """Return the opcodes without PROTO and FRAME; None: there are opcodes outside of frames."""
+    """Return the opcodes without PROTO and FRAME; None if there are opcodes outside of frames, or if
+    the protocol is not 4 or 5."""
     parts, at = [], 2
     while at < len(data):
         start = at + 9
@@ -110,8 +116,8 @@ def _runs(
 
 
 def _share(text: bytes, out: list[bytes]) -> int | None:
-    """Write the tensors to `out`, a repeated body as a reference. Return the offset after them in
-    `text`; None: an entry has another name length than stated."""
+    """Append the tensors to `out`, a repeated body as a reference. Return the offset after them in
+    `text`; None if a name has another length than its opcode states."""
     at = memo = 0
     known: dict[bytes, tuple[bytes, int]] = {}
     for start, end, entries in _runs(_TENSOR_ENTRY, text, at):
@@ -135,12 +141,12 @@ def _share(text: bytes, out: list[bytes]) -> int | None:
 
 
 def _memos(piece: bytes) -> int:
-    """Return how many of the opcodes take a memo slot."""
+    """Return the number of opcodes that fill a memo slot."""
     return sum(1 for at, _ in opcodes(piece) if piece[at] == 0x94)
 
 
 class _Places:
-    """Entries of storage_data, in columns of opcodes."""
+    """The entries of storage_data that were taken out, as columns of opcodes."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[bytes, ...], int] = {}
@@ -152,7 +158,7 @@ class _Places:
         self.lengths: list[bytes] = []
 
     def take(self, text: bytes, at: int, out: list[bytes]) -> int | None:
-        """Take the entries, and write all between them to `out`. Return as `_share` does."""
+        """Take out the entries, and append the bytes between them to `out`. Return as `_share` does."""
         for start, end, entries in _runs(
             _PLACE_ENTRY, text, max(at, text.find(b"storage_data", at))
         ):

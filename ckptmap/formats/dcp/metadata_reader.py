@@ -1,12 +1,13 @@
-"""`.metadata` of a DCP directory: a pickle of torch's `Metadata`, as plain records.
+"""Read the `.metadata` file of a DCP directory, a pickle of torch's `Metadata`, into plain records.
 
     Metadata{state_dict_metadata: {flat key: TensorStorageMetadata{properties, size, chunks}
                                             | BytesStorageMetadata},
              planner_data: {flat key: path tuple},
              storage_data: {MetadataIndex{fqn, offset}: _StorageInfo{relative_path, offset, length}}}
 
-(torch/distributed/checkpoint/metadata.py and filesystem.py, torch 1.13 to 2.13.) torch itself
-reads it with a plain `pickle.load`; here nothing that it names is imported or called.
+torch reads the file with `pickle.load`, which calls what the file names. This module imports and
+calls nothing of it. Source: torch/distributed/checkpoint/metadata.py and filesystem.py, torch 1.13
+to 2.13.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from ckptmap.formats.pickle import reader as pickle_read
 from ckptmap.tensors import ITEMSIZE, Opaque, Path, TensorInfo
 
 LONG_NBYTES = 1 << 16
-"""Bytes of a pickle from which making it shorter pays."""
+"""Bytes of a pickle from which on it pays to shorten it (`metadata_compaction`)."""
 MAX_DIMS = 64
 MAX_NUMEL = 2**63 - 1
 
 
 def read_metadata(data: bytes, where: str) -> Metadata:
-    """The records of a `.metadata` file. `where` names it in errors.
+    """Return the records of a `.metadata` file. `where` is its name in errors.
 
-    Raises SourceError CKM106 for a pickle that is malformed or names what only an attack calls,
-    CKM109 for one that is empty, of another class, or does not hold together.
+    Raise SourceError CKM106 for a pickle that is malformed or names something that only an attack
+    calls, CKM109 for a file that is empty, of another class, or contradicts itself.
     """
     if not data:
         raise SourceError(
@@ -56,15 +57,15 @@ def read_metadata(data: bytes, where: str) -> Metadata:
     with paused_gc():
         found = None
         if len(data) >= LONG_NBYTES:
-            with suppress(SourceError):  # what is wrong is told of the whole
+            with suppress(SourceError):  # the whole pickle, read next, has the same fault
                 found = _read_short(data, where)
         return found or _Reader(where).metadata(pickle_read.load(data, where, allow=ALLOW))
 
 
 def _read_short(data: bytes, where: str) -> Metadata | None:
-    """None: it is not as torch writes it."""
+    """Return the records by way of the shorter pickle; None if torch did not write the pickle."""
     from ckptmap.formats.dcp.metadata_compaction import (
-        shortened,  # its expressions take time to compile
+        shortened,  # imported here: its regular expressions take time to compile
     )
 
     short = shortened(data)
@@ -80,8 +81,11 @@ def _read_short(data: bytes, where: str) -> Metadata | None:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Entries of storage_data in columns: place i is of the fqn, offset and length that it has, and
-    otherwise like (offsets of its chunk, item) number `like[i]` of `forms`."""
+    """The entries of storage_data in columns.
+
+    Entry i has `fqns[i]`, `offsets[i]` and `lengths[i]` (bytes). All else it has from the pair
+    (offsets of the chunk, item) number `like[i]` of `forms`.
+    """
 
     forms: Sequence[tuple[Offsets | None, Item]]
     like: Sequence[int]
@@ -99,7 +103,7 @@ class _Rows:
         return found
 
     def whole(self, infos: Mapping[str, TensorInfo]) -> Whole | None:
-        """These tensors, where each has one entry here and is one chunk in it."""
+        """Return the tensors `infos` in columns; None unless each has one entry, of one whole chunk."""
         at = dict(zip(self.fqns, range(len(self.fqns)), strict=True))
         if at.keys() != infos.keys() or len(at) != len(self.fqns):
             return None
@@ -127,7 +131,7 @@ def _other_root(root: object, where: str) -> SourceError:
 
 
 class _Reader:
-    """Checks on the way from what the pickle said to records."""
+    """Checks the unpickled objects, and makes records of them. Raises SourceError CKM109."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -135,8 +139,11 @@ class _Reader:
         self._cut: dict[Tensor, tuple[TensorInfo, list[tuple[Offsets, Offsets]]]] = {}
 
     def metadata(self, root: Any, *taken: Sequence[Any]) -> Metadata:
-        """`taken`: what was taken out of the pickle, see `Shortened`: which form each place has,
-        (key, place) of the forms, fqns, offsets, lengths."""
+        """Return the records of the unpickled `Metadata`.
+
+        `taken` are the columns of a shorter pickle (see `Shortened`): the form of each entry, the
+        (key, place) pairs of the forms, fqns, offsets, lengths.
+        """
         if type(root) is not Root:
             raise _other_root(root, self.where)
         entries = self._dict(root.state_dict_metadata, "state_dict_metadata")
@@ -189,7 +196,7 @@ class _Reader:
         offsets: Sequence[Any],
         lengths: Sequence[Any],
     ) -> _Rows:
-        """What was taken out, checked, and the items that were not."""
+        """Return the entries that were taken out of the pickle, after all checks, and then `items`."""
         keys, places = forms[::2], forms[1::2]
         kinds = [{*map(type, column)} for column in (keys, places, fqns, offsets, lengths)]
         if kinds != [{Key}, {Place}, {str}, {int}, {int}] or len(keys) != len(places):
@@ -216,9 +223,9 @@ class _Reader:
         )
 
     def _whole(self, entries: Mapping[str, Any], rows: _Rows) -> Whole | None:
-        """The entries, where all are tensors of one chunk."""
+        """Return the tensors in columns; None unless every entry is a tensor of one whole chunk."""
         infos: dict[Any, TensorInfo] = {}
-        for entry in set(entries.values()):  # by identity: many share what built them
+        for entry in set(entries.values()):  # by identity: many tensors share one object
             if type(entry) is not Tensor:
                 return None
             info, boxes = self._boxes("a tensor", entry)
@@ -252,7 +259,7 @@ class _Reader:
     def _tensor(
         self, key: str, entry: Tensor, items: Mapping[tuple[str, Offsets | None], Item]
     ) -> TensorEntry:
-        known = self._cut.get(entry)  # by identity: many tensors may share what built them
+        known = self._cut.get(entry)  # by identity: many tensors may share one object
         if known is None:
             known = self._cut[entry] = self._boxes(key, entry)
         info, boxes = known
@@ -293,7 +300,7 @@ class _Reader:
         return self._infos.setdefault((name, *shape), TensorInfo(shape, name))
 
     def _ints(self, value: object, key: str) -> tuple[int, ...]:
-        """A plain tuple: a Size compares equal but is written back as a Size."""
+        """Return sizes as a plain tuple, since a Size would be written as a torch.Size again."""
         if type(value) is tuple:
             for n in value:
                 if type(n) is not int or n < 0:
@@ -314,8 +321,11 @@ class _Reader:
         return value
 
     def _paths(self, planner_data: Any, entries: Mapping[str, Any]) -> dict[str, Path]:
-        """None (Megatron, HF storage) leaves every key a path of one segment. An integer counts in
-        a list: torch makes integer keys of dicts strings."""
+        """Return flat key -> path, for the keys that are not their own path of one segment.
+
+        Megatron and torch's Hugging Face storage write None: then no key has another path. An integer
+        in a path is an index of a list, because torch turns integer keys of dicts into strings.
+        """
         if not ({*map(type, entries)} <= {str} and "".join(entries).isascii()):
             for key in entries:
                 if not isinstance(key, str) or not _is_text(key):
@@ -323,7 +333,7 @@ class _Reader:
         if planner_data is None:
             return {}
         if planner_data == dict(zip(entries, zip(entries, strict=True), strict=True)):
-            return {}  # as nearly all are: paths of one segment
+            return {}  # the usual case: every path has one segment, its key
         paths: dict[str, Path] = {}
         for key, path in self._dict(planner_data, "planner_data").items():
             if type(key) is not str:
@@ -357,12 +367,12 @@ class _Reader:
 
 
 def _is_text(name: str) -> bool:
-    """No lone surrogates: those can be neither printed nor written."""
+    """Return True for text without lone surrogates, which can be neither printed nor written."""
     return name.isascii() or not any(0xD800 <= ord(char) < 0xE000 for char in name)
 
 
 def _what(value: object) -> str:
-    """A short name or text of a value; never fails, whatever a pickle made it."""
+    """Return a short text of a value for an error. It never fails, whatever the pickle holds."""
     if isinstance(value, Opaque):
         return value.class_name[:80]
     if not isinstance(value, str | int | tuple | type(None)):

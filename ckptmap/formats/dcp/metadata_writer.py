@@ -1,4 +1,7 @@
-"""`.metadata` of a DCP directory, emitted opcode by opcode without torch."""
+"""Write the `.metadata` file of a DCP directory, a pickle, opcode by opcode and without torch.
+
+The fields are those of torch's `Metadata` (torch/distributed/checkpoint/metadata.py, filesystem.py).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from ckptmap.formats.dcp.metadata_records import Item, Metadata, Offsets, Tensor
 from ckptmap.formats.pickle.writer import int_op, int_tuple
 from ckptmap.tensors import Path
 
-# Objects that every chunk needs are put into the memo once, in this order, before the root: a
-# chunk then costs about 120 bytes and a few microseconds.
+# Objects that every chunk needs are put into the memo once, in this order, before the first object.
+# Then a chunk takes about 120 bytes and a few microseconds.
 _NAMES = (
     "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "properties", "size",
     "chunks", "torch.strided",
@@ -29,16 +32,17 @@ _GLOBALS = {
 
 
 def emit_metadata(metadata: Metadata) -> bytes:
-    """A `.metadata` that `torch.distributed.checkpoint.load` reads (torch 2.3 and later).
+    """Return a `.metadata` that `torch.distributed.checkpoint.load` reads (torch 2.3 and later).
 
-    Protocol 2, real class names, no path of this machine. The same records give the same bytes.
-    Entries are in the order of `tensors`, then `values`; every key gets a path.
+    It is a pickle of protocol 2 with torch's class names, and without any path of this machine. The
+    same records give the same bytes. Entries come in the order of `tensors`, then `values`. Every
+    key gets a path in `planner_data`.
     """
     return _Emitter().emit(metadata)
 
 
 class _Emitter:
-    """Writes opcodes straight: `self._ref["offsets"]` is the memo reference of a known object."""
+    """Writes opcodes. `self._ref["offsets"]` is the opcode that fetches that object from the memo."""
 
     def __init__(self) -> None:
         self._ref: dict[str, bytes] = {}
@@ -102,7 +106,8 @@ class _Emitter:
         return b"".join(parts) + b"eub"
 
     def _properties_of(self, dtype: str) -> bytes:
-        """`(dtype, layout, requires_grad, memory format, pinned)`, one object a dtype."""
+        """Return the TensorProperties `(dtype, layout, requires_grad, memory format, pinned)` of a
+        dtype: one object for all tensors of that dtype."""
         known = self._properties.get(dtype)
         if known is not None:
             return known
@@ -114,7 +119,7 @@ class _Emitter:
         return b"".join(parts) + put
 
     def _new(self, name: str) -> bytes:
-        """A fresh object, and its dict of attributes begun."""
+        """Return the opcodes that make an object and begin the dict of its attributes."""
         return self._ref[name] + b")\x81}("
 
     def _size(self, sizes: Offsets) -> bytes:
@@ -125,7 +130,8 @@ class _Emitter:
         return b"(" + b"".join(ops) + b"t"
 
     def _put(self) -> tuple[bytes, bytes]:
-        """Opcodes that keep the object on top of the stack, and that fetch it again."""
+        """Return the opcode that puts the object on top of the stack into the memo, and the opcode
+        that fetches it."""
         number = self._count
         self._count += 1
         if number < 256:
@@ -134,7 +140,7 @@ class _Emitter:
         return b"r" + packed, b"j" + packed
 
     def _text(self, text: str) -> bytes:
-        """A string: in full at first, then from the memo."""
+        """Return the opcodes of a string: the text and a memo number the first time, then a fetch."""
         known = self._texts.get(text)
         if known is not None:
             return known
