@@ -5,8 +5,8 @@
                                             rowwise: columns over tp, rows over dp
 
 The name of a mesh dim tells what it does: `replicate` (also `ddp`, `dp_replicate`) replicates every
-tensor, `tp` cuts the tensors that the plan names, any other name cuts rows, as FSDP2 does. A plan is
-a TOML or JSON file that maps a pattern of module or tensor names to a style, in the form of
+tensor, `tp` cuts the tensors that the plan names, any other name cuts rows, as FSDP2 does. A plan
+is a TOML or JSON file that maps a pattern of module or tensor names to a style, in the form of
 `base_model_tp_plan` in a transformers config.
 """
 

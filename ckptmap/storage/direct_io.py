@@ -1,10 +1,10 @@
-"""Write output files: reserve their space first, write large aligned blocks by O_DIRECT.
+"""Write output files: reserve their disk space first, then write large aligned blocks by O_DIRECT.
 
-A buffer keeps bytes at an address congruent with their file offset modulo `ALIGN`, so that the
-aligned middle of a write can go through an O_DIRECT descriptor; head and tail fragments, and all
-small writes, go through a buffered one. A page is written directly only when one write holds all
-of it: pages shared between two writes stay buffered, and the two descriptors never meet.
-Where O_DIRECT is refused (tmpfs, some network filesystems) everything is buffered.
+A buffer keeps bytes at an address that is congruent with their file offset modulo `ALIGN`. So the
+aligned middle of a large write can go through an O_DIRECT descriptor, past the page cache. The
+fragments before and after it, and all small writes, go through a second, buffered descriptor. A
+page is written directly only if one write holds all of it, so no page is written through both
+descriptors. Where O_DIRECT is refused (tmpfs, some network filesystems) all writes are buffered.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 ALIGN = max(4096, mmap.PAGESIZE)
 """Bytes to which O_DIRECT offsets, lengths and addresses are aligned."""
 DIRECT_MIN = 256 << 10
-"""Bytes of aligned middle below which a direct write costs more than a buffered one."""
+"""Below this many aligned bytes, a direct write costs more than a buffered one."""
 BUFFERED = 256 << 10
-"""Bytes of a stream that are written at once through the page cache: they still fit in the L2 cache."""
+"""Bytes of a stream that are written at once through the page cache: they fit in the L2 cache."""
 MAX_OPEN = 64
 """Output files open at once, two descriptors each."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -48,8 +48,10 @@ class Buffer:
         self._view = memoryview(mmap.mmap(-1, self.nbytes + ALIGN)) if within is None else within
 
     def parts(self, sizes: Sequence[int]) -> list[Buffer]:
-        """Return buffers of so many bytes each, inside this one: used pages cost nothing. A buffer that
-        does not fit has memory of its own."""
+        """Return a buffer for each size, inside this one, whose pages are in memory already.
+
+        A buffer that does not fit has memory of its own.
+        """
         found, at = [], 0
         for nbytes in sizes:
             end = at + max(3 * ALIGN, -(-nbytes // ALIGN) * ALIGN + ALIGN)
@@ -59,13 +61,14 @@ class Buffer:
         return found
 
     def at(self, offset: int, nbytes: int) -> memoryview:
-        """Return the `nbytes` of memory for file `offset`: the address is congruent modulo ALIGN."""
+        """Return `nbytes` of memory, at an address congruent with file `offset` modulo ALIGN."""
         assert nbytes <= self.nbytes
         return self._view[offset % ALIGN : offset % ALIGN + nbytes]
 
 
 class Sums:
-    """Running digest (xxh3, 64 bit) and CRC-32 of consecutive bytes; each can be left out."""
+    """The running digest (xxh3, 64 bits) and CRC-32 of consecutive bytes; each can be turned
+    off."""
 
     __slots__ = ("_digest", "_wants_crc", "crc32")
 
@@ -86,21 +89,22 @@ class Sums:
 
     @property
     def digest(self) -> str:
-        """Return the digest in hex; "" where it is left out."""
+        """Return the digest in hex; "" if digests are off."""
         return "" if self._digest is None else self._digest.hexdigest()
 
 
 class OutputFile:
-    """One file being written at any offsets, by any threads; mode 0666 less the umask.
+    """An output file that any threads write at any offsets. Its mode is 0666 less the umask.
 
-    Raises DestinationError CKM303 or CKM304 where it cannot be created or its `nbytes` reserved,
-    RunError CKM306 where a write fails. What the file already holds is kept.
+    A file that exists is opened, and keeps its bytes. Raises DestinationError CKM304 if it cannot
+    be created, CKM303 if there is no space for its `nbytes`, RunError CKM306 if a write fails.
     """
 
     def __init__(self, path: Path, nbytes: int, direct: bool = True) -> None:
         self.path = path
         self._declined = False
-        # The kernel lets one thread at a time write to the page cache of a file; others spin.
+        # The kernel lets one thread at a time write to the page cache of a file. The others spin
+        # there, so they wait for this lock instead.
         self._turn = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
@@ -125,7 +129,8 @@ class OutputFile:
         return self._direct is not None and not self._declined
 
     def write_at(self, offset: int, data: memoryview, direct: bool = True) -> None:
-        """Write all of `data` at `offset`; `direct` False where gaps of it are filled in later."""
+        """Write all of `data` at `offset`. Pass `direct=False` if other bytes are written over
+        parts of it later."""
         head = -offset % ALIGN
         middle = (data.nbytes - head) // ALIGN * ALIGN
         direct = direct and self.is_direct and middle >= DIRECT_MIN
@@ -137,7 +142,8 @@ class OutputFile:
         self._write(offset + head + done, data[head + done :])
 
     def _write_direct(self, offset: int, data: memoryview) -> int:
-        """Write by O_DIRECT. Return the bytes written: fewer than all where the filesystem declines."""
+        """Write by O_DIRECT. Return the bytes written: fewer than all if the filesystem refuses
+        it."""
         done = 0
         while done < data.nbytes and self._direct is not None and not self._declined:
             try:
@@ -170,8 +176,11 @@ class OutputFile:
         return or_resource_error(error, failed)
 
     def copy_from(self, source: int, at: int, offset: int, nbytes: int) -> int:
-        """Copy bytes of another file, from its byte `at` to `offset`, inside the kernel: whole
-        blocks may then be shared. Bytes copied; 0 where it cannot be done between these two."""
+        """Copy bytes from byte `at` of another file to `offset`, inside the kernel.
+
+        Some filesystems then share whole blocks. Returns the bytes copied; 0 if the kernel cannot
+        copy between these two files.
+        """
         copy = getattr(os, "copy_file_range", None)
         if copy is None:
             return 0
@@ -183,7 +192,7 @@ class OutputFile:
             return 0
 
     def truncate(self, nbytes: int) -> None:
-        """Set the final length."""
+        """Set the final length of the file."""
         try:
             os.ftruncate(self._fd, nbytes)
         except OSError as error:
@@ -196,7 +205,8 @@ class OutputFile:
 
 
 class Outputs:
-    """The files of one output directory: all reserved first, a bounded number open at once."""
+    """The files of one output directory: the space of all is reserved first, few are open at
+    once."""
 
     def __init__(self, paths: Sequence[Path], nbytes: Sequence[int], direct: bool = True) -> None:
         self._paths, self._nbytes, self._direct = paths, nbytes, direct
@@ -237,10 +247,10 @@ class Outputs:
 
 
 class Stream:
-    """Consecutive bytes from `offset` on, given piece by piece, written in large aligned blocks.
+    """Writes consecutive bytes, from `offset` on, in large aligned blocks.
 
-    Between blocks the fragment after the last whole page is carried over, so that no page but the
-    first and the last of the stream is ever written in two pieces.
+    The fragment after the last whole page of a block is kept for the next block, so that only the
+    first and the last page of the stream can be written in two pieces.
     """
 
     __slots__ = ("_at", "_buffer", "_file", "_held", "sums", "wanted")
@@ -248,7 +258,7 @@ class Stream:
     def __init__(self, file: OutputFile, offset: int, buffer: Buffer, sums: Sums) -> None:
         self._file, self._buffer, self._at, self._held = file, buffer, offset, 0
         self.wanted = self.room if file.is_direct else min(BUFFERED, self.room)
-        """The best number of bytes for one `take`; the stream holds as many before it writes them."""
+        """The best number of bytes for one `take`; the stream collects as many before it writes."""
         self.sums = sums
 
     @property
@@ -262,20 +272,20 @@ class Stream:
         return self._buffer.nbytes - ALIGN
 
     def take(self, nbytes: int) -> memoryview:
-        """Return memory for the next `nbytes`; fill it, then call `push` with it."""
+        """Return memory for the next `nbytes`. Fill it, then call `push` with it."""
         if self._held + nbytes > self._buffer.nbytes:
             self._flush()
         return self._buffer.at(self._at, self._held + nbytes)[self._held :]
 
     def push(self, data: memoryview) -> None:
-        """Accept the memory that `take` gave, filled."""
+        """Add the filled memory that `take` returned to the stream."""
         self.sums.update(data)
         self._held += data.nbytes
         if self._held >= self.wanted:
             self._flush()
 
     def append(self, data: memoryview) -> None:
-        """Copy bytes of any length."""
+        """Add a copy of `data`, of any length, to the stream."""
         while data.nbytes:
             place = self.take(min(data.nbytes, self.room))
             place[:] = data[: place.nbytes]
@@ -283,7 +293,7 @@ class Stream:
             data = data[place.nbytes :]
 
     def skip(self, nbytes: int) -> None:
-        """Leave out bytes that are written already."""
+        """Move the position by `nbytes` that are written already."""
         self.finish()
         self._at += nbytes
 
@@ -297,7 +307,7 @@ class Stream:
         self._buffer.at(self._at, len(rest))[:] = rest
 
     def finish(self) -> Sums:
-        """Write the bytes that are held. Return the sums of all bytes."""
+        """Write the bytes that are still buffered. Return the current sums."""
         self._file.write_at(self._at, self._buffer.at(self._at, self._held))
         self._at, self._held = self._at + self._held, 0
         return self.sums
@@ -318,10 +328,11 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Make the file at least `nbytes` long, with blocks where the filesystem can promise them.
+    """Make the file at least `nbytes` long, with disk blocks reserved if the filesystem can do
+    that.
 
-    fallocate(2) itself: the C library's posix_fallocate writes into every block where the
-    filesystem cannot.
+    It calls fallocate(2) itself, because the C library's posix_fallocate writes into every block on
+    a filesystem that cannot reserve them.
     """
     if nbytes <= 0:
         return

@@ -1,11 +1,12 @@
-"""The journal of a run: one JSON line for each finished unit, so that a killed run can continue.
+"""The journal of a run: one JSON line for each finished unit of work, so that a run can continue.
 
-The first line binds the journal to a plan's digest. A line is added after the unit's writes have
-returned; a torn last line is dropped. Nothing in it is believed before the bytes were read back.
+The first line holds the digest of the plan that the journal belongs to. A unit's line is added
+after its writes have returned; a line that a killed run wrote in part is dropped. The next run
+trusts an entry only after it has read the bytes back and compared their digests.
 
-Each rank has a journal of its own; rank 0 opens first and takes what the ranks of an earlier run
-left, however many they were, into its own. A journal is locked as long as its writer lives: a rank
-of an earlier run that hangs and comes back would write into this one's files.
+Each rank has its own journal. Rank 0 opens first, and moves the entries of all ranks of an earlier
+run, however many they were, into its own. A journal is locked as long as its writer lives: a rank
+of an earlier run that hung and goes on would write into the files of this run.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ from ckptmap.errors import DestinationError, RunError
 
 
 class Written(NamedTuple):
-    """A slot that was written: digest (xxh3, 64 bit, hex; "" where not wanted) and CRC-32 (0 where
-    not wanted)."""
+    """The record of a slot (the place of one chunk in an output file) that was written.
+
+    file    index of the output file in the plan
+    slot    index of the slot in that file
+    digest  xxh3 of its bytes, 64 bits, in hex; "" if digests are off
+    crc32   CRC-32 of its bytes; 0 if the container stores none
+    """
 
     file: int
     slot: int
@@ -35,17 +41,18 @@ class Written(NamedTuple):
 
 
 class Journal:
-    """Append-only, safe to share between threads. A file of another plan is begun anew.
+    """An append-only file of finished units, which threads can share.
 
-    `path` is rank 0's; other ranks open theirs, `journal-R.jsonl` beside it, once rank 0 has.
-    Raises DestinationError CKM305 where a process of an earlier run still writes, RunError CKM306
-    where it cannot be written.
+    `path` is the journal of rank 0. Rank R opens `journal-R.jsonl` beside it, after rank 0 has
+    opened its own. Entries of another plan are discarded. Raises DestinationError CKM305 if a rank
+    of an earlier run still holds its journal, RunError CKM306 if the file cannot be written.
     """
 
     def __init__(self, path: Path, plan_digest: str, rank: int = 0) -> None:
         self.path = path.with_name(f"{path.stem}-{rank}{path.suffix}") if rank else path
         self.entries: dict[str, Sequence[Written]] = {}
-        """Units of an earlier run, by unit id. Their bytes are not verified yet."""
+        """Unit name -> the slots that an earlier run wrote for it. Their bytes are not verified
+        yet."""
         self._lock = threading.Lock()
         try:
             self._fd = self._begin(path, plan_digest, rank)
@@ -60,7 +67,7 @@ class Journal:
         for file in (path, *theirs):
             self.entries |= _entries(file, plan_digest)
         temporary = self.path.with_name(self.path.name + ".new")
-        # Rewritten whole, so that no torn line stays in the middle.
+        # The file is rewritten, so that no partly written line stays in the middle.
         lines = [json.dumps({"plan": plan_digest})]
         if rank == 0:
             lines += [_line(unit, slots) for unit, slots in self.entries.items()]
@@ -72,7 +79,7 @@ class Journal:
         return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def add(self, unit: str, slots: Sequence[Written]) -> None:
-        """Record a unit whose writes have returned; the line is with the OS on return."""
+        """Record a unit whose writes have returned. On return the kernel has the line."""
         data = (_line(unit, slots) + "\n").encode()
         with self._lock:
             while data:
@@ -129,8 +136,10 @@ def _refuse_if_locked(path: Path) -> None:
 
 
 def _flock(fd: int) -> bool:
-    """Lock a file for as long as it is open. Return False if another process holds the lock; True also
-    on a filesystem without locks."""
+    """Lock a file for as long as it is open.
+
+    Returns False if another process holds the lock, True also on a filesystem without locks.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -143,7 +152,7 @@ def _line(unit: str, slots: Sequence[Written]) -> str:
 
 
 def _entries(path: Path, plan_digest: str) -> dict[str, Sequence[Written]]:
-    """Return the units of an earlier run of the same plan; empty where there was none."""
+    """Return the units of an earlier run of the same plan; empty if there was none."""
     try:
         first, *lines = path.read_text(errors="replace").split("\n")
     except FileNotFoundError:
@@ -154,7 +163,7 @@ def _entries(path: Path, plan_digest: str) -> dict[str, Sequence[Written]]:
     for line in lines:
         found = _unit(_parse(line))
         if found is None:
-            break  # what follows a torn line is not trusted either
+            break  # lines after a damaged one are not trusted either
         entries[found[0]] = found[1]
     return entries
 

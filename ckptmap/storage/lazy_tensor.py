@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, writable, without numpy. They keep the tensor alive."""
+    """Return the writable bytes of a contiguous CPU tensor, without numpy.
+
+    The memoryview keeps the tensor alive.
+    """
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
@@ -44,14 +47,16 @@ def info_of(tensor: torch.Tensor) -> TensorInfo:
 class LazyTensor:
     """One logical tensor of a checkpoint: `.shape .dtype .encoding .nbytes`, `[...]`, `.read()`.
 
-    `dtype` is torch's name as a string, so that asking needs no torch; `torch_dtype` imports it.
+    `dtype` is torch's name of the dtype as a string, so that it needs no torch; `torch_dtype`
+    imports torch.
     """
 
     __slots__ = ("encoding_", "files", "fqn", "group", "info", "parts")
 
     @property
     def lossy(self) -> bool:
-        """Return True if its values are other than those of the tensors that it is read from."""
+        """Return True if its values differ from those of the stored tensors that it is read
+        from."""
         return bool(getattr(self.encoding_, "lossy", False))
 
     @property
@@ -61,7 +66,7 @@ class LazyTensor:
 
     @property
     def beneath(self) -> Iterable[StoredTensor]:
-        """Return the stored tensors that it is read from."""
+        """Return the stored tensors that this tensor is read from."""
         return self.parts.values()
 
     def __init__(self, fqn: str, group: Group, files: Files) -> None:
@@ -93,12 +98,12 @@ class LazyTensor:
 
     @property
     def encoding(self) -> str:
-        """`"dense"`, `"nf4"`, ..."""
+        """Return the name of the encoding: `"dense"`, `"nf4"`, ..."""
         return self.encoding_.name
 
     @property
     def nbytes(self) -> int:
-        """Return the stored bytes of all parts; replicas count once."""
+        """Return the number of stored bytes of all parts, without replicas."""
         total = 0
         for part in self.parts.values():
             total += part.info.nbytes
@@ -110,11 +115,11 @@ class LazyTensor:
         sizes: Sequence[int] | None = None,
         device: str | torch.device = "cpu",
     ) -> torch.Tensor:
-        """Return the box at `offsets` of `sizes` (default: all), decoded, in the logical dtype.
+        """Return the box of `sizes` at `offsets` (default: all), decoded, in the logical dtype.
 
-        Only the stored bytes that the box needs are read. Raises ValueError where the box leaves
-        the tensor, PlanError CKM210 where the device is not here, RunError CKM310 where ranks have
-        saved other values of it.
+        Only the stored bytes that the box needs are read. Raises ValueError if the box leaves the
+        tensor, PlanError CKM210 if the device cannot be used, RunError CKM310 if ranks have saved
+        different values of the same part.
         """
         import torch
 
@@ -126,9 +131,12 @@ class LazyTensor:
         return out
 
     def require_replicas(self, boxes: Iterable[Box] | None = None) -> None:
-        """Raise RunError CKM310 where ranks that hold the same part of it have saved other values,
-        such as experts that each of them names alike; where only bytes can tell, those in `boxes`
-        of a dense tensor do."""
+        """Raise RunError CKM310 if ranks have saved different values of the same part.
+
+        That happens, for one, with experts to which every rank gave the same names. Where the bytes
+        must be read to compare replicas, only those in `boxes` of a dense tensor are (default:
+        all).
+        """
         for stored in self.beneath:
             within = None
             if stored.replicas and boxes is not None and stored is self.parts.get(""):
@@ -152,7 +160,8 @@ class LazyTensor:
         return cuts
 
     def read_scales(self) -> torch.Tensor:
-        """Return the scales of its codes, fp32; only for an encoding that is `Coded`."""
+        """Return the scales of its quantization codes, fp32; only for an encoding that is
+        `Coded`."""
         coded = self.encoding_
         assert isinstance(coded, Coded), f"{self.fqn}: {self.encoding} has no codes"
         parts = {
@@ -179,8 +188,12 @@ class LazyTensor:
         return out.to(device)
 
     def __getitem__(self, key: Index | tuple[Index, ...]) -> torch.Tensor:
-        """Like a tensor's: `w[3]`, `w[0:128]`, `w[:, 5]`, `w[..., 0]`; steps other than 1 are
-        refused, and so is what is neither an integer nor a slice."""
+        """Return the values at an index, as of a tensor: `w[3]`, `w[0:128]`, `w[:, 5]`, `w[...,
+        0]`.
+
+        Raises IndexError for an index out of range or a step other than 1, TypeError for an index
+        that is neither an integer nor a slice.
+        """
         offsets, sizes, squeeze = [], [], []
         for dim, item in enumerate(self._indices(key if isinstance(key, tuple) else (key,))):
             size = self.shape[dim]
@@ -211,7 +224,8 @@ class LazyTensor:
     def _whole(self, key: object) -> int:
         try:
             truth = isinstance(key, bool) or str(getattr(key, "dtype", "")).endswith("bool")
-            if not truth and not getattr(key, "ndim", 0):  # a tensor [1] keeps the dim of another
+            # A tensor of shape [1] has an index(), but as an index of a tensor it keeps the dim.
+            if not truth and not getattr(key, "ndim", 0):
                 return index(key)  # type: ignore[arg-type]
         except TypeError:
             pass

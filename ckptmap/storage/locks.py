@@ -1,8 +1,8 @@
-"""One writer a destination: a lock file that names its owner, taken over when the owner is dead.
+"""Lock a destination, so that only one process writes it: a lock file that names its owner.
 
-The file appears whole (a link to a finished one), so a reader never sees a torn owner. A lock of
-this host is stale when its process is gone, or when its number belongs to a younger process; a
-lock of another host is never taken over.
+The file appears complete (as a link to a finished file), so a reader never sees half of it. A lock
+is taken over if its owner is dead: if the process on this host is gone, or if its number now
+belongs to a younger process. A lock of another host is never taken over.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from shlex import quote
 from ckptmap.errors import DestinationError
 
 ATTEMPTS = 100
-"""Times to look again where the lock changes hands while we look."""
+"""How often taking the lock is tried again if other processes take and release it meanwhile."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process: `start` is its start time in clock ticks since boot (0 where unknown)."""
+    """The process that holds a lock.
+
+    start   its start time in clock ticks since boot; 0: unknown
+    token   a random text, which tells two locks of one process apart
+    """
 
     host: str
     pid: int
@@ -48,14 +52,17 @@ class Owner:
 
 
 class Lock:
-    """Held from `Lock(path, what)` until `release`. Raises DestinationError CKM305 where another
-    process holds it, OSError where the directory cannot be written."""
+    """A lock on `what` with the lock file `path`, held until `release`.
+
+    Raises DestinationError CKM305 if another process holds it, OSError if the directory cannot be
+    written.
+    """
 
     def __init__(self, path: Path, what: Path) -> None:
         self.path = path
         self.owner = Owner.this()
         _sweep(path)
-        # The owner is in the name too: whoever is killed before it writes leaves an empty file.
+        # The name has the owner too: a process killed before it writes leaves an empty file.
         who = self.owner
         made = path.with_name(f"{path.name}.{who.host}.{who.pid}.{who.start}.{who.token}")
         made.write_text(json.dumps(asdict(self.owner)))
@@ -70,7 +77,7 @@ class Lock:
                 return
             owner = read_owner(self.path)
             if owner is None:
-                time.sleep(0.01)  # just released, or being written where links are unknown
+                time.sleep(0.01)  # just released, or being written on a filesystem without links
             elif not owner.is_gone:
                 raise _held(what, owner, self.path)
             elif _replace(made, self.path, owner):
@@ -87,7 +94,7 @@ class Lock:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what processes left behind that were killed while they took the lock."""
+    """Remove the files of processes that were killed while they took the lock."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.*"):
         host, *numbers = left.name.removeprefix(f"{path.name}.").rsplit(".", 3)
         if len(numbers) == 3 and numbers[0].isdigit() and numbers[1].isdigit():
@@ -97,7 +104,7 @@ def _sweep(path: Path) -> None:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """Return the owner of a lock; None where there is none, or it cannot be read."""
+    """Return the owner of a lock; None if there is no lock file, or if it cannot be read."""
     try:
         value = json.loads(path.read_text())
         return Owner(str(value["host"]), int(value["pid"]), int(value["start"]), value["token"])
@@ -114,7 +121,7 @@ def _held(what: Path, owner: Owner, path: Path) -> DestinationError:
 
 
 def _link(made: Path, path: Path) -> bool:
-    """Make `path` appear whole. Return False where it exists."""
+    """Create `path` with the content of `made` in one step. Return False if it exists."""
     try:
         os.link(made, path)
     except FileExistsError:
@@ -127,7 +134,10 @@ def _link(made: Path, path: Path) -> bool:
 
 
 def _create(made: Path, path: Path) -> bool:
-    """Do the same on a filesystem without hard links."""
+    """Create `path` with the content of `made`, on a filesystem without hard links.
+
+    Returns False if it exists. For a moment other processes can see it empty.
+    """
     try:
         with path.open("x") as handle:
             handle.write(made.read_text())
@@ -137,9 +147,9 @@ def _create(made: Path, path: Path) -> bool:
 
 
 def _replace(made: Path, path: Path, stale: Owner) -> bool:
-    """Put our lock in the place of a stale one. Return False where another process was faster.
+    """Replace a stale lock by ours. Return False if another process was faster.
 
-    Contenders queue on the stale file itself (flock): whoever comes second finds another file.
+    All who try lock the stale file itself (flock): the second one then finds another file there.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -158,9 +168,10 @@ def _replace(made: Path, path: Path, stale: Owner) -> bool:
 
 
 def _start_time(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since boot; 0: unknown; None: no such process.
+    """Return the start time of a process in clock ticks since boot; 0: unknown; None: no such
+    process.
 
-    A zombie (ended, its parent has not waited for it yet) counts as no process.
+    A zombie (a process that has ended, but whose parent has not waited for it) counts as none.
     """
     try:
         os.kill(pid, 0)
@@ -169,7 +180,7 @@ def _start_time(pid: int) -> int | None:
     except PermissionError:
         pass
     try:
-        # proc(5): the name in parentheses may hold anything; state is field 3, start field 22.
+        # By proc(5) the name in parentheses may hold any text; the state is field 3, the start 22.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0

@@ -1,15 +1,16 @@
-"""Publish an output as a whole or not at all: it is written beside its destination, then renamed.
+"""Publish an output as a whole or not at all: write it beside its destination, then rename it.
 
     .NAME.ckptmap-lock           the process that writes NAME now
-    .NAME.ckptmap-DIGEST/        the work directory, beside the destination NAME for the rename
-        journal.jsonl            the chunks that are written
+    .NAME.ckptmap-DIGEST/        the work directory; beside NAME, because a rename cannot cross
+                                 filesystems
+        journal.jsonl            the units of work that are finished
         out/                     the output: a directory, or the one file in it
-        publishing               inode of the output: tells whether the rename happened
+        publishing               the inode of the output: tells whether the rename happened
         old                      the replaced output, where the system cannot exchange two paths
     .NAME.ckptmap-DIGEST.done/   a work directory that is being removed
 
-A run that fails leaves the destination as it was, and the work directory for the next run of the
-same plan. The next `WorkDirectory.open` repairs, under the lock, whatever a killed run left.
+A run that fails leaves the destination as it was, and keeps the work directory for the next run of
+the same plan. The next `WorkDirectory.open` takes the lock and repairs what a killed run left.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class WorkDirectory:
-    """A locked directory to write one output in: fill `out_dir`, then `publish`.
+    """A locked directory to write one output in: write into `out_dir`, then call `publish`.
 
-    Use it as a context. Leaving it releases the lock and keeps the work unless it was published.
+    Use it as a context. Leaving it releases the lock. The work is kept for the next run unless it
+    was published, or no unit of it was finished.
     """
 
     def __init__(self, dst: Path, path: Path, one_file: bool, overwrite: bool, lock: Lock) -> None:
@@ -48,18 +50,18 @@ class WorkDirectory:
         self.out_dir = path / "out"
         self.journal_path = path / "journal.jsonl"
         self.notes: tuple[str, ...] = ()
-        """Notes for the user: restored content, removed leftovers."""
+        """Notes for the user: what was restored or removed after a killed run."""
         self._lock = lock
 
     @classmethod
     def open(
         cls, dst: Path, plan_digest: str, one_file: bool, overwrite: bool, nbytes: int = 0
     ) -> WorkDirectory:
-        """Check and lock the destination, repair what a killed run left, make the directory.
+        """Check and lock the destination, repair what a killed run left, and make the directory.
 
-        `nbytes` is the size of the output, for the check of free space. Raises DestinationError
-        CKM301 the destination exists, CKM303 there is no space, CKM304 it cannot be written or must
-        not be replaced, CKM305 another process writes it.
+        `nbytes` is the size of the output, for the check of free space. Raises DestinationError:
+        CKM301 if the destination exists, CKM303 if there is no space, CKM304 if it cannot be
+        written or must not be replaced, CKM305 if another process writes it.
         """
         if dst.parts[:1] == ("hf:",):
             raise DestinationError(
@@ -82,7 +84,7 @@ class WorkDirectory:
         try:
             work = cls(dst, path, one_file, overwrite, lock)
             work.notes = tuple(_recover(dst, path))
-            check_destination(dst, one_file, overwrite)  # again: now nobody else changes it
+            check_destination(dst, one_file, overwrite)  # again, because only now it is locked
             check_space(dst.parent, nbytes, _allocated(work.out_dir))
             work.out_dir.mkdir(parents=True, exist_ok=True)
         except BaseException as error:
@@ -101,8 +103,8 @@ class WorkDirectory:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A run that was refused before it journaled any work must not keep reserved space. Failing
-        # to remove it is no error: the output is published, or an error is being raised already.
+        # A run that was refused before it journaled any work must not keep reserved disk space. A
+        # failure to remove it is ignored: the output is published, or another error is on its way.
         with contextlib.suppress(OSError):
             if self.path.exists() and (isinstance(error, DestinationError) or error is None):
                 self._drop_if_nothing_done()
@@ -110,21 +112,21 @@ class WorkDirectory:
             self._lock.release()
 
     def _drop_if_nothing_done(self) -> None:
-        journals = self.path.glob("journal*.jsonl")  # one a rank
+        journals = self.path.glob("journal*.jsonl")  # one for each rank
         if all(journal.read_bytes().count(b"\n") <= 1 for journal in journals):
             _discard(self.path)
 
     def discard(self) -> None:
-        """Remove what was written: another plan takes its place."""
+        """Remove the work directory, because another plan replaces this one."""
         _discard(self.path)
 
     def publish(self, sync: bool = True) -> None:
         """Sync all files, then move the output to the destination by one rename.
 
-        Without `sync` processes still see all or nothing, but a power cut may not leave it so.
-        Raises DestinationError CKM301 where something appeared at the destination meanwhile,
-        RunError CKM306 where syncing or renaming fails: the work is then kept, and the destination
-        is as it was.
+        Without `sync` other processes still see all of it or nothing, but after a power cut some
+        files may be incomplete. Raises DestinationError CKM301 if something appeared at the
+        destination meanwhile, RunError CKM306 if syncing or renaming fails: then the work is kept,
+        and the destination is as it was.
         """
         content = self.out_dir
         try:
@@ -160,9 +162,9 @@ class WorkDirectory:
             if not _renameat2(content, self.dst, _EXCHANGE):
                 self._two_renames(content)
         elif not self.one_file:
-            os.rename(content, self.dst)  # of a directory: fails unless absent or empty
+            os.rename(content, self.dst)  # fails unless `dst` is absent or empty
         elif not _renameat2(content, self.dst, _NOREPLACE):
-            os.link(content, self.dst)  # fails where it exists
+            os.link(content, self.dst)  # fails if `dst` exists, which a rename does not
             content.unlink()
 
     def _two_renames(self, content: Path) -> None:
@@ -179,7 +181,7 @@ class WorkDirectory:
 
 
 def _recover(dst: Path, mine: Path) -> Iterator[str]:
-    """Repair what killed runs left; yield notes about it. The caller holds the lock."""
+    """Repair what killed runs left, and yield notes about it. The caller holds the lock."""
     pattern = re.compile(re.escape(f".{dst.name}.ckptmap-") + r"[0-9A-Za-z]{12}(\.done)?")
     for work in sorted(dst.parent.iterdir()):
         if not pattern.fullmatch(work.name) or work.is_symlink() or not work.is_dir():
@@ -208,9 +210,9 @@ def _recover(dst: Path, mine: Path) -> Iterator[str]:
 
 
 def clear_published(dst: Path, plan_digest: str, sync: bool) -> Iterator[str]:
-    """Remove what a run of this plan left that was killed just after it published; yield notes.
+    """Remove the work directory of a run of this plan that was killed just after it published.
 
-    Does nothing where another process holds the lock: that one removes it.
+    Yields notes. Does nothing if another process holds the lock: that process removes it.
     """
     dst = Path(os.path.abspath(dst))  # noqa: PTH100 (as `WorkDirectory.open` names it)
     work = _work_path(dst, plan_digest)
@@ -249,7 +251,8 @@ def _removed(work: Path) -> str:
 
 
 def _discard(work: Path) -> None:
-    """Remove a work directory. It is renamed first: the next run would misread half of one."""
+    """Remove a work directory. It is renamed first, because a next run would misread half of
+    one."""
     done = work.with_name(work.name + _DONE)
     shutil.rmtree(done, ignore_errors=True)
     os.rename(work, done)
@@ -272,12 +275,12 @@ def _files(directory: Path) -> Iterator[str]:
 
 
 def _allocated(directory: Path) -> int:
-    """Return the bytes that an earlier run has reserved."""
+    """Return the bytes of disk space that the files of a directory take."""
     return sum(os.lstat(file).st_blocks * 512 for file in _files(directory))
 
 
 def sync_tree(path: Path) -> None:
-    """Sync one file; or every file below, then every directory, innermost first."""
+    """Sync one file, or every file below a directory and then every directory, innermost first."""
     if not path.is_dir():
         _sync(path)
         return
@@ -296,7 +299,11 @@ def _sync(path: str | Path) -> None:
 
 
 def _renameat2(old: Path, new: Path, flags: int) -> bool:
-    """Rename with flags; return False where the system or the filesystem does not support them."""
+    """Rename with flags of renameat2(2).
+
+    Returns False if the system or the filesystem does not support them. Raises DestinationError
+    CKM301 if `new` exists and must not be replaced, OSError for other failures.
+    """
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
