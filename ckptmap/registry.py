@@ -1,10 +1,11 @@
-"""The registry of formats, layouts, encodings and setups: one line each, loaded when first needed.
+"""The registry of formats, layouts, encodings and setups: one line each, imported when first
+needed.
 
-An entry point of group `ckptmap.containers`, `ckptmap.directories`, `ckptmap.writers`,
-`ckptmap.layouts`, `ckptmap.schemes`, `ckptmap.key_forms`, `ckptmap.unflatteners`,
-`ckptmap.live_forms`, `ckptmap.optimizer_families` or `ckptmap.setups`
-names an object of the protocol of that name. Objects of entry points are asked before ours: a format
-that stores a zip of its own is told from torch's only by the code that knows more of it.
+Other packages add to it by entry points. An entry point of the group `ckptmap.containers`,
+`ckptmap.directories`, `ckptmap.writers`, `ckptmap.layouts`, `ckptmap.schemes`, `ckptmap.key_forms`,
+`ckptmap.unflatteners`, `ckptmap.live_forms`, `ckptmap.optimizer_families` or `ckptmap.setups` names
+a class or an object of the protocol of that name. Objects of entry points are asked before those of
+this package: only the code of a format based on torch's zip can tell that format from torch's own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, cast
 
 from ckptmap.protocols import Container, Directory, Layout, Place, Scheme, Setup, Writer
 
-CONTAINERS = (  # asked in this order: a directory's own marks before what its files look like
+CONTAINERS = (  # asked in this order: formats with marks of their own before more general ones
     "ckptmap.formats.megatron.dcp_reader:DcpMegatron",
     "ckptmap.formats.dcp.reader:Dcp",
     "ckptmap.formats.huggingface.format:HfDirectory",
@@ -60,7 +61,7 @@ KEY_FORMS = (  # of optimizer state, asked in this order
     "ckptmap.optim.keys_by_index:ByIndex",
     "ckptmap.optim.keys_by_fqn:ByFqn",
 )
-UNFLATTENERS = (  # one after the other: the optimizer's goes by what became of the weights
+UNFLATTENERS = (  # applied in this order: the optimizer's needs the unflattened weights
     "ckptmap.sharding.flat_param:FlatParams",
     "ckptmap.optim.fsdp1_raw_state:FlatOptimizer",
 )
@@ -105,7 +106,7 @@ LIVE_FORMS = (  # of quantized weights in a live model, asked in this order
     "ckptmap.live.quantized.int8_training:TrainedInt8Form",
     "ckptmap.live.quantized.int8:Int8Form",
 )
-OPTIMIZER_FAMILIES = (  # of live optimizers, asked in this order: the last one takes any
+OPTIMIZER_FAMILIES = (  # of live optimizers, asked in this order: the last one accepts any
     "ckptmap.live.optimizer.torchao_adam:TorchaoAdam",
     "ckptmap.live.optimizer.bnb:ADAM",
     "ckptmap.live.optimizer.bnb:ADEMAMIX",
@@ -130,9 +131,10 @@ def _load(spec: str) -> Any:
 
 @cache
 def _has_third_party() -> bool:
-    """Does any installed distribution have entry points of ours?
+    """Return whether any installed distribution has entry points of a ckptmap group.
 
-    A look into the files is ten times faster than importlib.metadata, which is asked only then.
+    This search in the files is ten times faster than importlib.metadata, which is used only after
+    it.
     """
     return any(
         b"[ckptmap." in file.read_bytes()
@@ -158,7 +160,7 @@ def _all(specs: Iterable[str], group: str) -> Iterator[Any]:
 
 
 def container_for(place: Place) -> Container | None:
-    """Return the container that claims the place; None: none does."""
+    """Return the file format that claims the place; None if none does."""
     for container in _all(CONTAINERS, "containers"):
         if container.claims(place):
             return cast(Container, container)
@@ -166,7 +168,10 @@ def container_for(place: Place) -> Container | None:
 
 
 def directory_for(place: Place) -> Directory | None:
-    """Return the framework whose directory the place is, asked before any container; None: none's."""
+    """Return the framework that claims the place as its directory; None if none does.
+
+    Frameworks are asked before containers, because their directories hold containers.
+    """
     for directory in _all(DIRECTORIES, "directories"):
         if directory.claims(place):
             return cast(Directory, directory)
@@ -174,7 +179,7 @@ def directory_for(place: Place) -> Directory | None:
 
 
 def knows(place: Place) -> bool:
-    """Is the place a checkpoint, by its structure?"""
+    """Return whether any framework or format recognizes the place as a checkpoint."""
     return directory_for(place) is not None or container_for(place) is not None
 
 
@@ -187,27 +192,30 @@ def layouts() -> tuple[Layout, ...]:
 
 
 def unflatteners() -> tuple[Any, ...]:
-    """Return the unflatteners; `ckptmap.sharding.reference_model.unflatteners` returns them typed."""
+    """Return the unflatteners; `ckptmap.sharding.reference_model.unflatteners` has their type."""
     return tuple(_all(UNFLATTENERS, "unflatteners"))
 
 
 def key_forms() -> tuple[Any, ...]:
-    """Return the key forms of optimizer state; `ckptmap.optim.state.key_forms` returns them typed."""
+    """Return the key forms of optimizer state; `ckptmap.optim.state.key_forms` has their type."""
     return tuple(_all(KEY_FORMS, "key_forms"))
 
 
 def live_forms() -> tuple[Any, ...]:
-    """Of `ckptmap.live.model.live_form.LiveForm`, which `live_forms` there gives typed."""
+    """Return the live forms; `ckptmap.live.model.live_form.live_forms` has their type."""
     return tuple(_all(LIVE_FORMS, "live_forms"))
 
 
 def optimizer_families() -> tuple[Any, ...]:
-    """Of `ckptmap.live.optimizer.base.Family`, of which `family_of` picks one."""
+    """Return the families of live optimizers (`ckptmap.live.optimizer.base.Family`)."""
     return tuple(_all(OPTIMIZER_FAMILIES, "optimizer_families"))
 
 
 def runner() -> Callable[..., Any]:
-    """What executes a plan: `ckptmap.operations.convert.run`, which stands above plans."""
+    """Return the function that executes a plan: `ckptmap.operations.convert.run`.
+
+    It is loaded by name, because planning may not import operations.
+    """
     return cast(Callable[..., Any], _load(RUNNER))
 
 

@@ -1,7 +1,7 @@
-"""`--to SETUP[-ENCODING]`: a name parsed into registered values.
+"""Parse the value of `--to`, SETUP[-ENCODING], into a registered setup and encoding scheme.
 
-fsdp2-nf4 -> setup fsdp2 (DCP directory, cut over ranks) with scheme nf4
-hf        -> setup hf, encodings as they are
+    fsdp2-nf4 -> setup fsdp2 (DCP directory, sharded over ranks) with the scheme nf4
+    hf        -> setup hf; encodings stay as they are
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Aim", "names", "parse"]  # fmt: skip
 
 @dataclass(frozen=True)
 class Aim:
-    """The value of `--to`: a setup, and a scheme to encode with; None: encodings stay as they are."""
+    """The parsed value of `--to`: a setup, and the scheme to encode with (None: no change)."""
 
     text: str
     setup: Setup
@@ -26,7 +26,10 @@ class Aim:
 
 
 def parse(text: str) -> Aim:
-    """Return the setup and scheme of a `--to` value. Raises PlanError CKM201 with the nearest name."""
+    """Return the setup and scheme of a `--to` value.
+
+    Raises PlanError CKM201, with the nearest name as its hint, if there is no such setup.
+    """
     name = str(text).strip().lower()
     for setup in sorted(registry.setups(), key=lambda s: -len(s.name)):
         if name == setup.name:
@@ -40,7 +43,7 @@ def parse(text: str) -> Aim:
 
 
 def names() -> list[str]:
-    """Return every value that `--to` takes."""
+    """Return every value that `--to` accepts."""
     suffixes = [scheme.suffix for scheme in registry.schemes() if scheme.suffix]
     return [
         name

@@ -1,7 +1,7 @@
-"""Values that describe tensors without holding them: boxes, regions of files, chunks, records.
+"""Values that describe tensors without their data: shapes, boxes, and the places of bytes in files.
 
-Nothing here reads a file or imports torch. Sizes and offsets count elements, everything named
-`nbytes`, `offset` (of a region) or `strides` (of a region) counts bytes.
+Nothing here reads a file or imports torch. `sizes` and `offsets` count elements; `nbytes`, and the
+`offset` and `strides` of a region of a file, count bytes.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ FLOATING = frozenset(
 BUFFERS = (
     "inv_freq", "original_inv_freq", "running_mean", "running_var", "e_score_correction_bias",
 )  # fmt: skip
-"""Last segments of names that are buffers in every model known: floating, yet never sharded."""
+"""Last segments of the FQNs of buffers in every known model: floating, but never sharded."""
 
 PARAMETERS = ("weight", "bias")
-"""Last segments of names that are parameters in every model known."""
+"""Last segments of the FQNs of parameters, in every known model."""
 
 Path: TypeAlias = tuple[str | int, ...]
-"""Where a leaf sits in the nested state dict: `("model", "layers.0.weight")`."""
+"""The keys that lead to a leaf of a nested state dict: `("model", "layers.0.weight")`."""
 
 
-# Boxes, regions, chunks and extents are tuples: there may be 100,000 of each, and a frozen
-# dataclass takes four times as long to make.
+# Boxes, regions, chunks and extents are tuples, because there may be 100,000 of each, and a frozen
+# dataclass takes four times as long to create.
 
 
 class Box(NamedTuple):
-    """A rectangular part of a tensor: `offsets` and `sizes` in elements, one of each a dim."""
+    """A rectangular part of a tensor: `offsets` and `sizes` in elements, one each for each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -67,14 +67,14 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def lies_in(self, shape: Sequence[int]) -> bool:
-        """Is the box not empty, and does it lie in a tensor of this shape?"""
+        """Return whether the box is not empty and lies inside a tensor of this shape."""
         for offset, size, limit in zip(self.offsets, self.sizes, shape, strict=True):
             if offset < 0 or size <= 0 or offset + size > limit:
                 return False
         return True
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the box that both share, in the same coordinates; None: it is empty."""
+        """Return the box of the elements that both share, in the same coordinates, or None."""
         lows = []
         sizes = []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
@@ -93,12 +93,12 @@ class Box(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _whole(shape: tuple[int, ...]) -> Box:
-    """Return the box of a whole tensor, cached: most tensors of a model have one of a few shapes."""
+    """Return the box of a whole tensor, cached: most tensors of a model have one of few shapes."""
     return Box((0,) * len(shape), shape)
 
 
 def contiguous_strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return row-major strides in bytes: [2, 3] of 4 bytes -> (12, 4)."""
+    """Return the row-major strides in bytes: sizes [2, 3], itemsize 4 -> (12, 4)."""
     return _strides(tuple(sizes), itemsize)
 
 
@@ -119,7 +119,7 @@ def _reach(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> i
 
 
 class Region(NamedTuple):
-    """A strided rectangle of elements inside one file: `strides` in bytes, one a dim."""
+    """A strided rectangle of elements inside one file: `strides` in bytes, one for each dim."""
 
     file: str
     offset: int
@@ -152,14 +152,14 @@ class Region(NamedTuple):
         return True
 
     def crop(self, box: Box) -> Region:
-        """Return the region of a part; `box` is relative to this region."""
+        """Return the region of the part `box`, whose offsets are relative to this region."""
         start = sum(o * s for o, s in zip(box.offsets, self.strides, strict=True))
         return Region(self.file, self.offset + start, box.sizes, self.strides, self.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Shape in elements and dtype by torch's name (`"bfloat16"`)."""
+    """The shape and dtype of a tensor; the dtype is torch's name for it (`"bfloat16"`)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -183,7 +183,7 @@ class TensorInfo:
 class Chunk(NamedTuple):
     """A stored part of a tensor: its box, and the region of a file that holds its bytes.
 
-    `crc32` is the container's own checksum where it covers exactly these bytes, else None.
+    `crc32` is the checksum that the file format states for exactly these bytes, else None.
     """
 
     box: Box
@@ -192,8 +192,8 @@ class Chunk(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """All bytes of a tensor in row-major order, one after another from `offset` of `file`: how
-    nearly every tensor lies. `crc32` as in a Chunk."""
+    """The place of a tensor whose bytes are contiguous in one file, from byte `offset` on: that of
+    nearly every tensor. `crc32` is as in a Chunk."""
 
     file: str
     offset: int
@@ -201,12 +201,12 @@ class Extent(NamedTuple):
 
 
 FEW_CHUNKS = 16
-"""Up to this many chunks a scan of all is quicker than a search."""
+"""Up to this many chunks, a scan of all of them is faster than a search."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Chunks sorted along the dim that has most cuts, to find those near a box by bisection."""
+    """Chunks sorted along the dim with the most cuts, to find those near a box by bisection."""
 
     dim: int
     chunks: Sequence[Chunk]
@@ -231,10 +231,10 @@ Places: TypeAlias = Extent | Sequence[Chunk]
 
 
 class StoredTensor:
-    """A tensor as it lies in files: chunks that tile it, and replicas that must agree with them.
+    """A tensor as it is stored in files: chunks that tile it, and replicas that must equal them.
 
-    Its place is an extent, or chunks; or a function that returns one of them, called once when the
-    place is first needed: to find a chunk's bytes can cost a read that `inspect` does not need.
+    Its place is an extent, or chunks, or a function that returns one of these. The function is
+    called once, when the place is first needed, because it may have to read a header.
     """
 
     __slots__ = ("_place", "_search", "_share", "info", "replicas")
@@ -254,12 +254,12 @@ class StoredTensor:
 
     @property
     def share(self) -> object:
-        """A value equal for two tensors that are one view of one storage: a tie that the file states."""
+        """A value equal for two tensors that are one view of one storage, or None: a stated tie."""
         return self._share
 
     @property
     def place(self) -> Places:
-        """The extent or the chunks, as given; no chunk is made for a tensor that is one extent."""
+        """The extent or the chunks. Unlike `chunks`, this creates no chunk for an extent."""
         place = self._place
         if type(place) is Extent:
             return place
@@ -278,7 +278,7 @@ class StoredTensor:
 
     @property
     def extent(self) -> Extent | None:
-        """The one extent of all bytes; None: they lie in pieces, or not in row-major order."""
+        """The one extent of all bytes; None if they are in several, or not in row-major order."""
         place = self.place
         if type(place) is Extent:
             return place
@@ -304,7 +304,7 @@ class StoredTensor:
             yield common if whole else common.relative_to(box.offsets), region
 
     def near(self, box: Box) -> Sequence[Chunk]:
-        """Return the chunks that may share elements with `box`, without a scan of all if there are many."""
+        """Return the chunks that may share elements with `box`; by a search if there are many."""
         if len(self.chunks) < FEW_CHUNKS or not box.sizes:
             return self.chunks
         if self._search is None:
@@ -317,10 +317,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, eq=False)
 class Opaque:
-    """A pickled object of a class that is never called: an inert record of what the pickle says.
+    """A pickled object as an inert record: its class is never imported or called.
 
-    `args` are what it would have been called with, `state` what it would have been given
-    (usually a dict of attributes), `info` the outer shape and dtype of a tensor subclass.
+    `args` are the arguments of the call that the pickle asks for, `state` the state that it would
+    set (usually a dict of attributes), `info` the outer shape and dtype of a tensor subclass.
     """
 
     module: str
@@ -335,12 +335,12 @@ class Opaque:
 
     @property
     def is_empty(self) -> bool:
-        """Is it a tensor on the meta device? torch saves no values of an offloaded model."""
+        """Whether it is a tensor on the meta device: torch saves no values of such a tensor."""
         return self.class_name == "torch._utils._rebuild_meta_tensor_no_storage"
 
     @property
     def is_unresolved(self) -> bool:
-        """Is it a view that torch conjugates or negates on use? torch saves the values before that."""
+        """Whether it is a view that torch conjugates or negates on use, and saves without that."""
         bits = self.args[-1] if self.args and self.module == "torch._utils" else None
         return isinstance(bits, dict) and bool(bits.get("conj") or bits.get("neg"))
 
@@ -350,15 +350,15 @@ class Opaque:
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor whose stored chunks are subclass objects: an NF4Tensor a rank, for one."""
+    """A tensor whose stored chunks are objects of a tensor subclass: one NF4Tensor of each rank."""
 
     info: TensorInfo
     pieces: tuple[tuple[Box, Opaque], ...]
 
 
 def as_inert(value: Opaque | StoredTensor) -> Opaque:
-    """Return a piece of a `Cut` as an Opaque. A plain tensor among subclass objects becomes one whose
-    state has the stored tensor under ""."""
+    """Return a piece of a `Cut` as an Opaque. A plain tensor becomes an Opaque whose state has the
+    stored tensor under ""."""
     if isinstance(value, Opaque):
         return value
     return Opaque("torch", "Tensor", state={"": value}, info=value.info)
@@ -373,8 +373,8 @@ class PerRank:
 
 @dataclass(frozen=True)
 class StateNote:
-    """A leaf that says of the optimizer state beside it how its parameters were named (`order`), or
-    why the state cannot be used (`refused`)."""
+    """A leaf that notes how the parameters of the optimizer state beside it were named (`order`),
+    or why that state cannot be used (`refused`)."""
 
     order: str = ""
     refused: str = ""
@@ -384,10 +384,10 @@ PlainValue: TypeAlias = (
     bool | int | float | complex | str | bytes
     | Sequence["Leaf"] | Set["Leaf"] | Mapping[Any, "Leaf"] | None
 )  # fmt: skip
-"""What a file can hold beside tensors. A container may hold other leaves in its turn."""
+"""A value that is no tensor. A list, set or dict may hold other leaves."""
 
 Leaf: TypeAlias = StoredTensor | Opaque | Cut | PerRank | StateNote | PlainValue
-"""What a state dict holds under one path."""
+"""A value that a state dict holds under one path."""
 
 
 def __getattr__(name: str) -> object:

@@ -92,8 +92,7 @@ class Geometry(NamedTuple):
     runs    the runs of rows along each tensor dim
     sizes   the shape that the local tensor must have; a size may be 0
     pieces  (box of the whole tensor, box of the local one with its elements), mostly a single pair
-    is_as_fsdp_cuts  whether the rows of strided shards are those that FSDP2 really holds. FSDP2
-    cuts
+    is_as_fsdp_cuts  whether the rows of strided shards are those that FSDP2 really holds. It cuts
             the part that TP leaves, mesh dims from right to left, by torch.chunk; the placements
             describe the same rows only where the sizes divide evenly (pytorch#161368)
     """
@@ -174,8 +173,7 @@ def _pieces(dims: Sequence[Runs]) -> tuple[tuple[Box, Box], ...]:
 
 
 def cut_runs(runs: Runs, parts: int, index: int, split: int = 1) -> Runs:
-    """Return part `index` of `parts` of the rows; with `split`, that part of each of `split`
-    pieces.
+    """Return part `index` of `parts` of the rows; with `split`, of each of `split` pieces of them.
 
     Example: of 8 rows over 2 parts with split 2, part 0 holds rows 0-1 and 4-5. The rule is that of
     torch's `_StridedShard`.

@@ -142,8 +142,7 @@ class OutputFile:
         self._write(offset + head + done, data[head + done :])
 
     def _write_direct(self, offset: int, data: memoryview) -> int:
-        """Write by O_DIRECT. Return the bytes written: fewer than all if the filesystem refuses
-        it."""
+        """Write by O_DIRECT. Return the bytes written: fewer if the filesystem refuses it."""
         done = 0
         while done < data.nbytes and self._direct is not None and not self._declined:
             try:

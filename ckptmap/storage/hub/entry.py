@@ -1,4 +1,4 @@
-"""One file of a repository: its path, size and hash, and whether a local file is the same."""
+"""One file of a Hugging Face repository: its path, size and hash, to compare with a local file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of the tree: `sha256` where it is stored as LFS or xet, else Git's own SHA-1."""
+    """A file in the tree of a repository.
+
+    sha256     its hash if it is stored by LFS or xet, else None
+    git_sha1   the hash of its Git blob (for LFS that of the pointer)
+    xet        whether the Hub stores it on xet
+    """
 
     path: str
     nbytes: int
@@ -23,7 +28,7 @@ class Entry:
         return self.sha256 or self.git_sha1
 
     def is_in(self, file: str | Path) -> bool:
-        """Return True if the local file has this size and hash."""
+        """Return True if the local file has the size and hash of this one."""
         if os.stat(file).st_size != self.nbytes:
             return False
         with Path(file).open("rb") as stream:

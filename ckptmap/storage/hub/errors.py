@@ -1,7 +1,7 @@
-"""What huggingface_hub raises, as one line with the next command.
+"""Turn errors of huggingface_hub into errors of one line, with the next command as the hint.
 
-The Hub answers 401 or 404 for a repository that is missing and for one that may not be seen, so
-that what is said depends on whether a token was sent.
+The Hub answers 401 or 404 both for a repository that is missing and for one that the user may not
+see. So the text of the error depends on whether a token was sent.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any
 from ckptmap.errors import CkptmapError, SourceError
 
 Kind = type[CkptmapError]
-"""What to raise: SourceError or DestinationError before anything is done, RunError while working."""
+"""The class to raise: SourceError or DestinationError before any work, RunError during the work."""
 
 
 @contextmanager
 def told(repo: str, kind: Kind = SourceError, doing: str = "") -> Iterator[None]:
-    """Turn any failure of huggingface_hub inside into an error of ours about `repo`."""
+    """Turn any failure of huggingface_hub in the block into a `kind` about `repo`.
+
+    `doing` is the step for the text of the error: "listing its files". Other errors pass unchanged.
+    """
     try:
         yield
     except CkptmapError:
@@ -28,13 +31,13 @@ def told(repo: str, kind: Kind = SourceError, doing: str = "") -> Iterator[None]
         said = _said(error, f"hf://{repo}", kind, doing)
         if said is None:
             raise
-        if "xet" in str(error).lower():  # its token, or its store, by their URLs
+        if "xet" in str(error).lower():  # the URL of its token or of its store
             said.hint += "; to go without xet: HF_HUB_DISABLE_XET=1"
         raise said from error
 
 
 def _said(error: BaseException, where: str, kind: Kind, doing: str) -> CkptmapError | None:
-    """None: it is no failure of the network or the Hub."""
+    """Return the error to raise; None if it is no failure of the network or the Hub."""
     from huggingface_hub import errors as hub
 
     seen = _innermost(error)
@@ -77,7 +80,7 @@ def _said(error: BaseException, where: str, kind: Kind, doing: str) -> CkptmapEr
     if isinstance(seen, hub.HFValidationError):
         return kind("CKM701", f"{where}: is no name that the Hub takes: {_line(seen)}", "check it")
     if doing and isinstance(seen, OSError | ValueError | RuntimeError):
-        # huggingface_hub and hf_xet say so where an answer is not what was agreed on.
+        # huggingface_hub and hf_xet raise these if an answer breaks the protocol.
         return kind(
             "CKM708", f"{where}: {doing} failed: {_line(seen)}", "run the same command again"
         )
@@ -85,8 +88,11 @@ def _said(error: BaseException, where: str, kind: Kind, doing: str) -> CkptmapEr
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The failure behind those that huggingface_hub wraps around it: a lookup that fell back to
-    the cache (an HfHubHTTPError itself before 1.0), an upload in a thread."""
+    """Return the failure behind those that huggingface_hub wraps around it.
+
+    It wraps the failure of a lookup that fell back to the cache (before 1.0 in an HfHubHTTPError),
+    and that of an upload in a thread.
+    """
     from huggingface_hub.errors import (
         HfHubHTTPError,
         LocalEntryNotFoundError,
@@ -105,8 +111,11 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _is_network(error: BaseException) -> bool:
-    """Whatever HTTP library huggingface_hub uses (requests, httpx, httpx2), its errors stand above
-    HfHubHTTPError."""
+    """Return whether an error is one of the network.
+
+    Whichever HTTP library huggingface_hub uses (requests, httpx, httpx2), the base class of the
+    library's errors is a base class of HfHubHTTPError.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     above = [kind for kind in HfHubHTTPError.__mro__ if kind.__module__ != "builtins"]
@@ -151,12 +160,12 @@ def _answered(error: BaseException, where: str, kind: Kind, doing: str) -> Ckptm
 
 
 def _status(error: BaseException) -> int:
-    """Of the answer that it is raised for; 0: there was none."""
+    """Return the HTTP status of the answer behind an error; 0 if there was none."""
     return int(getattr(getattr(error, "response", None), "status_code", 0))
 
 
 def has_token() -> bool:
-    """Is there a token to send, from HF_TOKEN or a login?"""
+    """Return whether there is a token to send, from HF_TOKEN or a login."""
     from huggingface_hub import get_token
 
     return get_token() is not None

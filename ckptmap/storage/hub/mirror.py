@@ -1,10 +1,11 @@
-"""A mirror: a local directory with a placeholder (name and size, no content) for each repository file.
+"""Mirror a Hugging Face repository as a local directory of placeholders: names and sizes, no
+content.
 
-It looks as a download would. Bytes are fetched when `ckptmap.storage.files` asks for them, and only
-those: a header by range, a whole file once it is converted. Bytes that were read by range are kept
-in the placeholder (a sparse file in the temporary directory). Whole files are kept in
-huggingface_hub's cache; with --low-disk, in a directory of the run. A hole is never read: missing
-bytes are fetched, or refused.
+The directory looks like a download. Bytes are fetched only when `ckptmap.storage.files` reads them:
+a header by a range request, a whole file when it is converted. Ranges are kept in the placeholder,
+which is a sparse file in the temporary directory. Whole files are kept in huggingface_hub's cache,
+or, with --low-disk, in a directory of the run. The holes of a placeholder are never read: missing
+bytes are fetched first.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from ckptmap.storage.hub.repo import READ_NBYTES, Repo
 from ckptmap.storage.hub.uri import HubName
 
 BLOCK = 64 << 10
-"""Bytes fetched at least: one request brings most safetensors headers whole."""
+"""The least bytes of a range request: one request returns most safetensors headers whole."""
 SMALL_BLOCK = 4 << 10
-"""The same in the midst of a file, where a few bytes stand before each tensor's values."""
+"""The least bytes in the middle of a file, where a small header stands before each tensor."""
 KEPT_NBYTES = 4 << 20
-"""Reads above this are values: they go where they are wanted and are not kept."""
+"""Larger reads are tensor values: they go to the reader's buffers and are not kept."""
 AT_ONCE = 8
-"""Shards whose headers are asked for at the same time."""
+"""Shards whose headers are requested at the same time."""
 SHARD = re.compile(r"(?P<stem>.+)-\d+-of-(?P<count>\d+)(?P<suffix>\.\w+)")
 
 
@@ -45,7 +46,7 @@ class _Ranges:
         self.spans: list[tuple[int, int]] = []
 
     def missing(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of start..stop that were not fetched."""
+        """Yield the parts of start..stop that were not fetched yet."""
         for low, high in self.spans:
             if high <= start or low >= stop:
                 continue
@@ -108,7 +109,7 @@ class Mirror:
     def entry(self, file: str) -> Entry:
         return self._files[file].entry
 
-    # ------------------------------------------------------------------ what files asks
+    # ------------------------------------------- the FileSystem protocol of storage.file_systems
 
     def fingerprint(self, file: str) -> Fingerprint | None:
         """Return a fingerprint by content, the same on every machine; None: `file` is a folder."""
@@ -122,8 +123,12 @@ class Mirror:
         return None if found is None else found.held
 
     def fetch(self, file: str, into: Path | None = None) -> str:
-        """Fetch the whole file, verify it, and return its path: in huggingface_hub's cache, or `into`.
-        Raise RunError CKM709 where what was read of it by range is not in it."""
+        """Fetch the whole file and verify it; return its path in huggingface_hub's cache, or
+        `into`.
+
+        Raises RunError CKM709 if bytes that were read by range before differ from those of the
+        file.
+        """
         found = self._files[file]
         with found.lock:
             if found.held is None:
@@ -136,7 +141,7 @@ class Mirror:
             return found.held
 
     def fetch_all(self, files: Sequence[str], into: Path | None) -> None:
-        """Fetch these files. Raise RunError CKM710 where they do not fit on the disk."""
+        """Fetch these files whole. Raises RunError CKM710 if they do not fit on the disk."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
         found = [self._files[file] for file in files]
@@ -155,7 +160,7 @@ class Mirror:
             self.fetch(file, into)
 
     def close(self) -> None:
-        if os.getpid() == self._pid:  # not in a process that was forked off
+        if os.getpid() == self._pid:  # a forked process must not remove the files of its parent
             shutil.rmtree(self.root.parent, ignore_errors=True)
 
     def discard(self, file: str) -> None:
@@ -167,7 +172,10 @@ class Mirror:
                 found.held, found.staged = None, False
 
     def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers by range requests. Raise RunError CKM308 for bytes past the end."""
+        """Fill the buffers, by range requests for bytes that are not kept.
+
+        Raises RunError CKM308 for bytes past the end of the file.
+        """
         found = self._files[file]
         wanted = sum(buffer.nbytes for buffer in buffers)
         if offset < 0 or offset + wanted > found.entry.nbytes:
@@ -210,7 +218,7 @@ class Mirror:
             found.ranges.add(low, high)
 
     def _ahead(self, found: _File) -> None:
-        """Fetch the first blocks of all shards of a set at once, when the first of them is read."""
+        """Fetch the first block of every shard of a set at once, when one of them is read first."""
         match = SHARD.fullmatch(found.entry.path)
         if match is None or found.ranges.spans:
             return
@@ -226,7 +234,7 @@ class Mirror:
                 list(pool.map(self._first_block, kin))
 
     def _first_block(self, found: _File) -> None:
-        with found.lock, suppress(CkptmapError):  # whoever reads it will be told
+        with found.lock, suppress(CkptmapError):  # a later read of the shard raises it again
             self._bring(found, 0, min(BLOCK, found.entry.nbytes))
 
 
@@ -243,7 +251,7 @@ def _check_ranges(found: _File, held: str, origin: str) -> None:
                 )
 
 
-# ----------------------------------------------------------------------------- open ones
+# ----------------------------------------------------------------- the mirrors of this process
 
 _MIRRORS: dict[HubName, tuple[Mirror, Path]] = {}
 _LOCK = threading.Lock()
@@ -251,7 +259,10 @@ PREFIX = "ckptmap-hub-"
 
 
 def mirrored(name: HubName) -> tuple[Mirror, Path]:
-    """Return the mirror of a place on the Hub, and the path in it; each place has one a process."""
+    """Return the mirror of a place on the Hub, and the local path of the place in it.
+
+    There is one mirror for each place in a process.
+    """
     with _LOCK:
         if name not in _MIRRORS:
             _MIRRORS[name] = _made(name)
@@ -280,7 +291,7 @@ def _made(name: HubName) -> tuple[Mirror, Path]:
 
 
 def _sweep() -> None:
-    """Remove the mirrors that killed processes of this user left."""
+    """Remove the mirrors that killed processes of this user left behind."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         match = re.match(rf"{PREFIX}(\d+)-", left.name)
         with suppress(OSError):

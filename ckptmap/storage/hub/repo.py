@@ -1,7 +1,7 @@
-"""A repository at one commit: what it holds, ranges of its files, whole files that are verified.
+"""Read a Hugging Face repository at one commit: list it, read byte ranges, download verified files.
 
-All of it by huggingface_hub: its tokens, endpoint, retries, cache, xet. A revision is resolved to a
-commit once; everything after that asks for the commit.
+All requests go through huggingface_hub, with its tokens, endpoint, retries, cache and xet. A
+revision is resolved to a commit once; all later requests name the commit.
 """
 
 from __future__ import annotations
@@ -24,17 +24,22 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile, RepoFolder
 
 READ_NBYTES = 8 << 20
-"""Bytes asked for in one request, which huggingface_hub keeps in memory."""
+"""The most bytes of one request: huggingface_hub keeps the answer in memory."""
 MAX_NBYTES = 1 << 50
-"""Of one file; more than any store takes."""
+"""A larger size of a file is refused as false: no store takes such a file."""
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 RETRIED = (408, 429, 500, 502, 503, 504)
-"""Answers after which the same range is asked for again, by huggingface_hub's own waiting."""
+"""HTTP statuses after which huggingface_hub waits and requests the same range again."""
 
 
 @dataclass(frozen=True)
 class Repo:
-    """A repository at a commit. `renamed_from` is the name it was asked for by, if another."""
+    """A repository at a commit.
+
+    id            the name that the Hub gives: org/name
+    revision      the revision that the user named; "": the default branch
+    renamed_from  the name that the user gave, if the Hub has renamed the repository
+    """
 
     id: str
     commit: str
@@ -43,7 +48,10 @@ class Repo:
 
     @classmethod
     def find(cls, name: HubName) -> Repo:
-        """Raises SourceError CKM702 to 708: see `failures`."""
+        """Return the repository of a name, with its revision resolved to a commit.
+
+        Raises SourceError CKM702 to 708: see `errors`.
+        """
         from huggingface_hub import HfApi
         from huggingface_hub.errors import RevisionNotFoundError
 
@@ -60,8 +68,11 @@ class Repo:
         return cls(info.id, info.sha, name.revision, renamed)
 
     def tree(self, path: str = "", kind: Kind = SourceError) -> dict[str, Entry]:
-        """Every file below `path`, by its path in the repository. Raises `kind` where the Hub does
-        not answer, SourceError CKM716 for a name that would leave the directory."""
+        """Return every file below `path`, by its path in the repository.
+
+        Raises `kind` if the Hub does not answer, SourceError CKM716 for a path that would leave the
+        repository's directory and for an entry without a valid size and hash.
+        """
         from huggingface_hub import HfApi
 
         with told(self.id, kind, "listing its files"):
@@ -71,7 +82,7 @@ class Repo:
         return _entries(found, self.id)
 
     def at(self, path: str) -> Entry | None:
-        """The file at `path`; None: it is a folder. Raises SourceError CKM705."""
+        """Return the file at `path`; None for a folder. Raises SourceError CKM705 for neither."""
         from huggingface_hub import HfApi
 
         with told(self.id):
@@ -85,8 +96,10 @@ class Repo:
         return _entries(found, self.id).get(path)
 
     def read(self, entry: Entry, offset: int, nbytes: int) -> bytes:
-        """A range of a file, at most READ_NBYTES. Raises SourceError CKM709 where the answer is
-        another range."""
+        """Return `nbytes` (at most READ_NBYTES) of a file from `offset` on.
+
+        Raises SourceError CKM709 if the answer is another range.
+        """
         from huggingface_hub import hf_hub_url
         from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
         from huggingface_hub.utils import (  # type: ignore[attr-defined]
@@ -117,17 +130,19 @@ class Repo:
         return bytes(answer.content)
 
     def cached(self, entry: Entry) -> str | None:
-        """The file in huggingface_hub's cache, unverified; None: it is not there."""
+        """Return the path of the file in huggingface_hub's cache, unverified; None if absent."""
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(self.id, entry.path, revision=self.commit)
         return found if isinstance(found, str) else None
 
     def download(self, entry: Entry, local_dir: Path | None = None) -> str:
-        """The whole file, with the size and hash that the tree gives; kept in huggingface_hub's
-        cache or in `local_dir`. There one that a killed run began is continued. A copy that is
-        damaged is fetched once more. Raises RunError CKM709, and 702 to 710 where it cannot be
-        fetched."""
+        """Return the path of the whole file, verified by the size and hash that the Hub lists.
+
+        The file is kept in huggingface_hub's cache, or in `local_dir`, where a download that a
+        killed run began may be continued. A damaged copy is fetched once more. Raises RunError
+        CKM709 if that is damaged, too, and CKM702 to 710 if the file cannot be fetched.
+        """
         with told(self.id, RunError, f"fetching {entry.path}"):
             for force in (False, True):
                 path = self._fetched(entry, local_dir, force)
@@ -152,14 +167,17 @@ class Repo:
 
 @contextmanager
 def _with_cached(name: HubName) -> Iterator[None]:
-    """Where the Hub cannot be asked, a copy in the cache can still be given by its path."""
+    """Add to an error CKM706 (the Hub does not answer) the path of the copy in the cache, if any.
+
+    The user can then give that path in place of the name.
+    """
     from huggingface_hub import snapshot_download
 
     try:
         yield
     except SourceError as error:
         if error.code == "CKM706":
-            with suppress(Exception):  # there is none: whatever huggingface_hub says of that
+            with suppress(Exception):  # any error of huggingface_hub means: no copy in the cache
                 held = snapshot_download(
                     name.repo, revision=name.revision or None, local_files_only=True
                 )
@@ -168,7 +186,7 @@ def _with_cached(name: HubName) -> Iterator[None]:
 
 
 def _no_revision(name: HubName) -> SourceError:
-    """With the revisions that there are, as far as they can be asked for."""
+    """Return the error for a missing revision; it lists the branches and tags of the repository."""
     from huggingface_hub import HfApi
 
     with told(name.repo):
@@ -189,7 +207,8 @@ def _entries(found: list[RepoFile | RepoFolder], repo: str) -> dict[str, Entry]:
             continue  # a folder
         lfs = getattr(item, "lfs", None)
         nbytes, sha256 = (lfs.size, lfs.sha256) if lfs else (size, None)
-        xet = getattr(item, "xet_hash", None) is not None  # none says so before 1.x: then by HTTP
+        # huggingface_hub before 1.x does not tell it: such a file is downloaded by HTTP.
+        xet = getattr(item, "xet_hash", None) is not None
         entry = Entry(item.path, nbytes, sha256, getattr(item, "blob_id", ""), xet)
         _check(entry, repo)
         entries[item.path] = entry

@@ -1,4 +1,4 @@
-"""Resolve a path of the user: a local path stays as it is, hf://ORG/NAME becomes its local mirror."""
+"""Resolve a path that the user gave: hf://ORG/NAME becomes a local mirror, other paths stay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from ckptmap.storage.hub.uri import HubName, is_hub, parse
 
 @dataclass(frozen=True)
 class Located:
-    """A local path; `origin` is the place on the Hub with its commit, "" for a local path."""
+    """A local path, and where it comes from.
+
+    origin   the place on the Hub with its commit; "" for a path that was local
+    notes    notes for the user
+    """
 
     path: Path
     origin: str = ""
@@ -24,8 +28,11 @@ class Located:
 
 
 def locate(path: str | os.PathLike[str]) -> Located:
-    """Return the local path. A local path needs no request to the Hub. Raise SourceError CKM101 for an empty path,
-    which pathlib takes for the working directory, and CKM701 to 708, CKM716."""
+    """Return the local path of a path or of a place on the Hub.
+
+    A local path makes no request. Raises SourceError CKM101 for an empty path, which pathlib would
+    take for the working directory; CKM701 to 708 and CKM716 for a place on the Hub.
+    """
     argument_checks.path("path", path)
     if not os.fspath(path):
         raise SourceError("CKM101", "the path of a checkpoint is empty", "is a variable not set?")
@@ -43,7 +50,7 @@ def locate(path: str | os.PathLike[str]) -> Located:
 
 
 def local(path: str | None) -> str | None:
-    """Return the local path for the value of an option; a local value is returned unchanged."""
+    """Return the local path for the value of an option; None and local values are unchanged."""
     return str(locate(path).path) if path is not None and is_hub(path) else path
 
 
@@ -56,8 +63,11 @@ def silence() -> None:
 
 @contextmanager
 def named_as_asked() -> Iterator[None]:
-    """Rewrite errors of a command that writes nothing: they name files as the user does, not by the
-    mirror, and a failed fetch (RunError CKM7xx) is a SourceError."""
+    """Rewrite errors of a command that writes nothing.
+
+    They name files as the user does (hf://...), not by their path in the mirror, and a failed fetch
+    (RunError CKM7xx) becomes a SourceError.
+    """
     try:
         yield
     except CkptmapError as error:

@@ -1,7 +1,8 @@
 """Download a whole file from the Hub into a directory; continue where a killed run stopped.
 
-huggingface_hub itself continues after a lost connection. Since 1.18 each process begins a file
-again, and the bytes of a killed one are lost; its `http_get` takes an offset to continue from.
+huggingface_hub itself continues after a lost connection. But since 1.18 a new process begins each
+file again, and the bytes of a killed process are lost. So this module calls its `http_get`, which
+takes an offset to continue from.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def over_http(entry: Entry) -> bool:
 def continued(repo: str, commit: str, entry: Entry, directory: Path) -> str:
     """Download a file to its path below `directory`, and return that path; the hash is not checked.
 
-    A partial download lies beside it, named by its digest, and is continued. Raise what
-    huggingface_hub raises.
+    A partial download lies beside it, named by its digest, and is continued. Raises the errors of
+    huggingface_hub.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get

@@ -1,6 +1,6 @@
-"""`hf://org/name[@revision][/subfolder]`: a place on the Hub, as it is written where a path is.
+"""Parse `hf://org/name[@revision][/subfolder]`: a place on the Hub, written in place of a path.
 
-The form is that of huggingface_hub's own URIs: `refs/pr/N` is one revision, a slash in any other
+The form is that of huggingface_hub's own URIs: `refs/pr/N` is one revision; a slash in any other
 revision is written %2F.
 """
 
@@ -21,7 +21,12 @@ _OTHER_KINDS = ("datasets", "spaces", "kernels", "buckets")
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository, the revision asked for ("" the default branch) and a path in it ("" its root)."""
+    """A place on the Hub.
+
+    repo       org/name
+    revision   a branch, tag or commit; "": the default branch
+    path       a folder or file in the repository; "": its root
+    """
 
     repo: str
     revision: str = ""
@@ -36,13 +41,15 @@ class HubName:
 
 
 def is_hub(path: str | os.PathLike[str]) -> bool:
-    """Is it written as a place on the Hub? Nothing is asked of anybody. A pathlib.Path made of one
-    has lost a slash."""
+    """Return whether a path is written as a place on the Hub. Makes no request.
+
+    `hf:/org/name` counts too: pathlib.Path removes a slash.
+    """
     return os.fspath(path).startswith("hf:/")
 
 
 def parse(text: str) -> HubName:
-    """Raises SourceError CKM701 where it is no such name."""
+    """Return the place that a text names. Raises SourceError CKM701 if the text is malformed."""
     rest = text.removeprefix("hf:").strip("/").removeprefix("models/")
     owner, _, rest = rest.partition("/")
     if owner in _OTHER_KINDS:
@@ -60,7 +67,7 @@ def parse(text: str) -> HubName:
 
 
 def _cut_name(rest: str) -> tuple[str, str, str]:
-    """`name@rest` or `name/rest`, whichever comes first."""
+    """Return (name, "@" or "", rest) of `name@rest` or `name/rest`, whichever mark comes first."""
     match = re.match(r"([^@/]*)([@/]?)(.*)", rest, re.DOTALL)
     assert match is not None
     return match[1], "@" if match[2] == "@" else "", match[3]
