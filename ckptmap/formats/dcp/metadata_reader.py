@@ -94,6 +94,7 @@ class _Rows:
     lengths: Sequence[int]
 
     def items(self) -> dict[tuple[str, Offsets | None], Item]:
+        """Return (fqn, offsets of the chunk; None for a value) -> item."""
         found = {}
         for fqn, at, offset, nbytes in zip(
             self.fqns, self.like, self.offsets, self.lengths, strict=True

@@ -28,6 +28,7 @@ class Lightning:
     name = "lightning"
 
     def claims(self, place: Place) -> bool:
+        """Return True for a DCP directory with meta.pt."""
         return place.is_dir and {".metadata", META} <= {*place.names}
 
     def members(self, place: Place) -> Members:

@@ -106,9 +106,9 @@ class HfCarrier:
     ) -> tuple[dict[str, Sidecar], list[str]]:
         """Return name -> file, with a config.json that describes the written weights, and notes.
 
-        dtypes      dtypes of the written weights
+        dtypes      dtypes of the written matrices
         quantized   the `quantization_config` that the weights need
-        untied      output embeddings that are no longer equal to the input embedding
+        untied      output embeddings that are no longer tied to the input embedding
         """
         found = _files(siblings, beside)
         carried = {name: Sidecar.at(file) for name, file in found.items()}

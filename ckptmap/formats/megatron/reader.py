@@ -54,6 +54,7 @@ class _Rank:
     keys: Mapping[str, Leaf]
 
     def tensor(self, key: str) -> StoredTensor | None:
+        """Return this rank's part of a tensor of the model; None if `key` is no tensor."""
         found = self.tree.get(("model", key))
         return found if isinstance(found, StoredTensor) else None
 

@@ -64,6 +64,7 @@ class Template:
 
     @classmethod
     def of(cls, data: bytes, holes: Sequence[tuple[int, int]] = ()) -> Template:
+        """Return the template of a pickle with these holes, ascending; by default with none."""
         ends = [0, *(end for _, end in holes)]
         starts = [*(start for start, _ in holes), len(data)]
         segments = tuple([data[a:b] for a, b in zip(ends, starts, strict=True)])

@@ -362,6 +362,7 @@ def _str_op(text: str) -> bytes:
 
 
 def int_op(value: int) -> bytes:
+    """Return the shortest opcode of protocol 2 that pushes an integer."""
     if 0 <= value < 1 << 8:
         return b"K" + bytes([value])
     if 0 <= value < 1 << 16:
@@ -375,6 +376,7 @@ def int_op(value: int) -> bytes:
 
 
 def int_tuple(values: tuple[int, ...]) -> bytes:
+    """Return the opcodes that push a tuple of integers."""
     ops = b"".join(map(int_op, values))
     return ops + _TUPLES[len(values)] if len(values) < 4 else b"(" + ops + b"t"
 

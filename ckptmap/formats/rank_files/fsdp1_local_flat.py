@@ -47,6 +47,7 @@ class Flat:
 
     @property
     def shard_numel(self) -> int:
+        """Return the elements of each rank's shard, the zeros that fill it up included."""
         return -(-self.numel // self.world)
 
     def bounds(self, rank: int) -> tuple[int, int]:
@@ -55,6 +56,7 @@ class Flat:
         return low, min(low + self.shard_numel, self.numel)
 
     def add(self, tensor: OutTensor, aligned: bool) -> None:
+        """Append a tensor; `aligned` lets it begin at a multiple of 16 bytes."""
         if aligned:
             self._pad(ALIGNMENT_NBYTES // ITEMSIZE[self.dtype])
         self.members[tensor.path] = (tensor, self.numel)
@@ -67,11 +69,13 @@ class Flat:
             self.numel += gap
 
     def close(self, aligned: bool) -> None:
+        """End the flat parameter; `aligned` pads it to a multiple of the number of ranks."""
         if aligned:
             self._pad(self.world)
 
     @property
     def shards(self) -> Shards:
+        """Return (rank, offset, numel) of each shard that is not empty."""
         bounds = [(rank, *self.bounds(rank)) for rank in range(self.world)]
         return [(rank, low, high - low) for rank, low, high in bounds if high > low]
 
@@ -214,6 +218,7 @@ def whole(tensor: OutTensor, storages: list[Storage]) -> StorageTensor:
 
 
 def laid_out(name: str, pickle: bytes, storages: Sequence[Storage]) -> OutFile:
+    """Return the torch.save file of a pickle and storages, with a slot for each box of a tensor."""
     sizes = [(each.key, each.nbytes) for each in storages]
     layout = layout_zip(name.removesuffix(".pt"), pickle, sizes)
     slots = [

@@ -1,9 +1,9 @@
 """Build the objects of a flat ShardedTensor's pickle as torch 2.13 writes it, for
 `pickle.writer.dump`.
 
-FSDP1 saves a flat parameter with LOCAL_STATE_DICT as such a tensor: one dim, one shard per rank
-(`_local_post_state_dict_hook`, `init_from_local_shards`). torch loads it in a process group of the
-same world size only. Sources, below torch/distributed/_shard: sharded_tensor/api.py
+FSDP1 saves a flat parameter with LOCAL_STATE_DICT as such a tensor: one dim, and a shard on each rank
+that holds elements (`_local_post_state_dict_hook`, `init_from_local_shards`). torch loads it in a
+process group of the same world size only. Sources, below torch/distributed/_shard: sharded_tensor/api.py
 (`ShardedTensor.__getstate__`), sharded_tensor/metadata.py, metadata.py, sharding_spec.
 """
 

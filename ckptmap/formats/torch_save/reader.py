@@ -81,6 +81,7 @@ class ReadTensor(StoredTensor):
 
     @property
     def place(self) -> Places:
+        """Return where the tensor lies in the file. The first use reads a local header."""
         place: Places | None = self._place
         if place is None:
             place = self._place = _find(self.records, self.key, self.start, self.grid)
@@ -92,6 +93,7 @@ class ReadTensor(StoredTensor):
 
     @property
     def share(self) -> object:
+        """Return a value that is equal for tied tensors: those of the same bytes, shape and strides."""
         records, grid = self.records, self.grid
         return (records.file, records.base, self.key, self.start, grid.info.shape, grid.steps)
 
@@ -175,6 +177,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def make(cls, dtype: str, size: Any, stride: Any) -> Grid:
+        """Return the grid. Raise UnpicklingError for sizes or strides that are no integers >= 0."""
         if len(size) != len(stride) or not {*map(type, (*size, *stride))} <= {int}:
             raise UnpicklingError(f"malformed sizes {size!r:.60} or strides {stride!r:.60}")
         if min((*size, *stride), default=0) < 0:
