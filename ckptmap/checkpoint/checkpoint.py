@@ -198,7 +198,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self.index.world
 
     @property
-    def translated(self) -> Mapping[str, Any] | None:
+    def translated(self) -> Mapping[str, object] | None:
         """How its names were translated from another scheme's, as a manifest records it; None: they
         were not."""
         return None if self.translation is None else self.translation.record()

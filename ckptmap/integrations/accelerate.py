@@ -62,7 +62,7 @@ class _Installed:
 
     # ------------------------------------------------------------------ saving
 
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+    def save_state(self, *args: object, **kwargs: object) -> object:
         with _plain_names():
             return self._save(*args, **kwargs)
 
@@ -72,7 +72,7 @@ class _Installed:
 
     # ------------------------------------------------------------------ loading
 
-    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def load_state(self, input_dir: str | None = None, *args: object, **kwargs: object) -> object:
         """Load models and optimizers by `before_load`, and the rest by accelerate, where the directory
         is one of accelerate's."""
         owner = self._accelerator
@@ -86,7 +86,7 @@ class _Installed:
         finally:
             self._prepared = []
 
-    def before_load(self, models: list[Any], input_dir: str) -> None:
+    def before_load(self, models: list[object], input_dir: str) -> None:
         """Load from the directory that accelerate has chosen, and empty its list of models."""
         folder = Path(input_dir).expanduser()
         for one in self._prepared:
@@ -120,7 +120,7 @@ def _without(owner: Any, *names: str) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _plain(state: Any) -> Any:
+def _plain(state: Any) -> object:
     names = strip_wrappers(list(state), WHERE)
     return {plain: state[key] for key, plain in names.items()}
 

@@ -42,7 +42,7 @@ def save_planner(**options: Any) -> Any:
     return _save_class()(**options)
 
 
-def load_planner(max_memory: int = MAX_MEMORY, **options: Any) -> Any:
+def load_planner(max_memory: int = MAX_MEMORY, **options: Any) -> object:
     """Return a LoadPlanner; `options` are those of torch's DefaultLoadPlanner.
 
     ckptmap fills in place the tensors that are quantized in the live state dict or in the directory,
@@ -95,7 +95,7 @@ def _save_class() -> Any:
             self.plan = dataclasses.replace(plan, items=[*plan.items, *_items(self)])
             return self.plan
 
-        def lookup_object(self, index: Any) -> Any:
+        def lookup_object(self, index: Any) -> object:
             part = self.parts.get((index.fqn, _box(self, index)))
             return super().lookup_object(index) if part is None else part.detach()
 

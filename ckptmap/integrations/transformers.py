@@ -267,7 +267,7 @@ def resumed(
     return replace(report, names=named.names, inexact=(*report.inexact, *other)), step
 
 
-def _told(extra: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+def _told(extra: Mapping[str, object]) -> tuple[dict[str, object], int | None]:
     """Return (Trainer's own state, the step) of a checkpoint, each where it has one."""
     found = extra.get("trainer_state")
     known = dict(found) if isinstance(found, Mapping) else {}
@@ -298,7 +298,7 @@ def export(
             shutil.rmtree(live, ignore_errors=True)
 
 
-def _put_config(live: Path, model: Any) -> None:
+def _put_config(live: Path, model: object) -> None:
     """Save the model's config, if it has one, beside the weights, so that it is copied too."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):

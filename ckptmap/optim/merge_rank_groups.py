@@ -26,7 +26,7 @@ class _United:
     number: int
     settings: Mapping[str, object]
     is_named: bool
-    params: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, object] = field(default_factory=dict)
 
     def takes(self, number: int, group: Mapping[str, Any]) -> bool:
         alike = (self.number, self.is_named) == (number, NAMES in group)

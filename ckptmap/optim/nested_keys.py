@@ -54,7 +54,7 @@ def write_nested(
 ) -> list[tuple[Path, Any]]:
     """Return the leaves to write: state under `key(fqn)`, and groups as one list, or leaf by leaf if
     one holds a tensor."""
-    found: list[tuple[Path, Any]] = [
+    found: list[tuple[Path, object]] = [
         ((STATE, key(leaf.key), *leaf.name), leaf.value) for leaf in optimizer.leaves
     ]
     if not found:

@@ -119,7 +119,7 @@ class Optimizer:
         return self._by_key(lambda leaf: isinstance(leaf.value, LazyTensor))
 
     @cached_property
-    def values(self) -> dict[str, dict[str, Any]]:
+    def values(self) -> dict[str, dict[str, object]]:
         """Parameter -> state name -> value that is no tensor."""
         return self._by_key(lambda leaf: not isinstance(leaf.value, LazyTensor))
 
@@ -169,7 +169,7 @@ def _named(leaf: StateLeaf, fqn: str) -> StateLeaf:
     return StateLeaf(fqn, leaf.name, value)
 
 
-def _renamed(name: str, value: Any, params: list[str]) -> Any:
+def _renamed(name: str, value: Any, params: list[str]) -> object:
     return list(params) if name in (PARAMS, NAMES) else value
 
 
@@ -224,7 +224,7 @@ def _titled(value: object, path: Path) -> object:
     return value.named(".".join(map(str, path))) if isinstance(value, LazyTensor) else value
 
 
-def _put(group: dict[str, Any], name: Path, value: Any) -> Any:
+def _put(group: dict[str, object], name: Path, value: object) -> object:
     """Set a hyper-parameter, which may lie in a nested dict; return the value that was there before."""
     node: dict[Any, Any] = group
     for segment in name[:-1]:

@@ -40,8 +40,8 @@ class Continuation:
         self,
         checkpoint: Checkpoint,
         model: torch.nn.Module,
-        optimizer: Any,
-        scheduler: Any,
+        optimizer: object,
+        scheduler: object,
         targets: Sequence[LiveTensor],
     ) -> None:
         self._checkpoint = checkpoint
@@ -58,9 +58,9 @@ class Continuation:
         self._states = module_state.recorded(checkpoint)
         for key in (streams.KEY, flat_codes.KEY):
             everything.pop(key, None)
-        self._extra: dict[str, Any] = everything
+        self._extra: dict[str, object] = everything
         self.inexact: list[str] = []
-        self._streams: dict[str, Any] = {}
+        self._streams: dict[str, object] = {}
         self._fresh: bytes | None = None
         self._streams_note = ""
 
@@ -94,7 +94,7 @@ class Continuation:
         if self._saved.get("rounded_scales"):
             yield "a forward on the CPU rounded the scales of quantized weights before it was saved"
 
-    def _own(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _own(self, saved: Mapping[str, object]) -> Mapping[str, object]:
         """Return the recorded settings with the layout of this rank alone."""
         layouts = saved.get("layout")
         if isinstance(layouts, list) and self._rank < len(layouts):
@@ -215,14 +215,14 @@ def _scheduler(everything: dict[str, Any]) -> Mapping[str, Any]:
     if state or len(inside) != 1:
         return state
     ((key, name),) = inside
-    rest: dict[str, Mapping[str, Any]] = dict(everything[key])
+    rest: dict[str, Mapping[str, object]] = dict(everything[key])
     state = rest.pop(name)
     del everything[key]
     everything.update({key: rest} if rest else {})
     return state
 
 
-def _only(everything: dict[str, Any], name: str) -> Mapping[str, Any]:
+def _only(everything: dict[str, Any], name: str) -> Mapping[str, object]:
     """Remove and return the dict of a list of one; a list of several stays an extra value."""
     match everything.get(name):
         case [Mapping() as found]:
@@ -231,7 +231,7 @@ def _only(everything: dict[str, Any], name: str) -> Mapping[str, Any]:
     return {}
 
 
-def _read(value: Any) -> Any:
+def _read(value: object) -> Any:
     """Return nested values with their lazy tensors read."""
     from ckptmap.storage.lazy_tensor import LazyTensor
 

@@ -51,10 +51,10 @@ def recorded(checkpoint: Checkpoint) -> dict[str, Any]:
 
     `ckptmap.save` stores it apart, other checkpoints in the model's state dict. A state that holds
     an object of an unknown class is left out: the rest of it would be another state."""
-    found: dict[str, Any] = {k: checkpoint[k] for k in checkpoint if is_extra_state(k)}
+    found: dict[str, object] = {k: checkpoint[k] for k in checkpoint if is_extra_state(k)}
     values = {**checkpoint.plain, **checkpoint.other}
     places, keys = found_in(values, checkpoint.roles.model_root)
-    leaves: dict[str, dict[Path, Any]] = {}
+    leaves: dict[str, dict[Path, object]] = {}
     for path, at in places.items():
         leaves.setdefault(str(path[at]), {})[path[at:]] = values[path]
     for key, parts in leaves.items():

@@ -47,7 +47,7 @@ class Bnb(OptimizerFamily):
         found = {name: getattr(optimizer.args, name, None) for name in names}
         return {**found, "is_paged": bool(optimizer.is_paged)}
 
-    def entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def entries(self, state: Mapping[str, Any]) -> dict[str, object]:
         found: dict[str, Any] = {}
         for name, value in state.items():
             if name in ("state1", "state2"):
@@ -66,14 +66,14 @@ class Bnb(OptimizerFamily):
         rows = zip(names, value, scales, strict=True)
         return {name: self._held(number, row, scale, state) for name, row, scale in rows}
 
-    def _held(self, number: str, value: Any, absmax: Any, state: Mapping[str, Any]) -> Any:
+    def _held(self, number: str, value: Any, absmax: Any, state: Mapping[str, Any]) -> object:
         if absmax is None:
             return value
         signed, table = number == "1", state[f"qmap{number}"]
         shape = tuple(value.shape)
         return Codes("bnb8bit", BLOCK_SIZE, signed, value, absmax, table, shape, _encode)
 
-    def named(self, source: Mapping[str, Any]) -> Mapping[str, Any]:
+    def named(self, source: Mapping[str, object]) -> Mapping[str, object]:
         """Return the source with a moment without a name as this optimizer's, where it has only one."""
         if UNNAMED not in source or len(self.moments) != 1 or self.moments[0] in source:
             return source
@@ -85,7 +85,7 @@ class Bnb(OptimizerFamily):
 
         return super().plain(part, torch.float32)
 
-    def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, object]:
         optimizer, group = part.optimizer, part.group
         number = next(i for i, known in enumerate(optimizer.param_groups) if known is group)
         place = next(i for i, known in enumerate(group["params"]) if known is part.param)

@@ -100,15 +100,15 @@ class OptimizerFamily:
         """Return the constructor arguments that the state dict does not hold."""
         return {}
 
-    def rounds(self, optimizer: Any) -> bool:
+    def rounds(self, optimizer: object) -> bool:
         """Return whether the optimizer rounds stochastically."""
         return False
 
-    def entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def entries(self, state: Mapping[str, object]) -> dict[str, Any]:
         """Return canonical name -> tensor of any class, Codes or plain value."""
         return {name: value for name, value in state.items() if value is not None}
 
-    def named(self, source: Mapping[str, Any]) -> Mapping[str, Any]:
+    def named(self, source: Mapping[str, object]) -> Mapping[str, object]:
         """Return the checkpoint's state of one parameter, with names that only this family knows."""
         return source
 
@@ -121,7 +121,7 @@ class OptimizerFamily:
         """Return the live state, where it can be filled in place; empty: it cannot."""
         return {}
 
-    def install(self, part: OptimizerParam, values: Mapping[str, Any]) -> None:
+    def install(self, part: OptimizerParam, values: Mapping[str, object]) -> None:
         part.optimizer.state[part.param] = dict(values)
 
     def needs(self, part: OptimizerParam) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ class OptimizerFamily:
         """Return whether the moment has the parameter's shape."""
         return True
 
-    def coded(self, part: OptimizerParam, scheme: str, signed: bool) -> Any:
+    def coded(self, part: OptimizerParam, scheme: str, signed: bool) -> object:
         """Return a quantized moment where the optimizer itself would not quantize; None: impossible."""
         return None
 

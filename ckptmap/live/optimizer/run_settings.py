@@ -51,7 +51,7 @@ def describe(
     return found
 
 
-def describe_optimizer(optimizer: Any) -> dict[str, Any]:
+def describe_optimizer(optimizer: Any) -> dict[str, object]:
     outer = unwrapped(optimizer)
     inner = inner_optimizers(outer)
     first = inner[0]
@@ -113,7 +113,7 @@ def layout_digest(
     return digest.hexdigest()
 
 
-def compile_mode(model: torch.nn.Module) -> dict[str, Any]:
+def compile_mode(model: torch.nn.Module) -> dict[str, object]:
     """Return the settings that decide whether a step is compiled, and draws random numbers in kernels."""
     import torch
 
@@ -175,5 +175,5 @@ def _inside(title: str, saved: Any, live: Any) -> list[str]:
     return [_phrase(f"{title} {key}", saved.get(key), live.get(key)) for key in keys]
 
 
-def _phrase(title: str, saved: Any, live: Any) -> str:
+def _phrase(title: str, saved: object, live: object) -> str:
     return f"{title}: was {saved}, is {live}"

@@ -108,7 +108,7 @@ class StateLoader:
         whole = self.owner.part.model
         return tuple(live.shape) == tuple(whole.shape)
 
-    def _as_it_was(self, name: str, live: Any, reader: TensorReader) -> Any:
+    def _as_it_was(self, name: str, live: object, reader: TensorReader) -> object:
         """Return the live entry with the codes that this flat shard had; None: the optimizer's form is
         another."""
         import torch
@@ -123,7 +123,7 @@ class StateLoader:
 
     # ------------------------------------------------------------------ which form
 
-    def _form(self, name: str, live: Any) -> Any:
+    def _form(self, name: str, live: Any) -> object:
         """Return the live entry in the form that `precision` asks for: the optimizer's own, or another
         that it can step with."""
         import torch
@@ -179,7 +179,7 @@ class StateLoader:
 
     # ------------------------------------------------------------------ filling
 
-    def _plain(self, name: str, live: Any, reader: TensorReader) -> None:
+    def _plain(self, name: str, live: object, reader: TensorReader) -> None:
         local = local_of(live)
         for (target, boxes), source in zip(self.owner.windows(local), self.sources, strict=True):
             lazy, title = self._lazy(name, source), f"{target.fqn}.{name}"
@@ -239,7 +239,7 @@ class StateLoader:
             return None
         return code_places(lazy, codes, local_boxes(target))
 
-    def _recode(self, name: str, live: Any, codes: Codes, reader: TensorReader) -> None:
+    def _recode(self, name: str, live: object, codes: Codes, reader: TensorReader) -> None:
         """Decode this rank's boxes to float32, and quantize them by the optimizer's own library."""
         import torch
 
@@ -268,7 +268,7 @@ class StateLoader:
                 form = lazy.dtype if lazy.encoding == "dense" else lazy.encoding
                 self.notes.recoded.append(Recoded(title, form, codes.scheme, error))
 
-    def _apart(self, name: str, live: Any, reader: TensorReader) -> Any:
+    def _apart(self, name: str, live: Any, reader: TensorReader) -> object:
         """Load a tensor of a shape of its own, a step or a row, cut as the live one."""
         lazy = self._lazy(name, self.lead)
         title = f"{self.owner.fqn}.{name}"

@@ -49,14 +49,14 @@ class TorchaoAdam(OptimizerFamily):
         import torch
 
         with torch.no_grad():
-            found: dict[str, Any] = {STEP: torch.zeros((), dtype=_stored_step(part, source))}
+            found: dict[str, object] = {STEP: torch.zeros((), dtype=_stored_step(part, source))}
             found["exp_avg"] = part.optimizer._new_buffer(part.param, True)
             found["exp_avg_sq"] = part.optimizer._new_buffer(part.param, False)
             if part.group.get("amsgrad"):
                 found["max_exp_avg_sq"] = part.optimizer._new_buffer(part.param, False)
         return found
 
-    def coded(self, part: OptimizerParam, scheme: str, signed: bool) -> Any:
+    def coded(self, part: OptimizerParam, scheme: str, signed: bool) -> object:
         local, block = local_of(part.param), part.optimizer.block_size
         if block == float("inf") or not local.numel() or local.numel() % block:
             return None

@@ -223,7 +223,7 @@ def _from_nf4(
     return parts[DATA], state
 
 
-def _from_codes(source: LazyTensor, live: Any, device: torch.device) -> tuple[torch.Tensor, Any]:
+def _from_codes(source: LazyTensor, live: Any, device: torch.device) -> tuple[torch.Tensor, object]:
     """Return bitsandbytes' own codes, and a state with the decoded scales in float32."""
     import torch
     from bitsandbytes.functional import QuantState, get_4bit_type
@@ -242,7 +242,7 @@ def _from_codes(source: LazyTensor, live: Any, device: torch.device) -> tuple[to
 
 def _quantized(
     reader: TensorReader, source: LazyTensor, live: Any, device: torch.device
-) -> tuple[torch.Tensor, Any]:
+) -> tuple[torch.Tensor, object]:
     """Quantize by bitsandbytes, with the live weight's settings."""
     import torch
     from bitsandbytes.functional import quantize_4bit

@@ -42,7 +42,7 @@ def sharded_class() -> Any:
         """A shard whose views (`view(-1)`, `as_strided`) are the shard itself: FSDP2 keeps them only
         to compare and to free memory."""
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
+        def __reduce_ex__(self, protocol: object) -> Any:
             """Pickle as torchao's own class, so that no file needs this one."""
             plain = base(self.qdata, self.scale, self.block_size, self.dtype)
             return plain.__reduce_ex__(protocol)
@@ -50,7 +50,7 @@ def sharded_class() -> Any:
         def fsdp_pre_all_gather(
             self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None,
             mp_policy: Any = None,
-        ) -> tuple[tuple[torch.Tensor, ...], Any]:  # fmt: skip
+        ) -> tuple[tuple[torch.Tensor, ...], object]:  # fmt: skip
             whole = self.scale.shape[0] == 1 and self.qdata.shape[0] == self.block_size[0]
             block = [outer_size[0] if whole else self.block_size[0], self.block_size[1]]
             inner = (self.qdata,) if whole else (self.qdata, self.scale)
@@ -58,7 +58,7 @@ def sharded_class() -> Any:
 
         def fsdp_post_all_gather(
             self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
-        ) -> Any:
+        ) -> object:
             block, scale, dtype = metadata
             if out is not None:
                 return None
@@ -68,7 +68,7 @@ def sharded_class() -> Any:
         @classmethod
         def __torch_dispatch__(
             cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        ) -> object:
             first = args[0] if args else None
             if func in same and isinstance(first, cls):
                 return cls(first.qdata, first.scale, first.block_size, first.dtype)

@@ -116,7 +116,7 @@ def _block(cls: Any) -> Mapping[str, int]:
 
 
 def _keeping(cls: object, handler: Handler) -> Handler:
-    def kept(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def kept(func: Any, types: Any, args: Any, kwargs: Any) -> object:
         out = handler(func, types, args, kwargs)
         return _labelled(cls, out, args[0].dtype)
 
@@ -124,7 +124,7 @@ def _keeping(cls: object, handler: Handler) -> Handler:
 
 
 def _relabelled(cls: object) -> Handler:
-    def view(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def view(func: Any, types: Any, args: Any, kwargs: Any) -> object:
         return _labelled(cls, args[0], args[1])
 
     return view

@@ -219,7 +219,7 @@ def _lost(buffers: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _ordered(values: Mapping[Path, Any]) -> dict[Path, Any]:
+def _ordered(values: Mapping[Path, object]) -> dict[Path, Any]:
     return {path: values[path] for path in sorted(values, key=lambda path: tuple(map(str, path)))}
 
 
@@ -317,7 +317,7 @@ def _require_plain(path: Path, value: Any) -> None:
         raise ArgumentError("CKM516", f"{where}: is {kind}, expected a plain tensor", hint)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Return a nested value with Python's own types in place of subclasses: Counter -> dict,
     TorchVersion -> str.
 

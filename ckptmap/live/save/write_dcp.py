@@ -172,7 +172,7 @@ def _finish(layout: FileLayout, out_dir: FilePath, written: Sequence[WrittenFile
         )
 
 
-def _document(layout: FileLayout, digests: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def _document(layout: FileLayout, digests: Mapping[str, Sequence[str]]) -> dict[str, object]:
     """Return the manifest, as of a conversion whose source is a live run."""
     tensors: dict[str, Any] = {}
     for file in layout.files:

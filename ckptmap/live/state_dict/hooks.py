@@ -167,7 +167,7 @@ class _OptimizerHooks:
             optimizer.load_state_dict = self._in_place_of
             handle.add(lambda: optimizer.__dict__.pop("load_state_dict", None))
 
-    def _before(self, optimizer: Any, state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _before(self, optimizer: Any, state_dict: Mapping[str, Any]) -> dict[str, object] | None:
         if not self._load(state_dict):
             return None
         self._state = dict(optimizer.state)
@@ -178,7 +178,7 @@ class _OptimizerHooks:
             optimizer.state.update(self._state)
             self._state = None
 
-    def _in_place_of(self, state_dict: Mapping[str, Any]) -> None:
+    def _in_place_of(self, state_dict: Mapping[str, object]) -> None:
         if not self._load(state_dict):
             type(self._optimizer).load_state_dict(self._optimizer, state_dict)
 
@@ -210,7 +210,7 @@ class _OptimizerHooks:
         return True
 
 
-def name_by_live(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any) -> Checkpoint:
+def name_by_live(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: object) -> Checkpoint:
     """Return the checkpoint with optimizer state named in the live optimizer's order, where the
     state is keyed by index and nothing in the checkpoint says what an index means.
 
@@ -223,7 +223,7 @@ def name_by_live(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: Any)
     return checkpoint.with_optimizer_order(live_order(optimizer, targets, model))
 
 
-def _tensors(value: Any) -> list[Any]:
+def _tensors(value: Any) -> list[object]:
     import torch
 
     if isinstance(value, Mapping):
@@ -234,7 +234,7 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def live_order(
-    optimizer: Any, targets: Sequence[LiveTensor], model: torch.nn.Module
+    optimizer: object, targets: Sequence[LiveTensor], model: torch.nn.Module
 ) -> list[list[str]]:
     """Return the FQNs of the live optimizer's parameters by group, in the order in which torch numbers
     them. The tensors of a flat parameter come in the order of the model. A group may be empty, as
@@ -252,7 +252,7 @@ def live_order(
     return [[target.fqn for target in group] for group in ordered]
 
 
-def _groups_alone(optimizer: Any) -> dict[str, Any]:
+def _groups_alone(optimizer: Any) -> dict[str, object]:
     """Return a state dict of the optimizer's own groups, with parameters by number and no state."""
     groups, first = [], 0
     for group in optimizer.param_groups:
