@@ -1,7 +1,7 @@
 """Parse the value of `--to`, SETUP[-ENCODING], into a registered setup and encoding scheme.
 
-    fsdp2-nf4 -> setup fsdp2 (DCP directory, sharded over ranks) with the scheme nf4
-    hf        -> setup hf; encodings stay as they are
+fsdp2-nf4 -> setup fsdp2 (DCP directory, sharded over ranks) with the scheme nf4
+hf        -> setup hf; encodings stay as they are
 """
 
 from __future__ import annotations

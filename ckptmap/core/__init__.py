@@ -1,1 +1,1 @@
-"""Boxes, regions and columns: where bytes of tensors lie, as arithmetic alone."""
+"""Values and arithmetic that the other packages share; nothing here reads or writes a file."""

@@ -1,7 +1,7 @@
-"""Checks of the arguments of Python calls: a value of the wrong kind is refused before any work.
+"""Check the arguments of Python calls: a value of the wrong kind is refused before any work.
 
-Each check takes the argument's name and its value, and raises ArgumentError CKM516 that says what
-was expected. Some return the value in the form that the library works with.
+Each function takes the name and the value of an argument, and raises ArgumentError CKM516 with what
+was expected. Some return the value in the form that the library uses.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from ckptmap.errors import ArgumentError, CkptmapError
 
 MAX_DEPTH = 100
-"""Levels of dicts and lists in `extra`. Deeper than this is a container that holds itself."""
+"""The most levels of dicts and lists in `extra`; a container that holds itself would have more."""
 MAX_SHOWN = 60
-"""Characters of a refused value that an error shows; of a longer one it names the type."""
+"""Errors show values of up to this many characters; of a longer value they name the type."""
 SEE_HELP = "see help() of the call"
 
 
@@ -30,7 +30,7 @@ def _refusal(name: str, value: object, expected: str, hint: str = SEE_HELP) -> A
 
 
 def known_keywords(given: Iterable[str], known: Sequence[str], call: str) -> None:
-    """Raise where a keyword is unknown; the error suggests the nearest known one."""
+    """Raise ArgumentError CKM516 for an unknown keyword; it suggests the nearest known one."""
     for name in given:
         if name in known:
             continue
@@ -47,7 +47,7 @@ def choice(name: str, value: object, known: Sequence[str]) -> None:
 
 
 def integer(name: str, value: Any, low: int, high: int = (1 << 63) - 1) -> int:
-    """Return an integer of any library, NumPy's for one, as Python's own."""
+    """Return an integer of any library, such as NumPy, as a Python int."""
     try:
         number = index(value)
     except (TypeError, ValueError):
@@ -102,7 +102,10 @@ def scheduler(value: object, method: str) -> None:
 
 
 def state_dict(name: str, value: object) -> None:
-    """Raise where the value is no dict with names as keys; its values are checked later."""
+    """Raise ArgumentError CKM516 if the value is no dict with strings as keys.
+
+    The values in it are checked later.
+    """
     if not isinstance(value, Mapping):
         raise _refusal(name, value, "a dict of tensors by name", "pass model.state_dict()")
     for key in value:
@@ -111,7 +114,7 @@ def state_dict(name: str, value: object) -> None:
 
 
 def extra(value: object, reserved: Sequence[str]) -> dict[str, Any]:
-    """Return the user's own values as a dict; `reserved` are keys that another argument sets."""
+    """Return the user's extra values as a dict; `reserved` are keys that another argument sets."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -125,7 +128,7 @@ def extra(value: object, reserved: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_nested(name: str, value: object, levels: int) -> None:
-    """Raise where a key is neither a string nor an integer, or containers nest too deep."""
+    """Raise ArgumentError CKM516 if a key is no string or integer, or containers nest too deep."""
     if not levels:
         shown = name[: MAX_SHOWN - 20] + "..."
         raise _refusal(shown, "...", f"at most {MAX_DEPTH} dicts and lists in each other")
@@ -142,7 +145,7 @@ def _check_nested(name: str, value: object, levels: int) -> None:
 
 @contextmanager
 def hints_for_python() -> Iterator[None]:
-    """Make hints of errors name the arguments of a Python call, not options of the command line."""
+    """Rewrite the hints of errors to name arguments of Python calls instead of CLI options."""
     try:
         yield
     except CkptmapError as error:

@@ -1,7 +1,8 @@
-"""The check of bool tensors: every byte must be 0 or 1.
+"""Check bool tensors: every byte must be 0 or 1.
 
-torch computes with any other byte as True, and writes 1 when it copies the tensor; numpy, a C++ kernel
-or a bitwise operation may not. What such a byte means is unknown, so it is refused, not copied.
+torch treats any other byte as True, and writes 1 when it copies the tensor. numpy, a C++ kernel or
+a bitwise operation may treat it differently. So the meaning of such a byte is unknown, and it is
+refused, not copied.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ PIECE_NBYTES = 1 << 20
 def check_bools(source: StoredTensor, slot: Slot, at: int, data: memoryview) -> None:
     """Raise RunError CKM318, which names the element, if a byte of `data` is neither 0 nor 1.
 
-    `data` are the bytes of the slot from its byte `at` on."""
+    `data` holds bytes of the slot, from its byte `at` on; `source` is for the name of the file.
+    """
     for start in range(0, data.nbytes, PIECE_NBYTES):
         piece = bytes(data[start : start + PIECE_NBYTES])
         strange = piece.translate(None, b"\0\1")
@@ -35,7 +37,7 @@ def check_bools(source: StoredTensor, slot: Slot, at: int, data: memoryview) -> 
 
 
 def _place(slot: Slot, element: int) -> tuple[int, ...]:
-    """Return the index in the tensor of an element of a slot, which is counted row-major."""
+    """Return the index, in the tensor, of element number `element` of a slot in row-major order."""
     place = []
     for offset, extent in zip(reversed(slot.box.offsets), reversed(slot.box.sizes), strict=True):
         place.append(offset + element % extent)

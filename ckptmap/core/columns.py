@@ -1,18 +1,19 @@
-"""Many values of one kind held as columns: one sequence a field, and a row made when it is asked for.
+"""Many values of one class as columns: one sequence for each field, and rows created on access.
 
-A checkpoint of 100,000 small tensors is 100,000 names and offsets, and the few shapes that they
-share. As one object each they would take seconds and hundreds of MB, so from the headers that are
-read to the manifest that is written they stay in this one form:
+A checkpoint of 100,000 small tensors has 100,000 names and offsets, but only a few shapes. One
+object for each tensor would take seconds and hundreds of MB. So from the headers that are read to
+the manifest that is written, tensors stay in this one form:
 
-    class         row                    columns                               says of each
-    Extents       Extent                 files, offsets, crcs                  source tensor: where it lies
-    OutTensors    OutTensor              paths, forms                          output tensor: how it is cut
-    Steps         Step                   fqns, conversions                     logical tensor: what it becomes
-    Slots         Slot                   paths, boxes, offsets, sizes          output chunk: where it goes
-    Sources       StoredTensor or None   infos, files, offsets, crcs, others   output chunk: where it comes from
+    class        row                    columns                               each row tells of
+    Extents      Extent                 files, offsets, crcs                  a source tensor: its
+    place OutTensors   OutTensor              paths, forms                          an output
+    tensor: its cut Steps        Step                   fqns, conversions                     a
+    tensor: its conversion Slots        Slot                   paths, boxes, offsets, sizes
+    an output chunk: its place Sources      StoredTensor or None   infos, files, offsets, crcs,
+    others   an output chunk: its source
 
-A value that many rows share (an info, a form, a box) is one object; `distinct` and `each` work on the
-few objects in place of the many rows.
+A value that many rows share (an info, a form, a box) is one object. `distinct` and `each` work on
+these few objects instead of the many rows.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ T = TypeVar("T")
 
 
 class Columns(Sequence[R]):
-    """Row i is made of entry i of each column.
+    """A sequence of rows; row i is created from entry i of each column.
 
-    A subclass is a dataclass whose fields are its columns, in the order in which `row` takes them.
+    A subclass is a dataclass whose fields are its columns, in the order of the arguments of `row`.
     """
 
     __slots__ = ()
     row: ClassVar[Callable[..., Any]]
-    """Make a row of one entry of each column."""
+    """Returns a row, given one entry of each column."""
     _columns_of: ClassVar[Callable[[object], tuple[Sequence[object], ...]]]
 
     def __init_subclass__(cls) -> None:
@@ -49,7 +50,7 @@ class Columns(Sequence[R]):
 
     @classmethod
     def of(cls, rows: Iterable[R]) -> Self:
-        """Return these rows as columns; what is columns already is returned as it is."""
+        """Return these rows as columns; an object of this class is returned as it is."""
         if isinstance(rows, cls):
             return rows
         held: list[Any] = list(rows)
@@ -60,7 +61,7 @@ class Columns(Sequence[R]):
         return type(self)(*[list(map(c.__getitem__, indices)) for c in self.columns()])
 
     def extend(self, *columns: Iterable[object]) -> None:
-        """Append rows, given as columns. The columns of `self` must be lists."""
+        """Append rows, given as columns. All columns of `self` must be lists."""
         for column, more in zip(self.columns(), columns, strict=True):
             assert isinstance(column, list)
             column += more
@@ -90,11 +91,11 @@ class Columns(Sequence[R]):
 
 
 def distinct(values: Collection[T]) -> dict[int, T]:
-    """Return the different objects among `values` by their id, in order of first appearance."""
+    """Return the different objects among `values`, by their id, in order of first appearance."""
     return dict(zip(map(id, values), values, strict=True))
 
 
 def each(values: Collection[T], make: Callable[[T], S]) -> list[S]:
-    """Return `make(value)` of every value, calling `make` once an object."""
+    """Return `make(value)` for every value; `make` is called once for each different object."""
     made = {key: make(value) for key, value in distinct(values).items()}
     return list(map(made.__getitem__, map(id, values)))

@@ -1,6 +1,6 @@
-"""Garbage collection is paused while a header is parsed: its many small values hold no cycles.
+"""Pause garbage collection while a header is parsed: its many small values form no cycles.
 
-Measured on a header of 100,000 tensors: 0.21 s paused, 0.75 s not.
+Measured on a header of 100,000 tensors: 0.21 s with the pause, 0.75 s without.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Turn cycle collection off inside the block. Blocks nest; a collector that was off stays off.
+    """Turn cycle collection off in the block. Blocks nest; a collector that was off stays off.
 
-    Objects made inside move to the oldest generation unvisited: otherwise the first allocation after
-    the block would make the collector walk all of them.
+    Objects created in the block move to the oldest generation without a visit: otherwise the first
+    allocation after the block would make the collector walk all of them.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,8 +1,9 @@
-"""Quantization codes that move from one encoding to another bit for bit.
+"""The protocols for moving quantization codes from one encoding to another, bit for bit.
 
-An encoding that is `Coded` says what its codes mean (a `CodeGrid`) and what their scales are; one that
-`Recodes` takes the codes of a grid that it shares. Planning asks both, without data: if they fit, the
-plan says `codes` (or `exact`), else the tensor is decoded and encoded anew (`requantize`).
+An encoding that is `Coded` describes the meaning of its codes (a `CodeGrid`) and returns their
+scales. An encoding that `Recodes` accepts the codes of a grid that it shares. Planning compares
+both without data: if they fit, the plan's fidelity is `codes` (or `exact`), else the tensor is
+decoded and encoded anew (`requantize`).
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CodeGrid:
-    """What quantization codes mean, apart from how their scales are stored.
+    """The meaning of quantization codes, whatever way their scales are stored.
 
-    name    `"nf4"`, `"fp4"`, `"int8"`, `"float8_e4m3fn"`: equal names, equal value of each code,
-            but for the rounding of a table
+    name    `"nf4"`, `"fp4"`, `"int8"`, `"float8_e4m3fn"`: with equal names each code has an equal
+            value, except for the rounding of a table
     codes   the canonical codes: nf4 and fp4 u8 [n/2], row-major, the even element in the high
             nibble; int8 i8 [out, in]; float8 in its own dtype [out, in]
-    block   codes that share a scale, one size a dim of `codes`: nf4 (block_size / 2,), int8 of
-            rows (1, in), of groups (1, g), of the tensor (out, in)
-    values  which table, exactly, and how its products are rounded: where two grids agree in this,
-            too, equal scales give equal bits
+    block   the shape of a block that shares one scale, in entries of `codes`: nf4
+            (block_size / 2,); int8 by row (1, in), by group (1, g), by tensor (out, in)
+    values  the exact table, and how its products are rounded: if this is equal too, equal scales
+            decode to equal bits
     """
 
     name: str
@@ -40,26 +41,32 @@ class CodeGrid:
 
     @property
     def scales(self) -> tuple[int, ...]:
-        """Shape of the scales: one for each block, the last in a dim may be short."""
+        """The shape of the scales: one for each block; the last block of a dim may be shorter."""
         return tuple(-(-n // b) for n, b in zip(self.codes.shape, self.block, strict=True))
 
 
 @runtime_checkable
 class Coded(Protocol):
-    """An encoding whose codes lie on a grid with one scale a block and no zero point: another
-    encoding of the same grid can take them as they are. `grid` and `scale_parts` import no torch."""
+    """An encoding with one scale for each block of codes and no zero point.
+
+    Another encoding of the same grid can take its codes as they are. `grid` and `scale_parts`
+    import no torch.
+    """
 
     def grid(self, info: TensorInfo) -> CodeGrid | None:
-        """None: not so with these parameters."""
+        """Return the grid of the codes; None if this encoding's parameters have no such grid."""
 
     def scale_parts(self, info: TensorInfo) -> Sequence[str]:
-        """The parts that `scales` needs, each read whole."""
+        """Return the names of the parts that `scales` needs, each read whole."""
 
     def scales(self, info: TensorInfo, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """fp32 `grid.scales`: value = what the code stands for * scale (nf4: the decoded absmax)."""
+        """Return the scales, fp32, of shape `grid.scales`: value = meaning of the code * scale.
+
+        For nf4 they are the decoded absmax values.
+        """
 
     def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
-        """The box of a part that `box` of `grid.codes` needs; None: `codes` does without it."""
+        """Return the box of a part that `codes` needs for `box` of `grid.codes`; None: nothing."""
 
     def codes(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
@@ -68,57 +75,68 @@ class Coded(Protocol):
 
 
 class Recoder(Protocol):
-    """Takes codes as they are and stores their scales anew. Making one imports no torch."""
+    """Writes codes as they are, and encodes their scales anew. Creating one imports no torch."""
 
     fidelity: str
-    """`"codes"`, or `"exact"` where every decoded value stays the same bits."""
+    """`"codes"`, or `"exact"` if every decoded value keeps its bits."""
     step: int
-    """Codes fed at once are a multiple of this, counted row-major (the last may not be)."""
+    """Each call of `feed` but the last has a multiple of this many codes, in row-major order."""
     state_nbytes: int
 
     def feed(self, offset: int, codes: torch.Tensor, scales: torch.Tensor) -> Iterable[Write]:
-        """`codes`: flat, row-major, starting at flat code `offset`; `scales`: of the whole tensor,
-        fp32, on the CPU, finite, of shape `grid.scales`."""
+        """Return the writes of the codes.
+
+        codes    flat and row-major, the first is number `offset` of the tensor
+        scales   of the whole tensor: fp32, on the CPU, finite, of shape `grid.scales`
+        """
 
     def finish(self, scales: torch.Tensor) -> Iterable[Write]:
-        """The scales, after the last code. Raises RunError CKM309 where they cannot be held."""
+        """Return the writes of the scales; called after the last code.
+
+        Raises RunError CKM309 if the encoding cannot hold them.
+        """
 
 
 @runtime_checkable
 class Recodes(Protocol):
-    """An encoding that can be given codes of a grid."""
+    """An encoding that can take codes of a grid as they are."""
 
     def recoder(self, info: TensorInfo, grid: CodeGrid, device: str) -> Recoder | None:
-        """None: these codes cannot be kept here, the tensor is decoded and encoded anew."""
+        """Return the recoder for codes of this grid.
+
+        None if this encoding cannot keep them: the tensor is then decoded and encoded anew.
+        """
 
 
 @runtime_checkable
 class KeepsCodes(Protocol):
-    """A scheme that chooses its parameters (block size) by the codes that it could keep."""
+    """A scheme that can choose its parameters (block size) so that codes can be kept."""
 
     def keeping(self, info: TensorInfo, grid: CodeGrid, exact: bool) -> Encoding | None:
-        """The encoding that takes these codes; `exact`: with its scales unchanged, where the
-        scheme has a form for that. None: not this grid, or not these blocks."""
+        """Return the encoding that takes these codes; None if the scheme has none for this grid.
+
+        With `exact` it stores their scales unchanged, if the scheme has a form for that.
+        """
 
 
 @runtime_checkable
 class TakesModules(Protocol):
-    """A scheme of a library that quantizes some kinds of modules only, and loads no others."""
+    """A scheme of a library that quantizes, and loads, only some kinds of modules."""
 
     def takes(self, fqn: str) -> bool:
-        """May the weight of this name be of such a module?"""
+        """Return whether the weight with this name may be one of such a module."""
 
 
 @runtime_checkable
 class Repairs(Protocol):
-    """An encoding that may have been found malformed in a way that can be put right."""
+    """An encoding whose stored form may be malformed in a way that can be repaired."""
 
     def repaired(self) -> Encoding | None:
-        """What the tensor is written as instead; None: it is well-formed."""
+        """Return the encoding to write the tensor in instead; None if it is well-formed."""
 
     @property
     def remark(self) -> str:
-        """What should be said about it; "" where there is nothing."""
+        """The remark for the user on the stored form; "" if there is none."""
 
 
 @runtime_checkable
@@ -126,31 +144,37 @@ class ScalesExactly(Protocol):
     """A scheme with a form whose scales are stored without loss, at the cost of some bits."""
 
     def exactly(self, encoding: Encoding, info: TensorInfo) -> Encoding:
-        """That form of the encoding, which `target` or `encoding` of this scheme gave."""
+        """Return that form of an encoding, which `target` or `encoding` of this scheme returned."""
 
 
 @runtime_checkable
 class CountsFlips(Protocol):
-    """An encoder that may find, after `finish`, that scales came out as zero or negative."""
+    """An encoder that counts the scales whose stored form decodes to zero or to another sign.
+
+    `sign_flips` is valid after `finish`.
+    """
 
     sign_flips: int
 
 
 class CoarseScales(RunError):
-    """Scales that share a step, which outliers have made so coarse that others would decode to
-    zero or to another sign: `ScalesExactly` can hold them. `fqns` are the tensors, once known."""
+    """Some scales would decode to zero or to another sign.
+
+    Scales that are quantized together share a step, and outliers make that step too coarse for the
+    others. A scheme that `ScalesExactly` can hold them. `fqns` are the tensors, once known.
+    """
 
     def __init__(self, message: str, fqns: tuple[str, ...] = ()) -> None:
         super().__init__("CKM311", message, "keep its scales exactly with --exact-scales")
         self.fqns = fqns
 
     def of(self, fqn: str) -> CoarseScales:
-        """The same, of that tensor."""
+        """Return the same error with the name of its tensor."""
         return CoarseScales(f"{fqn}: {self.message}", (fqn,))
 
     @classmethod
     def together(cls, found: Sequence[CoarseScales]) -> CoarseScales:
-        """One error for several tensors."""
+        """Return one error for the errors of several tensors."""
         more = f" (and {len(found) - 1} more tensors)" if len(found) > 1 else ""
         fqns = sorted(fqn for error in found for fqn in error.fqns)
         return cls(f"{found[0].message}{more}", tuple(fqns))
@@ -164,7 +188,7 @@ class CoarseScales(RunError):
 
     @classmethod
     def check(cls, scales: torch.Tensor, decoded: torch.Tensor) -> None:
-        """Raises where a scale that is not zero decodes to zero or to another sign."""
+        """Raise CoarseScales if a scale other than zero decodes to zero or to another sign."""
         sign = scales.sign()
         flipped = int((sign * decoded.sign() < sign.abs()).sum())
         if flipped:

@@ -1,7 +1,7 @@
-"""Stored tensors that are made of parts of other stored tensors: fused, split or with axes rearranged.
+"""Tensors made of parts of other stored tensors: fused, split, or with their axes rearranged.
 
-Their bytes are moved as they are, like those of any other tensor: a box of one is traced back to
-strided regions of the files that hold its sources.
+Nothing is computed for them: a box of such a tensor is traced back to strided regions of the files
+that hold its sources, and those bytes are copied.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ from ckptmap.core.strided_boxes import Piece, StridedBox
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo, contiguous_strides
 
 ZEROS = ""
-"""The file of a region that lies in no file: its bytes are zero."""
+"""The `file` of a region that lies in no file: all its bytes are zero."""
 FEW = 8
-"""Up to this number all regions are looked at, not only those near a box."""
+"""Up to this number of regions, all are visited, not only those near a box."""
 
 
 @dataclass(frozen=True)
 class StridedRegion:
-    """Elements of one region of a file, and their place in the tensor: axis k of the region is axis
-    k of the place."""
+    """The elements of one region of a file, and their place in the tensor.
+
+    Axis k of the region is axis k of the place.
+    """
 
     place: StridedBox
     region: Region
 
 
 class StridedCopy(NamedTuple):
-    """Elements of a file that go into a row-major buffer.
+    """A copy of strided elements of a file into a row-major buffer.
 
     offset  byte of the first element in the file
     start   byte of the first element in the buffer
-    dims    of each axis (size, bytes between elements in the file, bytes between them in the buffer)
+    dims    for each axis (size, bytes between elements in the file, bytes between in the buffer)
+    nbytes  bytes of all elements
     """
 
     file: str
@@ -44,7 +47,7 @@ class StridedCopy(NamedTuple):
 
 
 class Chunks(Sequence[Chunk]):
-    """Chunks that are computed when one is first asked for."""
+    """A sequence of chunks that is computed when it is first used."""
 
     __slots__ = ("_found", "_make")
 
@@ -69,7 +72,7 @@ class Chunks(Sequence[Chunk]):
 
 
 class Assembled(StoredTensor):
-    """A tensor made of boxes, each a part of another tensor; `sources` are those tensors, whole."""
+    """A tensor made of boxes of other tensors; `sources` are those other tensors, whole."""
 
     __slots__ = ("sources",)
 
@@ -84,9 +87,9 @@ class Assembled(StoredTensor):
 
 
 class Rearranged(Assembled):
-    """A tensor made of parts of others whose elements alternate, as rotary pairs (r, two) do.
+    """A tensor made of strided parts of others, whose elements alternate, as rotary pairs do.
 
-    `regions` describe it; `chunks` say the same in plain boxes, often one for each row.
+    `regions` describe it. `chunks` describe the same in plain boxes, often one for each row.
     """
 
     __slots__ = ("_found", "_make")
@@ -103,7 +106,7 @@ class Rearranged(Assembled):
 
     @property
     def regions(self) -> Sequence[StridedRegion]:
-        """The strided regions that fill the tensor, by their first element."""
+        """The strided regions that tile the tensor, sorted by their first element."""
         if self._found is None:
             self._found = sorted(self._make(), key=lambda part: part.place.offsets)
         return self._found
@@ -163,8 +166,10 @@ def rearranged(
     sources: Mapping[str, StoredTensor],
     zeros: Box | None = None,
 ) -> Assembled:
-    """Return the tensor that `pieces` of the stored tensors `sources` make. `zeros` is a box that no
-    piece fills: its elements are zero."""
+    """Return the tensor that is made of `pieces` of the stored tensors `sources`.
+
+    `zeros` is a box that no piece fills: its elements are zero.
+    """
 
     def regions() -> list[StridedRegion]:
         found = [s for piece in pieces for s in _regions(piece, sources[piece.source])]
@@ -181,7 +186,7 @@ def rearranged(
 
 
 def _regions(piece: Piece, stored: StoredTensor) -> Iterator[StridedRegion]:
-    """Yield the strided regions of a piece, chunk by chunk of its source."""
+    """Yield the strided regions of a piece, for one chunk of its source after the other."""
     for chunk in stored.near(piece.src.bounds):
         region = chunk.region
         for lows, counts in piece.src.cut(chunk.box):

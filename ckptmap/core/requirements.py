@@ -1,7 +1,7 @@
-"""What a run needs on this machine before it begins: a device that works, libraries that import.
+"""Check, before a run begins, that its device works and that its libraries can be imported.
 
-A missing library is refused before the first byte is written: a run that began would keep the disk
-space that it reserved.
+A missing library is refused before the first byte is written, because a run that has begun keeps
+the disk space that it reserved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OWN_PACKAGES = ("ckptmap", "ckptmap_cli")
 
 @cache
 def require_device(device: object, label: str) -> None:
-    """Raise PlanError CKM210 where no value can go to the device and come back.
+    """Raise PlanError CKM210 if no value can be copied to the device and back.
 
     `label` is what the error calls the device: `--device cuda:1`, `device='cuda:1'`.
     """
@@ -36,7 +36,7 @@ def require_device(device: object, label: str) -> None:
 
 
 def require_libraries(*names: str) -> None:
-    """Raise PlanError CKM211 where a library is not installed."""
+    """Raise PlanError CKM211 if one of the libraries is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise not_installed(name)
@@ -49,10 +49,11 @@ def not_installed(name: str) -> PlanError:
 
 
 def import_failure(error: BaseException) -> RunError | None:
-    """Return RunError CKM211 where an installed library failed to import; None for other errors.
+    """Return RunError CKM211 if the error is that an installed library cannot be imported, else
+    None.
 
-    The traceback tells which library: the frame after the last one of ours. A shared library that
-    the system's loader cannot find gives an ImportError; loaded through ctypes, an OSError.
+    The library is that of the frame after the last frame of ckptmap in the traceback. A shared
+    library that the system's loader cannot find raises ImportError, or OSError through ctypes.
     """
     modules = [str(f.f_globals.get("__name__", "")) for f, _ in walk_tb(error.__traceback__)]
     packages = [name.partition(".")[0] for name in modules]

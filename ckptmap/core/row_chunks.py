@@ -2,8 +2,8 @@
 
     rank r    [4 of 1024, cols]    at byte offsets[r] of files[r]    rows bounds[r] to bounds[r + 1]
 
-256 ranks make 256 chunks of every tensor. A Chunk is made when somebody asks for one; reading whole
-rows needs none (`reads`).
+256 ranks make 256 chunks of every tensor, so a Chunk is created only when one is indexed. Reading
+whole rows creates none: see `reads`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ckptmap.tensors import Box, Chunk, Region, TensorInfo
 
 
 class RowChunks(Sequence[Chunk]):
-    """Chunks of whole rows, in order from row 0 to the last; each is contiguous in its file, and
-    none is empty.
+    """Chunks of whole rows, from row 0 to the last; each is contiguous in its file, none is empty.
 
     bounds   the first row of each chunk, and the end of the last one
-    crc32    gives the container's own checksum of chunk i, None if none covers exactly its bytes
+    crc32    returns the checksum that the file format states for exactly the bytes of chunk i,
+             or None
     """
 
     __slots__ = ("_crc32", "_info", "bounds", "files", "offsets", "row_nbytes")
@@ -43,7 +43,8 @@ class RowChunks(Sequence[Chunk]):
 
     @classmethod
     def of(cls, info: TensorInfo, chunks: Sequence[Chunk]) -> RowChunks | None:
-        """Return these chunks as columns; None if they are not whole rows in order, or only one."""
+        """Return these chunks as columns; None if there are fewer than two, or if they are not
+        contiguous whole rows in order."""
         bounds, shape = [0], info.shape
         if len(chunks) < 2 or not shape:
             return None
@@ -67,15 +68,15 @@ class RowChunks(Sequence[Chunk]):
             yield file, offset + (stop - start) * n
 
     def reads(self, row: int, rows: int, out: memoryview) -> list[tuple[str, int, memoryview]]:
-        """Return the (file, offset, buffer) reads that fill `out` with `rows` rows from `row` on."""
+        """Return the reads (file, offset, buffer) that fill `out` with `rows` rows from `row`."""
         first = bisect_right(self.bounds, row) - 1
         stop = bisect_left(self.bounds, row + rows)
         at = [(bound - row) * self.row_nbytes for bound in self.bounds[first : stop + 1]]
         offsets = list(self.offsets[first:stop])
-        if at and at[0] < 0:  # the first is not needed from its start on
+        if at and at[0] < 0:  # `row` lies inside the first chunk
             offsets[0] -= at[0]
             at[0] = 0
-        places = [out[a:b] for a, b in pairwise(at)]  # the last ends with `out`
+        places = [out[a:b] for a, b in pairwise(at)]  # slicing ends the last one with `out`
         return list(zip(self.files[first:stop], offsets, places, strict=True))
 
     def __len__(self) -> int:

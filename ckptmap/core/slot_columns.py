@@ -1,4 +1,4 @@
-"""What a writer is given, and where it puts it, as columns: output tensors and their slots."""
+"""Output tensors, and the slots of output files that hold their chunks, as columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptmap.tensors import Box, Path, TensorInfo
 
 
 class Form(NamedTuple):
-    """An OutTensor without its path: one for all tensors that are cut alike."""
+    """An OutTensor without its path; tensors with the same shape and cut share one."""
 
     info: TensorInfo
     chunks: Sequence[tuple[int, Box]]
@@ -23,7 +23,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutTensors(Columns[OutTensor]):
-    """Output tensors: tensor i is `forms[i]` at `paths[i]`."""
+    """Output tensors as columns: tensor i has the path `paths[i]` and the form `forms[i]`."""
 
     paths: Sequence[Path]
     forms: Sequence[Form]
@@ -42,8 +42,11 @@ class OutTensors(Columns[OutTensor]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slots(Columns[Slot]):
-    """Slots of one output file: slot i is `boxes[i]` of the tensor at `paths[i]`, `sizes[i]` bytes
-    from byte `offsets[i]` on."""
+    """The slots of one output file as columns.
+
+    Slot i holds the box `boxes[i]` of the tensor at `paths[i]`, in `sizes[i]` bytes from byte
+    `offsets[i]` of the file on.
+    """
 
     paths: Sequence[Path]
     boxes: Sequence[Box]

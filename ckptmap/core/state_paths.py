@@ -1,4 +1,4 @@
-"""Leaves of a state dict: their keys, their nesting, and the foreign objects inside them."""
+"""Functions on the paths and leaves of a state dict: keys, nesting, foreign objects, comparison."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor
 
 
 class ListIndex(int):
-    """A path segment that is an index of a list: equal to the integer, of a type of its own because an
-    integer can also be a key of a dict."""
+    """A path segment that is an index of a list. It equals the integer.
+
+    It has its own type because an integer can also be a key of a dict.
+    """
 
     __slots__ = ()
 
 
 MAX_DEPTH = 128
-"""Levels of dicts and lists in each other: nothing honest has as many, and what holds itself has more."""
+"""The most levels of nested dicts and lists; a value that holds itself would have more."""
 SPARE_ITEMS = 1_000_000
-"""Items that repetition may add to any value, as the pickle reader allows a load."""
+"""Items that repeated references may add to any value; the pickle reader has the same allowance."""
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def by_rank(leaf: Leaf) -> Sequence[Leaf]:
-    """Return each rank's value of a leaf; one value if they do not differ."""
+    """Return the value of a leaf for each rank; one value if the leaf is not split by rank."""
     return leaf.values if isinstance(leaf, PerRank) else (leaf,)
 
 
 def counts(segment: object) -> bool:
-    """Is the segment a key of a dict that is an integer or a bool?"""
+    """Return whether the segment is a key of a dict, and an integer or a bool."""
     return isinstance(segment, int) and type(segment) is not ListIndex
 
 
@@ -43,22 +45,24 @@ ROLES = ("model", "optimizer", "other")
 
 
 def logical_key(role: str, fqn: str) -> str:
-    """Return the name of a tensor in a manifest: `fqn` for a weight, `role:fqn` for others and for a
-    weight with a colon in its name."""
+    """Return the key of a tensor in a manifest: `fqn` for a weight, else `role:fqn`.
+
+    A weight with a colon in its name has the form `role:fqn`, too.
+    """
     return fqn if role == "model" and ":" not in fqn else f"{role}:{fqn}"
 
 
 def role_and_fqn(key: str) -> tuple[str, str]:
-    """Return the role and FQN of which `logical_key` made the key."""
+    """Return the role and FQN of a key that `logical_key` made."""
     role, colon, fqn = key.partition(":")
     return (role, fqn) if colon and role in ROLES else ("model", key)
 
 
 def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
-    """Return nested dicts of leaves by path, and lists where segments are `ListIndex` 0..n-1.
+    """Return nested dicts with these leaves, and lists where the segments are `ListIndex` 0..n-1.
 
-    Other indices stay keys of a dict: an item taken out of a list is known by its index. (In files
-    the gaps become None: see `state_tree.nest`.)
+    Where an index is missing, the indices become keys of a dict, so that each item keeps its index.
+    (`state_tree.nest`, for files, fills such gaps with None.)
     """
     tree: dict[Any, Any] = {}
     for path, value in values.items():
@@ -80,7 +84,7 @@ def _listed(value: object) -> object:
 
 
 def opaques(value: object) -> Iterator[Opaque]:
-    """Yield every object of a class that is never called, at any depth."""
+    """Yield every foreign object (`Opaque`) in a value, at any depth."""
     for item in within(value):
         if isinstance(item, Opaque):
             yield item
@@ -89,9 +93,9 @@ def opaques(value: object) -> Iterator[Opaque]:
 
 
 def within(value: object) -> Iterator[object]:
-    """Yield a value and all that lies in its dicts, lists, tuples and sets, keys too.
+    """Yield a value and everything in its dicts, lists, tuples and sets, keys included.
 
-    A container that occurs twice is entered once: it may hold itself.
+    A container that occurs twice is entered once, because it may hold itself.
     """
     seen: dict[int, object] = {}
     todo = [value]
@@ -99,7 +103,7 @@ def within(value: object) -> Iterator[object]:
         item = todo.pop()
         yield item
         if isinstance(item, Mapping | list | tuple | set | frozenset) and id(item) not in seen:
-            seen[id(item)] = item  # held, lest another takes its id
+            seen[id(item)] = item  # the reference keeps its id from being used again
             todo += reversed(_held(item))
 
 
@@ -110,7 +114,7 @@ def _held(container: Any) -> list[Any]:
 
 
 def hides_tensor(value: object) -> bool:
-    """Does the value hold a stored tensor, inside of foreign objects as well?"""
+    """Return whether the value holds a stored tensor, inside foreign objects as well."""
     seen: dict[int, object] = {}
     todo = [value]
     while todo:
@@ -128,16 +132,16 @@ def hides_tensor(value: object) -> bool:
 
 
 def is_endless(value: object) -> bool:
-    """Is the value too large to write out?
+    """Return whether the value is too large to write out.
 
-    It is if it holds itself, if it nests deeper than `MAX_DEPTH`, or if it refers to the same lists
-    so often that the written form would be millions of times its size.
+    It is if it holds itself, if it nests deeper than `MAX_DEPTH`, or if it refers to the same
+    containers so often that the written form would be many times larger than the value.
     """
     extents: dict[int, tuple[int, int]] = {}
     own = 0
 
     def extent(container: object, depth: int) -> tuple[int, int]:
-        """Levels, and items with all repetitions."""
+        """Return the levels of a container, and its items with all repetitions."""
         nonlocal own
         if depth > MAX_DEPTH:
             raise RecursionError
@@ -165,7 +169,7 @@ RESOLVED = "save tensor.resolve_conj().resolve_neg() in its place"
 
 
 def described(found: Opaque) -> str:
-    """Return why an object cannot be carried over."""
+    """Return why an object cannot be carried over into the output, as a clause."""
     if found.is_empty:
         return "was on the meta device when it was saved, so its values are not here"
     if found.is_unresolved:
@@ -183,7 +187,7 @@ def class_of(leaf: Leaf) -> str:
 
 
 class _Said:
-    """Stands in a comparison for something that is no plain value."""
+    """Stands for a tensor or an absent value in a comparison of plain values."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -198,11 +202,11 @@ TENSOR, NOTHING = _Said("a tensor"), _Said("nothing")
 def differing(
     mine: Mapping[Path, object], source: Mapping[Path, object], depth: int = 1
 ) -> list[str]:
-    """Return the differences between an output's plain values and the source's.
+    """Return the differences between the plain values of an output and those of the source.
 
-    Every value of the source must be in the output and be equal, and no entry may have more; an
-    entry is what shares the first `depth` segments. Tuples equal lists, and key 1 equals "1": JSON
-    and DCP know one of the two.
+    Every value of the source must be in the output and be equal. An entry (all values that share
+    the first `depth` segments) that is in both must have no other values in the output. A tuple
+    equals a list, and the key 1 equals "1", because JSON and DCP have only one of the two.
     """
     ours, theirs = dict(_atoms(mine)), dict(_atoms(source))
     lasts = _lasts(ours)
@@ -222,9 +226,10 @@ def differing(
 def unequal(
     a: Mapping[Path, object], b: Mapping[Path, object], depth: int = 1
 ) -> tuple[int, dict[str, tuple[object, object]]]:
-    """Return how many values agree, and those that differ by name; equal as in `differing`.
+    """Return the number of equal values, and the pairs of values that differ, by name.
 
-    Within an entry that both hold, a value of only one side is a difference.
+    Values are equal by the rules of `differing`. In an entry that both sides have, a value of only
+    one side is a difference.
     """
     ours, theirs = dict(_atoms(a)), dict(_atoms(b))
     found = _unlike(ours, theirs, depth)
@@ -241,7 +246,7 @@ def _unlike(
 ) -> dict[_Where, tuple[object, object]]:
     """Return the values of common entries that differ or are on one side only.
 
-    A tensor is compared with plain values alone: tensors are compared elsewhere, by encoding.
+    A tensor differs from a plain value; two tensors are not compared here.
     """
     entries = {path[:depth] for path in ours} & {path[:depth] for path in theirs}
     ends = _lasts(ours), _lasts(theirs)
@@ -260,12 +265,15 @@ def _unlike(
 
 
 def _is_hole(path: _Where, value: object, lasts: Mapping[_Where, int]) -> bool:
-    """Is the value a None that keeps the place of an item left out of a list that goes on?"""
+    """Return whether the value is a None in place of an item that the other side's list lacks.
+
+    That list must have an item at this index or after it.
+    """
     return value is None and path[-1][0] and int(path[-1][1]) <= lasts.get(path[:-1], -1)
 
 
 def _lasts(atoms: Iterable[_Where]) -> dict[_Where, int]:
-    """Return the last index of each list."""
+    """Return the last index of each list, by the path of the list."""
     found: dict[_Where, int] = {}
     for path in atoms:
         for depth, (is_index, text) in enumerate(path):
@@ -279,8 +287,8 @@ def _name(path: _Where) -> str:
 
 
 _Where: TypeAlias = tuple[tuple[bool, str], ...]
-"""Each segment, and whether it is an index of a list. The first never is: the entries of a checkpoint
-have names, even if they lie in a list."""
+"""Each segment of a path as (whether it is an index of a list, text). The first never is an index:
+the entries of a checkpoint have names, even if they are in a list."""
 
 
 def _atoms(values: Mapping[Path, object]) -> Iterator[tuple[_Where, object]]:
@@ -301,7 +309,7 @@ def _atoms_below(path: _Where, value: object) -> Iterator[tuple[_Where, object]]
 
 
 def _alike(a: object, b: object) -> bool:
-    if isinstance(a, Mapping | list | tuple):  # empty ones: what is in others is compared itself
+    if isinstance(a, Mapping | list | tuple):  # empty, because items of others are compared alone
         kind = Mapping if isinstance(a, Mapping) else (list, tuple)
         return isinstance(b, kind) and len(a) == len(b) == 0
     return (type(a) is type(b) and bool(a == b)) or (a != a and b != b)

@@ -1,4 +1,4 @@
-"""A nested state dict as leaves by path, and back.
+"""Flatten a nested state dict into leaves by path, and nest such leaves again.
 
 {"model": {"w": t}, "ema": [t0, t1], "betas": [0.9, 0.95]}
     <-> {("model", "w"): t, ("ema", 0): t0, ("ema", 1): t1, ("betas",): [0.9, 0.95]}
@@ -15,17 +15,17 @@ from ckptmap.tensors import Leaf, Opaque, Path, StoredTensor
 
 MAX_DEPTH = 64
 MIN_LIMIT = 100_000
-"""How many leaves any pickle may hold; a longer one as many as it has bytes. A pickle that nests
-references to the same list 64 deep looks like 2**64 leaves."""
+"""The most leaves of a small pickle; a larger one may have as many as it has bytes. Without a
+limit, a pickle that nests references to the same list 64 deep would have 2**64 leaves."""
 MAX_LISTED = 1 << 16
-"""How many holes a list may have: a file can name any index."""
+"""The most holes of a list. A file can name any index, and each hole would take memory."""
 
 
 def flatten(tree: object, where: str, pickle_nbytes: int) -> dict[Path, Leaf]:
-    """Return the leaves by path, in stored order; lists without tensors are one leaf each.
+    """Return the leaves by path, in stored order; a list without tensors is one leaf.
 
-    Segments are dict keys, or `ListIndex` inside a list or tuple that holds tensors. Raises
-    SourceError CKM106 where nesting has no end in sight.
+    Segments are dict keys, or `ListIndex` in a list or tuple that holds tensors. `where` is the
+    file for errors. Raises SourceError CKM106 if the tree is too deep or has too many leaves.
     """
     leaves: dict[Path, Leaf] = {}
     _flatten(tree, (), leaves, where, max(MIN_LIMIT, pickle_nbytes))
@@ -53,7 +53,7 @@ def _flatten(node: Any, path: Path, leaves: dict[Path, Leaf], where: str, limit:
 
 
 def holds_tensor(node: object) -> bool:
-    """Do these nested lists and dicts hold a tensor, plain or of a subclass?"""
+    """Return whether these nested lists and dicts hold a tensor, plain or of a subclass."""
     seen: set[int] = set()
     todo = [node]
     while todo:
@@ -67,9 +67,9 @@ def holds_tensor(node: object) -> bool:
 
 
 def nest(leaves: Iterable[tuple[Path, Any]]) -> Any:
-    """Return the nested dicts that have these leaves; lists where segments are `ListIndex`.
+    """Return nested dicts with these leaves, and lists where the segments are `ListIndex`.
 
-    Raises PlanError CKM114 where one leaf lies inside another.
+    Raises PlanError CKM114 if the path of one leaf is that of another, or goes through it.
     """
     root: dict[Any, Any] = {}
     for path, value in leaves:
@@ -87,7 +87,7 @@ def nest(leaves: Iterable[tuple[Path, Any]]) -> Any:
 
 
 class _Branch(dict[object, object]):
-    """A dict made by `nest`, of a type of its own because a leaf can be a dict."""
+    """A dict that `nest` made; it has its own type because a leaf can be a dict."""
 
 
 def _collision(inner: Path, outer: Path) -> PlanError:
@@ -99,9 +99,10 @@ def _collision(inner: Path, outer: Path) -> PlanError:
 
 
 def _listed(node: Mapping[Any, Any]) -> Any:
-    """Return branches as plain dicts, and as lists where every segment is a `ListIndex`.
+    """Return branches as plain dicts, or as lists where every segment is a `ListIndex`.
 
-    None fills the holes of a list, as torch fills them, so that all other items keep their place.
+    None fills the holes of a list, as in torch, so that all other items keep their index. A list
+    with too many holes becomes a dict.
     """
     items = {k: _listed(v) if type(v) is _Branch else v for k, v in node.items()}
     if not items or any(type(key) is not ListIndex for key in items):

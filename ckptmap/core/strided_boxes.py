@@ -1,10 +1,10 @@
-"""Elements of a tensor at regular steps: the algebra of tensors that are rearranged without being read.
+"""Describe elements of a tensor at regular steps, to rearrange tensors without reading them.
 
-A `StridedBox` has one or more axes. Axis k makes `sizes[k]` steps of `steps[k]` elements along dim
-`dims[k]`; the first element is at `offsets`. A plain Box is the case of one axis a dim and steps of 1.
-Where a tensor of rows (h, r, two) is stored as (h, two, r), two strided boxes of the same sizes say
-where each element comes from and where it goes. Several axes may walk along one dim: they are nested,
-one step of the outer axis is longer than all that the inner ones reach.
+A `StridedBox` has one or more axes. Axis k has `sizes[k]` elements, `steps[k]` apart along dim
+`dims[k]`; the first element is at `offsets`. A plain Box has one axis for each dim, and steps of 1.
+If rows (h, r, two) of a tensor are to be stored as (h, two, r), two strided boxes of the same sizes
+tell where each element comes from and where it goes. Several axes may be along one dim. They are
+then nested: one step of the outer axis is longer than the whole reach of the inner axes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from ckptmap.tensors import Box
 
 @dataclass(frozen=True)
 class StridedBox:
-    """`offsets` has one entry a dim; `sizes`, `dims` and `steps` one an axis."""
+    """Elements of a tensor at regular steps.
+
+    `offsets` has one entry for each dim of the tensor; `sizes`, `dims` and `steps` have one for
+    each axis.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -47,14 +51,14 @@ class StridedBox:
 
     @cached_property
     def is_box(self) -> bool:
-        """Are its elements all elements of `bounds`, in whatever order of dims?"""
+        """Whether its elements are all elements of `bounds`, in any order of the dims."""
         used = [dim for n, dim in zip(self.sizes, self.dims, strict=True) if n != 1]
         steps = [step for n, step in zip(self.sizes, self.steps, strict=True) if n != 1]
         return len(set(used)) == len(used) and all(step == 1 for step in steps)
 
     @cached_property
     def _by_dim(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """For each dim its axes, outermost first: (axis, size, step, reach of the inner ones)."""
+        """The axes of each dim, outermost first: (axis, size, step, reach of the inner axes)."""
         found = []
         for dim in range(len(self.offsets)):
             axes = [k for k, d in enumerate(self.dims) if d == dim]
@@ -67,7 +71,7 @@ class StridedBox:
         return tuple(found)
 
     def cut(self, box: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield the part that lies in `box` as ranges of indices: (first, count) of every axis."""
+        """Yield the elements that lie in `box` as ranges of indices: (firsts, counts) by axis."""
         choices = []
         for dim, axes in enumerate(self._by_dim):
             low = box.offsets[dim] - self.offsets[dim]
@@ -82,15 +86,18 @@ class StridedBox:
             yield tuple(lows), tuple(counts)
 
     def crop(self, lows: Sequence[int], counts: Sequence[int]) -> StridedBox:
-        """Return the strided box of a range of indices: `lows[k]` is the first, of `counts[k]`."""
+        """Return the strided box of a range: `counts[k]` indices of axis k, from `lows[k]` on."""
         offsets = list(self.offsets)
         for low, dim, step in zip(lows, self.dims, self.steps, strict=True):
             offsets[dim] += low * step
         return StridedBox(tuple(offsets), tuple(counts), self.dims, self.steps)
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield ranges of indices that each are a plain box: of each dim one axis of step 1 stays
-        whole, the other axes are taken index by index."""
+        """Yield ranges of indices that are a plain box each, as (firsts, counts) by axis.
+
+        For each dim the innermost axis is kept whole if its step is 1; all other axes are split
+        into single indices.
+        """
         kept = {
             axes[-1][0] for axes in self._by_dim if axes and (axes[-1][2] == 1 or axes[-1][1] == 1)
         }
@@ -106,7 +113,7 @@ class StridedBox:
 def _cut(
     axes: Sequence[tuple[int, ...]], low: int, high: int
 ) -> Iterator[tuple[tuple[int, int, int], ...]]:
-    """Yield ranges (axis, first, count) of nested axes whose positions lie in [low, high)."""
+    """Yield ranges (axis, first, count) of nested axes, whose positions lie in [low, high)."""
     if not axes:
         if low <= 0 < high:
             yield ()
@@ -130,7 +137,7 @@ def _cut(
 
 
 class Piece(NamedTuple):
-    """Elements `src` of the tensor `source` that become elements `dst` of another, in the same order."""
+    """The elements `src` of the tensor named `source`, which become `dst` of another, in order."""
 
     source: str
     src: StridedBox
@@ -171,8 +178,10 @@ class Piece(NamedTuple):
 
 
 def compose(first: Sequence[Piece], second: Sequence[Piece]) -> list[Piece]:
-    """Return pieces that lead from the sources of `first` to the tensors of `second`: `first` makes
-    a tensor, and `second`, whose only source it is, takes it apart."""
+    """Return the pieces from the sources of `first` to the tensor of `second`.
+
+    `first` are the pieces of an intermediate tensor, which is the only source of `second`.
+    """
     found: list[Piece] = []
     for a in first:
         for b in second:
@@ -197,7 +206,7 @@ def _through(a: Piece, b: Piece) -> Iterator[Piece]:
 
 
 def _by_box(a: Piece, b: Piece) -> Iterator[Piece]:
-    """Yield these pieces where `a` fills a plain box: the axes of `b` then walk the source of `a`."""
+    """Yield these pieces if `a` fills a plain box: axes of `b` become axes of the source of `a`."""
     axis_of = {
         dim: k for k, (n, dim) in enumerate(zip(a.dst.sizes, a.dst.dims, strict=True)) if n != 1
     }
@@ -218,8 +227,14 @@ def _by_box(a: Piece, b: Piece) -> Iterator[Piece]:
 
 @dataclass(frozen=True)
 class _Digit:
-    """Elements that two strided boxes share along one step of one dim: `n` of them, from index `a` of
-    axis `a_axis` (each index `a_factor` of that axis' own), and likewise `b`."""
+    """The elements that two strided boxes share along one step of one dim.
+
+    n          their number
+    a          the first one, counted in such steps from the first element of the first box
+    a_axis     the axis of the first box along which they are; -1: none
+    a_factor   indices of that axis for each such step
+    b, b_axis, b_factor   the same for the second box
+    """
 
     n: int
     a: int
@@ -231,9 +246,12 @@ class _Digit:
 
 
 def _digits(a: StridedBox, b: StridedBox) -> list[_Digit] | None:
-    """Return the elements that two strided boxes of one tensor share, as digits of their positions:
-    a position is a sum of steps, as a number is of powers. Boxes that share nothing have a digit of
-    no element. None: their steps do not divide each other, or a sum would carry."""
+    """Return the elements that two strided boxes of one tensor share, as digits of their positions.
+
+    A position along a dim is a sum of multiples of steps, as a number is a sum of multiples of
+    powers of its base. Boxes that share nothing have a digit with n = 0. Returns None if the steps
+    do not divide each other, or if a digit could carry into the next.
+    """
     found: list[_Digit] = []
     for dim in range(len(a.offsets)):
         steps = {s for k, s in enumerate(a.steps) if a.dims[k] == dim and a.sizes[k] != 1}
@@ -260,8 +278,11 @@ def _digits(a: StridedBox, b: StridedBox) -> list[_Digit] | None:
 def _split(
     strided: StridedBox, dim: int, chain: Sequence[int]
 ) -> list[tuple[int, int, int]] | None:
-    """Return (size, axis, factor) for each step of the chain: how many such steps the box takes
-    along which axis, and how many indices of that axis one of them is; axis -1: it takes none."""
+    """Return (size, axis, factor) of a strided box for each step of the chain.
+
+    That is how many such steps the box takes, along which axis (-1: none), and how many indices of
+    that axis one step is. Returns None if the steps do not divide an axis evenly.
+    """
     found = [(1, -1, 1)] * len(chain)
     for k, (n, d, step) in enumerate(zip(strided.sizes, strided.dims, strided.steps, strict=True)):
         if d != dim or n == 1:

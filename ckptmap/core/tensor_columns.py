@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint of plain tensors, as columns: names, infos, and where each one lies.
+"""The plain tensors of a checkpoint as columns: names, shapes and dtypes, and places in files.
 
-Most checkpoints hold nothing else: every tensor is one extent, all its bytes in row-major order in one
-file. A StoredTensor is made of the columns when somebody asks for it.
+Most checkpoints hold nothing else: each tensor is one extent, with all its bytes in row-major order
+in one file. A StoredTensor is created from the columns only when it is looked up.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from ckptmap.tensors import Extent, Path, Places, StoredTensor, TensorInfo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extents(Columns[Extent]):
-    """Where tensors lie: tensor i from byte `offsets[i]` of `files[i]` on; `crcs[i]` is the
-    container's own checksum of exactly its bytes, None where it has none."""
+    """The places of tensors: tensor i begins at byte `offsets[i]` of `files[i]`.
+
+    `crcs[i]` is the checksum that the file format states for exactly its bytes, or None.
+    """
 
     files: Sequence[str]
     offsets: Sequence[int]
@@ -34,9 +36,9 @@ class Extents(Columns[Extent]):
 
 
 class Locator(Protocol):
-    """Finds the bytes of tensors, where that takes a read of a header each.
+    """Finds the places of tensors in a format where each tensor has a header that must be read.
 
-    `one` reads the header of one tensor, `all` those of all tensors; `all` returns None if some
+    `one` reads the header of one tensor, `all` those of all tensors. `all` returns None if some
     tensor is not one extent. Both raise SourceError.
     """
 
@@ -45,13 +47,15 @@ class Locator(Protocol):
 
 
 def nbytes_of(infos: Sequence[TensorInfo]) -> list[int]:
-    """Return the bytes of each tensor; computed once for infos that are one object."""
+    """Return the size of each tensor in bytes; computed once for infos that are one object."""
     return each(infos, lambda info: info.nbytes)
 
 
 class PlainTensors(Mapping[Path, StoredTensor]):
-    """Plain tensors in stored order, by path of one segment: tensor i is `names[i]` of `infos[i]`.
-    No two share bytes."""
+    """Plain tensors in stored order, by paths of one segment; no two share bytes.
+
+    Tensor i has the name `names[i]` and the shape and dtype `infos[i]`.
+    """
 
     __slots__ = ("_at", "_located", "_made", "infos", "names")
 
@@ -65,18 +69,18 @@ class PlainTensors(Mapping[Path, StoredTensor]):
         self._made: dict[str, StoredTensor] = {}
 
     def extents(self) -> Extents | None:
-        """Return where all tensors lie; None if some tensor is not one extent."""
+        """Return the places of all tensors; None if some tensor is not one extent."""
         extents = self._located.all()
         if extents is not None:
             self._located = extents
         return extents
 
     def kinds(self) -> dict[int, TensorInfo]:
-        """Return the different infos by id: mostly few."""
+        """Return the different info objects by their id; there are mostly few."""
         return distinct(self.infos)
 
     def renamed(self, names: Mapping[str, str]) -> PlainTensors:
-        """Return the same tensors under `names[name]`."""
+        """Return the same tensors with new names: `names` maps each old name to its new one."""
         return PlainTensors([names[name] for name in self.names], self.infos, self._located)
 
     def held(self, name: str) -> StoredTensor:

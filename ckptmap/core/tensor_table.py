@@ -1,4 +1,5 @@
-"""The table of tensors that `inspect` and `plan` print: keys that differ only in a number share a line.
+"""The table of tensors that `inspect` and `plan` print: names that differ only in numbers share a
+line.
 
 model.layers.{0..31}.self_attn.q_proj.weight  32x [4096, 4096] bfloat16 -> nf4
 """
@@ -13,13 +14,18 @@ from typing import NamedTuple
 from ckptmap.core.columns import each
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A number that is a segment of a name."""
+"""Matches a number that is a whole segment of a name."""
 _NUMBERS = re.compile(r"\.(\d+)(?=[.\n])")
-"""The same in a text of names that each begin with a dot, where the search takes a third of the time."""
+"""Matches the same in a text of names that each begin with a dot, in a third of the time."""
 
 
 class TensorSummary(NamedTuple):
-    """The columns of a table beside the name; thousands of tensors share one."""
+    """The columns of the table beside the name; thousands of tensors share one object.
+
+    role       shown before the name unless it is "model"
+    kind       the words of the column for dtype and encoding: ("bfloat16", "->", "nf4")
+    fidelity   how well the plan keeps the values; "" for `inspect`
+    """
 
     role: str
     shape: tuple[int, ...]
@@ -30,14 +36,14 @@ class TensorSummary(NamedTuple):
 
 @dataclass
 class KeyPattern:
-    """Tensors with the same columns and with names that differ only in numbers."""
+    """Tensors with equal columns, except bytes, and with names that differ only in numbers."""
 
     first: str
     look: TensorSummary
     count: int
     nbytes: int
     numbers: list[set[str]]
-    """The different numbers at each place, as they are written in names."""
+    """The different numbers at each place of the pattern, as they are written in names."""
 
     @property
     def pattern(self) -> str:
@@ -63,7 +69,7 @@ def _folded(names: list[str], looks: list[TensorSummary]) -> KeyPattern:
     places = len(NUMBER.findall(names[0]))
     text = _text(names)
     digits = _NUMBERS.findall(text)
-    if text.count("\n") != len(names):  # one with a line feed in it
+    if text.count("\n") != len(names):  # a name has a line feed in it
         digits = [number for name in names for number in NUMBER.findall(name)]
     numbers = [set(digits[place::places]) for place in range(places)]
     return KeyPattern(names[0], looks[0], len(names), sum([look[4] for look in looks]), numbers)
@@ -74,9 +80,9 @@ def _text(names: Sequence[str]) -> str:
 
 
 def _patterns(names: Sequence[str]) -> list[str]:
-    """Return each name without its numbers."""
+    """Return each name with its numbers replaced by a NUL."""
     found = _NUMBERS.sub(".\0", _text(names)).split("\n")
-    if len(found) != len(names) + 1:  # one with a line feed in it
+    if len(found) != len(names) + 1:  # a name has a line feed in it
         return [NUMBER.sub("\0", name) for name in names]
     return found[:-1]
 
@@ -90,11 +96,14 @@ def _span(numbers: set[int], text: str) -> str:
 
 
 FEW = 3
-"""Up to so many keys with one reason get a line each."""
+"""Up to this many keys with the same reason get a line each."""
 
 
 def listed(title: str, found: Mapping[str, str]) -> list[str]:
-    """Return lines of keys with their reasons; many keys that begin alike share a line if they share the reason."""
+    """Return lines of keys with their reasons.
+
+    More than FEW keys share a line if their reasons and their first segments are equal.
+    """
     alike: dict[tuple[str, str], list[str]] = {}
     for key, why in found.items():
         alike.setdefault((key.partition(".")[0], why), []).append(key)
@@ -108,12 +117,13 @@ def listed(title: str, found: Mapping[str, str]) -> list[str]:
 
 
 def renamed(origins: Mapping[str, Sequence[str]], stripped: bool) -> list[str]:
-    """Return a line for each pattern of source keys and the name they get, without numbers.
+    """Return a line for each pattern of source keys and their new name, with `*` for numbers.
 
-    `stripped`: names differ only in segments that were taken off.
+    `stripped` means that names differ only in removed segments: equal last segments are then shown
+    as `{name}`.
 
-    from: layers.*._orig_mod.{name} -> layers.*.{name}  288x
-    from: layers.*.attn.q.weight + ... (3 in all) -> layers.*.attn.qkv.weight  32x
+        from: layers.*._orig_mod.{name} -> layers.*.{name}  288x
+        from: layers.*.attn.q.weight + ... (3 in all) -> layers.*.attn.qkv.weight  32x
     """
     counts: dict[str, int] = {}
     for fqn, keys in origins.items():

@@ -1,4 +1,4 @@
-"""The proof, from their boxes alone, that chunks hold every element of a tensor exactly once."""
+"""Prove from boxes alone that chunks hold every element of a tensor exactly once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ckptmap.tensors import Box
 
 
 def prove_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Return None if the boxes tile `shape` exactly once, else what is wrong, in one clause.
+    """Return None if the boxes hold every element of `shape` exactly once, else a clause with the
+    fault.
 
     They do if all lie inside the shape, no two overlap, and their volumes add up to the shape's.
     """
@@ -21,7 +22,10 @@ def prove_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 @lru_cache(maxsize=64)
 def prove_rows(shape: tuple[int, ...], bounds: tuple[int, ...]) -> str | None:
-    """Return the same for chunks of whole rows, chunk i from row `bounds[i]` to `bounds[i + 1]`."""
+    """Return the same as `prove_tiling` for chunks of whole rows.
+
+    Chunk i holds the rows from `bounds[i]` to `bounds[i + 1]`.
+    """
     for start, stop in pairwise(bounds):
         if stop <= start:
             return f"a chunk of rows {start} to {stop}"
@@ -32,7 +36,7 @@ def prove_rows(shape: tuple[int, ...], bounds: tuple[int, ...]) -> str | None:
 
 @lru_cache(maxsize=64)
 def _fault(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | None:
-    """Return what is wrong; computed once for all tensors that are cut alike."""
+    """Return the fault or None; cached, because many tensors have one shape and cut."""
     whole = Box.whole(shape)
     for box in boxes:
         if len(box.offsets) != len(shape) or any(
@@ -51,8 +55,10 @@ def _fault(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | None:
 
 
 def _first_overlap(boxes: Sequence[Box], ndim: int) -> tuple[Box, Box] | None:
-    """Return two boxes that overlap. Sweeps along the dim with the most cuts, where fewest boxes are
-    open at a time."""
+    """Return two boxes that overlap, or None.
+
+    It sweeps along the dim with the most cuts, where the fewest boxes are open at a time.
+    """
     if len(boxes) < 2:
         return None
     if ndim == 0:
