@@ -207,7 +207,7 @@ def live_forms() -> tuple[Any, ...]:
 
 
 def optimizer_families() -> tuple[Any, ...]:
-    """Return the families of live optimizers (`ckptmap.live.optimizer.base.Family`)."""
+    """Return the families of live optimizers (`ckptmap.live.optimizer.family.OptimizerFamily`)."""
     return tuple(_all(OPTIMIZER_FAMILIES, "optimizer_families"))
 
 

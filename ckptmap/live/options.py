@@ -2,15 +2,14 @@
 
     load(path, model, strict=False)  ->  LoadOptions(strict=False), every other field its default
 
-`LoadKeywords` has the same fields for type checkers, and `spelled_out` shows them to `help()`.
+`LoadKeywords` has the same fields for type checkers.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TypedDict, TypeVar
+from typing import TypedDict
 
 from ckptmap.core import argument_checks
 
@@ -20,8 +19,6 @@ PRECISIONS = ("keep", "target", "fp32")
 ROUNDINGS = ("nearest", "stochastic")
 NF4_CLASSES = ("torchao", "bnb")
 RANDOM = ("auto", "recorded", "fresh", "leave")
-
-Called = TypeVar("Called", bound=Callable[..., object])
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -91,17 +88,3 @@ class LoadOptions:
         argument_checks.choice("rounding", self.rounding, ROUNDINGS)
         argument_checks.choice("nf4", self.nf4, NF4_CLASSES)
         argument_checks.choice("random", self.random, RANDOM)
-
-
-def spelled_out(call: Called) -> Called:
-    """Show the fields of LoadOptions in the signature of a call that takes `**keywords`."""
-    own = inspect.signature(call)
-    parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    parameters += [
-        inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type
-        )
-        for f in fields(LoadOptions)
-    ]
-    call.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return call

@@ -12,17 +12,19 @@ from typing import Unpack
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core import argument_checks
 from ckptmap.core.quantized_codes import CoarseScales
+from ckptmap.core.signatures import spelled_out
 from ckptmap.execution import manifest as manifests
 from ckptmap.execution.execute import execute
 from ckptmap.execution.ranks import ALONE, Ranks
 from ckptmap.operations.workspace import Workspace
-from ckptmap.planning.options import ConvertKeywords, RunOptions, separated
+from ckptmap.planning.options import ConvertKeywords, Options, RunOptions, separated
 from ckptmap.planning.plan import Plan
 from ckptmap.planning.planner import plan as make_plan
 from ckptmap.planning.report import Report
 from ckptmap.planning.saved_plan import with_exact_scales
 
 
+@spelled_out(RunOptions, Options)
 def convert(
     src: str | os.PathLike[str] | Checkpoint,
     dst: str | os.PathLike[str],

@@ -18,6 +18,7 @@ from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.lora.merged_tensor import Merged, untouched
 from ckptmap.checkpoint.open import open
+from ckptmap.core.signatures import spelled_out
 from ckptmap.errors import ArgumentError, PlanError
 from ckptmap.operations.convert import run
 from ckptmap.planning.file_plan import Encode
@@ -25,6 +26,8 @@ from ckptmap.planning.options import (
     RUN_OPTION_NAMES,
     MergeKeywords,
     MergeOptionKeywords,
+    Options,
+    RunOptions,
     run_options_from,
 )
 from ckptmap.planning.plan import Plan
@@ -80,6 +83,7 @@ class MergeReport(Report):
         return "\n".join([super().__str__(), *lines])
 
 
+@spelled_out(RunOptions, Options, only=MergeKeywords.__annotations__)
 def merge(
     base: str | os.PathLike[str] | Checkpoint,
     adapter: str | os.PathLike[str] | Adapter,

@@ -19,11 +19,18 @@ from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.columns import each
 from ckptmap.core.formatting import counted, human
+from ckptmap.core.signatures import spelled_out
 from ckptmap.core.tensor_table import TensorSummary, listed, renamed, table
 from ckptmap.errors import DestinationError, PlanError
 from ckptmap.planning.conversion import Conversion, Steps
 from ckptmap.planning.file_plan import Compare, Encode, FilePlan
-from ckptmap.planning.options import MAX_MEMORY, Options, RunOptionKeywords, run_options_from
+from ckptmap.planning.options import (
+    MAX_MEMORY,
+    Options,
+    RunOptionKeywords,
+    RunOptions,
+    run_options_from,
+)
 from ckptmap.planning.remarks import Unresolved
 from ckptmap.planning.report import Report
 from ckptmap.protocols import CarriedFile
@@ -141,6 +148,7 @@ class Plan:
             hint = f"leave them behind with {' '.join(options)}"
         raise PlanError("CKM202", f"{first.key}: {first.reason}{more}", hint)
 
+    @spelled_out(RunOptions)
     def execute(
         self,
         dst: str | os.PathLike[str],

@@ -16,6 +16,7 @@ from ckptmap import setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import noted
 from ckptmap.core.gc_pause import paused_gc
+from ckptmap.core.signatures import spelled_out
 from ckptmap.planning.carried_files import carried_files
 from ckptmap.planning.encoding_remarks import encoding_remarks
 from ckptmap.planning.file_layout import file_layout
@@ -36,6 +37,7 @@ from ckptmap.storage.file_systems import MOUNTS
 from ckptmap.storage.hub.resolve import named_as_asked
 
 
+@spelled_out(Options)
 def plan(
     source: str | os.PathLike[str] | Checkpoint,
     to: str,

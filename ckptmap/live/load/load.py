@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core import argument_checks
+from ckptmap.core.signatures import spelled_out
 from ckptmap.live.load.continuation import Continuation
 from ckptmap.live.load.load_plan import LoadPlan
 from ckptmap.live.load.same_checkpoint import content_facts
@@ -32,7 +33,7 @@ from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer.state_matcher import StateMatcher, StatePlan
-from ckptmap.live.options import LoadOptions, spelled_out
+from ckptmap.live.options import LoadOptions
 from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
 from ckptmap.storage.files import verified_copies
 from ckptmap.storage.source_changes import require_unchanged
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from ckptmap.live.options import LoadKeywords
 
 
-@spelled_out
+@spelled_out(LoadOptions)
 def load(
     path: str | os.PathLike[str] | Checkpoint,
     model: torch.nn.Module,

@@ -1,0 +1,44 @@
+"""Signatures of public calls that take the fields of a dataclass as `**keywords`.
+
+`inspect.signature`, `help()` and editors then show every keyword with its default.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+Called = TypeVar("Called", bound=Callable[..., object])
+
+
+def spelled_out(
+    *options: type[Any], only: Collection[str] | None = None
+) -> Callable[[Called], Called]:
+    """Show the fields of dataclasses in the signature of a call in place of its `**keywords`.
+
+    only  the names of the fields that the call takes; None: all. A field that the call names
+          itself, as `to`, is not shown twice
+    """
+
+    def decorate(call: Called) -> Called:
+        own = inspect.signature(call)
+        shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        named = {parameter.name for parameter in shown}
+        for field in (field for one in options for field in fields(one)):
+            if field.name in named or (only is not None and field.name not in only):
+                continue
+            default = inspect.Parameter.empty if field.default is MISSING else field.default
+            shown.append(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=field.type,
+                )
+            )
+        call.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+        return call
+
+    return decorate

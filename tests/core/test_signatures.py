@@ -1,0 +1,45 @@
+"""Public calls that take options as `**keywords` show each of them with its default."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+
+import pytest
+
+import ckptmap
+from ckptmap.live.options import LoadOptions
+from ckptmap.planning.options import MergeKeywords, Options, RunOptions
+
+RUN = {field.name for field in fields(RunOptions)}
+WRITTEN = {field.name for field in fields(Options)}
+CALLS: dict[str, tuple[Callable[..., object], set[str]]] = {
+    "plan": (ckptmap.plan, WRITTEN | {"source", "options"}),
+    "convert": (ckptmap.convert, WRITTEN | RUN | {"src", "dst", "ranks"}),
+    "merge": (
+        ckptmap.merge,
+        {*MergeKeywords.__annotations__, "base", "adapter", "dst", "to", "force"}
+        | {"adapter_config", "leave"},
+    ),
+    "execute": (ckptmap.Plan.execute, RUN | {"self", "dst"}),
+    "load": (
+        ckptmap.load,
+        {field.name for field in fields(LoadOptions)} | {"path", "model", "optimizer", "scheduler"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_signature_has_every_keyword(name: str) -> None:
+    call, names = CALLS[name]
+    parameters = inspect.signature(call).parameters
+    assert set(parameters) == names
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
+
+
+def test_a_signature_has_the_defaults() -> None:
+    parameters = inspect.signature(ckptmap.convert).parameters
+    shown = {name: parameters[name].default for name in ("device", "digest", "sync", "max_memory")}
+    assert shown == {"device": "cpu", "digest": "xxh3", "sync": True, "max_memory": 64 << 20}
+    assert parameters["to"].default is inspect.Parameter.empty
