@@ -146,7 +146,11 @@ def test_what_bitsandbytes_would_not_load_is_refused_by_name(tmp_path: Path) -> 
     theirs = to_nf4(calm((64, 64), torch.bfloat16), 64, 64)
     for fqn in ("h.0.attn.c_attn.weight", "model.embed_tokens.weight"):
         torch.save({fqn: theirs}, tmp_path / "ao.pt")
-        with refused(PlanError, "CKM203", match=f"{fqn}: cannot be bnb-nf4: .* not the weight of one linear module"):
+        with refused(
+            PlanError,
+            "CKM203",
+            match=f"{fqn}: cannot be bnb-nf4: .* not the weight of one linear module",
+        ):
             ckptmap.plan(tmp_path / "ao.pt", "hf-bnb-nf4")
         ckptmap.plan(tmp_path / "ao.pt", "hf-bf16").require_resolved()
 
