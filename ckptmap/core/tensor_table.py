@@ -1,5 +1,4 @@
-"""The table of tensors that `inspect` and `plan` print: names that differ only in numbers share a
-line.
+"""The table of tensors in `inspect` and `plan`: names that differ only in numbers share a line.
 
 model.layers.{0..31}.self_attn.q_proj.weight  32x [4096, 4096] bfloat16 -> nf4
 """

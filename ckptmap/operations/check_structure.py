@@ -1,5 +1,7 @@
-"""Check that every tensor of an output lies where its manifest says; used before publishing and by
-verify().
+"""Check that every tensor of an output is at the place in its files that the manifest states.
+
+This runs before an output is published, and in `verify`. It compares headers with the manifest, and
+reads no tensor data.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from ckptmap.tensors import Box, Extent, Region, StoredTensor
 
 
 def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
-    """Return the problems: tensors that do not lie where the manifest says, or that it does not
-    list."""
+    """Return the problems: files of another size, tensors at other places than the manifest states,
+    and tensors that it does not list."""
     base = Path(ckpt.path).absolute() if Path(ckpt.path).is_dir() else None
     problems = [
         f"{name}: {size} bytes, expected {entry['nbytes']}"
@@ -45,7 +47,7 @@ def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
         unlisted = [(k, t) for k, t in unlisted if t.share not in shares and t.info.numel]
     if unlisted:
         listed = {(_name(c[0], base), c[1], c[2]) for _, c in chunks_of(document)}
-        carried = document["carried"]  # files that went along whole, tensors and all
+        carried = document["carried"]  # files that were copied whole, with all of their tensors
         problems += [
             f"{key}: is not in the manifest"
             for key, tensor in unlisted
@@ -58,10 +60,10 @@ def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
 
 
 def _all_lie(ckpt: Checkpoint, planned: Mapping[str, object]) -> bool:
-    """Return whether every tensor is the one extent that was planned, and there is no other.
+    """Return whether every tensor is the one extent that was planned, and there is no other tensor.
 
-    This compares whole columns, which is fast for an output that was just written. After False the
-    tensors are compared one by one, to say what is wrong.
+    This compares whole columns, which is fast for an output that was just written. If it returns
+    False, the caller compares the tensors one by one to find the problems.
     """
     leaves, path = ckpt.index.leaves, Path(ckpt.path).absolute()
     outs = planned.alone() if isinstance(planned, manifests.Tensors) else None
@@ -98,7 +100,7 @@ def chunks_of(document: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any]]
 
 
 def _places(planned: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, Slot]]]]:
-    """Yield each key with the file and slot of its chunks."""
+    """Yield each key with the file and the slot of each of its chunks."""
     if isinstance(planned, manifests.Tensors):
         yield from planned.places()
         return
@@ -113,7 +115,7 @@ def _places(planned: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, S
 def _lies_at(tensor: StoredTensor, chunks: Sequence[tuple[str, Slot]], root: str | None) -> bool:
     """Return whether the tensor is the one chunk that was planned, as nearly every tensor is.
 
-    After False, `_place_problems` finds out what is wrong.
+    If it returns False, `_place_problems` compares the tensor in full and describes the problem.
     """
     try:
         place = tensor.place
@@ -133,13 +135,16 @@ def _lies_at(tensor: StoredTensor, chunks: Sequence[tuple[str, Slot]], root: str
 
 
 def _is_listed(region: Region, listed: Container[tuple[str, int, int]], base: Path | None) -> bool:
-    """Return whether a listed tensor has these bytes: parameters of a flat parameter share one step
-    count."""
+    """Return whether a tensor that the manifest lists has the bytes of this region.
+
+    A tensor without a manifest entry of its own may share them: the parameters of one FSDP1 flat
+    parameter share one step count.
+    """
     return (_name(region.file, base), region.offset, region.nbytes) in listed
 
 
 def nbytes_of(file: Path) -> int:
-    """Return the bytes of a file; -1 where there is none."""
+    """Return the size of a file in bytes; -1 if there is no such file."""
     return file.stat().st_size if file.is_file() else -1
 
 
@@ -171,6 +176,8 @@ def _place_problems(
 
 
 def _name(file: str, base: Path | None) -> str:
-    """Return the name of a file in a directory, or an empty string for a one-file checkpoint, which
-    may be renamed."""
+    """Return the name of a file without its directory; "" for a one-file checkpoint.
+
+    Such a file may be renamed after the manifest was written into it.
+    """
     return "" if base is None else os.path.basename(file)

@@ -1,8 +1,9 @@
 """Draft a mapping file from two checkpoints of one model in two naming schemes.
 
-Keys are grouped by pattern (`layers.{}.w`). Groups with the same numbers are paired: by equal values
-where these may be read, otherwise by shape and by how similar the names are. A rule that is drafted
-without values is a guess, and says so.
+Keys that differ only in numbers form a group with one pattern (`layers.{}.w`). Groups of the two
+checkpoints that have the same numbers are paired: by equal values if reading values is allowed,
+else by shape and by the similarity of names. A rule that is drafted without values is a guess, and
+a comment in the draft marks it.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ from ckptmap.mapping.name_patterns import HOLE, skeleton
 from ckptmap.storage.lazy_tensor import LazyTensor, tensor_bytes
 
 LETTERS = "nekjlm"
-"""Names of the captures, in the order of the numbers in a key."""
+"""The names of captures in a rule, in the order of the numbers in a key."""
 MAX_PARTS = 3
-"""Tensors that may be fused into one: q, k and v."""
+"""The most tensors that are joined into one: q, k and v."""
 MAX_NUMEL = 1 << 28
-"""Elements of the largest tensor whose values are compared."""
+"""The values of a larger tensor (in elements) are not compared."""
 
 
 @dataclass
 class KeyGroup:
-    """All keys of one pattern. They are drafted only if all have the same shape."""
+    """All tensors whose keys have one pattern; most rules need all of them to have one shape.
+
+    tensors   the numbers in a key -> its tensor
+    """
 
     pattern: str
     tensors: dict[tuple[int, ...], LazyTensor]
@@ -55,20 +59,27 @@ class KeyGroup:
 
     @property
     def name(self) -> str:
-        """The pattern with captures: `layers.{n}.experts.{e}.w`."""
+        """The pattern with named captures: `layers.{n}.experts.{e}.w`."""
         parts = self.pattern.split(HOLE)
         holes = [f"{{{letter}}}" for letter in LETTERS[: len(parts) - 1]]
         return parts[0] + "".join(h + p for h, p in zip(holes, parts[1:], strict=True))
 
     @cached_property
     def rows(self) -> list[bytes]:
-        """Digests of the rows of the first tensor, or of the elements of a vector."""
+        """The digests of the rows of the first tensor, or of the elements of a vector."""
         return row_digests(self.first)
 
 
 @dataclass
 class Draft:
-    """The drafted rules, and the patterns of both sides that none covers."""
+    """The drafted rules, and the groups of keys that no rule covers.
+
+    rules     the text of each rule
+    dims      the name of a capture or axis -> its size in this model
+    left      groups of the checkpoint with Hugging Face names without a rule
+    right     groups of the other checkpoint without a rule
+    guessed   the number of rules that are guesses
+    """
 
     rules: list[str] = field(default_factory=list)
     dims: dict[str, str] = field(default_factory=dict)
@@ -106,8 +117,11 @@ class Draft:
 def draft(
     source: str | os.PathLike[str], target: str | os.PathLike[str], *, values: bool = False
 ) -> Draft:
-    """Return a draft; `source` has Hugging Face's names. With `values` the values of one tensor a
-    pattern are compared. Raises PlanError CKM615 where nothing can be paired."""
+    """Return a draft of the rules between two checkpoints; `source` has Hugging Face names.
+
+    With `values`, the values of one tensor of each pattern are compared. Raises PlanError CKM615 if
+    no tensors can be paired.
+    """
     with open(source) as hub, open(target) as other:
         drafting = _Drafting(groups_of(hub), groups_of(other), values)
         found = drafting.run()
@@ -121,7 +135,7 @@ def draft(
 
 
 def groups_of(ckpt: Checkpoint) -> list[KeyGroup]:
-    """Return the patterns of a checkpoint, in stored order."""
+    """Return the groups of the keys of a checkpoint, in stored order."""
     found: dict[str, KeyGroup] = {}
     for fqn in ckpt:
         pattern, numbers = skeleton(fqn)
@@ -144,7 +158,7 @@ class _Drafting:
     def __init__(self, left: list[KeyGroup], right: list[KeyGroup], values: bool) -> None:
         self.values = values
         self.extents: dict[str, set[int]] = {}
-        """Of each capture how many numbers it has; 0: not all from 0."""
+        """The name of a capture -> how many different numbers it has; 0: they are not 0..n-1."""
         self.draft = Draft(left=left, right=right)
 
     def run(self) -> Draft:
@@ -157,7 +171,10 @@ class _Drafting:
         return self.draft
 
     def _count(self, group: KeyGroup) -> None:
-        """Take the extents of its captures: a file without them cannot be tested without keys."""
+        """Record how many numbers each capture of the group has.
+
+        The draft lists them as dims: without them a mapping file cannot be tested alone.
+        """
         for letter, seen in zip(LETTERS, zip(*group.numbers, strict=True), strict=False):
             whole = set(seen) == set(range(len(set(seen))))
             self.extents.setdefault(letter, set()).add(len(set(seen)) if whole else 0)
@@ -173,7 +190,10 @@ class _Drafting:
     # ------------------------------------------------------------------ one to one
 
     def _pairs(self) -> None:
-        """Return candidates, best first: by equal values, then by similar names."""
+        """Add a rule for each pair of groups that match one to one.
+
+        The best pairs come first: those with equal values, then those with similar names.
+        """
         scored = [
             (score, -i, -j, a, b, axes)
             for i, a in enumerate(self.draft.left)
@@ -207,7 +227,11 @@ class _Drafting:
             yield 2 + likeness, ("a b", "b a")
 
     def _rotary(self, a: KeyGroup, b: KeyGroup) -> tuple[str, str] | None:
-        """Rows of halves against rows of neighbours, whatever the head size."""
+        """Return the axes of a rule for rows in the two orders of rotary embeddings, or None.
+
+        The rows of a head are two halves on one side and pairs of neighbours on the other. The head
+        size is not known, so every size that divides the rows is tried.
+        """
         count = len(a.rows)
         for half in (n for n in range(1, count // 2 + 1) if count % (2 * n) == 0):
             order = [
@@ -226,7 +250,7 @@ class _Drafting:
         return None
 
     def _dim(self, half: int) -> str:
-        """The axis of half a head, of this extent."""
+        """Return the name of an axis of size `half`: r for the first size, then r2 and r3."""
         for axis in ("r", "r2", "r3"):
             if self.draft.dims.setdefault(axis, str(half)) == str(half):
                 return axis
@@ -240,7 +264,7 @@ class _Drafting:
     # ------------------------------------------------------------------ many to one
 
     def _stacks(self) -> None:
-        """A number in the names of one side that is a dim of the other's tensors."""
+        """Add rules for tensors of numbered modules (experts) that the other side stacks."""
         for a in list(self.draft.left):
             for b in list(self.draft.right):
                 numbers = {n[:-1] for n in a.tensors if n}
@@ -281,7 +305,7 @@ class _Drafting:
         return torch.equal(mine, box[0])
 
     def _joins(self) -> None:
-        """Tensors of one module that lie behind each other in one of the other side."""
+        """Add rules for tensors of one module that the other side concatenates along dim 0."""
         for b in list(self.draft.right):
             parts = self._joined(b)
             if parts is not None:

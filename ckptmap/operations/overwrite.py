@@ -1,9 +1,10 @@
-"""What --overwrite may replace: a checkpoint at exactly this path, and no files of somebody else.
+"""Check what --overwrite would delete: only a checkpoint at exactly this path may be replaced.
 
-`open` looks into a directory for the one checkpoint inside. So a home directory with a single model
-in it opens, and must not be replaced. Nor may a file be lost that a user put into the directory of
-a checkpoint. --overwrite deletes the files of the checkpoint, those that ckptmap wrote, those that
-frameworks keep beside weights, and those that the new output replaces by name.
+`open` searches a directory for the one checkpoint inside it. So a home directory with a single
+model in it can be opened, but must not be replaced. Files that a user put into the directory of a
+checkpoint must not be lost either. --overwrite may delete the files of the checkpoint, files that
+ckptmap wrote, files that frameworks keep beside weights, and files that the new output replaces by
+name.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ COMPANION = re.compile(
     r"|(all|train|eval|test|predict)_results\.json|data\.pt|.*\.index\.json"
     r"|((diffusion_)?pytorch_)?model([-_.]\w+)*\.(bin|safetensors)|\.metadata|__\d+_\d+\.distcp"
 )
-"""Names of files that transformers, its Trainer, verl and torch keep beside weights. A user would
-give few of them to other files."""
+"""Matches the names of files that transformers, its Trainer, verl and torch keep beside weights. A
+user is unlikely to give such a name to another file."""
 CACHES = (".cache", "__pycache__", ".ipynb_checkpoints")
-"""Directories that programs create for themselves; .cache is huggingface_hub's."""
+"""Names of directories that programs create for themselves; .cache is that of huggingface_hub."""
 SHOWN = 3
 
 
 def manifest_at(target: Path) -> dict[str, Any] | None:
-    """Return the manifest of the checkpoint at the destination; None where there is none."""
+    """Return the manifest of the checkpoint at the destination; None if there is none."""
     if target.is_symlink() or not (target.is_file() or target.is_dir()):
         return None
     try:
@@ -53,9 +54,10 @@ def manifest_at(target: Path) -> dict[str, Any] | None:
 
 
 def refuse_stranger(target: Path, written: Collection[str] = ()) -> None:
-    """Raise DestinationError CKM301 where --overwrite would delete more than a checkpoint.
+    """Raise DestinationError CKM301 if --overwrite would delete more than a checkpoint.
 
-    `written` are the names of files of the new output, which replace others of these names.
+    `written` are the names of the files of the new output: existing files with these names may be
+    replaced.
     """
     if not target.is_file() and not (target.is_dir() and any(target.iterdir())):
         return
@@ -85,8 +87,11 @@ def _refusal(message: str, hint: str = HINT) -> DestinationError:
 
 
 def _foreign(target: Path, ckpt: Checkpoint, written: Collection[str]) -> Iterator[str]:
-    """Yield files below that belong neither to the checkpoint, nor to ckptmap or a framework, and
-    that no new file replaces."""
+    """Yield the files below `target` that --overwrite must not delete.
+
+    They belong neither to the checkpoint nor to ckptmap or a framework, and no new file replaces
+    them.
+    """
     root = target.absolute()
     own = {*ckpt.index.files, *ckpt.index.file_of.values()}
     own |= {str(root / name) for name in (*_listed(root), *written)}
@@ -102,7 +107,7 @@ def _foreign(target: Path, ckpt: Checkpoint, written: Collection[str]) -> Iterat
 
 
 def _listed(root: Path) -> list[str]:
-    """Return the files that an earlier run of ckptmap wrote here, by its manifest."""
+    """Return the files that an earlier run of ckptmap wrote here, as its manifest lists them."""
     try:
         document = json.loads((root / manifests.NAME).read_bytes())
         return [manifests.NAME, *document["files"], *document["carried"]]
@@ -115,7 +120,7 @@ def _lies_at(ckpt: Checkpoint, target: Path) -> bool:
 
 
 def _others(target: Path, files: Sequence[str]) -> list[str]:
-    """Return directories below that are other checkpoints: checkpoint-500/."""
+    """Return the directories in `target` that are other checkpoints, such as checkpoint-500."""
     root = target.absolute()
     own = (Path(file) for file in files)
     mine = {file.relative_to(root).parts[0] for file in own if file.is_relative_to(root)}
