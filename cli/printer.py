@@ -49,7 +49,7 @@ class Printer:
     def text(self, text: str) -> None:
         _write(sys.stdout, printable(self._as_typed(text)))
 
-    def document(self, document: Mapping[str, Any]) -> None:
+    def document(self, document: Mapping[str, object]) -> None:
         Printer.printed = True
         _write(sys.stdout, dumps({"schema": SCHEMA, **document}))
 
@@ -74,7 +74,7 @@ class Printer:
         return text
 
 
-def dumps(document: Mapping[str, Any]) -> str:
+def dumps(document: Mapping[str, object]) -> str:
     """Return one line of JSON; values that JSON cannot express become strings."""
     try:
         return json.dumps(document, ensure_ascii=False, allow_nan=False)
@@ -82,7 +82,7 @@ def dumps(document: Mapping[str, Any]) -> str:
         return json.dumps(jsonable(document), ensure_ascii=False)
 
 
-def jsonable(value: Any) -> Any:
+def jsonable(value: object) -> Any:
     """Return the value in types of JSON: other objects as their repr, bytes as their count."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}

@@ -115,7 +115,7 @@ def _kept(
     }
 
 
-def _settings(head: Path, group: Mapping[str, Any]) -> dict[Path, Any]:
+def _settings(head: Path, group: Mapping[str, object]) -> dict[Path, Any]:
     return {
         (*head, name): _read(value)
         for name, value in group.items()

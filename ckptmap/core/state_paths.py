@@ -58,7 +58,7 @@ def role_and_fqn(key: str) -> tuple[str, str]:
     return (role, fqn) if colon and role in ROLES else ("model", key)
 
 
-def nest(values: Mapping[Path, Any]) -> dict[str, Any]:
+def nest(values: Mapping[Path, object]) -> dict[str, Any]:
     """Return nested dicts with these leaves, and lists where the segments are `ListIndex` 0..n-1.
 
     Where an index is missing, the indices become keys of a dict, so that each item keeps its index.

@@ -66,7 +66,7 @@ def holds_tensor(node: object) -> bool:
     return False
 
 
-def nest(leaves: Iterable[tuple[Path, Any]]) -> Any:
+def nest(leaves: Iterable[tuple[Path, object]]) -> Any:
     """Return nested dicts with these leaves, and lists where the segments are `ListIndex`.
 
     Raises PlanError CKM114 if the path of one leaf is that of another, or goes through it.
@@ -98,7 +98,7 @@ def _collision(inner: Path, outer: Path) -> PlanError:
     )
 
 
-def _listed(node: Mapping[Any, Any]) -> Any:
+def _listed(node: Mapping[Any, object]) -> Any:
     """Return branches as plain dicts, or as lists where every segment is a `ListIndex`.
 
     None fills the holes of a list, as in torch, so that all other items keep their index. A list

@@ -45,7 +45,7 @@ class Lanes:
 
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
-    def upload(self, there: torch.Tensor, here: torch.Tensor, free: Any) -> Any:
+    def upload(self, there: torch.Tensor, here: torch.Tensor, free: object) -> Any:
         """Copy `here` to the device after the event `free`; return the event of the copy's end.
 
         Kernels that are launched from now on wait for that event.

@@ -66,7 +66,7 @@ class _Installed:
         with _plain_names():
             return self._save(*args, **kwargs)
 
-    def before_save(self, models: Sequence[Any], weights: list[Any], output_dir: str) -> None:
+    def before_save(self, models: Sequence[object], weights: list[Any], output_dir: str) -> None:
         """Rename the weights that accelerate has gathered, before it writes them."""
         weights[:] = [_plain(state) for state in weights]
 
@@ -108,7 +108,7 @@ class _Installed:
 
 
 @contextmanager
-def _without(owner: Any, *names: str) -> Iterator[None]:
+def _without(owner: object, *names: str) -> Iterator[None]:
     """Empty these lists of accelerate's while the context lasts, so that it does not load them."""
     kept = {name: getattr(owner, name) for name in names}
     try:

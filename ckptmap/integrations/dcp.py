@@ -34,7 +34,7 @@ RECORD = ".__ckptmap__"
 PURPOSE = "planner"
 
 
-def save_planner(**options: Any) -> Any:
+def save_planner(**options: object) -> Any:
     """Return a SavePlanner; `options` are those of torch's DefaultSavePlanner. Every rank makes one.
 
     While planning, the ranks exchange the boxes of their quantized tensors over gloo.
@@ -42,7 +42,7 @@ def save_planner(**options: Any) -> Any:
     return _save_class()(**options)
 
 
-def load_planner(max_memory: int = MAX_MEMORY, **options: Any) -> object:
+def load_planner(max_memory: int = MAX_MEMORY, **options: object) -> object:
     """Return a LoadPlanner; `options` are those of torch's DefaultLoadPlanner.
 
     ckptmap fills in place the tensors that are quantized in the live state dict or in the directory,

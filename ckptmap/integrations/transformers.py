@@ -63,7 +63,7 @@ def resume(
     trainer: Any,
     path: str | os.PathLike[str],
     *,
-    load_options: Mapping[str, Any] | None = None,
+    load_options: Mapping[str, object] | None = None,
     **train_options: Any,
 ) -> Resumed:
     """Run `trainer.train(resume_from_checkpoint=path)`, where `path` is a checkpoint of any setup.
@@ -174,7 +174,7 @@ def callback(
     every: int = 0,
     max_memory: int = MAX_MEMORY,
     load_options: dict[str, Any] | None = None,
-    **options: Any,
+    **options: object,
 ) -> Any:
     """Return a TrainerCallback. Every rank has one.
 
@@ -210,7 +210,7 @@ def _callback_class() -> Any:
             self._exported = -1
             self.report: LoadReport | None = None
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_train_begin(self, args: Any, state: Any, control: object, **kwargs: Any) -> None:
             if self._resume_from is None:
                 return
             found = resumed(
@@ -224,11 +224,11 @@ def _callback_class() -> Any:
                 self.report = replace(self.report, inexact=(*self.report.inexact, ANEW))
                 logger.warning("resumed at step %d, but %s", step, ANEW)
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(self, args: object, state: Any, control: object, **kwargs: Any) -> None:
             if self._every and state.global_step % self._every == 0:
                 self._export(kwargs["model"], state.global_step)
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_train_end(self, args: object, state: Any, control: Any, **kwargs: Any) -> None:
             if self._exported != state.global_step:
                 self._export(kwargs["model"], state.global_step)
 
@@ -244,7 +244,7 @@ def _callback_class() -> Any:
 def resumed(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
-    optimizer: Any,
+    optimizer: object,
     scheduler: Any,
     **options: Any,
 ) -> tuple[LoadReport, int | None]:

@@ -25,7 +25,7 @@ class FindsMoments(Protocol):
 
 def gather_moments(
     leaves: Mapping[Path, Any],
-    records: Mapping[str, Mapping[str, Any]],
+    records: Mapping[str, Mapping[str, object]],
     root: Path | None,
     schemes: Sequence[Scheme],
 ) -> Mapping[Path, Any]:

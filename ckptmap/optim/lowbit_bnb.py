@@ -75,7 +75,7 @@ def _names(first: object, second: object, one: str) -> tuple[str, ...]:
 
 
 def _moments(
-    path: Path, names: tuple[str, ...], leaf: Any, parts: Sequence[Any]
+    path: Path, names: tuple[str, ...], leaf: Any, parts: Sequence[object]
 ) -> dict[str, StoredTensor | Group]:
     if len(names) == 1:
         return {names[0]: leaf if parts[0] is None else _group(path, leaf, *parts)}
@@ -137,7 +137,7 @@ def _groups(leaves: Mapping[Path, object]) -> list[Mapping[object, object]]:
     return list(found.values())
 
 
-def _algorithm(group: Mapping[Any, Any]) -> str:
+def _algorithm(group: Mapping[object, Any]) -> str:
     """Return the algorithm by how bitsandbytes fills Adam's fields: SGD (momentum, dampening) and eps 0, RMSprop
     (alpha, momentum), Adagrad zeros, Lion two betas and eps 0."""
     betas, eps = group.get("betas"), group.get("eps")
@@ -152,7 +152,7 @@ def _algorithm(group: Mapping[Any, Any]) -> str:
     return "Lion" if second > LION_BETA else ""
 
 
-def _group(path: Path, codes: Any, absmax: Any, qmap: Any) -> Group:
+def _group(path: Path, codes: Any, absmax: object, qmap: Any) -> Group:
     title = ".".join(map(str, path))
     if not all(isinstance(part, StoredTensor) for part in (codes, absmax, qmap)):
         raise malformed(title, "bitsandbytes state, expected plain state, absmax and qmap")

@@ -28,7 +28,7 @@ class _United:
     is_named: bool
     params: dict[str, object] = field(default_factory=dict)
 
-    def takes(self, number: int, group: Mapping[str, Any]) -> bool:
+    def takes(self, number: int, group: Mapping[str, object]) -> bool:
         alike = (self.number, self.is_named) == (number, NAMES in group)
         return alike and self.settings == _settings(group)
 

@@ -153,7 +153,7 @@ class Optimizer:
         return replace(self, leaves=leaves, groups=groups)
 
 
-def _settings(group: Mapping[Any, Any]) -> Iterator[Any]:
+def _settings(group: Mapping[Any, object]) -> Iterator[Any]:
     """Yield every hyper-parameter, those in nested dicts too: betas that are two tensors."""
     for value in group.values():
         if isinstance(value, Mapping):
@@ -169,7 +169,7 @@ def _named(leaf: StateLeaf, fqn: str) -> StateLeaf:
     return StateLeaf(fqn, leaf.name, value)
 
 
-def _renamed(name: str, value: Any, params: list[str]) -> object:
+def _renamed(name: str, value: object, params: list[str]) -> object:
     return list(params) if name in (PARAMS, NAMES) else value
 
 

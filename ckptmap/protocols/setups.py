@@ -16,7 +16,7 @@ class Declared(Protocol):
     """The weights that are written, as a config.json beside them must declare them."""
 
     def config(
-        self, present: Mapping[str, Any] | None, heads: Collection[str]
+        self, present: Mapping[str, object] | None, heads: Collection[str]
     ) -> Mapping[str, Any] | None:
         """Return their `quantization_config`; None: there must be none.
 
@@ -24,11 +24,11 @@ class Declared(Protocol):
         """
 
     def undeclared(
-        self, present: Mapping[str, Any] | None, wanted: Mapping[str, Any] | None
+        self, present: Mapping[str, object] | None, wanted: Mapping[str, Any] | None
     ) -> Sequence[str]:
         """Return notes on what `present` declares and `wanted` does not."""
 
-    def check(self, document: Mapping[str, Any]) -> None:
+    def check(self, document: Mapping[str, object]) -> None:
         """Raise PlanError CKM203 where a model of this config could not load the weights."""
 
 

@@ -66,7 +66,7 @@ def _described(config: Path, max_layers: int) -> dict[str, Any]:
     return harmless
 
 
-def _harmless(value: Any) -> Any:
+def _harmless(value: object) -> Any:
     """Return the config without entries that name code: `*_implementation` may name a repository of
     kernels, `auto_map` a class."""
     if isinstance(value, dict):

@@ -57,7 +57,7 @@ class Workbench:
         ranks = {"world_size": self.world_size} if self.setup.sharded else {}
         return {"max_shard_nbytes": SHARD_NBYTES, **ranks}
 
-    def planned(self, source: Path, **options: Any) -> Plan:
+    def planned(self, source: Path, **options: object) -> Plan:
         """Return a plan made with the adapters registered; the answers of the writer are checked."""
         with self.together():
             return plan(source, self.setup.name, **{**self.options, **options})

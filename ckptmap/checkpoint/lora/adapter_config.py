@@ -157,7 +157,7 @@ def _strings(file: Path, text: Mapping[str, object], name: str) -> tuple[str, ..
 
 
 def _patterns(
-    file: Path, text: Mapping[str, Any], name: str, kinds: tuple[type, ...]
+    file: Path, text: Mapping[str, object], name: str, kinds: tuple[type, ...]
 ) -> dict[str, Any]:
     """Return patterns -> values. Raises SourceError CKM320 for a pattern that is slow to match."""
     value = text.get(name) or {}

@@ -139,7 +139,7 @@ class _Reader:
         self._infos: dict[tuple[object, ...], TensorInfo] = {}
         self._cut: dict[Tensor, tuple[TensorInfo, list[tuple[Offsets, Offsets]]]] = {}
 
-    def metadata(self, root: Any, *taken: Sequence[Any]) -> Metadata:
+    def metadata(self, root: object, *taken: Sequence[Any]) -> Metadata:
         """Return the records of the unpickled `Metadata`.
 
         `taken` are the columns of a shorter pickle (see `Shortened`): the form of each entry, the
@@ -169,7 +169,7 @@ class _Reader:
                 self._bad(f"entry {key!r}, expected a tensor's or a value's, found {_what(entry)}")
         return Metadata(tensors, values, paths)
 
-    def _dict(self, value: Any, name: str) -> dict[Any, Any]:
+    def _dict(self, value: object, name: str) -> dict[Any, Any]:
         if not isinstance(value, dict):
             self._bad(f"{name}, expected a dict, found {_what(value)}")
         return value
@@ -223,7 +223,7 @@ class _Reader:
             [*lengths, *(item.nbytes for item in items.values())],
         )
 
-    def _whole(self, entries: Mapping[str, Any], rows: _Rows) -> Whole | None:
+    def _whole(self, entries: Mapping[str, object], rows: _Rows) -> Whole | None:
         """Return the tensors in columns; None unless every entry is a tensor of one whole chunk."""
         infos: dict[Any, TensorInfo] = {}
         for entry in set(entries.values()):  # by identity: many tensors share one object
@@ -321,7 +321,7 @@ class _Reader:
             self._bad(f"{name}, expected a list, found {_what(value)}")
         return value
 
-    def _paths(self, planner_data: Any, entries: Mapping[str, Any]) -> dict[str, Path]:
+    def _paths(self, planner_data: object, entries: Mapping[str, Any]) -> dict[str, Path]:
         """Return flat key -> path, for the keys that are not their own path of one segment.
 
         Megatron and torch's Hugging Face storage write None: then no key has another path. An integer

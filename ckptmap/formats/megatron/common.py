@@ -33,13 +33,13 @@ def arguments(leaf: Leaf) -> dict[str, Any]:
     return {k: v for k, v in state.items() if isinstance(k, str) and _is_plain(v)}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, list):
         return len(value) <= MAX_ITEMS and all(_is_plain(item) for item in value)
     return value is None or type(value) in (str, int, float, bool)
 
 
-def number(args: Mapping[str, Any], name: str) -> int | None:
+def number(args: Mapping[str, object], name: str) -> int | None:
     """Return a size among the arguments; None if it is missing or no positive integer."""
     value = args.get(name)
     return value if type(value) is int and value > 0 else None

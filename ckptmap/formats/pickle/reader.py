@@ -91,7 +91,9 @@ class Inert(Opaque, metaclass=_Name):
         self.__dict__["state"] = state
 
     @classmethod
-    def of(cls, named: Opaque, args: tuple[Any, ...], state: Any, info: TensorInfo | None) -> Inert:
+    def of(
+        cls, named: Opaque, args: tuple[object, ...], state: Any, info: TensorInfo | None
+    ) -> Inert:
         """Return an object of the class that `named` refers to."""
         self = stub(named.module, named.name)()
         self.__dict__.update(args=args, state=state, info=info)
@@ -100,7 +102,7 @@ class Inert(Opaque, metaclass=_Name):
     def extend(self, values: list[object]) -> None:
         self.__dict__.setdefault("items", []).extend(values)
 
-    def add(self, value: Any) -> None:
+    def add(self, value: object) -> None:
         self.extend([value])
 
     def __setitem__(self, key: object, value: object) -> None:
@@ -164,7 +166,7 @@ class _StateDict(OrderedDict[object, object]):
             self._metadata = state["_metadata"]
 
 
-def _ordered_dict(cls: Any, items: Any = ()) -> OrderedDict[Any, Any]:
+def _ordered_dict(cls: object, items: Any = ()) -> OrderedDict[Any, Any]:
     return _StateDict(_spend(items)) if items else _StateDict()
 
 
@@ -194,7 +196,7 @@ def _bytearray(*args: Any) -> bytearray:
 
 
 def _scalar(module: str, name: str) -> Callable[..., object]:
-    def made(*args: Any) -> Any:
+    def made(*args: object) -> Any:
         value = number(args)
         return stub(module, name)(*args) if value is None else value
 
@@ -225,7 +227,7 @@ def _new_object(cls: object, *args: object) -> object:
     return cls(*args)
 
 
-def _new_object_ex(cls: Any, args: Any, kwargs: Any) -> Any:
+def _new_object_ex(cls: object, args: Any, kwargs: object) -> Any:
     return _new_object(cls, *args, kwargs)
 
 

@@ -132,7 +132,7 @@ class _Emitter:
             Instance: self._instance,
         }
 
-    def emit(self, value: Any, path: tuple[Any, ...]) -> None:
+    def emit(self, value: Any, path: tuple[object, ...]) -> None:
         kind = type(value)
         atom = _ATOMS.get(kind)
         if atom is not None:
@@ -150,7 +150,7 @@ class _Emitter:
         else:
             self._composite(kind, value, path)
 
-    def _composite(self, kind: type, value: Any, path: tuple[Any, ...]) -> None:
+    def _composite(self, kind: type, value: object, path: tuple[Any, ...]) -> None:
         handler = self._handlers.get(kind)
         if handler is None and isinstance(value, OrderedDict):
             handler = self._ordered_dict
@@ -244,7 +244,7 @@ class _Emitter:
                 self.emit(value, (*path, index))
             self._add(b"e")
 
-    def _dict(self, values: Mapping[Any, Any], path: tuple[Any, ...]) -> None:
+    def _dict(self, values: Mapping[object, Any], path: tuple[object, ...]) -> None:
         self._add(b"}")
         self._items(values, path)
 
@@ -283,7 +283,7 @@ class _Emitter:
 
     # ----------------------------------------------------------------- tensors
 
-    def _tensor(self, tensor: StorageTensor, path: tuple[Any, ...]) -> None:
+    def _tensor(self, tensor: StorageTensor, path: tuple[object, ...]) -> None:
         """Emit `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks)`. A tensor that
         differs from an earlier one in its storage only is a copy of its bytes with another key."""
         alike = self._alike.get(tensor[1:])

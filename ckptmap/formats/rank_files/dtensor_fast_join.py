@@ -114,7 +114,7 @@ def _kind(values: RankValues, parsed: Parsed, rank: int, key: str) -> _Kind | No
         return None
 
 
-def _state(value: Any) -> Mapping[Any, Any]:
+def _state(value: object) -> Mapping[Any, Any]:
     return value.state if isinstance(value, Opaque) and isinstance(value.state, dict) else {}
 
 

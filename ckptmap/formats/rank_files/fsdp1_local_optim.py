@@ -107,7 +107,7 @@ class OptimizerFiles:
         alias = self._weights[fqn].alias_of
         return fqn if alias is None else str(alias[-1])
 
-    def _of_group(self, group: Mapping[Any, Any]) -> list[_Param]:
+    def _of_group(self, group: Mapping[object, Any]) -> list[_Param]:
         """Return the parameters of a group: flat ones in the order of `FSDP.parameters()`, and with
         use_orig_params in the order of the group itself."""
         found: dict[str, _Param] = {}
@@ -165,7 +165,7 @@ class OptimizerFiles:
                 yield (*at, *name), _written(values[0], storages)
 
 
-def _is_vector(value: Any, param: _Param) -> bool:
+def _is_vector(value: object, param: _Param) -> bool:
     return isinstance(value, OutTensor) and bool(value.info.shape) and param.flat is not None
 
 
@@ -193,7 +193,7 @@ def _cut(
     return StorageTensor(key, dtype, numel, 0, (numel,), (1,))
 
 
-def _written(value: Any, storages: list[Storage]) -> Any:
+def _written(value: object, storages: list[Storage]) -> Any:
     """Return the value with a StorageTensor in place of each tensor in it."""
     if isinstance(value, OutTensor):
         return whole(value, storages)
@@ -202,7 +202,7 @@ def _written(value: Any, storages: list[Storage]) -> Any:
     return value
 
 
-def _incomplete(param: _Param, name: Path, states: Sequence[Mapping[Path, Any]]) -> PlanError:
+def _incomplete(param: _Param, name: Path, states: Sequence[Mapping[Path, object]]) -> PlanError:
     lost = next(m for m, state in zip(param.members, states, strict=True) if name not in state)
     return PlanError(
         "CKM504",

@@ -161,7 +161,7 @@ class RankTree:
             self._starts = self.records.starts("data/")
         return self._starts
 
-    def filled(self, value: Any) -> Any:
+    def filled(self, value: object) -> Any:
         """Return a value of the parsed tree with this rank's constants. An object that several
         leaves share is made once, so that they share it here too."""
         if id(value) not in self.parsed.varying:
@@ -304,7 +304,7 @@ def _equal(a: object, b: object) -> bool:
         return False
 
 
-def _equal_inside(a: Any, b: Any) -> bool:
+def _equal_inside(a: object, b: Any) -> bool:
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
     if isinstance(a, list | tuple):

@@ -117,7 +117,7 @@ def _json(text: str) -> object:
         return None
 
 
-def write(records: Mapping[str, Mapping[str, Any]], keys: Iterable[str]) -> dict[str, str]:
+def write(records: Mapping[str, Mapping[str, object]], keys: Iterable[str]) -> dict[str, str]:
     """Metadata of a checkpoint that stores `keys`; empty where no record is of torchao's form."""
     entries = {
         fqn: _entry(record) for fqn, record in records.items() if record.get("native") == SCHEME

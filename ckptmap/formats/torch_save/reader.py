@@ -245,13 +245,13 @@ class _Storages:
 
 
 def _rebuild_v2(
-    cls: Any,
+    cls: object,
     storage: Any,
-    offset: Any,
+    offset: object,
     size: Any,
-    stride: Any,
+    stride: object,
     requires_grad: Any = False,
-    hooks: Any = None,
+    hooks: object = None,
     metadata: Any = None,
 ) -> Any:
     """Return the tensor of a `torch._utils._rebuild_tensor_v2`. With `metadata` (a conjugate or
@@ -339,7 +339,7 @@ _ARRIVING = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor
 `completed` tells if the program waited for it before it saved."""
 
 
-def _rebuild_from_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
+def _rebuild_from_type(function: object, cls: Any, args: object, state: Any) -> Any:
     """Return the value of a `torch._tensor._rebuild_from_type_v2`: a plain tensor for one with Python
     attributes, an Opaque for a tensor subclass."""
     if not (isinstance(cls, type) and isinstance(function, type) and isinstance(args, tuple)):
@@ -370,7 +370,7 @@ def _merged(state: object) -> object:
 
 
 def _rebuild_wrapper_subclass(
-    cls: Any, dtype: Any, size: Any, stride: Any, offset: Any = 0, *rest: Any
+    cls: object, dtype: Any, size: Any, stride: object, offset: Any = 0, *rest: object
 ) -> Opaque:
     """Return the Opaque of a `torch._utils._rebuild_wrapper_subclass`: its outer shape and dtype. The
     pickle gives its inner tensors later, as state."""

@@ -16,7 +16,7 @@ Seen = dict[str, dict[str, int]]
 """Subject -> fact -> a rank that states the fact."""
 
 
-def peer_groups(model: Any) -> list[Any]:
+def peer_groups(model: object) -> list[Any]:
     """Return the process groups that hold the model together: those of its meshes and wrappers.
 
     Only wrappers and meshes are read, so that no kind of model makes the call fail: an error that

@@ -126,7 +126,7 @@ def reshard(model: torch.nn.Module) -> None:
                 _free_storage(eager)
 
 
-def _refuse_summoned(found: Sequence[tuple[Any, Any]]) -> None:
+def _refuse_summoned(found: Sequence[tuple[object, Any]]) -> None:
     """Raise LoadError CKM505 inside of summon_full_params, which at its end writes the gathered
     parameters over the shards that were loaded."""
     for _, handle in found:

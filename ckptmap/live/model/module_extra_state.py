@@ -63,7 +63,7 @@ def recorded(checkpoint: Checkpoint) -> dict[str, Any]:
     return found
 
 
-def without(values: Mapping[Path, Any], checkpoint: Checkpoint) -> dict[Path, Any]:
+def without(values: Mapping[Path, object], checkpoint: Checkpoint) -> dict[Path, Any]:
     """Return the extra values that are no state of the model's modules."""
     states, _ = found_in(values, checkpoint.roles.model_root)
     return {path: value for path, value in values.items() if path not in states}

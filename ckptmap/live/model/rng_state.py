@@ -62,7 +62,9 @@ def restore(state: Mapping[str, Any]) -> None:
 
 
 def recorded(
-    tensors: Mapping[tuple[Any, ...], LazyTensor], plain: Mapping[tuple[Any, ...], Any], rank: int
+    tensors: Mapping[tuple[Any, ...], LazyTensor],
+    plain: Mapping[tuple[Any, ...], object],
+    rank: int,
 ) -> dict[str, Any]:
     """Return the state of this rank's generators in a checkpoint; empty where it has none."""
     head = (KEY, f"rank{rank}")

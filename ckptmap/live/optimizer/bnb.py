@@ -47,7 +47,7 @@ class Bnb(OptimizerFamily):
         found = {name: getattr(optimizer.args, name, None) for name in names}
         return {**found, "is_paged": bool(optimizer.is_paged)}
 
-    def entries(self, state: Mapping[str, Any]) -> dict[str, object]:
+    def entries(self, state: Mapping[str, object]) -> dict[str, object]:
         found: dict[str, Any] = {}
         for name, value in state.items():
             if name in ("state1", "state2"):

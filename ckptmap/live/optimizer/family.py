@@ -50,7 +50,7 @@ def local_of(value: Any) -> Any:
         return value.to_local() if is_dtensor(value) else value
 
 
-def codes_of(value: Any) -> Codes | None:
+def codes_of(value: object) -> Codes | None:
     """Return the codes of a quantized moment; None: it is not quantized."""
     if isinstance(value, Codes):
         return value

@@ -153,7 +153,7 @@ class ParamOwner:
         return self.members[0][0].fqn
 
 
-def owners(optimizer: Any, targets: Sequence[LiveTensor]) -> list[ParamOwner]:
+def owners(optimizer: object, targets: Sequence[LiveTensor]) -> list[ParamOwner]:
     """Return every parameter of the optimizer, in its order, with the model's tensors.
 
     Raises LoadError CKM508 for a parameter that is not the model's.

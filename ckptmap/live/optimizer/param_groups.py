@@ -31,7 +31,7 @@ class ParamGroups:
         self,
         owners: Sequence[ParamOwner],
         stored: Sequence[Mapping[str, Any]],
-        state: Mapping[str, Mapping[str, Any]],
+        state: Mapping[str, Mapping[str, object]],
     ) -> None:
         """`state` is the checkpoint's by FQN: its entries identify the algorithm of a group."""
         self._state = state
@@ -209,7 +209,7 @@ def _shortest(number: float) -> float:
     return number
 
 
-def fitted(live: Any, value: Any) -> Any:
+def fitted(live: object, value: Any) -> Any:
     """Return the checkpoint's value in the type of the live one."""
     import torch
 
@@ -228,7 +228,7 @@ def fitted(live: Any, value: Any) -> Any:
     return value
 
 
-def load_scheduler(scheduler: Any, state: Mapping[str, Any]) -> None:
+def load_scheduler(scheduler: Any, state: Mapping[str, object]) -> None:
     """Set a scheduler to its saved state, each value in the type of the live one.
 
     Raises LoadError CKM508 where it is another scheduler's."""

@@ -25,7 +25,7 @@ KEY = "ckptmap"
 
 
 def describe(
-    model: torch.nn.Module, optimizer: Any, targets: Sequence[LiveTensor], world: int
+    model: torch.nn.Module, optimizer: object, targets: Sequence[LiveTensor], world: int
 ) -> dict[str, Any]:
     """Return the settings of this rank as plain values."""
     import torch
@@ -51,7 +51,7 @@ def describe(
     return found
 
 
-def describe_optimizer(optimizer: Any) -> dict[str, object]:
+def describe_optimizer(optimizer: object) -> dict[str, object]:
     outer = unwrapped(optimizer)
     inner = inner_optimizers(outer)
     first = inner[0]

@@ -80,7 +80,7 @@ class StateLoader:
             used = {derivation(name, source, self.betas)[0] for name in blank}
             self.notes.left += [f"{target.fqn}.{name}" for name in source if name not in used]
 
-    def _entry(self, name: str, live: Any, reader: TensorReader) -> Any:
+    def _entry(self, name: str, live: object, reader: TensorReader) -> Any:
         import torch
 
         if name == STEP:
@@ -123,7 +123,7 @@ class StateLoader:
 
     # ------------------------------------------------------------------ which form
 
-    def _form(self, name: str, live: Any) -> object:
+    def _form(self, name: str, live: object) -> object:
         """Return the live entry in the form that `precision` asks for: the optimizer's own, or another
         that it can step with."""
         import torch
@@ -331,7 +331,7 @@ def _run(shape: Sequence[int], box: Box, encoding: LowBit) -> Mapping[str, Box] 
     }
 
 
-def encode(live: Any, codes: Codes, values: torch.Tensor) -> None:
+def encode(live: object, codes: Codes, values: torch.Tensor) -> None:
     """Quantize float32 values into live codes."""
     if codes.encoder is not None:
         codes.encoder(codes, values)
@@ -341,7 +341,7 @@ def encode(live: Any, codes: Codes, values: torch.Tensor) -> None:
         local_of(live).copy_(values)
 
 
-def _codes(value: Any) -> Codes:
+def _codes(value: object) -> Codes:
     codes = codes_of(value)
     assert codes is not None
     return codes

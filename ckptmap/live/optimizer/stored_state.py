@@ -31,7 +31,7 @@ def leading(sources: Sequence[Source]) -> Source:
     return max(stepped, key=lambda source: step_of(source) or 0)
 
 
-def counted(live: Any, number: float) -> Any:
+def counted(live: object, number: float) -> Any:
     """Return a step count in the live optimizer's type, or in a wider one where that cannot hold it: in
     bfloat16 1001 would be 1000, and stay 1000."""
     import torch

@@ -30,7 +30,7 @@ class TorchAdam(OptimizerFamily):
         )
         return found if fits else {}
 
-    def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, Any]:
         import torch
 
         group = part.group
@@ -69,7 +69,7 @@ class TorchAdafactor(OptimizerFamily):
     def claims(self, optimizer: object) -> bool:
         return is_a(optimizer, "torch.optim", "Adafactor")
 
-    def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, Any]:
         import torch
 
         param = part.param

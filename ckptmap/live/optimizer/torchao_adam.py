@@ -45,7 +45,7 @@ class TorchaoAdam(OptimizerFamily):
     def rounds(self, optimizer: Any) -> bool:
         return bool(optimizer.bf16_stochastic_round)
 
-    def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, Any]:
         import torch
 
         with torch.no_grad():

@@ -10,7 +10,7 @@ from ckptmap.errors import LoadError
 from ckptmap.live.optimizer.family import OptimizerFamily, OptimizerParam, is_a
 
 
-def unwrapped(optimizer: Any) -> Any:
+def unwrapped(optimizer: object) -> Any:
     """Return the optimizer inside of the wrappers of accelerate and other frameworks."""
     import torch
 
@@ -26,7 +26,7 @@ def family_of(optimizer: object) -> OptimizerFamily:
     return next(family for family in families if family.claims(optimizer))
 
 
-def is_offloaded(optimizer: Any) -> bool:
+def is_offloaded(optimizer: object) -> bool:
     """Return whether this is torchao's CPUOffloadOptimizer, which has one optimizer for each parameter,
     on a copy of it in host memory."""
     return is_a(optimizer, "torchao", "CPUOffloadOptimizer")

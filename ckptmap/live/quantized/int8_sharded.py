@@ -48,8 +48,8 @@ def sharded_class() -> Any:
             return plain.__reduce_ex__(protocol)
 
         def fsdp_pre_all_gather(
-            self, mesh: Any, outer_size: Any = None, outer_stride: Any = None, module: Any = None,
-            mp_policy: Any = None,
+            self, mesh: object, outer_size: Any = None, outer_stride: object = None, module: Any = None,
+            mp_policy: object = None,
         ) -> tuple[tuple[torch.Tensor, ...], object]:  # fmt: skip
             whole = self.scale.shape[0] == 1 and self.qdata.shape[0] == self.block_size[0]
             block = [outer_size[0] if whole else self.block_size[0], self.block_size[1]]
@@ -57,7 +57,7 @@ def sharded_class() -> Any:
             return inner, (block, self.scale if whole else None, self.dtype)
 
         def fsdp_post_all_gather(
-            self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+            self, outputs: Any, metadata: Any, param_dtype: object, *, out: Any = None
         ) -> object:
             block, scale, dtype = metadata
             if out is not None:
@@ -67,7 +67,7 @@ def sharded_class() -> Any:
 
         @classmethod
         def __torch_dispatch__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            cls, func: object, types: Any, args: Any = (), kwargs: object = None
         ) -> object:
             first = args[0] if args else None
             if func in same and isinstance(first, cls):

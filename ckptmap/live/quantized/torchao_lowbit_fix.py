@@ -116,7 +116,7 @@ def _block(cls: Any) -> Mapping[str, int]:
 
 
 def _keeping(cls: object, handler: Handler) -> Handler:
-    def kept(func: Any, types: Any, args: Any, kwargs: Any) -> object:
+    def kept(func: object, types: Any, args: Any, kwargs: object) -> object:
         out = handler(func, types, args, kwargs)
         return _labelled(cls, out, args[0].dtype)
 
@@ -124,13 +124,13 @@ def _keeping(cls: object, handler: Handler) -> Handler:
 
 
 def _relabelled(cls: object) -> Handler:
-    def view(func: Any, types: Any, args: Any, kwargs: Any) -> object:
+    def view(func: object, types: Any, args: Any, kwargs: object) -> object:
         return _labelled(cls, args[0], args[1])
 
     return view
 
 
-def _labelled(cls: Any, tensor: Any, dtype: torch.dtype) -> Any:
+def _labelled(cls: Any, tensor: object, dtype: torch.dtype) -> Any:
     """The same parts under this label; the label is the last of torchao's own context."""
     if not isinstance(tensor, cls) or tensor.dtype == dtype:
         return tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.core.tiling import prove_tiling
 from ckptmap.errors import RunError
@@ -108,7 +108,7 @@ class Assignment:
     records: dict[str, Mapping[str, object]] = field(default_factory=dict)
     mine: dict[tuple[Path, Box], torch.Tensor] = field(default_factory=dict)
 
-    def state(self, values: Mapping[Path, Any], world: int) -> OutState:
+    def state(self, values: Mapping[Path, object], world: int) -> OutState:
         return OutState(self.tensors, values, self.records, world)
 
 

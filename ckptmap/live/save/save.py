@@ -97,7 +97,7 @@ def save(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    scheduler: Any = None,
+    scheduler: object = None,
     *,
     step: int | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -168,7 +168,7 @@ def _check(
     argument_checks.choice("replicas", replicas, ("check", "first"))
 
 
-def _extra_values(step: int | None, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+def _extra_values(step: int | None, extra: Mapping[str, object] | None) -> dict[str, Any]:
     """Return the caller's own values by name, `step` first. Raises ArgumentError CKM516."""
     if step is None:
         return argument_checks.extra(extra, ())
@@ -225,10 +225,10 @@ def _ordered(values: Mapping[Path, object]) -> dict[Path, Any]:
 
 def _held(
     model: torch.nn.Module,
-    optimizer: Any,
+    optimizer: object,
     scheduler: Any,
     peers: RankGroup,
-    random_state: Mapping[str, Any],
+    random_state: Mapping[str, object],
     extra: Mapping[str, Any],
 ) -> LocalState:
     held = LocalState()

@@ -83,7 +83,7 @@ class WrittenFile:
 
 
 def write(
-    layout: FileLayout, values: Mapping[tuple[Path, Box], Any], dst: FilePath, overwrite: bool,
+    layout: FileLayout, values: Mapping[tuple[Path, Box], object], dst: FilePath, overwrite: bool,
     peers: RankGroup,
 ) -> tuple[str, ...]:  # fmt: skip
     """Write and publish the files; return the notes of rank 0. Every rank calls it.

@@ -41,7 +41,7 @@ DENSE = {"Tensor", "Parameter", "Buffer"}
 
 def install(
     model: torch.nn.Module,
-    optimizer: Any = None,
+    optimizer: object = None,
     *,
     config: object = None,
     precision: str = "keep",
@@ -122,7 +122,7 @@ class _ModuleHooks:
         incompatible.unexpected_keys.extend(prefix + key for key in report.unexpected)
 
 
-def _fits(state: Mapping[str, Any], module: torch.nn.Module) -> bool:
+def _fits(state: Mapping[str, object], module: torch.nn.Module) -> bool:
     """Return whether torch can take the state dict alone: nothing quantized, the same names, shapes,
     meshes and placements."""
     live = {k: v for k, v in module.state_dict().items() if not k.endswith(EXTRA_STATE)}
@@ -167,7 +167,7 @@ class _OptimizerHooks:
             optimizer.load_state_dict = self._in_place_of
             handle.add(lambda: optimizer.__dict__.pop("load_state_dict", None))
 
-    def _before(self, optimizer: Any, state_dict: Mapping[str, Any]) -> dict[str, object] | None:
+    def _before(self, optimizer: Any, state_dict: Mapping[str, object]) -> dict[str, object] | None:
         if not self._load(state_dict):
             return None
         self._state = dict(optimizer.state)
@@ -182,7 +182,7 @@ class _OptimizerHooks:
         if not self._load(state_dict):
             type(self._optimizer).load_state_dict(self._optimizer, state_dict)
 
-    def _load(self, state_dict: Mapping[str, Any]) -> bool:
+    def _load(self, state_dict: Mapping[str, object]) -> bool:
         """Load the state; False: the state dict has groups alone, or is FSDP1's own local state."""
         targets, _ = find_targets(self._model)
         tensors = list(_tensors(state_dict))
@@ -223,7 +223,7 @@ def name_by_live(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: obje
     return checkpoint.with_optimizer_order(live_order(optimizer, targets, model))
 
 
-def _tensors(value: Any) -> list[object]:
+def _tensors(value: object) -> list[object]:
     import torch
 
     if isinstance(value, Mapping):

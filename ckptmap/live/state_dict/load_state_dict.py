@@ -197,7 +197,7 @@ def _decisive_parts(live: LiveStateDict) -> Iterator[tuple[Path, Box]]:
 def _state(
     live: LiveStateDict,
     targets: Sequence[LiveTensor],
-    optimizer: Any,
+    optimizer: object,
     order: Any,
     strict: bool,
     precision: str,
