@@ -66,7 +66,7 @@ class Key(_Record):
         self.index = state.get("index")
 
 
-class Place(_Record):
+class StorageInfo(_Record):
     __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -94,7 +94,7 @@ ALLOW: Mapping[tuple[str, str], object] = {
     (MODULE, "MetadataIndex"): Key,
     (MODULE, "TensorProperties"): Properties,
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): Properties,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Place,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
 }
 
 MARKS = (1, 2, 3)

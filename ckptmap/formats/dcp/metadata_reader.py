@@ -27,9 +27,9 @@ from ckptmap.formats.dcp.metadata_classes import (
     Bytes,
     ChunkBox,
     Key,
-    Place,
     Properties,
     Root,
+    StorageInfo,
     Tensor,
 )
 from ckptmap.formats.dcp.metadata_records import Item, Metadata, Offsets, TensorEntry, Whole
@@ -177,7 +177,7 @@ class _Reader:
     def _items(self, storage: dict[object, object]) -> dict[tuple[str, Offsets | None], Item]:
         items: dict[tuple[str, Offsets | None], Item] = {}
         for key, place in storage.items():
-            if type(key) is not Key or type(place) is not Place:
+            if type(key) is not Key or type(place) is not StorageInfo:
                 self._bad(f"storage_data, found {_what(key)}: {_what(place)}")
             fqn, offsets = key.fqn, key.offset
             if type(fqn) is not str:
@@ -200,7 +200,7 @@ class _Reader:
         """Return the entries that were taken out of the pickle, after all checks, and then `items`."""
         keys, places = forms[::2], forms[1::2]
         kinds = [{*map(type, column)} for column in (keys, places, fqns, offsets, lengths)]
-        if kinds != [{Key}, {Place}, {str}, {int}, {int}] or len(keys) != len(places):
+        if kinds != [{Key}, {StorageInfo}, {str}, {int}, {int}] or len(keys) != len(places):
             self._bad("storage_data, entries that are not alike")
         read = [
             (self._ints(key.offset, "a chunk"), self._item("a chunk", place))
@@ -237,7 +237,7 @@ class _Reader:
             infos[entry] = info
         return rows.whole(dict(zip(entries, map(infos.__getitem__, entries.values()), strict=True)))
 
-    def _item(self, fqn: str, place: Place) -> Item:
+    def _item(self, fqn: str, place: StorageInfo) -> Item:
         file, offset, nbytes = place.relative_path, place.offset, place.length
         if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
             self._bad(f"storage of {fqn!r}, malformed _StorageInfo: {_what(file)}")

@@ -50,7 +50,7 @@ class _Part:
     root: Path = ()
 
 
-class HfCarrier:
+class RegisteredHfCarrier:
     """Passes each call on to the carrier of the `hf` setup, which the registry finds at the call."""
 
     def ties(self, *args: Any) -> Mapping[str, str]:
@@ -104,7 +104,7 @@ TRAINER = Setup(
     "trainer",
     layout="full",
     writer="trainer",
-    carrier=HfCarrier(),
+    carrier=RegisteredHfCarrier(),
     rooted=True,
     dense=True,
     filing=TrainerFiling(),
