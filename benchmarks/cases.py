@@ -1,6 +1,6 @@
-"""What is measured: the cases, their contestants and what is to be reached.
+"""The benchmark cases: what is converted, by which programs (contestants), and the targets.
 
-Times are ratios to `cp -r` of the same source, so a slow disk or a busy machine cancels out.
+Times are ratios to `cp -r` of the same source, so that a slow disk or a busy machine cancels out.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ MIB = 1 << 20
 OURS, COPY = "ckptmap", "cp -r"
 QUICK, SYNCED_COPY = "ckptmap --no-sync", "cp -r, synced"
 SYNCED = 'cp -r "$0" "$1" && find "$1" -type f -exec sync {} +'
-"""Shell: SRC and DST; returns when every file is on disk."""
+"""A shell command with the arguments SRC and DST, which returns when every file is on disk."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be reached, by the median; None: only shown.
+    """The targets of a case for the median of its runs; None: the value is only shown.
 
-    CPU time is that of a run as it is by default: waiting costs none. Neither `cp` nor a peer waits
-    for the disk, so the wall time held against theirs is that of --no-sync.
+    CPU time is measured on a default run, because waiting for the disk costs none. Wall time is
+    compared with that of a run with --no-sync, because neither `cp` nor a peer waits for the disk.
 
-    cpu, wall        at most, times `cp`
-    synced_wall      at most, of a run that waits for the disk, times `cp` and a sync of its files
-    anon_nbytes      at most, at the peak
-    peer_cpu         at least, times ckptmap's CPU time
-    peer_wall        at least, times ckptmap's wall time
-    item_s           CPU seconds an item (tensor or chunk) beyond those of `cp`, at most
-    own_wall_s       wall seconds, at most
+    cpu, wall        the most CPU and wall time, as a multiple of that of `cp`
+    synced_wall      the most wall time of a default run, as a multiple of `cp` and a sync of its
+    files anon_nbytes      the most anonymous memory at the peak peer_cpu         the least CPU time
+    of a peer, as a multiple of ckptmap's peer_wall        the least wall time of a peer, as a
+    multiple of ckptmap's item_s           the most CPU seconds for an item (tensor or chunk) beyond
+    those of `cp` own_wall_s       the most wall seconds
     """
 
     cpu: float | None = None
@@ -49,11 +48,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """One job: `args` of `ckptmap`, with SRC and DST in them; `peers` do the same job.
+    """One job, done by ckptmap, by `cp -r` and by the libraries that people use today (peers).
 
-    items       tensors or chunks, where the cost of each is what is measured
-    peer_source the source of the peers, where their tool reads another format
-    copies      compare with `cp -r`: not where only headers are read
+    args         the arguments of `ckptmap`, with SRC and DST for the paths
+    peers        functions of `peers.py` that do the same job
+    peer_source  the source for the peers, if their tool reads another format
+    items        the number of tensors or chunks, if the cost of each is measured
+    copies       whether to compare with `cp -r`; False for cases that read only headers
     """
 
     name: str
@@ -66,15 +67,15 @@ class Case:
     items: int = 0
     copies: bool = True
     slow: bool = False
-    """Peers that take so long that they run once, without a warm-up."""
+    """Whether the peers take so long that they run only once, without a warm-up."""
 
     @property
     def ours(self) -> str:
-        """The contestant that waits for as little as `cp` and the peers do."""
+        """The ckptmap contestant that, like `cp` and the peers, does not wait for the disk."""
         return QUICK if self.copies else OURS
 
     def commands(self, source: Path, peer_source: Path, destination: Path) -> dict[str, list[str]]:
-        """Contestant -> command line."""
+        """Return the command line of each contestant."""
         names = {"SRC": str(source), "DST": str(destination)}
         python = [sys.executable, "-m", "ckptmap"]
         ours = [*python, *(names.get(word, word) for word in self.args)]
@@ -163,7 +164,8 @@ GROWTH: Sequence[Case] = (
 
 RANKS = Target(cpu=2, wall=2, anon_nbytes=96 * MIB + 74_496 * 2048, peer_cpu=8)
 MERGERS = ("verl_merger",) if find_spec("verl") else ("load_all_and_cat",)
-"""verl's own where it is installed, else the same with torch alone: load all ranks, concatenate."""
+"""verl's own merger if it is installed, else the same steps with torch alone: load all ranks, then
+concatenate."""
 
 
 def _ranks(source: str) -> Case:

@@ -1,18 +1,19 @@
-"""Every encoder on a GPU: the same bytes as on the CPU, and how fast, against torchao and bitsandbytes.
+"""Check that every encoder makes the same bytes on a GPU as on the CPU, and measure its speed
+there.
 
-    python benchmarks/gpu.py                    # all; without a GPU it says so and ends well
+    python benchmarks/gpu.py                    # all; without a GPU it prints so and exits with 0
     python benchmarks/gpu.py --size 8192 --dtype float32
-    python benchmarks/gpu.py --device cpu --size 256 --rounds 1     # the same code, for a try
+    python benchmarks/gpu.py --device cpu --size 256 --rounds 1     # a quick test of this program
 
-Checked first: each scheme of the registry that takes the weight makes the same parts on both
-devices, bit for bit, and decodes them to the same values; nothing in the loop over boxes waits for
-the device (torch's sync debug mode raises where it does). Then timed, by CUDA events, the median of
-`--rounds`:
+The check comes first. Each quantization scheme that takes the weight must make the same parts on
+both devices, bit for bit, and decode them to the same values. Nothing in the loop over boxes may
+wait for the device: torch's sync debug mode raises if it does. Then these are timed by CUDA events,
+and the median of `--rounds` is printed:
 
-    link      pinned host memory to the device, alone: what a conversion cannot beat
-    staged    the same with every box encoded as it comes; the goal is 80 % of the link
-    kernel    encode or decode alone, values on the device, beside the libraries' own kernels
-    convert   `ckptmap.convert` of a file in the page cache, all of it: read, encoded, written
+    link      a copy from pinned host memory to the device: an upper bound for a conversion
+    staged    the same copy, with every box encoded on arrival; the goal is 80 % of the link's rate
+    kernel    encode or decode of values on the device, and the kernels of torchao and bitsandbytes
+    convert   a whole `ckptmap.convert` of a file in the page cache: read, encode, write
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 FEED = 1 << 22
-"""Elements a feed: a GPU needs more at once than a cache holds."""
+"""Elements in each call of `feed`: a GPU needs more at once than a CPU cache holds."""
 NAME = "model.layers.0.mlp.up_proj.weight"
 MEMORY = 256 << 20
-"""Bytes of buffers that a conversion may hold here: a GPU takes larger boxes than a CPU."""
+"""The buffers of a conversion here, in bytes: a GPU takes larger boxes than a CPU."""
 GOAL = 0.8
-"""Share of the link's rate that bf16 to NF4 should reach."""
+"""The share of the link's rate that bf16 to NF4 should reach."""
 
 
 def encodings(info: Any) -> dict[str, Any]:
-    """The encodings that the registry's schemes would give this weight, by name."""
+    """Return the encoding that each registered scheme would use for this weight, by scheme name."""
     from ckptmap import registry
 
     found = {}
@@ -50,7 +51,10 @@ def encodings(info: Any) -> dict[str, Any]:
 
 
 def encode(encoding: Any, info: Any, w: Any, sync: Callable[[str], None]) -> dict[str, Any]:
-    """Part name -> its values on the CPU, flat. `sync` is told when waiting is forbidden."""
+    """Return the encoded values of each part, flat, on the CPU.
+
+    `sync` is called with "error" when waiting for the device is forbidden, else with "default".
+    """
     import torch
 
     encoder, flat = encoding.encoder(info, str(w.device.type)), w.reshape(-1)
@@ -85,14 +89,14 @@ def decode(encoding: Any, info: Any, parts: Mapping[str, Any], device: str) -> A
 
 
 def sync_mode(device: str) -> Callable[[str], None]:
-    """Forbids waiting for the device, and allows it again."""
+    """Return the function that forbids waiting for the device, and allows it again."""
     import torch
 
     return torch.cuda.set_sync_debug_mode if device.startswith("cuda") else lambda mode: None
 
 
 def check(w: Any, info: Any, device: str) -> list[str]:
-    """What differs between the devices, one line each; prints what was compared."""
+    """Return a line for each difference between the devices; print each comparison."""
     wrong = []
     for name, encoding in encodings(info).items():
         there = encode(encoding, info, w.to(device), sync_mode(device))
@@ -117,7 +121,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def timed(run: Callable[[], Any], rounds: int, device: str) -> float:
-    """Median seconds, by events on the current stream, or by the clock on the CPU."""
+    """Return the median seconds of a call, by CUDA events, or by the clock on the CPU."""
     import torch
 
     run()
@@ -141,7 +145,10 @@ def clocked(run: Callable[[], Any]) -> float:
 
 
 def staged(encoding: Any, info: Any, pinned: Any, device: str) -> Callable[[], Any]:
-    """Boxes from pinned memory by `ckptmap.execution.cuda_ring`'s lanes, two ahead, encoded as they come."""
+    """Return a run that copies boxes from pinned memory, two ahead, and encodes each on arrival.
+
+    It uses the two streams of `ckptmap.execution.cuda_ring`, as a conversion does.
+    """
     import torch
 
     from ckptmap.execution.cuda_ring import DEPTH, Lanes
@@ -171,8 +178,11 @@ def link(pinned: Any, device: str) -> Callable[[], Any]:
 
 
 def converted(w: Any, device: str, rounds: int) -> tuple[float, bool]:
-    """Median seconds of `ckptmap.convert --to full-nf4` of a file of one weight, from the page
-    cache, without digests; and whether the CPU writes the same file."""
+    """Return the median seconds of a conversion of one weight to full-nf4, and whether the CPU
+    writes the same file.
+
+    The source is in the page cache, and no digests are computed.
+    """
     import torch
 
     import ckptmap
@@ -216,7 +226,10 @@ def library_kernels(w: Any) -> dict[str, Callable[[], Any]]:
 
 
 def against_libraries(w: Any, info: Any, device: str) -> None:
-    """How our codes compare with those that bitsandbytes' kernel makes there; zero blocks differ."""
+    """Print how many codes differ from those of bitsandbytes' kernel on the device.
+
+    All-zero blocks differ.
+    """
     import torch
 
     mine = encodings(info)
@@ -234,7 +247,7 @@ def against_libraries(w: Any, info: Any, device: str) -> None:
 
 
 def time_all(w: Any, info: Any, rounds: int, device: str) -> list[str]:
-    """Prints the times; what differs, one line each."""
+    """Print all times; return a line for each difference from the CPU's result."""
     nbytes, there = w.numel() * w.element_size(), w.to(device)
     on_gpu = device.startswith("cuda")
     pinned = w.pin_memory() if on_gpu else w
@@ -263,7 +276,7 @@ def time_kernels(name: str, encoding: Any, info: Any, there: Any, rounds: int, d
 
 
 def encode_only(encoding: Any, info: Any, w: Any) -> None:
-    """All feeds, without the statistics, which go to the CPU."""
+    """Call `feed` for the whole weight, without `finish`, which copies statistics to the CPU."""
     encoder, flat = encoding.encoder(info, str(w.device.type)), w.view(-1)
     step = max(1, FEED // encoder.step) * encoder.step
     for at in range(0, flat.numel(), step):

@@ -1,13 +1,13 @@
-"""The kernels of 4-bit encodings against those of torchao and bitsandbytes: one CPU thread, 4096 x
-4096, every result checked before it is timed.
+"""Measure the kernels of 4-bit encodings against torchao's and bitsandbytes', on one CPU thread.
 
     python benchmarks/kernels_4bit.py                # all; a table on stdout
     python benchmarks/kernels_4bit.py --only decode --size 2048
 
-A contestant is a process of its own, so that its peak memory is its own. Times are CPU seconds of
-one thread, the least of `--rounds` calls: on an idle machine the wall's too. Memory is the peak of
-anonymous pages above what the process held before the first call, less the result: what a kernel
-needs beside its input and output.
+The weight has 4096 x 4096 elements unless --size is given. Every result is checked against the
+libraries' before it is timed. Each contestant runs in a process of its own, so that its peak memory
+can be measured. Times are CPU seconds of one thread, the least of `--rounds` calls; on an idle
+machine they equal wall time. Memory is the peak of anonymous pages above those before the first
+call, minus the result: the memory that a kernel needs in addition to its input and output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Contest:
-    """Who does one job: names of functions of this module that make the callables to be timed."""
+    """One job and its contestants.
+
+    mine, peers   names of functions of the benchmark module that return a Kernel
+    goals         the targets, as a text for the table
+    """
 
     job: str
     mine: str
@@ -50,7 +54,7 @@ CONTESTS = (
     Contest("decode nf4 (bitsandbytes')", "ours_decode_bnb", ("bnb_decode", "torchao_decode"), ""),
 )  # fmt: skip
 Kernel = tuple[Callable[[], Any], int]
-"""What is timed, and the bytes of its result."""
+"""The function to time, and the bytes of its result."""
 
 
 def _weight(size: int, dtype: str) -> Any:
@@ -68,7 +72,10 @@ def _info(w: Any) -> Any:
 
 
 def _ours(encoding: Any, w: Any) -> Kernel:
-    """Fed in the pieces that a conversion feeds; parts are taken up into arrays made before."""
+    """Return an encoding as a kernel.
+
+    Values are fed in pieces, as in a conversion, and written to tensors that exist before.
+    """
     import torch
 
     info = _info(w)
@@ -134,7 +141,7 @@ def bnb_fp4(w: Any) -> Kernel:
 
 
 def _decode(encoding: Any, w: Any) -> Kernel:
-    """In the boxes of rows that a conversion reads, into one array."""
+    """Return a decoding as a kernel: by boxes of rows, as in a conversion, into one tensor."""
     import torch
 
     from ckptmap.tensors import Box
@@ -186,7 +193,7 @@ def bnb_decode(w: Any) -> Kernel:
 
 
 def check(w: Any) -> None:
-    """Raises AssertionError where our codes, scales or values are not the libraries' bits."""
+    """Raise AssertionError if our codes, scales or values differ from the libraries' in any bit."""
     import torch
 
     theirs, mine = torchao_nf4(w)[0](), ours_nf4(w)[0]()
@@ -204,14 +211,14 @@ def check(w: Any) -> None:
 
 
 def measure(make: Callable[[Any], Kernel], size: int, dtype: str, rounds: int) -> dict[str, float]:
-    """In this process: the least CPU seconds of a call, and MiB at the peak beside the result."""
+    """Return the least CPU seconds of a call in this process, and the peak MiB minus the result."""
     import torch
 
     torch.set_num_threads(1)
     w = _weight(size, dtype)
     run, result_nbytes = make(w)
     small = make(_weight(256, dtype))[0]
-    small()  # tables, lazy imports, the allocator's arenas
+    small()  # makes tables, imports and allocator arenas before the measurement
     with _Peak() as peak:
         run()
     times = []
@@ -223,7 +230,7 @@ def measure(make: Callable[[Any], Kernel], size: int, dtype: str, rounds: int) -
 
 
 class _Peak:
-    """The most anonymous memory above the start of the block, sampled every 200 us."""
+    """The peak of anonymous memory above that at the start of the block, sampled every 200 us."""
 
     nbytes = 0
 
@@ -268,7 +275,7 @@ def compare(bench: ModuleType, contest: Contest, size: int, dtype: str, rounds: 
 
 
 def main(bench: ModuleType) -> None:
-    """Hold the `CONTESTS` of a module, between functions of it, once its `check` has passed."""
+    """Run the `CONTESTS` of a benchmark module after its `check` has passed."""
     parser = argparse.ArgumentParser(description=(bench.__doc__ or "").splitlines()[0])
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16")

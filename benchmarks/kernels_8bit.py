@@ -1,8 +1,10 @@
-"""The kernels of 8-bit encodings against those of torchao, bitsandbytes and transformers: one CPU
-thread, 4096 x 4096, every result checked before it is timed. As `kernels_4bit.py` measures.
+"""Measure the kernels of 8-bit encodings against those of torchao, bitsandbytes and transformers.
 
     python benchmarks/kernels_8bit.py
     python benchmarks/kernels_8bit.py --only decode --size 2048
+
+The measurement is that of `kernels_4bit.py`: one CPU thread, 4096 x 4096 elements, and every result
+is checked before it is timed.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def ours_decode_fp8(w: Any) -> Kernel:
 
 
 def ours_moments(w: Any) -> Kernel:
-    """Into the tensors of a live optimizer, as torchao's `copy_`."""
+    """Return the encoding of moments into the tensors of a live optimizer, as torchao's `copy_`."""
     from ckptmap.optim import lowbit_codes
 
     state, values = _moments(w), w.float()
@@ -178,7 +180,7 @@ def transformers_decode_fp8(w: Any) -> Kernel:
 
 
 def ct_int8(w: Any) -> Kernel:
-    """With scales that are given: `calculate_qparams` is not timed."""
+    """Return compressed-tensors' encoding with given scales: `calculate_qparams` is not timed."""
     import torch
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
     from compressed_tensors.quantization import QuantizationArgs
@@ -193,7 +195,7 @@ def ct_int8(w: Any) -> Kernel:
 
 
 def check(w: Any) -> None:
-    """Raises AssertionError where our codes, scales or values are not the libraries' bits."""
+    """Raise AssertionError if our codes, scales or values differ from the libraries' in any bit."""
     import torch
 
     def same(a: Any, b: Any) -> bool:

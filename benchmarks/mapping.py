@@ -1,10 +1,12 @@
-"""What naming schemes cost: rules over 100,000 keys, and RoPE's permutation beside a plain copy.
+"""Measure the cost of renaming: rules over 100,000 keys, and RoPE's permutation against a plain
+copy.
 
-    python benchmarks/mapping.py                  # 8B shapes, 4 layers: 2.3 GB, written three times
+    python benchmarks/mapping.py                  # 8B shapes, 4 layers: a source of 2.3 GB
     python benchmarks/mapping.py --layers 1 --rounds 1
 
-Aims: 100,000 keys are planned in under a second without torch; a conversion to Meta's names, which
-permutes the rows of every q and k, takes at most twice what the same conversion without names does.
+The targets: 100,000 keys are planned in less than a second without torch; a conversion to Meta's
+names, which permutes the rows of every q and k, takes at most twice the time of one without
+renaming.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pathlib import Path
 from measure import run
 
 KEYS = 11_111
-"""Layers of nine tensors each: 100,002 keys."""
+"""Layers of nine tensors each: with three more tensors, 100,002 keys."""
 HIDDEN, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 4096, 32, 8, 128, 14336, 32064
 
 PLANNED = """
@@ -49,7 +51,7 @@ print(len(infos), len(made), time.perf_counter() - wall, time.process_time() - c
 
 
 def shapes(hidden: int, heads: int, kv: int, head: int, ffn: int) -> dict[str, list[int]]:
-    """One layer of Llama, [out, in]."""
+    """Return the shapes of one layer of Llama, [out, in]."""
     return {
         "input_layernorm": [hidden],
         "self_attn.q_proj": [heads * head, hidden],
@@ -64,7 +66,7 @@ def shapes(hidden: int, heads: int, kv: int, head: int, ffn: int) -> dict[str, l
 
 
 def keys(rounds: int) -> None:
-    """Seconds from keys to targets, choice of the scheme included."""
+    """Print the seconds to choose a naming scheme and to map all keys to their new names."""
     for scheme in ("torchtune", "meta", "llama/gpt-fast"):
         program = PLANNED.format(
             layers=KEYS, shapes=list(shapes(64, 4, 2, 16, 128).items()), scheme=scheme
@@ -85,7 +87,7 @@ def keys(rounds: int) -> None:
 
 
 def source(folder: Path, layers: int) -> None:
-    """A safetensors file of 8B shapes and its config."""
+    """Write a safetensors file with the shapes of an 8B model, and its config."""
     import torch
     from safetensors.torch import save_file
 
@@ -108,7 +110,7 @@ def source(folder: Path, layers: int) -> None:
 
 
 def rope(work: Path, layers: int, rounds: int) -> None:
-    """The same conversion with and without names, interleaved."""
+    """Measure the same conversion with and without renaming, in turn; print the ratios."""
     folder = work / f"llama8b-{layers}"
     if not (folder / "config.json").is_file():
         source(folder, layers)

@@ -1,8 +1,8 @@
-"""One contestant, measured as a whole process, on a machine that is kept in the same state.
+"""Measure programs as whole processes, on a machine that is kept in the same state between runs.
 
-CPU is user + system time of the process and all it waited for, by wait4. Peak anonymous memory is
-RssAnon + RssShmem (buffers of `mmap` count as the latter) over the process tree, sampled: what
-the machine must have, unlike pages of files, which it can drop.
+CPU time is user + system time of the process and its children, by wait4. Peak anonymous memory is
+RssAnon + RssShmem (anonymous shared `mmap` buffers count as the latter) over the process tree,
+sampled. The machine must have that memory, while it can drop cached pages of files.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 SAMPLE_S = 0.01
 BLOCK = 8 << 20
 FREE_NBYTES = 700 << 20
-"""Free memory left below this before each run; see `Filler`."""
+"""Before each run, free memory is reduced below this: see `Filler`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run: seconds, and bytes at the peak."""
+    """The measurements of one run: wall and CPU seconds, and anonymous memory at the peak."""
 
     wall_s: float
     cpu_s: float
@@ -33,11 +33,14 @@ class Sample:
 
 
 class ContestantError(RuntimeError):
-    """A contestant ended with another exit code than 0."""
+    """A measured program ended with an exit code other than 0."""
 
 
 def run(argv: Sequence[str], cwd: Path, env: Mapping[str, str]) -> Sample:
-    """Run one process to its end. Raises ContestantError with the end of its stderr."""
+    """Run one process and return its measurements.
+
+    Raises ContestantError, with the end of its stderr, if its exit code is not 0.
+    """
     with tempfile.TemporaryFile() as errors:
         started = time.monotonic()
         process = subprocess.Popen(
@@ -102,11 +105,11 @@ def _anon_nbytes(pid: int) -> int:
 
 
 class Filler:
-    """Keeps free memory small, by the page cache of a sparse file.
+    """Keeps free memory small: fills the page cache with the pages of a sparse file.
 
-    Some virtual machines hand freed memory back to their host at once; the next process to touch
-    it waits for the host, at a tenth of the speed of memory. With little memory free, new pages
-    come from the page cache instead, for every contestant alike.
+    Some virtual machines return freed memory to their host at once. The next process that uses it
+    waits for the host, at a tenth of the speed of memory. If little memory is free, new pages are
+    taken from the page cache instead, for every contestant alike.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,7 +120,7 @@ class Filler:
         self._buffer = bytearray(BLOCK)
 
     def fill(self) -> None:
-        """Read on in the file until little memory is free."""
+        """Read the next parts of the file until little memory is free."""
         last = self._nbytes
         with self._path.open("rb", buffering=0) as file:
             while _meminfo("MemFree") > FREE_NBYTES and last > 0:
@@ -135,7 +138,7 @@ def _meminfo(name: str) -> int:
 
 
 def prepare(destination: Path, source: Path, filler: Filler | None) -> None:
-    """Between two runs, not timed: no destination, nothing dirty, the source in the page cache."""
+    """Prepare a run: remove the destination, sync, and read the source into the page cache."""
     if destination.is_dir():
         shutil.rmtree(destination)
     destination.unlink(missing_ok=True)
@@ -164,8 +167,10 @@ def nbytes_of(path: Path) -> int:
 def rounds(
     contestants: Mapping[str, Callable[[], Sample]], count: int, slow: Mapping[str, int]
 ) -> dict[str, list[Sample]]:
-    """Interleaved A B C A B C, after one warm-up of each; `slow[name]` limits a contestant's runs,
-    which then has no warm-up."""
+    """Run the contestants `count` times in turn, A B C A B C, after one warm-up of each.
+
+    A contestant in `slow` has no warm-up and only `slow[name]` runs. Returns the samples by name.
+    """
     found: dict[str, list[Sample]] = {name: [] for name in contestants}
     for number in range(count + 1):
         for name, once in contestants.items():

@@ -1,8 +1,9 @@
-"""What people run today, one function a job; each is measured as a process of its own.
+"""The programs that people run today for the same jobs: one function for each.
 
     python benchmarks/peers.py NAME SRC [DST]
 
-Each is the shortest correct use of that library on one machine, with its own default settings.
+Each function is the shortest correct use of its library on one machine, with the library's default
+settings. It is measured as a process of its own.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ NOT_LINEAR = ("embed_tokens", "norm", "lm_head")
 
 
 def accelerate_merge(src: str, dst: str) -> None:
-    """DCP directory -> safetensors."""
+    """Merge a DCP directory into safetensors files by accelerate."""
     from accelerate.utils import merge_fsdp_weights
 
     merge_fsdp_weights(src, dst, safe_serialization=True)
 
 
 def dcp_to_torch_save(src: str, dst: str) -> None:
-    """DCP directory -> one torch.save file."""
+    """Convert a DCP directory to one torch.save file."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(src, dst)
 
 
 def torch_save_to_dcp(src: str, dst: str) -> None:
-    """One torch.save file -> DCP directory, of one rank."""
+    """Convert one torch.save file to a DCP directory of one rank."""
     from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
     torch_save_to_dcp(src, dst)
 
 
 def load_and_save_file(src: str, dst: str) -> None:
-    """torch.save file -> safetensors, wrapper prefixes taken off."""
+    """Convert a torch.save file to safetensors, and remove the prefixes of wrappers from names."""
     from pathlib import Path
 
     import torch
@@ -50,7 +51,7 @@ def load_and_save_file(src: str, dst: str) -> None:
 
 
 def load_file_and_save_file(src: str, dst: str) -> None:
-    """Every safetensors file of a directory -> a file of all tensors."""
+    """Merge the safetensors files of a directory into one file."""
     from pathlib import Path
 
     from safetensors.torch import load_file, save_file
@@ -63,7 +64,7 @@ def load_file_and_save_file(src: str, dst: str) -> None:
 
 
 def rank_files(src: str, dst: str) -> None:
-    """Rank files of DTensors -> safetensors, local tensors concatenated by their placements."""
+    """Convert rank files of DTensors to safetensors: concatenate local tensors by placement."""
     from pathlib import Path
 
     import torch
@@ -81,8 +82,10 @@ def rank_files(src: str, dst: str) -> None:
 
 
 def load_all_and_cat(src: str, dst: str) -> None:
-    """verl's directory -> safetensors, as its merger does it, with torch alone: every rank's file
-    into memory, by threads, then every tensor concatenated."""
+    """Convert verl's directory to safetensors with torch alone, in the same steps as verl's merger.
+
+    Threads load the files of all ranks into memory; then every tensor is concatenated.
+    """
     import os
     from concurrent.futures import ThreadPoolExecutor
     from functools import partial
@@ -106,8 +109,10 @@ def load_all_and_cat(src: str, dst: str) -> None:
 
 
 def verl_merger(src: str, dst: str) -> None:
-    """verl's directory -> safetensors, by its own `python -m verl.model_merger merge`; what that
-    imports and never calls is left out, which spares it seconds."""
+    """Convert verl's directory to safetensors by its own `python -m verl.model_merger merge`.
+
+    Packages that the merger imports but never calls are replaced by stubs, which saves it seconds.
+    """
     import sys
     from importlib import import_module
     from importlib.machinery import ModuleSpec
@@ -125,7 +130,7 @@ def verl_merger(src: str, dst: str) -> None:
 
 
 def cast_bf16(src: str, dst: str) -> None:
-    """safetensors fp32 -> bf16."""
+    """Cast the fp32 tensors of a safetensors file to bf16."""
     from pathlib import Path
 
     import torch
@@ -138,7 +143,7 @@ def cast_bf16(src: str, dst: str) -> None:
 
 
 def torchao_nf4(src: str, dst: str) -> None:
-    """safetensors bf16 -> torch.save of NF4 linear weights, the others as they are."""
+    """Write a torch.save file with linear weights as torchao's NF4 and other tensors unchanged."""
     import torch
     from safetensors.torch import load_file
     from torchao.quantization import to_nf4
@@ -151,7 +156,7 @@ def torchao_nf4(src: str, dst: str) -> None:
 
 
 def list_safetensors(src: str) -> None:
-    """Names, dtypes and shapes of a safetensors file."""
+    """Print the names, dtypes and shapes of a safetensors file."""
     from safetensors import safe_open
 
     with safe_open(f"{src}/model.safetensors", "pt") as file:
@@ -161,7 +166,7 @@ def list_safetensors(src: str) -> None:
 
 
 def list_pt(src: str) -> None:
-    """Names, dtypes and shapes of a torch.save file."""
+    """Print the names, dtypes and shapes of a torch.save file."""
     import torch
 
     for name, tensor in torch.load(src, weights_only=True, mmap=True).items():
@@ -169,7 +174,7 @@ def list_pt(src: str) -> None:
 
 
 def list_dcp(src: str) -> None:
-    """Names, dtypes and shapes of a DCP directory."""
+    """Print the names, dtypes and shapes of a DCP directory."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     for name, item in FileSystemReader(src).read_metadata().state_dict_metadata.items():

@@ -1,9 +1,11 @@
-"""Rank files of many ranks, made in one process by torch's own calls: 291 tensors over 16, 64 or 256.
+"""Make the rank files of a job of 16, 64 or 256 ranks in one process: a model of 291 tensors.
 
-At width 1024 they are 1.06 GB, 4 MB a file of 256; at width 2048 4.16 GB, 16 MB a file.
+At width 1024 the files of 256 ranks have 1.06 GB in all (4 MB each), at width 2048 4.16 GB (16 MB
+each).
 
-Each rank joins torch's fake process group, which has no peers, as rank R of N; so its device mesh,
-its DTensors and their pickles are those of a job of N ranks. The directory is verl's.
+For each rank R of N the process joins torch's fake process group, which needs no other processes.
+So the device mesh, the DTensors and their pickles are those of a real job of N ranks. The directory
+has the form of verl's checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ SETS = {
 
 
 def shapes(width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) as transformers names them."""
+    """Yield (name, shape) of each tensor of a Llama model, with the names of transformers."""
     kv, ffn = width // 4, 4 * width
     yield "model.embed_tokens.weight", (VOCABULARY, width)
     for layer in range(LAYERS):
@@ -53,7 +55,7 @@ def config(width: int) -> dict[str, Any]:
 
 
 def write(folder: Path, world: int, width: int) -> None:
-    """`model_world_size_N_rank_R.pt`, fsdp_config.json and huggingface/ in `folder`."""
+    """Write `model_world_size_N_rank_R.pt`, fsdp_config.json and huggingface/ into `folder`."""
     import torch
 
     torch.manual_seed(0)
@@ -70,7 +72,7 @@ def write(folder: Path, world: int, width: int) -> None:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """verl's merger wants one beside the config."""
+    """Write a small tokenizer beside the config, because verl's merger requires one."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Samples of all cases -> RESULTS.md: medians, ranges, and what was reached or missed."""
+"""Write RESULTS.md from the samples of all cases: medians, ranges, targets reached and missed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """All runs of one case, by contestant, in the order of the rounds."""
+    """The samples of one case by contestant, in the order of the rounds; `nbytes` of its source."""
 
     case: Case
     nbytes: int
     samples: Mapping[str, Sequence[Sample]]
 
     def ratios(self, name: str, other: str, what: str) -> list[float]:
-        """Per round, `name` over `other`; where one ran fewer rounds, over the other's median."""
+        """Return the ratio of `name` to `other` in each round.
+
+        If they ran different numbers of rounds, the ratio is to the median of `other`.
+        """
         mine, theirs = self.values(name, what), self.values(other, what)
         if len(mine) != len(theirs):
             return [value / median(theirs) for value in mine]
@@ -40,7 +43,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One target: what was wanted, what was found."""
+    """One target of a case, and whether it was met."""
 
     what: str
     wanted: str
@@ -82,7 +85,7 @@ def verdicts(measured: Measured) -> Iterator[Verdict]:
 
 
 def machine() -> str:
-    """Cores, memory, processor and system; no names."""
+    """Return the cores, processor, memory and system of this machine, without its name."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     model = next(
         (
@@ -109,7 +112,7 @@ def versions() -> str:
 
 
 def text(measured: Sequence[Measured], size: str, rounds: int, load: float) -> str:
-    """The whole RESULTS.md."""
+    """Return the text of RESULTS.md."""
     lines = [
         "# Results",
         "",

@@ -1,4 +1,4 @@
-"""Into a live run: `ckptmap.load` against torch's own ways, time and peak memory of each rank.
+"""Measure `ckptmap.load` into a live model against torch's own functions: time and peak memory.
 
     python -m benchmarks.resume [--ranks 4] [--layers 8] [--width 1024] [--repeats 3]
 
@@ -10,8 +10,8 @@ one-file      a torch.save file of one process
     full-all  torch.load on every rank, set_*_state_dict(full_state_dict)
     ckptmap   ckptmap.load
 
-Memory is what a rank needs beside the model and optimizer that it fills: RssAnon at its peak while
-loading, less what it was before, freed memory given back to the system.
+Memory is what a rank needs in addition to its model and optimizer: the peak of RssAnon while it
+loads, minus RssAnon before, after freed memory was returned to the system.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def build(layers: int, width: int) -> nn.Sequential:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
-    """With state, as in a run that has stepped."""
+    """Return an AdamW optimizer that has taken a step, so that it has state."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
@@ -108,7 +108,7 @@ CONTESTANTS: dict[str, tuple[str, Callable[[Path, Any, Any], None]]] = {
 
 
 def anonymous() -> int:
-    """RssAnon of this process in bytes."""
+    """Return the RssAnon of this process in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
@@ -116,7 +116,7 @@ def anonymous() -> int:
 
 
 class Peak:
-    """The most that this process held while it was open."""
+    """The peak of RssAnon of this process in the block."""
 
     def __enter__(self) -> Peak:
         self.nbytes = anonymous()
@@ -135,7 +135,7 @@ class Peak:
 
 
 def measure(name: str, folder: Path, layers: int, width: int) -> tuple[float, int]:
-    """Seconds until all ranks are done, and the largest rank's bytes beside the model."""
+    """Return the seconds until all ranks have loaded, and the most additional bytes of a rank."""
     file, load = CONTESTANTS[name]
     model, optimizer = sharded(layers, width)
     gc.collect()
@@ -153,7 +153,7 @@ def measure(name: str, folder: Path, layers: int, width: int) -> tuple[float, in
 
 
 def prepare(folder: Path, layers: int, width: int) -> None:
-    """Both checkpoints, of the same values."""
+    """Write the DCP checkpoint and the torch.save file, with the same weights."""
     model, optimizer = sharded(layers, width)
     state = {
         "model": get_model_state_dict(model),
@@ -179,7 +179,7 @@ def rank_main(folder: Path, layers: int, width: int, repeats: int) -> None:
     prepare(folder, layers, width)
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in CONTESTANTS}
     for _ in range(repeats):
-        for name in CONTESTANTS:  # in turn, so that all see the same machine
+        for name in CONTESTANTS:  # in turn, so that the machine is in the same state for all
             found[name].append(measure(name, folder, layers, width))
     if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))

@@ -1,8 +1,8 @@
-"""Measure ckptmap against `cp -r` and against what people run today; writes RESULTS.md.
+"""Measure ckptmap against `cp -r` and against the tools that people use today; writes RESULTS.md.
 
     python benchmarks/run.py [--size quarter] [--rounds 3] [--only model,nf4]
 
-Contestants are whole processes, interleaved A B C A B C. See README.md beside this file.
+Contestants are whole processes that run in turn, A B C A B C. See README.md beside this file.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from sources import SIZES, is_made, path_of
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 MANY = ("many_safetensors", "many_pt", "many_dcp", "dcp_files", *SETS)
-"""Sources that do not depend on the size; kept apart so that both sizes share them."""
+"""Sources that do not depend on --size; both sizes share the folder with them."""
 
 LEFT_OUT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONDONTWRITEBYTECODE")
-"""Of the environment: threads are as each library chooses them, and what runs from a clone is
-compiled once, by its warm-up, as an installed package was by pip."""
+"""Environment variables that contestants do not get. Each library chooses its own threads, and code
+that runs from a clone is compiled by the warm-up, as pip compiles an installed package."""
 
 
 def main() -> int:
@@ -88,7 +88,7 @@ def _folder(work: Path, size: str, name: str) -> Path:
 
 
 def _make(work: Path, size: str, name: str) -> None:
-    """In a process of its own: this one must stay small."""
+    """Make a source, in a process of its own, so that this process does not grow."""
     folder = _folder(work, size, name)
     if is_made(folder, name):
         return

@@ -2,8 +2,9 @@
 
     python benchmarks/sources.py FOLDER SIZE [NAME ...]
 
-Every source is written by the framework's own writer (safetensors, torch.save, torch.distributed.
-checkpoint over four gloo ranks) and made once; `NAME.done` beside it says that it is complete.
+Every source is written once, by the framework's own writer (safetensors, torch.save, or
+torch.distributed.checkpoint over four gloo ranks). The file `NAME.done` beside it marks it
+complete.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ PREFIX = "module._orig_mod."
 
 
 def shapes(size: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) as transformers names them; `lm_head` is tied to the embedding."""
+    """Yield (name, shape) of each tensor, with the names of transformers.
+
+    There is no `lm_head`, because it is tied to the embedding.
+    """
     layers, vocabulary = SIZES[size]
     yield "model.embed_tokens.weight", (vocabulary, HIDDEN)
     for layer in range(layers):
@@ -64,7 +68,7 @@ def config(size: str) -> dict[str, Any]:
 
 
 def hf(folder: Path, size: str) -> None:
-    """One safetensors file and a config."""
+    """Write one safetensors file and a config."""
     import torch
     from safetensors.torch import save_file
 
@@ -87,7 +91,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 
 
 def hf_shards(folder: Path, size: str) -> None:
-    """The same in several files with an index."""
+    """Write the weights of `hf` as several safetensors files with an index, and a config."""
     from huggingface_hub import save_torch_state_dict
 
     folder.mkdir()
@@ -104,7 +108,7 @@ def hf_fp32(folder: Path, size: str) -> None:
 
 
 def pt(path: Path, size: str) -> None:
-    """What `torch.save(model.state_dict())` leaves of a compiled model under DDP."""
+    """Write the torch.save file of the state dict of a compiled model in DDP."""
     import torch
 
     torch.save({PREFIX + name: tensor for name, tensor in _weights(path).items()}, path)
@@ -130,7 +134,7 @@ def many_dcp(folder: Path, size: str) -> None:
 
 
 def _many() -> dict[str, Tensor]:
-    """100,000 tensors of 4 KB."""
+    """Return 100,000 tensors of 4 KB."""
     import torch
 
     rows = torch.randn(MANY, MANY_NUMEL // 8).to(torch.bfloat16).repeat(1, 8)
@@ -141,22 +145,22 @@ def _many() -> dict[str, Tensor]:
 
 
 def dcp(folder: Path, size: str) -> None:
-    """A directory of torch.distributed.checkpoint, every tensor `Shard(0)` over four ranks."""
+    """Write a DCP directory, every tensor `Shard(0)` over four ranks."""
     _on_ranks(_save_dcp, folder, size, "rows")
 
 
 def dcp_columns(folder: Path, size: str) -> None:
-    """The same with matrices cut by columns, as tensor parallelism leaves them."""
+    """Write the same with matrices cut by columns, as tensor parallelism cuts them."""
     _on_ranks(_save_dcp, folder, size, "columns")
 
 
 def dcp_files(folder: Path, size: str) -> None:
-    """256 tensors over four ranks, a file a chunk: 1024 files."""
+    """Write 256 tensors over four ranks with one file for each chunk: 1024 files."""
     _on_ranks(_save_dcp, folder, size, "files")
 
 
 def ranks(folder: Path, size: str) -> None:
-    """One torch.save file a rank of `Shard(0)` DTensors."""
+    """Write one torch.save file of `Shard(0)` DTensors for each of four ranks."""
     folder.mkdir()
     _on_ranks(_save_rank, folder, size, "rows")
 
@@ -188,7 +192,7 @@ def _rank(
         shape = tensor.get_shape()
         step = shape[dim] // RANKS
         at = (slice(None),) * dim + (slice(rank * step, (rank + 1) * step),)
-        local = tensor[at].clone()  # outlives the open file
+        local = tensor[at].clone()  # the slice may refer to the file, which is closed later
         state[name] = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
     save(state, folder, cut)
     dist.destroy_process_group()
@@ -203,7 +207,7 @@ def _lazy(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 class _Block:
-    """Stands in for a slice of a file: 600 KB a rank."""
+    """Stands in for a slice of a safetensors file; each rank gets 600 KB of it."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -241,7 +245,7 @@ def _save_rank(state: dict[str, Any], folder: Path, cut: str) -> None:
 
 
 def many_ranks(world: int, width: int) -> Callable[[Path, str], None]:
-    """verl's directory of that many ranks."""
+    """Return the function that writes verl's directory with that many rank files."""
 
     def make_ranks(folder: Path, size: str) -> None:
         rank_sources.write(folder, world, width)
@@ -263,7 +267,7 @@ SOURCES: dict[str, tuple[str, Callable[[Path, str], None]]] = {
     "many_dcp": ("many_dcp", many_dcp),
     **{name: (name, many_ranks(*cut)) for name, cut in rank_sources.SETS.items()},
 }
-"""Name -> (path below the folder, what makes it); `hf` first, others are cut from it."""
+"""Name -> (path in the folder, function that makes it); others are made from `hf`, the first."""
 
 
 def path_of(folder: Path, name: str) -> Path:
@@ -275,7 +279,7 @@ def is_made(folder: Path, name: str) -> bool:
 
 
 def make(folder: Path, size: str, name: str) -> None:
-    """One source, unless it is there; what an interrupted run left is made anew."""
+    """Make a source unless it is complete; one that an interrupted run left is made again."""
     if is_made(folder, name):
         return
     path = path_of(folder, name)
