@@ -1,5 +1,4 @@
-"""Check that every encoder makes the same bytes on a GPU as on the CPU, and measure its speed
-there.
+"""Check that encoders make the same bytes on a GPU as on the CPU, and measure their speed there.
 
     python benchmarks/gpu.py                    # all; without a GPU it prints so and exits with 0
     python benchmarks/gpu.py --size 8192 --dtype float32
@@ -204,7 +203,7 @@ def converted(w: Any, device: str, rounds: int) -> tuple[float, bool]:
 
 
 def library_kernels(w: Any) -> dict[str, Callable[[], Any]]:
-    """What is installed of them, by name."""
+    """Return the 4-bit kernels of torchao and bitsandbytes that can be run here, by name."""
     found: dict[str, Callable[[], Any]] = {}
     try:
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4

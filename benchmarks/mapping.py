@@ -1,5 +1,4 @@
-"""Measure the cost of renaming: rules over 100,000 keys, and RoPE's permutation against a plain
-copy.
+"""Measure the cost of renaming: rules over 100,000 keys, and RoPE's permutation against a copy.
 
     python benchmarks/mapping.py                  # 8B shapes, 4 layers: a source of 2.3 GB
     python benchmarks/mapping.py --layers 1 --rounds 1
