@@ -29,11 +29,12 @@ class Target:
     compared with that of a run with --no-sync, because neither `cp` nor a peer waits for the disk.
 
     cpu, wall        the most CPU and wall time, as a multiple of that of `cp`
-    synced_wall      the most wall time of a default run, as a multiple of `cp` and a sync of its
-    files anon_nbytes      the most anonymous memory at the peak peer_cpu         the least CPU time
-    of a peer, as a multiple of ckptmap's peer_wall        the least wall time of a peer, as a
-    multiple of ckptmap's item_s           the most CPU seconds for an item (tensor or chunk) beyond
-    those of `cp` own_wall_s       the most wall seconds
+    synced_wall      the most wall time of a default run, as a multiple of `cp` and a sync
+    anon_nbytes      the most anonymous memory at the peak
+    peer_cpu         the least CPU time of a peer, as a multiple of ckptmap's
+    peer_wall        the least wall time of a peer, as a multiple of ckptmap's
+    item_s           the most CPU seconds for an item (tensor or chunk) beyond those of `cp`
+    own_wall_s       the most wall seconds
     """
 
     cpu: float | None = None

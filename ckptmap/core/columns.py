@@ -4,13 +4,12 @@ A checkpoint of 100,000 small tensors has 100,000 names and offsets, but only a 
 object for each tensor would take seconds and hundreds of MB. So from the headers that are read to
 the manifest that is written, tensors stay in this one form:
 
-    class        row                    columns                               each row tells of
-    Extents      Extent                 files, offsets, crcs                  a source tensor: its
-    place OutTensors   OutTensor              paths, forms                          an output
-    tensor: its cut Steps        Step                   fqns, conversions                     a
-    tensor: its conversion Slots        Slot                   paths, boxes, offsets, sizes
-    an output chunk: its place Sources      StoredTensor or None   infos, files, offsets, crcs,
-    others   an output chunk: its source
+    class       row                   columns                              a row describes
+    Extents     Extent                files, offsets, crcs                 where a tensor is read
+    OutTensors  OutTensor             paths, forms                         how a tensor is cut
+    Steps       Step                  fqns, conversions                    how a tensor is converted
+    Slots       Slot                  paths, boxes, offsets, sizes         where a chunk is written
+    Sources     StoredTensor or None  infos, files, offsets, crcs, others  where a chunk is read
 
 A value that many rows share (an info, a form, a box) is one object. `distinct` and `each` work on
 these few objects instead of the many rows.
