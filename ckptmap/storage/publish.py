@@ -41,7 +41,7 @@ class WorkDirectory:
     """A locked directory to write one output in: write into `out_dir`, then call `publish`.
 
     Use it as a context. Leaving it releases the lock. The work is kept for the next run unless it
-    was published, or no unit of it was finished.
+    was published, or the run was refused before it finished any unit of work.
     """
 
     def __init__(self, dst: Path, path: Path, one_file: bool, overwrite: bool, lock: Lock) -> None:
