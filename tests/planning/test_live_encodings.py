@@ -111,7 +111,7 @@ def test_an_integer_parameter_cannot_require_gradients() -> None:
 
 def test_torchaos_int8_cannot_be_cut_as_fsdp2_cuts() -> None:
     """So that ckptmap.load brings a subclass with an all-gather. When this fails, see whether
-    `resume.int8_live` still needs it."""
+    `live.quantized.int8_sharded` still needs it."""
     linear = nn.Linear(32, 16, bias=False)
     quantize_(linear, Int8WeightOnlyConfig())
     with pytest.raises(NotImplementedError, match=r"aten\.split|split"):

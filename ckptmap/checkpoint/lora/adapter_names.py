@@ -31,8 +31,10 @@ def names_in_base(adapter: Adapter, ckpt: Checkpoint, tied: Tied | None) -> Call
 
 
 def _on_disk(name: str) -> Iterator[str]:
-    """What transformers 5 may call on disk what it calls so in memory, in a model of several towers:
-    see `declaring`, which goes the other way."""
+    """Yield the names on disk that a name in memory may have in a model of several towers.
+
+    The rules are those of transformers 5; `formats.huggingface.loaded_names` goes the other way.
+    """
     rest = name.removeprefix("model.language_model.")
     if rest != name:
         yield f"language_model.model.{rest}"

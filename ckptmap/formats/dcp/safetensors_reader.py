@@ -5,7 +5,7 @@
         `__metadata__`: {"DCP_SHARDING_INFO": json {fqn: {"saved_offsets": [...]}}}
 
 A tensor's parts lie under its whole name in several files; its shape is said nowhere and is what
-the parts reach. What still tells of a last rank that is missing is in `dcp_hf_ranks`.
+the parts reach. What still tells of a last rank that is missing is in `safetensors_ranks`.
 Source: torch 2.13, torch/distributed/checkpoint/hf_storage.py and _hf_utils.py. A consolidated
 directory is a plain Hugging Face one, whose `sharded/` holds such files.
 """
