@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.core.quantized_codes import CoarseScales, CodeGrid, CountsFlips
 from ckptmap.errors import Interrupted, RunError
-from ckptmap.execution import cuda_ring as ring
+from ckptmap.execution import cuda_ring
 from ckptmap.execution.copy import Context, recorded
 from ckptmap.planning.file_plan import Compare, Encode, SlotRef
 from ckptmap.planning.kept_codes import writes_keeping_codes
@@ -75,7 +75,7 @@ def _encode_slots(
             stream = Stream(output, slot.offset, buffer, context.sums(target))
             feeds = _values(context, step.tensor, slot.box, encoder.step, most)
             writes = chain.from_iterable(starmap(encoder.feed, feeds))
-            for write in ring.landed(writes, context.device):
+            for write in cuda_ring.landed(writes, context.device):
                 nbytes = _append(stream, write)
                 context.advance(nbytes, step.tensor.fqn)
             sums = stream.finish()
@@ -97,7 +97,7 @@ def _encode_parts(
     most = FEED_NBYTES // step.tensor.info.itemsize
     feeds = _values(context, step.tensor, whole, encoder.step, most)
     writes = chain.from_iterable(starmap(encoder.feed, feeds))
-    for write in ring.landed(writes, context.device):
+    for write in cuda_ring.landed(writes, context.device):
         context.advance(streams[write.part].append(write), step.tensor.fqn)
     for write in encoder.finish():
         context.advance(streams[write.part].append(write), step.tensor.fqn)
@@ -201,9 +201,9 @@ def _values(
     budget allows it. The offset is that of the first element in the whole tensor, which is exact
     where the box is contiguous in it.
     """
-    most = min(most, context.budget // 2 // ring.ELEMENT_NBYTES)
-    limit = max(step, ring.elements(context.device, context.budget, most))
-    held = ring.ring(context.device, limit + step, tensor.torch_dtype)
+    most = min(most, context.budget // 2 // cuda_ring.ELEMENT_NBYTES)
+    limit = max(step, cuda_ring.elements(context.device, context.budget, most))
+    held = cuda_ring.ring(context.device, limit + step, tensor.torch_dtype)
     strides = contiguous_strides(tensor.shape, 1)
     offset = sum(o * s for o, s in zip(box.offsets, strides, strict=True))
     count = 0

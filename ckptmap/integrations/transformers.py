@@ -23,9 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load import load
-from ckptmap.live.model import name_scheme as naming
-from ckptmap.live.model import peft as peft_live
-from ckptmap.live.model import rng_state as streams
+from ckptmap.live.model import name_scheme, peft, rng_state
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.rank_group import RankGroup
@@ -106,7 +104,7 @@ class _TrainerLoader:
         from transformers import TrainerState
 
         args = self._trainer.args
-        checkpoint, _ = peft_live.open_base_or_adapter(self._path, self._trainer.model, True)
+        checkpoint, _ = peft.open_base_or_adapter(self._path, self._trainer.model, True)
         with checkpoint:
             known, step = _told(checkpoint.extra)
         if step is None:
@@ -140,19 +138,19 @@ class _TrainerLoader:
 
     def _load(self, folder: str | None) -> None:
         """Load everything except the random streams: this run's seed decides the skipped batches."""
-        trainer, before = self._trainer, streams.captured()
+        trainer, before = self._trainer, rng_state.captured()
         self.report, _ = resumed(
             self._path, trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler,
             **self._options,
         )  # fmt: skip
         if self.report.streams == "restored":
-            self._random = streams.captured()
-        streams.restore(before)
+            self._random = rng_state.captured()
+        rng_state.restore(before)
 
     def _streams(self, folder: str | None) -> None:
         """Restore the random streams, after skipping batches, which draws random numbers."""
         if self._random is not None:
-            streams.restore(self._random)
+            rng_state.restore(self._random)
         else:
             self._own("_load_rng_state")
 
@@ -249,10 +247,10 @@ def resumed(
     **options: Any,
 ) -> tuple[LoadReport, int | None]:
     """Load a checkpoint; return the report and the step. Without optimizer state only weights load."""
-    checkpoint, other = peft_live.open_base_or_adapter(path, model, options.get("strict", True))
+    checkpoint, other = peft.open_base_or_adapter(path, model, options.get("strict", True))
     with checkpoint:
         optimizer = unwrapped(optimizer) if optimizer is not None else None
-        named = naming.by_model_names(checkpoint, model, find_targets(model)[0])
+        named = name_scheme.by_model_names(checkpoint, model, find_targets(model)[0])
         if named.names and not named.unmapped:  # `load` says which key is unknown
             checkpoint = named.checkpoint
         if not checkpoint.optimizer_reader.present:

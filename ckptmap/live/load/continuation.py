@@ -13,13 +13,11 @@ from ckptmap.core.formatting import counted
 from ckptmap.core.state_paths import nest
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.model import module_extra_state as module_state
-from ckptmap.live.model import rng_state as streams
+from ckptmap.live.model import module_extra_state, rng_state
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.load_report import LoadReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
-from ckptmap.live.optimizer import flat_lowbit as flat_codes
-from ckptmap.live.optimizer import run_settings as settings
+from ckptmap.live.optimizer import flat_lowbit, run_settings
 from ckptmap.live.optimizer.param_groups import load_scheduler
 from ckptmap.live.optimizer.state_matcher import StatePlan
 from ckptmap.live.optimizer.unwrap import unwrapped
@@ -49,14 +47,14 @@ class Continuation:
         self._targets = targets
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
         self._rank, world = rank_and_world()
-        self._live = settings.describe(model, self._optimizer, targets, world)
+        self._live = run_settings.describe(model, self._optimizer, targets, world)
         values = {**checkpoint.plain, **checkpoint.other}
-        everything = nest(module_state.without(values, checkpoint))
-        self._saved = _taken(everything, settings.KEY)
+        everything = nest(module_extra_state.without(values, checkpoint))
+        self._saved = _taken(everything, run_settings.KEY)
         self._scheduler_state = _scheduler(everything)
-        self._takers = module_state.setters(model)
-        self._states = module_state.recorded(checkpoint)
-        for key in (streams.KEY, flat_codes.KEY):
+        self._takers = module_extra_state.setters(model)
+        self._states = module_extra_state.recorded(checkpoint)
+        for key in (rng_state.KEY, flat_lowbit.KEY):
             everything.pop(key, None)
         self._extra: dict[str, object] = everything
         self.inexact: list[str] = []
@@ -68,7 +66,7 @@ class Continuation:
 
     def judge(self, plan: LoadPlan, state: StatePlan | None, precision: str) -> None:
         """Collect the reasons why training would not go on bit for bit."""
-        self._live["layout"] = settings.layout_digest(self._targets, plan.becomes)
+        self._live["layout"] = run_settings.layout_digest(self._targets, plan.becomes)
         self.inexact += self._changed_settings()
         self.inexact += _changed_weights(plan)
         if self._saved.get("decoded") and not (state is not None and state.kept):
@@ -86,7 +84,7 @@ class Continuation:
     def _changed_settings(self) -> Iterator[str]:
         """Yield the settings of the run that differ from the recorded ones."""
         if self._saved:
-            yield from settings.differences(self._own(self._saved), self._live)
+            yield from run_settings.differences(self._own(self._saved), self._live)
         else:
             yield "the checkpoint records no settings: ckptmap.save did not write it"
         if isinstance(own := self._saved.get("buffers"), list) and own:
@@ -106,7 +104,7 @@ class Continuation:
 
         Raises LoadError CKM507 where `exact` is asked for and impossible, CKM511 where `wanted` is
         "recorded" and no state is recorded for this rank."""
-        own = streams.recorded(self._checkpoint.other, self._checkpoint.plain, self._rank)
+        own = rng_state.recorded(self._checkpoint.other, self._checkpoint.plain, self._rank)
         fits = bool(own) and self._saved.get("world_size") == self._live["world_size"]
         if not fits and wanted != "leave":
             self.inexact.append("no random streams are recorded for this rank and world size")
@@ -138,7 +136,7 @@ class Continuation:
 
     def _base(self, seed: int) -> bytes:
         """Return the base of every rank's fresh streams: the recorded state of rank 0, and the seed."""
-        first = streams.recorded(self._checkpoint.other, self._checkpoint.plain, 0)
+        first = rng_state.recorded(self._checkpoint.other, self._checkpoint.plain, 0)
         recorded = bytes(first["cpu"].numpy().tobytes()) if first else b""
         return recorded + seed.to_bytes(8, "big", signed=True)
 
@@ -153,10 +151,10 @@ class Continuation:
         if self._scheduler is not None and self._scheduler_state:
             load_scheduler(self._scheduler, self._scheduler_state)
         if self._streams:
-            streams.restore(self._streams)
+            rng_state.restore(self._streams)
         elif self._fresh is not None:
-            shard = streams.shard_of(self._targets)
-            made = streams.fresh(self._fresh, shard)
+            shard = rng_state.shard_of(self._targets)
+            made = rng_state.fresh(self._fresh, shard)
             self._streams_note = f"fresh, seed {made} for shard {list(shard)}"
 
     def report(self, report: LoadReport, state: StatePlan | None) -> LoadReport:

@@ -23,9 +23,7 @@ from ckptmap.live.load.continuation import Continuation
 from ckptmap.live.load.load_plan import LoadPlan
 from ckptmap.live.load.same_checkpoint import content_facts
 from ckptmap.live.load.tensor_matcher import TensorMatcher
-from ckptmap.live.model import module_extra_state as module_state
-from ckptmap.live.model import name_scheme as naming
-from ckptmap.live.model import peft as peft_live
+from ckptmap.live.model import module_extra_state, name_scheme, peft
 from ckptmap.live.model.caller_state import ordinary
 from ckptmap.live.model.collective_errors import agreed, peer_groups
 from ckptmap.live.model.find_targets import find_targets
@@ -34,7 +32,7 @@ from ckptmap.live.model.load_report import LoadReport
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer.state_matcher import StateMatcher, StatePlan
 from ckptmap.live.options import LoadOptions
-from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
+from ckptmap.live.quantized import torchao_lowbit_fix
 from ckptmap.storage.files import verified_copies
 from ckptmap.storage.source_changes import require_unchanged
 
@@ -161,13 +159,13 @@ def _plan(
     closing  will close the checkpoint that is opened here
     """
     if options.fix and optimizer is not None:
-        fix_lowbit.apply()
+        torchao_lowbit_fix.apply()
     targets, homeless = find_targets(model)
-    checkpoint, differences = peft_live.open_base_or_adapter(path, model, options.strict)
+    checkpoint, differences = peft.open_base_or_adapter(path, model, options.strict)
     if checkpoint is not path:
         closing.callback(checkpoint.close)
     facts |= content_facts(checkpoint)
-    named = naming.by_model_names(checkpoint, model, targets)
+    named = name_scheme.by_model_names(checkpoint, model, targets)
     checkpoint = named.checkpoint
     reader = TensorReader(checkpoint.files, options.max_memory)
     weights = TensorMatcher(checkpoint, reader, targets, options).plan()
@@ -184,7 +182,7 @@ def _plan(
 
 def _leave_to_modules(weights: LoadPlan, model: torch.nn.Module, unmapped: Sequence[str]) -> None:
     """Drop the names that modules load by `set_extra_state` from the unexpected ones."""
-    taken = module_state.setters(model)
+    taken = module_extra_state.setters(model)
     weights.unexpected = [name for name in (*weights.unexpected, *unmapped) if name not in taken]
 
 

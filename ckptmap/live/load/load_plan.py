@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ckptmap.checkpoint.lora.adapter_files import HEAD
 from ckptmap.errors import LoadError
-from ckptmap.live.model import peft as peft_live
+from ckptmap.live.model import peft
 from ckptmap.live.model.collective_errors import explain
 from ckptmap.live.model.live_form import LoadStep
 from ckptmap.live.model.live_tensor import LiveTensor
@@ -72,7 +72,7 @@ class LoadPlan:
         """Raise LoadError for what must not be loaded: names first, then shapes, then encodings."""
         if strict:
             self._refuse_names(path, homeless)
-            peft_live.refuse_begun(self.left, path)
+            peft.refuse_begun(self.left, path)
             self._refuse_shapes(path)
         for title, names in self.trainable.items():
             raise LoadError(

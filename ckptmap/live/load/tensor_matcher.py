@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.model import peft as peft_live
+from ckptmap.live.model import peft
 from ckptmap.live.model import shared_memory as shared_memory
 from ckptmap.live.model.live_form import (
     Decode,
@@ -74,7 +74,7 @@ class TensorMatcher:
         self._compare_views(found)
         plan.unexpected = [name for name in checkpoint if name not in used]
         plan.refused = [f"{one.key} ({one.reason})" for one in checkpoint.refused]
-        plan.left = peft_live.targets_to_leave(self._targets, found)
+        plan.left = peft.targets_to_leave(self._targets, found)
         plan.missing = [target for target in plan.missing if target not in plan.left]
         return plan
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model import flat_params
+from ckptmap.live.model import flat_params, peft
 from ckptmap.live.model import fsdp2_params as fsdp2_params
-from ckptmap.live.model import peft as peft_live
 from ckptmap.live.model.live_form import is_loadable, live_forms, quantized_classes
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.mapping.wrappers import strip_wrappers
@@ -55,7 +54,7 @@ def find_targets(model: torch.nn.Module) -> tuple[list[LiveTensor], list[str]]:
         )
         for flat, some in zip(flats, keys, strict=True)
     ]  # fmt: skip
-    return peft_live.named(model, targets), homeless
+    return peft.named(model, targets), homeless
 
 
 def _is_flat(value: object) -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.core.state_paths import nest
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.tensor_reader import TensorReader
-from ckptmap.live.optimizer import run_settings as settings
+from ckptmap.live.optimizer import run_settings
 from ckptmap.live.optimizer.family import Codes, OptimizerParam, codes_of, local_of
 from ckptmap.live.optimizer.local_state import ParamOwner, is_decoded
 from ckptmap.optim.lowbit import PLAIN, QMAP
@@ -104,13 +104,13 @@ def recorded(
 def _same_layout(
     checkpoint: Checkpoint, targets: Sequence[LiveTensor], rank: int, world: int
 ) -> bool:
-    saved = nest(checkpoint.plain).get(settings.KEY)
+    saved = nest(checkpoint.plain).get(run_settings.KEY)
     if not isinstance(saved, Mapping) or saved.get("world_size") != world:
         return False
     layouts = saved.get("layout")
     if not isinstance(layouts, list | tuple) or rank >= len(layouts):
         return False
-    return bool(layouts[rank] == settings.layout_digest(targets))
+    return bool(layouts[rank] == run_settings.layout_digest(targets))
 
 
 def fits(kept: Mapping[str, FlatCodes], part: OptimizerParam) -> bool:

@@ -12,7 +12,7 @@ from ckptmap.live.model.live_tensor import LiveTensor, local_boxes
 from ckptmap.live.model.load_report import StateReport, listed
 from ckptmap.live.model.rank_group import rank_and_world
 from ckptmap.live.model.tensor_reader import TensorReader
-from ckptmap.live.optimizer import flat_lowbit as flat_codes
+from ckptmap.live.optimizer import flat_lowbit
 from ckptmap.live.optimizer.local_state import ParamOwner, owners
 from ckptmap.live.optimizer.param_groups import ParamGroups
 from ckptmap.live.optimizer.param_order_check import refuse_other_order
@@ -103,7 +103,7 @@ class StateMatcher:
         self._policy = Policy(precision, schemes)
         flat = precision == "keep" and any(owner.is_flat for owner in self._owners)
         place = rank_and_world()
-        self._kept = flat_codes.recorded(checkpoint, targets, *place) if flat else None
+        self._kept = flat_lowbit.recorded(checkpoint, targets, *place) if flat else None
         self._used_kept: set[str] = set()
         self._plan = StatePlan()
 
@@ -183,9 +183,9 @@ class StateMatcher:
         kept = self._kept_of(owner)
         plan.steps.append(StateLoader(owner, sources, self._policy, plan.notes, betas, kept))
 
-    def _kept_of(self, owner: ParamOwner) -> Mapping[str, flat_codes.FlatCodes]:
+    def _kept_of(self, owner: ParamOwner) -> Mapping[str, flat_lowbit.FlatCodes]:
         kept = (self._kept or {}).get(owner.fqn, {}) if owner.is_flat else {}
-        if not flat_codes.fits(kept, owner.part):
+        if not flat_lowbit.fits(kept, owner.part):
             return {}
         self._used_kept.add(owner.fqn)
         return kept

@@ -12,8 +12,7 @@ from typing import cast
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model import fsdp2_params as fsdp2_params
-from ckptmap.live.quantized import int8_sharded
-from ckptmap.live.quantized import torchao_lowbit_fix as fix_lowbit
+from ckptmap.live.quantized import int8_sharded, torchao_lowbit_fix
 from ckptmap.quantization.nf4.scheme import NF4
 from ckptmap.tensors import TensorInfo
 
@@ -127,7 +126,7 @@ FIXES = (
         "torchao",
         ("0.16", "0.18"),
         "since 0.17 their states lose the dtype of bf16 parameters, and step() fails",
-        fix_lowbit.problem,
-        fix_lowbit.asks,
+        torchao_lowbit_fix.problem,
+        torchao_lowbit_fix.asks,
     ),
 )

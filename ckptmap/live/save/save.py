@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.core import argument_checks
 from ckptmap.core.state_paths import ListIndex
 from ckptmap.errors import ArgumentError
-from ckptmap.live.model import module_extra_state as module_state
-from ckptmap.live.model import rng_state as streams
+from ckptmap.live.model import module_extra_state, rng_state
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.model.load_report import listed
 from ckptmap.live.model.rank_group import RankGroup
-from ckptmap.live.optimizer import flat_lowbit as flat_codes
-from ckptmap.live.optimizer import run_settings as settings
+from ckptmap.live.optimizer import flat_lowbit, run_settings
 from ckptmap.live.optimizer.local_state import (
     LocalShard,
     LocalState,
@@ -126,7 +124,7 @@ def save(
     replicas differ, CKM510 where the ranks' parts do not make whole tensors.
     """
     _settle_last()
-    random_state = streams.captured()
+    random_state = rng_state.captured()
     peers = RankGroup.join("save")
     with peers.together():
         _check(path, model, scheduler, replicas)
@@ -197,7 +195,7 @@ def _share(
             "decoded": any(decoded for _, decoded, _ in settings_of),
             "buffers": drifted,
         }
-        _values(held, ("extra", settings.KEY), described)
+        _values(held, ("extra", run_settings.KEY), described)
         for values, records in reversed(everything):
             held.records.update(records)
             held.values |= values
@@ -235,22 +233,28 @@ def _held(
     targets, _ = find_targets(model)
     optimizer = None if optimizer is None else unwrapped(optimizer)
     mine = [] if optimizer is None else owners(optimizer, targets)
-    held.settings = settings.describe(model, optimizer, targets, peers.world)
+    held.settings = run_settings.describe(model, optimizer, targets, peers.world)
     hold_model(held, targets)
     if optimizer is not None:
         hold_optimizer(held, mine)
-        for fqn, kept in flat_codes.held(mine).items():
-            _values(held, ("extra", flat_codes.KEY, f"rank{peers.rank}", fqn), kept, private=True)
+        for fqn, kept in flat_lowbit.held(mine).items():
+            _values(held, ("extra", flat_lowbit.KEY, f"rank{peers.rank}", fqn), kept, private=True)
         if peers.rank == 0:
             _values(held, ("optimizer", "param_groups"), _groups(mine))
-    _values(held, ("extra", streams.KEY, f"rank{peers.rank}"), random_state, private=True)
-    states = {k: m.get_extra_state() for k, m in module_state.getters(model).items()}
+    _values(held, ("extra", rng_state.KEY, f"rank{peers.rank}"), random_state, private=True)
+    states = {k: m.get_extra_state() for k, m in module_extra_state.getters(model).items()}
     if peers.rank == 0:
         for key, value in states.items():
-            _values(held, ("extra", module_state.KEY, key), value)
+            _values(held, ("extra", module_extra_state.KEY, key), value)
         if scheduler is not None:
             _values(held, ("extra", "scheduler"), scheduler.state_dict())
-        own = {settings.KEY, streams.KEY, flat_codes.KEY, module_state.KEY, "scheduler"}
+        own = {
+            run_settings.KEY,
+            rng_state.KEY,
+            flat_lowbit.KEY,
+            module_extra_state.KEY,
+            "scheduler",
+        }
         reserved = own & set(extra)
         if reserved:
             raise ArgumentError(

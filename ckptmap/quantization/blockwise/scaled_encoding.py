@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.errors import RunError
 from ckptmap.protocols import Encoder, Refusal
-from ckptmap.quantization.blockwise import block_geometry as geometry
+from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.dequantize import dequantize
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule
 from ckptmap.quantization.blockwise.scaled_encoder import Constants, ScaledEncoder, ScaledRecoder
@@ -57,12 +57,12 @@ class ScaledEncoding:
 
     def block_of(self, info: TensorInfo) -> tuple[int, ...]:
         if not self.block:
-            return geometry.per_row(info.shape)
-        return geometry.clamped(self.block, info.shape)
+            return block_geometry.per_row(info.shape)
+        return block_geometry.clamped(self.block, info.shape)
 
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
         """Return the shape of the stored scales, by default that of the grid."""
-        return geometry.grid_shape(info.shape, self.block_of(info))
+        return block_geometry.grid_shape(info.shape, self.block_of(info))
 
     def refusal(self, info: TensorInfo) -> Refusal | None:
         """Return why the encoding cannot hold the tensor, None where it can."""
@@ -94,8 +94,8 @@ class ScaledEncoding:
         if part == self.codes_part:
             return box
         if part in (self.scale_part, self.zero_part):
-            grid = geometry.grid_box(box, self.block_of(info))
-            return geometry.stored_box(grid, self.scale_shape(info))
+            grid = block_geometry.grid_box(box, self.block_of(info))
+            return block_geometry.stored_box(grid, self.scale_shape(info))
         return Box.whole(next(size for name, _, size in self.extra if name == part))
 
     # ------------------------------------------------------------------ values
@@ -109,9 +109,9 @@ class ScaledEncoding:
         import torch
 
         block = self.block_of(info)
-        grid = geometry.grid_box(box, block)
-        scale = geometry.as_grid(parts[self.scale_part], grid).to(torch.float32)
-        zero = geometry.as_grid(parts[self.zero_part], grid) if self.zero_dtype else None
+        grid = block_geometry.grid_box(box, block)
+        scale = block_geometry.as_grid(parts[self.scale_part], grid).to(torch.float32)
+        zero = block_geometry.as_grid(parts[self.zero_part], grid) if self.zero_dtype else None
         codes = parts[self.codes_part]
         dequantize(codes, scale, zero, box, block, out, self.factor)
 
@@ -175,7 +175,7 @@ class ScaledEncoding:
                 "other values",
                 "decode it first (--to hf-bf16), then quantize; or keep it as it is (--no-encode)",
             )
-        shape = geometry.grid_shape(info.shape, self.block_of(info))
+        shape = block_geometry.grid_shape(info.shape, self.block_of(info))
         return parts[self.scale_part].to(torch.float32).reshape(shape)
 
     def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.protocols import Encoder, Refusal
 from ckptmap.quantization.blockwise import fourbit
-from ckptmap.quantization.bnb import double_quant as bnb_nested
+from ckptmap.quantization.bnb import double_quant
 from ckptmap.quantization.bnb.fourbit_encoder import FourBitEncoder, FourBitRecoder
 from ckptmap.tensors import ITEMSIZE, Box, TensorInfo
 
@@ -48,7 +48,7 @@ OFFSET_NBYTES = 32
 class Nested:
     """How the absmax is quantized itself; the offset is `nested_offset` in the JSON."""
 
-    block: int = bnb_nested.BLOCK
+    block: int = double_quant.BLOCK
     dtype: str = "float32"
 
 
@@ -237,7 +237,7 @@ class FourBit:
             return absmax
         block = self.nested.block
         offset = json.loads(bytes(parts[self.state].tolist()))["nested_offset"]
-        return bnb_nested.dequantize(
+        return double_quant.dequantize(
             absmax, parts[NESTED_ABSMAX], parts[NESTED_MAP], offset, block, first % block,
             getattr(torch, self.nested.dtype),
         )  # fmt: skip

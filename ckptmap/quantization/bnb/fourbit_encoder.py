@@ -9,7 +9,7 @@ from ckptmap.core.quantized_codes import CoarseScales
 from ckptmap.errors import RunError
 from ckptmap.protocols import Refusal, Write
 from ckptmap.quantization.blockwise import fourbit
-from ckptmap.quantization.bnb import double_quant as bnb_nested
+from ckptmap.quantization.bnb import double_quant
 from ckptmap.quantization.dense import flat
 from ckptmap.tensors import TensorInfo
 
@@ -85,9 +85,9 @@ def _scale_writes(
         yield Write("absmax", flat(0, absmax.numel()), absmax)
     else:
         codes, scale, offset = quantize(absmax)
-        values = bnb_nested.dynamic_map()
-        found = bnb_nested.dequantize(
-            codes, scale, values, offset, bnb_nested.BLOCK, 0, torch.float32
+        values = double_quant.dynamic_map()
+        found = double_quant.dequantize(
+            codes, scale, values, offset, double_quant.BLOCK, 0, torch.float32
         )
         _check_held(absmax, found, info.dtype)
         CoarseScales.check(needed, found)
@@ -145,7 +145,7 @@ class FourBitEncoder:
         assert self._missing == 0, f"{self._missing} elements of {self._info} were not fed"
         absmax = self._absmax.cpu()
         _check_finite(absmax, 0, self.step)
-        return _scale_writes(self._form, self._info, absmax, absmax, bnb_nested.quantize)
+        return _scale_writes(self._form, self._info, absmax, absmax, double_quant.quantize)
 
 
 class FourBitRecoder:
@@ -166,4 +166,4 @@ class FourBitRecoder:
 
     def finish(self, scales: torch.Tensor) -> Iterable[Write]:
         needed = self._zeros.hidden(scales)
-        return _scale_writes(self._form, self._info, scales, needed, bnb_nested.requantize)
+        return _scale_writes(self._form, self._info, scales, needed, double_quant.requantize)

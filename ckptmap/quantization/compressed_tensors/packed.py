@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid, Recoder
 from ckptmap.protocols import Encoder, Refusal, Write
-from ckptmap.quantization.blockwise import block_geometry as geometry
+from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.dequantize import dequantize
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoInt8
 from ckptmap.quantization.blockwise.scaled_encoder import (
@@ -112,13 +112,13 @@ class Packed(ScaledEncoding):
         if part == "zero_point" and self.zero_dtype == PACKED_ZERO:
             low, count = self.packing.span(grid.offsets[0], grid.sizes[0])
             return Box((low, grid.offsets[1]), (count, grid.sizes[1]))
-        return geometry.stored_box(grid, self.scale_shape(info))
+        return block_geometry.stored_box(grid, self.scale_shape(info))
 
     def _grid_box(self, info: TensorInfo, box: Box) -> Box:
         """Return the box of scales; all groups of the rows where columns are in any order of groups."""
         if self.ordered:
             box = Box((box.offsets[0], 0), (box.sizes[0], info.shape[1]))
-        return geometry.grid_box(box, self.block_of(info))
+        return block_geometry.grid_box(box, self.block_of(info))
 
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
         """Return the stored shape of the scales; a single scale is stored as [1]."""
@@ -133,7 +133,7 @@ class Packed(ScaledEncoding):
 
         codes = self.packing.unpacked(parts["packed"], box.offsets[1], box.sizes[1])
         grid = self._grid_box(info, box)
-        scale = geometry.as_grid(parts["scale"], grid).to(torch.float32)
+        scale = block_geometry.as_grid(parts["scale"], grid).to(torch.float32)
         zero = self._zero(parts["zero_point"], grid) if self.zero_dtype else None
         block = self.block_of(info)
         if self.ordered:
@@ -145,7 +145,7 @@ class Packed(ScaledEncoding):
 
     def _zero(self, part: torch.Tensor, grid: Box) -> torch.Tensor:
         if self.zero_dtype != PACKED_ZERO:
-            return geometry.as_grid(part, grid)
+            return block_geometry.as_grid(part, grid)
         along = part.transpose(0, 1).contiguous()
         return self.packing.unpacked(along, grid.offsets[0], grid.sizes[0]).transpose(0, 1)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptmap.protocols import Group, Refusal
-from ckptmap.quantization.blockwise import block_geometry as geometry
+from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
 from ckptmap.quantization.blockwise.read_config import quantization_config, read_small
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES
@@ -117,7 +117,7 @@ def _group(
     found: dict[str, Any] = {part: stored.get(encoding.part_key(fqn, part)) for part in expected}
     for part in ("scale", "zero_point") if shape == (1,) else ():
         if found.get(part) is not None and found[part].info.numel == 1:
-            found[part] = geometry.reshaped(found[part], shape)
+            found[part] = block_geometry.reshaped(found[part], shape)
     if found["shape"] is not None and found["shape"].info == TensorInfo((2,), "int32"):
         raise malformed(fqn, "weight_shape is int32, expected int64", DAMAGED)
     parts = check_parts(fqn, encoding.name, expected, found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckptmap.quantization.blockwise import block_geometry as geometry
+from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.group_checks import malformed
 from ckptmap.quantization.torchao.subclass_reader import TorchaoParts, unpack
 from ckptmap.tensors import Box, Chunk, Cut, Region, StoredTensor, TensorInfo
@@ -37,8 +37,8 @@ def unpack_cut(fqn: str, cut: Cut) -> TorchaoParts:
                 f"{piece.kind} {piece.info}", "these ranks are not from one save",
             )  # fmt: skip
     info = TensorInfo(cut.info.shape, first.info.dtype)
-    grid = geometry.grid_shape(info.shape, block)
-    on_grid = [(geometry.grid_box(box, block), piece) for box, piece in pieces]
+    grid = block_geometry.grid_shape(info.shape, block)
+    on_grid = [(block_geometry.grid_box(box, block), piece) for box, piece in pieces]
     codes = joined(info.shape, [(box, piece.codes) for box, piece in pieces])
     scale = joined(grid, [(box, piece.scale) for box, piece in on_grid])
     zeros = [(box, piece.zero) for box, piece in on_grid if piece.zero is not None]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptmap.formats.safetensors.torchao_metadata import SCHEME, part_key
-from ckptmap.quantization.blockwise import block_geometry as geometry
+from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, malformed, read_sizes
 from ckptmap.quantization.torchao.subclass_reader import TorchaoParts
 from ckptmap.tensors import ITEMSIZE, StoredTensor, TensorInfo
@@ -60,16 +60,16 @@ def flat_parts(
     block = read_sizes(flat.fqn, given, "block_size") if given else info.shape
     if len(block) != len(info.shape):
         raise malformed(flat.fqn, f"block_size {list(block)} of {list(info.shape)}", DAMAGED)
-    block = geometry.clamped(block, info.shape)
-    grid = geometry.grid_shape(info.shape, block)
+    block = block_geometry.clamped(block, info.shape)
+    grid = block_geometry.grid_shape(info.shape, block)
     for part in (scale, zero):
-        if part is not None and not geometry.fits(part.info.shape, grid):
+        if part is not None and not block_geometry.fits(part.info.shape, grid):
             raise malformed(flat.fqn, f"scales, expected shape {list(grid)}, found {part.info}")
     attributes = {k: v for k, v in flat.data.items() if k not in ("block_size", "dtype")}
     extra = {k: v for k, v in parts.items() if k not in ("qdata", "scale", "zero_point")}
     return tuple(keys.values()), TorchaoParts(
-        flat.kind, info, block, codes, geometry.reshaped(scale, grid),
-        None if zero is None else geometry.reshaped(zero, grid), extra, attributes,
+        flat.kind, info, block, codes, block_geometry.reshaped(scale, grid),
+        None if zero is None else block_geometry.reshaped(zero, grid), extra, attributes,
     )  # fmt: skip
 
 

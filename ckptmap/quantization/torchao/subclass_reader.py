@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptmap.quantization.blockwise import block_geometry as geometry
+from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, malformed, read_sizes
 from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
 
@@ -108,9 +108,9 @@ def unpack(fqn: str, leaf: Opaque) -> TorchaoParts:
     if leaf.name == "AffineQuantizedTensor":
         return _affine(fqn, leaf, state)
     if leaf.name == TRAINED:
-        block = geometry.per_row(leaf.info.shape)
+        block = block_geometry.per_row(leaf.info.shape)
         return _made(fqn, "Int8Tensor", leaf.info, block, state, "int_data", {})
-    block = geometry.clamped(_block(fqn, leaf.info, state), leaf.info.shape)
+    block = block_geometry.clamped(_block(fqn, leaf.info, state), leaf.info.shape)
     kind = _RENAMED.get(leaf.name, leaf.name)
     attributes = {name: as_json(state.get(name)) for name in _ATTRIBUTES[kind]}
     return _made(fqn, kind, leaf.info, block, state, "qdata", attributes)
@@ -131,7 +131,7 @@ def _affine(fqn: str, leaf: Opaque, state: Mapping[str, object]) -> TorchaoParts
     impl, info = state["tensor_impl"], leaf.info
     assert isinstance(impl, Opaque) and info is not None, "kind_of has seen both"
     inner = state_of(impl)
-    block = geometry.clamped(_block(fqn, info, state), info.shape)
+    block = block_geometry.clamped(_block(fqn, info, state), info.shape)
     if impl.name == "Float8AQTTensorImpl":
         if inner.get("transposed"):
             raise malformed(
@@ -158,20 +158,20 @@ def _made(
     attributes: Mapping[str, object],
 ) -> TorchaoParts:
     codes, scale, zero = state.get(codes_name), state.get("scale"), state.get("zero_point")
-    grid = geometry.grid_shape(info.shape, block)
+    grid = block_geometry.grid_shape(info.shape, block)
     named = {codes_name: codes, "scale": scale} | ({} if zero is None else {"zero_point": zero})
     for name, part in named.items():
         if not isinstance(part, StoredTensor):
             raise malformed(fqn, f"{kind} part {name!r} is missing or no plain tensor")
         shape, is_codes = part.info.shape, name == codes_name
-        if not (shape == info.shape if is_codes else geometry.fits(shape, grid)):
+        if not (shape == info.shape if is_codes else block_geometry.fits(shape, grid)):
             want = list(info.shape if is_codes else grid)
             raise malformed(fqn, f"{kind} part {name!r}, expected shape {want}, found {part.info}")
     assert isinstance(codes, StoredTensor) and isinstance(scale, StoredTensor)
     assert zero is None or isinstance(zero, StoredTensor)
     return TorchaoParts(
-        kind, info, block, codes, geometry.reshaped(scale, grid),
-        None if zero is None else geometry.reshaped(zero, grid),
+        kind, info, block, codes, block_geometry.reshaped(scale, grid),
+        None if zero is None else block_geometry.reshaped(zero, grid),
         {k: v for k in _OPTIONAL if isinstance(v := state.get(k), StoredTensor)}, attributes,
     )  # fmt: skip
 
