@@ -6,35 +6,27 @@ Nothing here reads a file or imports torch. `sizes` and `offsets` count elements
 
 from __future__ import annotations
 
-import importlib
-import math
-import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from ckptmap.boxes import (
+    FLOATING,
+    ITEMSIZE,
+    Box,
+    Chunk,
+    Extent,
+    Region,
+    TensorInfo,
+    contiguous_strides,
+)
 
 __all__ = [
-    "BUFFERS", "FLOATING", "ITEMSIZE", "PARAMETERS", "Box", "Chunk", "Cut", "Extent", "Leaf",
-    "Opaque", "Path", "PerRank", "Places", "PlainValue", "Region", "StateNote",
-    "StoredTensor", "TensorInfo", "as_inert", "contiguous_strides",
+    "BUFFERS", "FLOATING", "ITEMSIZE", "PARAMETERS", "Box", "Chunk", "Cut", "Extent", "Index",
+    "Leaf", "Opaque", "Path", "PerRank", "Places", "PlainValue", "Region", "StateNote",
+    "StoredTensor", "TensorInfo", "as_inert", "contiguous_strides", "in_saved_order",
 ]  # fmt: skip
-
-# Element size in bytes of every dtype that torch or safetensors can store, by torch's name.
-ITEMSIZE: Mapping[str, int] = {
-    "bool": 1, "uint8": 1, "int8": 1,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1,
-    "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2,
-    "int32": 4, "uint32": 4, "float32": 4, "complex32": 4,
-    "int64": 8, "uint64": 8, "float64": 8, "complex64": 8,
-    "complex128": 16,
-}  # fmt: skip
-
-FLOATING = frozenset(
-    name for name in ITEMSIZE if name.startswith(("float", "bfloat")) and name != "float4_e2m1fn_x2"
-)
 
 BUFFERS = (
     "inv_freq", "original_inv_freq", "running_mean", "running_var", "e_score_correction_bias",
@@ -46,158 +38,6 @@ PARAMETERS = ("weight", "bias")
 
 Path: TypeAlias = tuple[str | int, ...]
 """The keys that lead to a leaf of a nested state dict: `("model", "layers.0.weight")`."""
-
-
-# Boxes, regions, chunks and extents are tuples, because there may be 100,000 of each, and a frozen
-# dataclass takes four times as long to create.
-
-
-class Box(NamedTuple):
-    """A rectangular part of a tensor: `offsets` and `sizes` in elements, one each for each dim."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
-        return _whole(tuple(shape))
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
-    def lies_in(self, shape: Sequence[int]) -> bool:
-        """Return whether the box is not empty and lies inside a tensor of this shape."""
-        for offset, size, limit in zip(self.offsets, self.sizes, shape, strict=True):
-            if offset < 0 or size <= 0 or offset + size > limit:
-                return False
-        return True
-
-    def intersect(self, other: Box) -> Box | None:
-        """Return the box of the elements that both share, in the same coordinates, or None."""
-        lows = []
-        sizes = []
-        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
-            low = a if a > b else b
-            size = (a + n if a + n < b + m else b + m) - low
-            if size <= 0:
-                return None
-            lows.append(low)
-            sizes.append(size)
-        return Box(tuple(lows), tuple(sizes))
-
-    def relative_to(self, origin: Sequence[int]) -> Box:
-        """Return the same box in the coordinates of a tensor that starts at `origin`."""
-        return Box(tuple(a - b for a, b in zip(self.offsets, origin, strict=True)), self.sizes)
-
-
-@lru_cache(maxsize=4096)
-def _whole(shape: tuple[int, ...]) -> Box:
-    """Return the box of a whole tensor, cached: most tensors of a model have one of few shapes."""
-    return Box((0,) * len(shape), shape)
-
-
-def contiguous_strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return the row-major strides in bytes: sizes [2, 3], itemsize 4 -> (12, 4)."""
-    return _strides(tuple(sizes), itemsize)
-
-
-@lru_cache(maxsize=4096)
-def _strides(sizes: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    strides, step = [], itemsize
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
-@lru_cache(maxsize=4096)
-def _reach(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int:
-    if 0 in sizes:
-        return 0
-    return itemsize + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
-
-
-class Region(NamedTuple):
-    """A strided rectangle of elements inside one file: `strides` in bytes, one for each dim."""
-
-    file: str
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    itemsize: int
-
-    @classmethod
-    def contiguous(cls, file: str, offset: int, sizes: Sequence[int], itemsize: int) -> Region:
-        return cls(file, offset, tuple(sizes), contiguous_strides(sizes, itemsize), itemsize)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.sizes) * self.itemsize
-
-    @property
-    def span_nbytes(self) -> int:
-        """Bytes from the first element's first byte to the last element's last."""
-        return _reach(self.sizes, self.strides, self.itemsize)
-
-    @property
-    def is_contiguous(self) -> bool:
-        if self.strides == contiguous_strides(self.sizes, self.itemsize):
-            return True
-        expected = self.itemsize
-        for size, stride in zip(reversed(self.sizes), reversed(self.strides), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
-
-    def crop(self, box: Box) -> Region:
-        """Return the region of the part `box`, whose offsets are relative to this region."""
-        start = sum(o * s for o, s in zip(box.offsets, self.strides, strict=True))
-        return Region(self.file, self.offset + start, box.sizes, self.strides, self.itemsize)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """The shape and dtype of a tensor; the dtype is torch's name for it (`"bfloat16"`)."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        return ITEMSIZE[self.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-
-class Chunk(NamedTuple):
-    """A stored part of a tensor: its box, and the region of a file that holds its bytes.
-
-    `crc32` is the checksum that the file format states for exactly these bytes, else None.
-    """
-
-    box: Box
-    region: Region
-    crc32: int | None = None
-
-
-class Extent(NamedTuple):
-    """The place of a tensor whose bytes are contiguous in one file, from byte `offset` on: that of
-    nearly every tensor. `crc32` is as in a Chunk."""
-
-    file: str
-    offset: int
-    crc32: int | None = None
 
 
 FEW_CHUNKS = 16
@@ -274,7 +114,7 @@ class StoredTensor:
             return place  # type: ignore[return-value]
         info = self.info
         region = Region.contiguous(place.file, place.offset, info.shape, info.itemsize)
-        return (Chunk(_whole(info.shape), region, place.crc32),)
+        return (Chunk(Box.whole(info.shape), region, place.crc32),)
 
     @property
     def extent(self) -> Extent | None:
@@ -285,7 +125,7 @@ class StoredTensor:
         if len(place) != 1:
             return None
         box, region, crc32 = place[0]
-        if box != _whole(self.info.shape) or not region.is_contiguous:
+        if box != Box.whole(self.info.shape) or not region.is_contiguous:
             return None
         return Extent(region.file, region.offset, crc32)
 
@@ -390,11 +230,43 @@ Leaf: TypeAlias = StoredTensor | Opaque | Cut | PerRank | StateNote | PlainValue
 """A value that a state dict holds under one path."""
 
 
-def __getattr__(name: str) -> object:
-    """Return `Index` from where it is now. Its old place here goes with release 0.3."""
-    if name != "Index":
-        raise AttributeError(f"module 'ckptmap.tensors' has no attribute {name!r}")
-    warnings.warn(
-        "ckptmap.tensors.Index is ckptmap.protocols.Index now", DeprecationWarning, stacklevel=2
-    )
-    return importlib.import_module("ckptmap.protocols").Index
+@dataclass(frozen=True)
+class Index:
+    """The contents of a container, from headers alone.
+
+    leaves           every leaf of the nested state dict by its path, tensors and others
+    files            every file that belongs to the checkpoint, absolute
+    records          ckptmap's own encoding records, by the FQN of the logical tensor
+    world            how many ranks wrote it, where the container tells; else 1
+    manifest         returns the manifest that lies inside the container itself, for formats of one
+                     file: it is as large as the header, and few ask for it
+    notes            what a reader should be told: stale files left aside, repaired metadata
+    sidecar_dir      the directory whose config and tokenizer belong to the weights; None: the
+                     directory of the weights
+    units            path of a dict of weights -> the modules in it that FSDP1 wraps, as stored
+    unread_files     what none of the leaves holds: files, or `KEY of FILE`
+    missing_weights  those of `unread_files` that hold weights of modules that follow the model:
+                     without them the model does not load
+    file_of          key of an extra value -> the file that holds this value and nothing else
+    keeps_order      tells whether a tensor stands where the saved dict had it; None: the container
+                     keeps no order
+    """
+
+    container: str
+    leaves: Mapping[Path, Leaf]
+    files: tuple[str, ...]
+    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    world: int = 1
+    notes: tuple[str, ...] = ()
+    manifest: Callable[[], bytes] | None = None
+    sidecar_dir: str | None = None
+    units: Mapping[Path, Sequence[str]] = field(default_factory=dict)
+    unread_files: tuple[str, ...] = ()
+    missing_weights: tuple[str, ...] = ()
+    file_of: Mapping[str, str] = field(default_factory=dict)
+    keeps_order: Callable[[StoredTensor], bool] | None = None
+
+
+def in_saved_order(stored: StoredTensor) -> bool:
+    """Return True: `Index.keeps_order` of a container that keeps the order of a dict."""
+    return True

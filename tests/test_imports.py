@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 HEAVY = {"torch", "torchao", "numpy", "safetensors", "xxhash", "transformers", "huggingface_hub"}
 
 COLUMN: tuple[tuple[str, ...], ...] = (
-    ("error_codes", "errors", "protocols", "registry", "setups", "tensors", "version"),
+    ("boxes", "error_codes", "errors", "protocols", "registry", "setups", "tensors", "version"),
     ("core",),
     ("storage",),
     ("sharding",),
@@ -212,7 +212,6 @@ IMPORTERS = {
     "integrations/__init__.py": "ckptmap's own modules",
     "live/quantized/nf4_torchao.py": "torchao's NF4Tensor, by a table",
     "live/quantized/int8_training.py": "the module of a live tensor's class",
-    "tensors.py": "ckptmap's own protocols, by name",
     "typer_app.py": "ckptmap's own commands",
 }
 """File -> whose modules it imports by name: never those that a checkpoint names."""

@@ -20,14 +20,13 @@ from ckptmap.protocols.layouts import FlatUnit, Layout, MeshLayout, Placement
 from ckptmap.protocols.reading import (
     Container,
     Directory,
-    Index,
     Member,
     Members,
     Place,
-    in_saved_order,
 )
 from ckptmap.protocols.setups import CarriedFile, Carrier, Declared, Filing, Grouping, Setup
 from ckptmap.protocols.writing import OutFile, OutState, OutTensor, Slot, Writer
+from ckptmap.tensors import Index, in_saved_order
 
 __all__ = [
     "CarriedFile",

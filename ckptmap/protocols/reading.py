@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from ckptmap.tensors import Leaf, Path, StoredTensor
+from ckptmap.tensors import Index, Path
 
 
 @dataclass(frozen=True)
@@ -18,48 +18,6 @@ class Place:
     head: bytes = b""
     names: tuple[str, ...] = ()
     """The entry names of a directory, in natural order."""
-
-
-@dataclass(frozen=True)
-class Index:
-    """The contents of a container, from headers alone.
-
-    leaves           every leaf of the nested state dict by its path, tensors and others
-    files            every file that belongs to the checkpoint, absolute
-    records          ckptmap's own encoding records, by the FQN of the logical tensor
-    world            how many ranks wrote it, where the container tells; else 1
-    manifest         returns the manifest that lies inside the container itself, for formats of one
-                     file: it is as large as the header, and few ask for it
-    notes            what a reader should be told: stale files left aside, repaired metadata
-    sidecar_dir      the directory whose config and tokenizer belong to the weights; None: the
-                     directory of the weights
-    units            path of a dict of weights -> the modules in it that FSDP1 wraps, as stored
-    unread_files     what none of the leaves holds: files, or `KEY of FILE`
-    missing_weights  those of `unread_files` that hold weights of modules that follow the model:
-                     without them the model does not load
-    file_of          key of an extra value -> the file that holds this value and nothing else
-    keeps_order      tells whether a tensor stands where the saved dict had it; None: the container
-                     keeps no order
-    """
-
-    container: str
-    leaves: Mapping[Path, Leaf]
-    files: tuple[str, ...]
-    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    world: int = 1
-    notes: tuple[str, ...] = ()
-    manifest: Callable[[], bytes] | None = None
-    sidecar_dir: str | None = None
-    units: Mapping[Path, Sequence[str]] = field(default_factory=dict)
-    unread_files: tuple[str, ...] = ()
-    missing_weights: tuple[str, ...] = ()
-    file_of: Mapping[str, str] = field(default_factory=dict)
-    keeps_order: Callable[[StoredTensor], bool] | None = None
-
-
-def in_saved_order(stored: StoredTensor) -> bool:
-    """Return True: `Index.keeps_order` of a container that keeps the order of a dict."""
-    return True
 
 
 class Container(Protocol):
