@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 HEAVY = {"torch", "torchao", "numpy", "safetensors", "xxhash", "transformers", "huggingface_hub"}
 
 COLUMN: tuple[tuple[str, ...], ...] = (
-    ("boxes", "error_codes", "errors", "protocols", "registry", "setups", "tensors", "version"),
+    ("error_codes", "errors", "protocols", "registry", "setups", "tensors", "version"),
     ("core",),
     ("storage",),
     ("sharding",),

@@ -1,8 +1,4 @@
-"""Values that describe tensors without their data: shapes, boxes, and the places of bytes in files.
-
-Nothing here reads a file or imports torch. `sizes` and `offsets` count elements; `nbytes`, and the
-`offset` and `strides` of a region of a file, count bytes.
-"""
+"""Tensors as they lie in files, what else a state dict can hold, and the index of a container."""
 
 from __future__ import annotations
 
@@ -11,22 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from ckptmap.boxes import (
-    FLOATING,
-    ITEMSIZE,
+from ckptmap.tensors.boxes import (
     Box,
     Chunk,
     Extent,
     Region,
     TensorInfo,
-    contiguous_strides,
 )
-
-__all__ = [
-    "BUFFERS", "FLOATING", "ITEMSIZE", "PARAMETERS", "Box", "Chunk", "Cut", "Extent", "Index",
-    "Leaf", "Opaque", "Path", "PerRank", "Places", "PlainValue", "Region", "StateNote",
-    "StoredTensor", "TensorInfo", "as_inert", "contiguous_strides", "in_saved_order",
-]  # fmt: skip
 
 BUFFERS = (
     "inv_freq", "original_inv_freq", "running_mean", "running_var", "e_score_correction_bias",

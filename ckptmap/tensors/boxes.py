@@ -1,7 +1,6 @@
 """Parts of tensors and of files: boxes of elements, regions of bytes, and the chunks that join them.
 
 Sizes and offsets count elements. `nbytes`, and the `offset` and `strides` of a region, count bytes.
-Everything here is imported by way of `ckptmap.tensors`.
 """
 
 from __future__ import annotations
