@@ -8,27 +8,29 @@ member `tensors` lists the stored tensors by dotted key, `logical` the tensors t
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
 from itertools import accumulate, chain, islice
+from operator import sub
 from typing import Any, NamedTuple, Protocol
 
+from ckptmap.core.columns import Columns, each
 from ckptmap.core.gc_pause import paused_gc
-from ckptmap.core.slot_columns import Slots
 from ckptmap.core.state_paths import join, logical_key
 from ckptmap.errors import SourceError
 from ckptmap.execution.manifest_schema import malformed
 from ckptmap.planning.conversion import Conversion, Steps
-from ckptmap.planning.file_plan import FilePlan
 from ckptmap.planning.plan import Plan
-from ckptmap.protocols import CarriedFile, Slot
+from ckptmap.protocols import CarriedFile
+from ckptmap.tensors import Box, Path
 from ckptmap.version import __version__
 
 SCHEMA = 1
 NAME = "ckptmap.manifest.json"
 BATCH = 1000
-"""Entries that are encoded as JSON at once."""
+"""Entries whose texts are joined at once."""
 
 
 class Digests(Protocol):
@@ -79,23 +81,26 @@ def emit(document: Mapping[str, object]) -> bytes:
 
 
 def _pieces(value: object) -> Iterator[str]:
-    """Yield the JSON of one member; a large member in batches.
-
-    The encoder keeps every token of what it is given until it is done, which takes many times the
-    size of the text."""
+    """Yield the JSON of one member; a large member in batches, so that few strings exist at once."""
     if not isinstance(value, Mapping):
         yield _json(value)
         return
-    entries = value.entries() if isinstance(value, Tensors) else iter(value.items())
+    entries = value.texts() if isinstance(value, Tensors | Logical) else _texts(value)
     mark = ""
     yield "{"
-    while batch := dict(islice(entries, BATCH)):
-        yield mark + _json(batch)[1:-1]
+    while batch := list(islice(entries, BATCH)):
+        yield mark + ",".join(batch)
         mark = ","
     yield "}"
 
 
+def _texts(entries: Mapping[str, object]) -> Iterator[str]:
+    """Yield each key with its value, as JSON: `"key":value`."""
+    return (f"{_quoted(key)}:{_json(value)}" for key, value in entries.items())
+
+
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, check_circular=False).encode
+_quoted = json.encoder.encode_basestring
 
 
 def _files(plan: Plan, sha256: Mapping[str, str]) -> dict[str, Any]:
@@ -119,6 +124,38 @@ class ChunkRow(NamedTuple):
     digest: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks(Columns[ChunkRow]):
+    """The chunks of a manifest as columns."""
+
+    files: Sequence[str]
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    boxes: Sequence[Box]
+    digests: Sequence[str]
+
+    @staticmethod
+    def row(file: str, offset: int, nbytes: int, box: Box, digest: str) -> ChunkRow:
+        return ChunkRow(file, offset, nbytes, *box, digest)
+
+    @classmethod
+    def planned(cls, plan: Plan, done: Digests) -> Chunks:
+        """Return the chunks of all slots of a plan, in order."""
+        chunks = cls([], [], [], [], [])
+        for file, digests in zip(plan.files, done.digests, strict=True):
+            slots = file.slots
+            names = [file.out.name] * len(slots)
+            chunks.extend(names, slots.offsets, slots.sizes, slots.boxes, digests)
+        return chunks
+
+    def texts(self) -> Iterator[str]:
+        """Yield each row as JSON."""
+        files = each(self.files, _quoted)
+        boxes = each(self.boxes, lambda box: _json(box)[1:-1])
+        columns = zip(files, self.offsets, self.sizes, boxes, self.digests, strict=True)
+        return map('[%s,%d,%d,%s,"%s"]'.__mod__, columns)
+
+
 class Tensors(Mapping[str, dict[str, Any]]):
     """Stored key -> the tensor's FQN and its chunks.
 
@@ -126,80 +163,48 @@ class Tensors(Mapping[str, dict[str, Any]]):
     """
 
     def __init__(self, plan: Plan, done: Digests) -> None:
-        self._fqns = plan.keys
-        self._files, self._digests = plan.files, done.digests
-        self._starts = list(accumulate([len(file.slots) for file in plan.files], initial=0))
-        keys = chain.from_iterable(self._keys(file) for file in plan.files)
-        self._slots = _by_key(list(keys))
-        """Key -> the slots of its chunks, counted over all files."""
+        paths = [path for file in plan.files for path in file.slots.paths]
+        self.chunks = Chunks.planned(plan, done)
+        """The chunks of all tensors, those of one tensor together."""
+        self._starts: Sequence[int] = range(len(paths) + 1)
+        """The chunks of tensor i are those from number `_starts[i]` to `_starts[i + 1]`."""
+        if len(set(paths)) < len(paths):  # some tensor has several chunks, which may be in any file
+            numbers: dict[Path, list[int]] = {}
+            for number, path in enumerate(paths):
+                numbers.setdefault(path, []).append(number)
+            self.chunks = self.chunks.take(list(chain.from_iterable(numbers.values())))
+            self._starts = list(accumulate(map(len, numbers.values()), initial=0))
+            paths = list(numbers)
+        self._keys = list(map(join, paths))
+        self._fqns = list(map(plan.keys.__getitem__, paths))
 
-    def _keys(self, file: FilePlan) -> list[str]:
-        return [join(path) for path in file.slots.paths]
+    @cached_property
+    def _numbers(self) -> Mapping[str, int]:
+        return dict(zip(self._keys, range(len(self._keys)), strict=True))
 
-    def alone(self) -> Iterator[tuple[str, list[str], Slots]] | None:
-        """Return each file's name, the keys of the tensors in it and their slots; None if some
-        tensor has more than one chunk."""
-        if len(self._slots) < self._starts[-1]:
-            return None
-        return ((file.out.name, self._keys(file), file.slots) for file in self._files)
+    def alone(self) -> tuple[Sequence[str], Chunks] | None:
+        """Return the keys and the chunk of each; None if some tensor has more than one."""
+        return (self._keys, self.chunks) if len(self._keys) == len(self.chunks) else None
 
-    def places(self) -> Iterator[tuple[str, list[tuple[str, Slot]]]]:
-        """Yield each key with the file and slot of every chunk."""
-        for key, numbers in self._slots.items():
-            located = [self._locate(number) for number in numbers]
-            yield key, [(file.out.name, file.slots[slot]) for file, slot, _ in located]
-
-    def entries(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each key with its entry."""
-        if len(self._slots) < self._starts[-1]:
-            yield from self.items()
-            return
-        keys = iter(self._slots)
-        for file, digests in zip(self._files, self._digests, strict=True):
-            fqns = map(self._fqns.__getitem__, file.slots.paths)
-            for fqn, row, key in zip(fqns, _rows(file, digests), keys, strict=False):
-                yield key, {"fqn": fqn, "chunks": [row]}
+    def texts(self) -> Iterator[str]:
+        """Yield each entry with its key, as JSON."""
+        chunks = self.chunks.texts()
+        counts = map(sub, self._starts[1:], self._starts)
+        for key, fqn, count in zip(
+            map(_quoted, self._keys), map(_quoted, self._fqns), counts, strict=True
+        ):
+            yield f'{key}:{{"fqn":{fqn},"chunks":[{",".join(islice(chunks, count))}]}}'
 
     def __getitem__(self, key: str) -> dict[str, Any]:
-        rows = []
-        for number in self._slots[key]:
-            file, slot, digests = self._locate(number)
-            path, box, offset, nbytes = file.slots[slot]
-            rows.append(ChunkRow(file.out.name, offset, nbytes, *box, digests[slot]))
-        return {"fqn": self._fqns[path], "chunks": rows}
-
-    def _locate(self, number: int) -> tuple[FilePlan, int, Sequence[str]]:
-        """Return the file of a slot, its number in the file, and the digests of the file."""
-        file = bisect_right(self._starts, number) - 1
-        return self._files[file], number - self._starts[file], self._digests[file]
+        number = self._numbers[key]
+        first, stop = self._starts[number : number + 2]
+        return {"fqn": self._fqns[number], "chunks": list(self.chunks[first:stop])}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._slots)
+        return iter(self._keys)
 
     def __len__(self) -> int:
-        return len(self._slots)
-
-
-def _rows(file: FilePlan, digests: Sequence[str]) -> Iterator[ChunkRow]:
-    """Yield the rows of a file in the order of its slots."""
-    slots, name = file.slots, file.out.name
-    for offset, nbytes, box, digest in zip(
-        slots.offsets, slots.sizes, slots.boxes, digests, strict=True
-    ):
-        yield ChunkRow(name, offset, nbytes, *box, digest)
-
-
-def _by_key(keys: Sequence[str]) -> Mapping[str, Sequence[int]]:
-    """Return where in `keys` each key stands."""
-    found: dict[str, Sequence[int]] = dict(
-        zip(keys, zip(range(len(keys)), strict=False), strict=True)
-    )
-    if len(found) == len(keys):  # every tensor is one chunk, as in most outputs
-        return found
-    several: dict[str, list[int]] = {}
-    for number, key in enumerate(keys):
-        several.setdefault(key, []).append(number)
-    return several
+        return len(self._keys)
 
 
 class Logical(Mapping[str, dict[str, Any]]):
@@ -212,20 +217,28 @@ class Logical(Mapping[str, dict[str, Any]]):
         ]
         self._kinds: dict[str, Conversion] = dict(zip(keys, steps.conversions, strict=True))
 
+    def texts(self) -> Iterator[str]:
+        """Yield each entry with its key, as JSON."""
+        kinds = each(self._kinds.values(), lambda kind: _json(_entry(kind)))
+        return map("%s:%s".__mod__, zip(map(_quoted, self._kinds), kinds, strict=True))
+
     def __getitem__(self, key: str) -> dict[str, Any]:
-        kind = self._kinds[key]
-        return {
-            "shape": kind.shape,
-            "source": kind.source,
-            "target": kind.target,
-            "fidelity": kind.fidelity,
-        }
+        return _entry(self._kinds[key])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._kinds)
 
     def __len__(self) -> int:
         return len(self._kinds)
+
+
+def _entry(kind: Conversion) -> dict[str, Any]:
+    return {
+        "shape": kind.shape,
+        "source": kind.source,
+        "target": kind.target,
+        "fidelity": kind.fidelity,
+    }
 
 
 def _digest(file: CarriedFile) -> dict[str, Any]:

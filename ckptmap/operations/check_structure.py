@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.core.columns import each
 from ckptmap.core.state_paths import join
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import CkptmapError
 from ckptmap.execution import manifest as manifests
-from ckptmap.protocols import Slot
 from ckptmap.tensors import Box, Extent, Region, StoredTensor
 
 
@@ -37,10 +37,10 @@ def check_structure(ckpt: Checkpoint, document: Mapping[str, Any]) -> list[str]:
         if isinstance(leaf, StoredTensor)
     }
     planned, root = document["tensors"], None if base is None else f"{base}/"
-    for key, chunks in _places(planned):
+    for key, entry in planned.items():
         tensor = stored.get(key)
-        if tensor is None or not _lies_at(tensor, chunks, root):
-            problems += _place_problems(key, planned[key], tensor, base)
+        if tensor is None or not _lies_at(tensor, entry["chunks"], root):
+            problems += _place_problems(key, entry, tensor, base)
     unlisted = [(k, tensor) for k, tensor in stored.items() if k not in planned]
     if unlisted:
         shares = {tensor.share for key, tensor in stored.items() if key in planned} - {None}
@@ -66,30 +66,25 @@ def _all_lie(ckpt: Checkpoint, planned: Mapping[str, object]) -> bool:
     False, the caller compares the tensors one by one to find the problems.
     """
     leaves, path = ckpt.index.leaves, Path(ckpt.path).absolute()
-    outs = planned.alone() if isinstance(planned, manifests.Tensors) else None
-    if outs is None or not isinstance(leaves, PlainTensors):
+    alone = planned.alone() if isinstance(planned, manifests.Tensors) else None
+    if alone is None or not isinstance(leaves, PlainTensors):
         return False
-    names: list[str] = []
-    files: list[str] = []
-    offsets: list[int] = []
-    kinds: list[tuple[Box, int]] = []
-    for name, keys, slots in outs:
-        names += keys
-        files += [str(path / name if path.is_dir() else path)] * len(keys)
-        offsets += slots.offsets
-        kinds += zip(slots.boxes, slots.sizes, strict=True)
+    keys, chunks = alone
     try:
         located = leaves.extents()
     except CkptmapError:
         return False
-    if located is None or (list(leaves.names), list(located.files)) != (names, files):
+    if located is None or list(leaves.names) != keys:
         return False
-    distinct = {(id(i), id(k[0]), k[1]): (i, *k) for i, k in zip(leaves.infos, kinds, strict=True)}
-    alike = all(
+    files = each(chunks.files, lambda name: str(path / name if path.is_dir() else path))
+    if (list(located.files), list(located.offsets)) != (files, chunks.offsets):
+        return False
+    columns = zip(leaves.infos, chunks.boxes, chunks.sizes, strict=True)
+    kinds = {(id(info), id(box), nbytes): (info, box, nbytes) for info, box, nbytes in columns}
+    return all(
         box == Box.whole(info.shape) and nbytes == info.nbytes
-        for info, box, nbytes in distinct.values()
+        for info, box, nbytes in kinds.values()
     )
-    return alike and list(located.offsets) == offsets
 
 
 def chunks_of(document: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any]]]:
@@ -99,20 +94,7 @@ def chunks_of(document: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any]]
             yield key, chunk
 
 
-def _places(planned: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, Slot]]]]:
-    """Yield each key with the file and the slot of each of its chunks."""
-    if isinstance(planned, manifests.Tensors):
-        yield from planned.places()
-        return
-    for key, entry in planned.items():
-        slots = [
-            (name, Slot((key,), Box(tuple(offsets), tuple(sizes)), offset, nbytes))
-            for name, offset, nbytes, offsets, sizes, _ in entry["chunks"]
-        ]
-        yield key, slots
-
-
-def _lies_at(tensor: StoredTensor, chunks: Sequence[tuple[str, Slot]], root: str | None) -> bool:
+def _lies_at(tensor: StoredTensor, chunks: Sequence[Sequence[Any]], root: str | None) -> bool:
     """Return whether the tensor is the one chunk that was planned, as nearly every tensor is.
 
     If it returns False, `_place_problems` compares the tensor in full and describes the problem.
@@ -123,12 +105,12 @@ def _lies_at(tensor: StoredTensor, chunks: Sequence[tuple[str, Slot]], root: str
         return False
     if type(place) is not Extent or len(chunks) != 1 or tensor.replicas:
         return False
-    name, (_, box, offset, nbytes) = chunks[0]
+    name, offset, nbytes, offsets, sizes, _ = chunks[0]
     info = tensor.info
     return (
         place.offset == offset
-        and info.shape == box.sizes
-        and not any(box.offsets)
+        and info.shape == tuple(sizes)
+        and not any(offsets)
         and info.nbytes == nbytes
         and (root is None or place.file == root + name)
     )
