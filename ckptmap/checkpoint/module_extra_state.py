@@ -53,6 +53,7 @@ def as_live(value: object) -> object:
         return value
     from io import BytesIO
 
+    assert isinstance(value.state, tuple), "`buffer` has made it"
     data, at, _ = value.state
     made = BytesIO(data)
     made.seek(at)

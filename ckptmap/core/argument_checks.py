@@ -113,7 +113,7 @@ def state_dict(name: str, value: object) -> None:
             raise _refusal(f"{name} key", key, "a name", "pass model.state_dict()")
 
 
-def extra(value: object, reserved: Sequence[str]) -> dict[str, Any]:
+def extra(value: object, reserved: Sequence[str]) -> dict[str, object]:
     """Return the user's extra values as a dict; `reserved` are keys that another argument sets."""
     if value is None:
         return {}

@@ -43,7 +43,7 @@ class Columns(Sequence[R]):
     def __post_init__(self) -> None:
         assert len(set(map(len, self.columns()))) == 1, "columns of different lengths"
 
-    def columns(self) -> tuple[Sequence[Any], ...]:
+    def columns(self) -> tuple[Sequence[object], ...]:
         """Return the columns, in order."""
         return type(self)._columns_of(self)
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Called = TypeVar("Called", bound=Callable[..., object])
 
 
 def spelled_out(
-    *options: type[Any], only: Collection[str] | None = None
+    *options: type[DataclassInstance], only: Collection[str] | None = None
 ) -> Callable[[Called], Called]:
     """Show the fields of dataclasses in the signature of a call in place of its `**keywords`.
 

@@ -64,11 +64,13 @@ def nest(values: Mapping[Path, object]) -> dict[str, Any]:
     Where an index is missing, the indices become keys of a dict, so that each item keeps its index.
     (`state_tree.nest`, for files, fills such gaps with None.)
     """
-    tree: dict[Any, Any] = {}
+    tree: dict[Any, object] = {}
     for path, value in values.items():
         node = tree
         for segment in path[:-1]:
-            node = node.setdefault(segment, {})
+            below = node.setdefault(segment, {})
+            assert isinstance(below, dict), "no path goes through a leaf"
+            node = below
         node[path[-1]] = value
     return {key: _listed(value) for key, value in tree.items()}
 
@@ -107,7 +109,7 @@ def within(value: object) -> Iterator[object]:
             todo += reversed(_held(item))
 
 
-def _held(container: Any) -> list[Any]:
+def _held(container: Iterable[object]) -> list[object]:
     if isinstance(container, Mapping):
         return [held for entry in container.items() for held in entry]
     return list(container)
@@ -140,7 +142,7 @@ def is_endless(value: object) -> bool:
     extents: dict[int, tuple[int, int]] = {}
     own = 0
 
-    def extent(container: object, depth: int) -> tuple[int, int]:
+    def extent(container: Iterable[object], depth: int) -> tuple[int, int]:
         """Return the levels of a container, and its items with all repetitions."""
         nonlocal own
         if depth > MAX_DEPTH:

@@ -71,15 +71,16 @@ def nest(leaves: Iterable[tuple[Path, object]]) -> Any:
 
     Raises PlanError CKM114 if the path of one leaf is that of another, or goes through it.
     """
-    root: dict[Any, Any] = {}
+    root = _Branch()
     for path, value in leaves:
         if not path:
             return value
         node = root
         for depth, segment in enumerate(path[:-1]) if len(path) > 1 else ():
-            node = node.setdefault(segment, _Branch())
-            if type(node) is not _Branch:
+            below = node.setdefault(segment, _Branch())
+            if type(below) is not _Branch:
                 raise _collision(path[: depth + 1], path)
+            node = below
         if path[-1] in node:
             raise _collision(path, path)
         node[path[-1]] = value
@@ -98,7 +99,7 @@ def _collision(inner: Path, outer: Path) -> PlanError:
     )
 
 
-def _listed(node: Mapping[Any, object]) -> Any:
+def _listed(node: Mapping[object, object]) -> object:
     """Return branches as plain dicts, or as lists where every segment is a `ListIndex`.
 
     None fills the holes of a list, as in torch, so that all other items keep their index. A list
@@ -107,6 +108,7 @@ def _listed(node: Mapping[Any, object]) -> Any:
     items = {k: _listed(v) if type(v) is _Branch else v for k, v in node.items()}
     if not items or any(type(key) is not ListIndex for key in items):
         return items
-    if min(items) < 0 or max(items) >= MAX_LISTED + len(items):
-        return {int(key): value for key, value in items.items()}
-    return [items.get(index) for index in range(max(items) + 1)]
+    indices = [key for key in items if type(key) is ListIndex]
+    if min(indices) < 0 or max(indices) >= MAX_LISTED + len(items):
+        return {int(index): items[index] for index in indices}
+    return [items.get(index) for index in range(max(indices) + 1)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.optim.state import NAMES, PARAMS, Optimizer, ParamGroup
@@ -24,7 +23,7 @@ def regrouped(optimizer: Optimizer, order: Sequence[Sequence[str]]) -> Optimizer
     return replace(optimizer, groups=groups)
 
 
-def _group(names: Sequence[str], sources: Sequence[ParamGroup]) -> dict[str, Any]:
+def _group(names: Sequence[str], sources: Sequence[ParamGroup]) -> ParamGroup:
     first = sources[0]
     for fqn, other in zip(names, sources, strict=False):
         if other is first:

@@ -45,6 +45,7 @@ def by_unit(optimizer: Optimizer, unit_of: UnitOf, weights: Mapping[str, LazyTen
         if vector:
             kept.append(leaf)
         elif isinstance(leaf.value, LazyTensor):
+            assert isinstance(earlier.value, LazyTensor), "both are of one kind"
             same.append(Same(earlier.value, leaf.value, _APART))
     _check_groups(optimizer, unit_of)
     return replace(optimizer, leaves=kept, same=same)

@@ -24,7 +24,7 @@ class FindsMoments(Protocol):
 
 
 def gather_moments(
-    leaves: Mapping[Path, Any],
+    leaves: Mapping[Path, object],
     records: Mapping[str, Mapping[str, object]],
     root: Path | None,
     schemes: Sequence[Scheme],
@@ -45,7 +45,9 @@ def gather_moments(
     paths = {
         ".".join(map(str, p)): p for p, leaf in leaves.items() if isinstance(leaf, StoredTensor)
     }
-    stored = {key: leaves[path] for key, path in paths.items()}
+    stored = {
+        key: leaf for key, path in paths.items() if isinstance(leaf := leaves[path], StoredTensor)
+    }
     found = dict(leaves)
     for scheme in schemes:
         for group, consumed in scheme.group(stored, mine):

@@ -7,10 +7,9 @@ and ckptmap write, and what `set_optimizer_state_dict` takes; in DCP the same, l
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ckptmap.optim.nested_keys import read_nested, write_nested
-from ckptmap.optim.state import Optimizer, StateKeys
+from ckptmap.optim.state import Optimizer, StateKeys, StateValue
 from ckptmap.tensors import Leaf, Path
 
 
@@ -24,5 +23,5 @@ class ByFqn:
         keys = read_nested(leaves)
         return None if keys is None or keys.by_index else keys
 
-    def write(self, optimizer: Optimizer) -> list[tuple[Path, Any]]:
+    def write(self, optimizer: Optimizer) -> list[tuple[Path, StateValue]]:
         return write_nested(optimizer, optimizer.groups, lambda fqn: fqn)

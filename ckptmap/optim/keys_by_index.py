@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import count
-from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.optim.nested_keys import read_nested, write_nested
-from ckptmap.optim.state import NAMES, PARAMS, Optimizer, StateKeys
+from ckptmap.optim.state import NAMES, PARAMS, Optimizer, StateKeys, StateValue
 from ckptmap.tensors import Leaf, Path
 
 
@@ -28,7 +27,7 @@ class ByIndex:
         keys = read_nested(leaves)
         return keys if keys is not None and keys.by_index else None
 
-    def write(self, optimizer: Optimizer) -> list[tuple[Path, Any]]:
+    def write(self, optimizer: Optimizer) -> list[tuple[Path, StateValue]]:
         """Return the leaves to write. Raises PlanError CKM207 where a parameter with state is in no group."""
         counter = count()
         index = {fqn: next(counter) for group in optimizer.groups for fqn in group[PARAMS]}

@@ -7,10 +7,9 @@ torchtitan: every hyper-parameter is repeated for each parameter.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ckptmap.errors import PlanError
-from ckptmap.optim.state import GROUPS, PARAMS, STATE, Optimizer, StateKeys
+from ckptmap.optim.state import GROUPS, PARAMS, STATE, Optimizer, StateKeys, StateValue
 from ckptmap.tensors import Leaf, Path, StoredTensor
 
 
@@ -44,12 +43,12 @@ class Flattened:
         }
         return StateKeys(False, state, found, groups, rest)
 
-    def write(self, optimizer: Optimizer) -> list[tuple[Path, Any]]:
+    def write(self, optimizer: Optimizer) -> list[tuple[Path, StateValue]]:
         """Return the leaves to write; a parameter without state is left out, as torch leaves it out.
 
         Raises PlanError CKM207 for nested state, which one dotted key cannot name.
         """
-        found: list[tuple[Path, Any]] = []
+        found: list[tuple[Path, StateValue]] = []
         for leaf in optimizer.leaves:
             if len(leaf.name) > 1:
                 raise PlanError(

@@ -20,7 +20,7 @@ from ckptmap.errors import PlanError, SourceError
 from ckptmap.optim import lowbit_codes
 from ckptmap.protocols import Encoder, Group, Refusal
 from ckptmap.quantization.blockwise.dequantize import window
-from ckptmap.tensors import Box, StoredTensor, TensorInfo, contiguous_strides
+from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo, contiguous_strides
 
 if TYPE_CHECKING:
     import torch
@@ -270,7 +270,7 @@ class LowBitScheme:
         held = {part: stored[key] for part, key in keys.items()}
         return Group(fqn, info, encoding, held), tuple(keys.values())
 
-    def adopt(self, fqn: str, leaf: Any) -> Group | None:
+    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
         return None
 
     def target(self, fqn: str, info: TensorInfo) -> None:

@@ -152,9 +152,13 @@ def _algorithm(group: Mapping[object, Any]) -> str:
     return "Lion" if second > LION_BETA else ""
 
 
-def _group(path: Path, codes: Any, absmax: object, qmap: Any) -> Group:
+def _group(path: Path, codes: object, absmax: object, qmap: object) -> Group:
     title = ".".join(map(str, path))
-    if not all(isinstance(part, StoredTensor) for part in (codes, absmax, qmap)):
+    if not (
+        isinstance(codes, StoredTensor)
+        and isinstance(absmax, StoredTensor)
+        and isinstance(qmap, StoredTensor)
+    ):
         raise malformed(title, "bitsandbytes state, expected plain state, absmax and qmap")
     info = TensorInfo(codes.info.shape, LOGICAL)
     encoding = LowBit("bnb8bit", BLOCK, path[-1] == "state1")

@@ -57,7 +57,9 @@ def _united(leaf: PerRank) -> list[_United] | None:
     """Return the merged groups; None: they list no names, or ranks set one parameter differently."""
     found: list[_United] = []
     for number, group in _each(leaf):
-        params = group.get(PARAMS) if isinstance(group, dict) else None
+        if not isinstance(group, dict):
+            return None
+        params = group.get(PARAMS)
         if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
             return None
         mine = next((one for one in found if one.takes(number, group)), None)
@@ -69,7 +71,7 @@ def _united(leaf: PerRank) -> list[_United] | None:
     return found if len(names) == len(set(names)) else None
 
 
-def _each(leaf: PerRank) -> Iterator[tuple[int, Any]]:
+def _each(leaf: PerRank) -> Iterator[tuple[int, Leaf]]:
     """Yield (number, group) of every rank that has groups; (0, value) for a value that is no list."""
     for groups in by_rank(leaf):
         yield from enumerate(
@@ -77,5 +79,5 @@ def _each(leaf: PerRank) -> Iterator[tuple[int, Any]]:
         )
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(group: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in group.items() if name not in (PARAMS, NAMES)}

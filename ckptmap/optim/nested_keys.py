@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptmap.core.state_paths import ListIndex
-from ckptmap.optim.state import GROUPS, PARAMS, STATE, Optimizer, ParamGroup, StateKeys
+from ckptmap.optim.state import GROUPS, PARAMS, STATE, Optimizer, ParamGroup, StateKeys, StateValue
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Leaf, Path
 
@@ -51,10 +51,10 @@ def _keys(leaf: Leaf) -> list[str]:
 
 def write_nested(
     optimizer: Optimizer, groups: Sequence[ParamGroup], key: Callable[[str], str | int]
-) -> list[tuple[Path, Any]]:
+) -> list[tuple[Path, StateValue]]:
     """Return the leaves to write: state under `key(fqn)`, and groups as one list, or leaf by leaf if
     one holds a tensor."""
-    found: list[tuple[Path, object]] = [
+    found: list[tuple[Path, StateValue]] = [
         ((STATE, key(leaf.key), *leaf.name), leaf.value) for leaf in optimizer.leaves
     ]
     if not found:
@@ -73,7 +73,7 @@ def _holds_lazy(value: object) -> bool:
     return isinstance(value, LazyTensor)
 
 
-def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, StateValue]]:
     if (isinstance(value, Mapping) and value and _holds_lazy(value)) or len(path) == 2:
         for name, item in value.items():
             yield from _leaves((*path, name), item)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ckptmap.optim.state import NAMES, PARAMS, Optimizer, ParamGroup
 
@@ -55,6 +54,6 @@ def select_state(
     return Carried(kept, dropped, tuple(strangers))
 
 
-def _without(group: ParamGroup, gone: set[str]) -> dict[str, Any]:
+def _without(group: ParamGroup, gone: set[str]) -> ParamGroup:
     kept = [fqn for fqn in group[PARAMS] if fqn not in gone]
     return {name: list(kept) if name in (PARAMS, NAMES) else value for name, value in group.items()}

@@ -10,18 +10,26 @@ index. `registry.py` lists them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ckptmap import registry
 from ckptmap.errors import SourceError
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.tensors import Leaf, Path
+from ckptmap.tensors import Leaf, Path, PlainValue
+
+_Value = TypeVar("_Value")
 
 STATE, GROUPS, PARAMS, NAMES = "state", "param_groups", "params", "param_names"
 """The words of torch.optim's state dicts."""
+
+StateValue: TypeAlias = LazyTensor | PlainValue
+"""One value of optimizer state: a tensor, or a plain value such as a number."""
+
+MakeValue: TypeAlias = Callable[[Path, Leaf], Any]
+"""Returns the StateValue of a leaf, or `REFUSED`."""
 
 ParamGroup: TypeAlias = Mapping[str, Any]
 """`{"params": [key, ...], "lr": 0.1, ...}`; a hyper-parameter that is a tensor is a LazyTensor."""
@@ -55,7 +63,7 @@ class KeyForm(Protocol):
     def read(self, leaves: Mapping[Path, Leaf]) -> StateKeys | None:
         """Whose state these leaves, `expanded`, are; None: they are not keyed in this form."""
 
-    def write(self, optimizer: Optimizer) -> list[tuple[Path, Any]]:
+    def write(self, optimizer: Optimizer) -> list[tuple[Path, StateValue]]:
         """Where every state entry and hyper-parameter goes, by path below the optimizer's root:
         LazyTensors and plain values.
 
@@ -76,7 +84,7 @@ class StateLeaf:
 
     key: str
     name: Path
-    value: Any
+    value: StateValue
 
     @property
     def title(self) -> str:
@@ -103,7 +111,7 @@ class Optimizer:
 
     leaves: Sequence[StateLeaf] = ()
     groups: Sequence[ParamGroup] = ()
-    rest: Mapping[Path, Any] = field(default_factory=dict)
+    rest: Mapping[Path, StateValue] = field(default_factory=dict)
     same: Sequence[Same] = ()
 
     @property
@@ -116,19 +124,16 @@ class Optimizer:
     @cached_property
     def tensors(self) -> dict[str, dict[str, LazyTensor]]:
         """Parameter -> state name -> tensor."""
-        return self._by_key(lambda leaf: isinstance(leaf.value, LazyTensor))
+        return _by_key(
+            (leaf, leaf.value) for leaf in self.leaves if isinstance(leaf.value, LazyTensor)
+        )
 
     @cached_property
     def values(self) -> dict[str, dict[str, object]]:
         """Parameter -> state name -> value that is no tensor."""
-        return self._by_key(lambda leaf: not isinstance(leaf.value, LazyTensor))
-
-    def _by_key(self, wanted: Callable[[StateLeaf], bool]) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        for leaf in self.leaves:
-            if leaf.name and wanted(leaf):
-                found.setdefault(leaf.key, {})[leaf.title] = leaf.value
-        return found
+        return _by_key(
+            (leaf, leaf.value) for leaf in self.leaves if not isinstance(leaf.value, LazyTensor)
+        )
 
     @cached_property
     def named_tensors(self) -> dict[str, LazyTensor]:
@@ -136,7 +141,7 @@ class Optimizer:
         return {lazy.fqn: lazy for lazy in self._all_tensors()}
 
     def _all_tensors(self) -> Iterator[LazyTensor]:
-        values = [leaf.value for leaf in self.leaves]
+        values: list[object] = [leaf.value for leaf in self.leaves]
         values += [value for group in self.groups for value in _settings(group)]
         yield from (v for v in (*values, *self.rest.values()) if isinstance(v, LazyTensor))
 
@@ -153,7 +158,16 @@ class Optimizer:
         return replace(self, leaves=leaves, groups=groups)
 
 
-def _settings(group: Mapping[Any, object]) -> Iterator[Any]:
+def _by_key(entries: Iterable[tuple[StateLeaf, _Value]]) -> dict[str, dict[str, _Value]]:
+    """Return parameter -> state name -> value."""
+    found: dict[str, dict[str, _Value]] = {}
+    for leaf, value in entries:
+        if leaf.name:
+            found.setdefault(leaf.key, {})[leaf.title] = value
+    return found
+
+
+def _settings(group: Mapping[Any, object]) -> Iterator[object]:
     """Yield every hyper-parameter, those in nested dicts too: betas that are two tensors."""
     for value in group.values():
         if isinstance(value, Mapping):
@@ -194,9 +208,7 @@ def expanded(leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
     return found
 
 
-def collect(
-    leaves: Mapping[Path, Leaf], keys: StateKeys, make: Callable[[Path, Leaf], Any]
-) -> Optimizer:
+def collect(leaves: Mapping[Path, Leaf], keys: StateKeys, make: MakeValue) -> Optimizer:
     """Return the state in the file's own keys, of `expanded` leaves.
 
     `make` returns a LazyTensor or a plain value for a leaf, and `REFUSED` for one that cannot be
@@ -209,7 +221,7 @@ def collect(
         for path, (key, name) in keys.state.items()
         if path in taken
     ]
-    groups: list[dict[str, Any]] = [{PARAMS: list(params)} for params in keys.params]
+    groups: list[dict[str, object]] = [{PARAMS: list(params)} for params in keys.params]
     same: list[Same] = []
     for path, (number, name) in keys.hyper.items():
         if path in taken:

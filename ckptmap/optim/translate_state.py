@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from ckptmap.errors import PlanError
 from ckptmap.mapping.derived_tensor import DerivedTensor
 from ckptmap.mapping.mapped_tensor import mapped_tensor
 from ckptmap.mapping.resolve import MappedTensor, Resolution
-from ckptmap.optim.state import NAMES, PARAMS, Optimizer, ParamGroup, Same, StateLeaf
+from ckptmap.optim.state import NAMES, PARAMS, Optimizer, ParamGroup, Same, StateLeaf, StateValue
 from ckptmap.protocols import Encoding, Group
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Path, StoredTensor, TensorInfo
@@ -50,7 +49,7 @@ class _Moving:
         dense: Encoding,
     ) -> None:
         self.found, self.infos, self.dense = found, infos, dense
-        self.states: dict[str, dict[Path, object]] = {}
+        self.states: dict[str, dict[Path, StateValue]] = {}
         for leaf in found.leaves:
             self.states.setdefault(leaf.key, {})[leaf.name] = leaf.value
         self.made = {
@@ -92,8 +91,8 @@ class _Moving:
             yield StateLeaf(name, title, self._value(name, made, title, parts))
 
     def _value(
-        self, name: str, made: MappedTensor, title: Path, parts: Mapping[str, object]
-    ) -> object:
+        self, name: str, made: MappedTensor, title: Path, parts: Mapping[str, StateValue]
+    ) -> StateValue:
         if not title:
             return {}
         label = f"{name}.{'.'.join(map(str, title))}"
@@ -135,7 +134,7 @@ class _Moving:
 
     # ------------------------------------------------------------------ groups
 
-    def _group(self, number: int, group: ParamGroup) -> dict[str, Any]:
+    def _group(self, number: int, group: ParamGroup) -> ParamGroup:
         params = list(dict.fromkeys(self._renamed(group[PARAMS])))
         mine = set(group[PARAMS])
         for name in params:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo
 
@@ -80,7 +80,7 @@ class Encoding(Protocol):
 
     def encoder(self, info: TensorInfo, device: str) -> Encoder: ...
 
-    def record(self, info: TensorInfo) -> Mapping[str, Any] | None:
+    def record(self, info: TensorInfo) -> Mapping[str, object] | None:
         """Return JSON that says how to read the parts again; None: the parts say it themselves."""
 
 
@@ -112,7 +112,7 @@ class Scheme(Protocol):
     suffix: str
 
     def group(
-        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, Any]]
+        self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return the logical tensors among stored tensors, each with the keys of its parts.
 

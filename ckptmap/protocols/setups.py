@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ckptmap.tensors import Path, TensorInfo
 
@@ -17,14 +17,14 @@ class Declared(Protocol):
 
     def config(
         self, present: Mapping[str, object] | None, heads: Collection[str]
-    ) -> Mapping[str, Any] | None:
+    ) -> Mapping[str, object] | None:
         """Return their `quantization_config`; None: there must be none.
 
         `present` is the source's, `heads` are modules whose weight is tied to another.
         """
 
     def undeclared(
-        self, present: Mapping[str, object] | None, wanted: Mapping[str, Any] | None
+        self, present: Mapping[str, object] | None, wanted: Mapping[str, object] | None
     ) -> Sequence[str]:
         """Return notes on what `present` declares and `wanted` does not."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from ckptmap.protocols.layouts import FlatUnit, Placement
 from ckptmap.tensors import Box, Path, TensorInfo
@@ -36,8 +36,8 @@ class OutState:
     """
 
     tensors: Sequence[OutTensor]
-    extra: Mapping[Path, Any] = field(default_factory=dict)
-    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    extra: Mapping[Path, object] = field(default_factory=dict)
+    records: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     world_size: int = 1
     max_shard_nbytes: int = 5_000_000_000
     stem: str | None = None

@@ -242,7 +242,7 @@ class Index:
     container: str
     leaves: Mapping[Path, Leaf]
     files: tuple[str, ...]
-    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    records: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     world: int = 1
     notes: tuple[str, ...] = ()
     manifest: Callable[[], bytes] | None = None

@@ -17,13 +17,13 @@ from ckptmap.optim.state import (
     collect,
     expanded,
 )
-from ckptmap.tensors import Path
+from ckptmap.tensors import Leaf, Path
 from ckptmap.testing.base import expect, required
 
 FIRST, SECOND = "layers.0.fc.weight", "größe.1.bias"
 BARE = "layers.0.frozen"
 """A parameter that is in a group and has no state."""
-STRANGERS: tuple[Mapping[Path, Any], ...] = (
+STRANGERS: tuple[Mapping[Path, Leaf], ...] = (
     {},
     {("weight",): 1.0},
     {("layers", "0", "fc"): 1.0, ("lr",): 0.1},
@@ -91,7 +91,7 @@ AWKWARD: Mapping[str, Callable[[], Optimizer]] = {
 def _check_round_trip(form: KeyForm, name: str, optimizer: Optimizer) -> None:
     written = form.write(optimizer)
     expect(form.write(optimizer) == written, f"{name}: writes otherwise when asked again")
-    leaves = dict(written)
+    leaves: dict[Path, Any] = dict(written)
     expect(len(leaves) == len(written), f"{name}: writes two values to one path")
     whole = expanded(leaves)
     keys = form.read(whole)
@@ -133,9 +133,9 @@ def _compare(name: str, found: Optimizer, wanted: Optimizer) -> None:
     expect(groups == other, f"{name}: reads the groups {groups}, written were {other}")
 
 
-def _state(optimizer: Optimizer) -> dict[tuple[str, Path], Any]:
+def _state(optimizer: Optimizer) -> dict[tuple[str, Path], object]:
     return {(leaf.key, tuple(leaf.name)): leaf.value for leaf in optimizer.leaves if leaf.name}
 
 
-def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+def _groups(optimizer: Optimizer) -> list[dict[str, object]]:
     return [{k: v for k, v in group.items() if k != NAMES} for group in optimizer.groups]

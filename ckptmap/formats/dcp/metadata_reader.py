@@ -169,7 +169,7 @@ class _Reader:
                 self._bad(f"entry {key!r}, expected a tensor's or a value's, found {_what(entry)}")
         return Metadata(tensors, values, paths)
 
-    def _dict(self, value: object, name: str) -> dict[Any, Any]:
+    def _dict(self, value: object, name: str) -> dict[Any, object]:
         if not isinstance(value, dict):
             self._bad(f"{name}, expected a dict, found {_what(value)}")
         return value
@@ -193,9 +193,9 @@ class _Reader:
         items: Mapping[tuple[str, Offsets | None], Item],
         like: Sequence[int],
         forms: Sequence[Any],
-        fqns: Sequence[Any],
-        offsets: Sequence[Any],
-        lengths: Sequence[Any],
+        fqns: Sequence[str],
+        offsets: Sequence[int],
+        lengths: Sequence[int],
     ) -> _Rows:
         """Return the entries that were taken out of the pickle, after all checks, and then `items`."""
         keys, places = forms[::2], forms[1::2]
@@ -225,7 +225,7 @@ class _Reader:
 
     def _whole(self, entries: Mapping[str, object], rows: _Rows) -> Whole | None:
         """Return the tensors in columns; None unless every entry is a tensor of one whole chunk."""
-        infos: dict[Any, TensorInfo] = {}
+        infos: dict[object, TensorInfo] = {}
         for entry in set(entries.values()):  # by identity: many tensors share one object
             if type(entry) is not Tensor:
                 return None
@@ -321,7 +321,7 @@ class _Reader:
             self._bad(f"{name}, expected a list, found {_what(value)}")
         return value
 
-    def _paths(self, planner_data: object, entries: Mapping[str, Any]) -> dict[str, Path]:
+    def _paths(self, planner_data: object, entries: Mapping[str, object]) -> dict[str, Path]:
         """Return flat key -> path, for the keys that are not their own path of one segment.
 
         Megatron and torch's Hugging Face storage write None: then no key has another path. An integer

@@ -189,12 +189,14 @@ class _Leaves:
         self._where = where
         self._items = Items()
 
-    def read(self, metadata: Metadata) -> tuple[Mapping[Path, Leaf], dict[str, Mapping[str, Any]]]:
+    def read(
+        self, metadata: Metadata
+    ) -> tuple[Mapping[Path, Leaf], dict[str, Mapping[str, object]]]:
         run = None if metadata.values or metadata.paths else Whole.of(metadata.tensors)
         if run is not None and self._is_plain(metadata, run):
             return PlainTensors(run.names, run.infos, _Places(self, run)), {}
         leaves: dict[Path, Leaf] = {}
-        records: dict[str, Mapping[str, Any]] = {}
+        records: dict[str, Mapping[str, object]] = {}
         unusual = {key for key, entry in metadata.tensors.items() if _is_unusual(entry)}
         cuts = self._cuts(metadata, unusual | _samples(metadata))
         if cuts:  # then small ones may be subclasses too, and their sizes do not tell

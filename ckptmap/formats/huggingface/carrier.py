@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface import tied_heads
@@ -230,8 +229,8 @@ def _quantization(config: Mapping[str, object]) -> dict[str, object] | None:
 
 
 def _declaring(
-    config: Mapping[str, Any], dtypes: Collection[str], quantized: Declared, untied: bool
-) -> dict[str, Any]:
+    config: Mapping[str, object], dtypes: Collection[str], quantized: Declared, untied: bool
+) -> dict[str, object]:
     """Return the config changed to describe the written weights.
 
     Their dtype replaces `dtype` or `torch_dtype`, if the config has such a key. Their
@@ -247,6 +246,7 @@ def _declaring(
         found |= {} if wanted is None else {QUANTIZATION: dict(wanted)}
     if untied:
         found[TIED] = False
-        if isinstance(found.get("text_config"), dict):
-            found["text_config"] = {**found["text_config"], TIED: False}
+        inner = found.get("text_config")
+        if isinstance(inner, dict):
+            found["text_config"] = {**inner, TIED: False}
     return found

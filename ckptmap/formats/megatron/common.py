@@ -11,7 +11,6 @@ training/checkpointing.py (`generate_state_dict`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ckptmap.core.state_tree import holds_tensor, nest
 from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StateNote, StoredTensor
@@ -25,7 +24,7 @@ MAX_ITEMS = 10_000
 Extra = dict[Path, Leaf]
 
 
-def arguments(leaf: Leaf) -> dict[str, Any]:
+def arguments(leaf: Leaf) -> dict[str, Leaf]:
     """Return name -> value of the plain arguments. Dtypes, enums and other objects are left out."""
     state = leaf.state if isinstance(leaf, Opaque) and leaf.name == "Namespace" else leaf
     if not isinstance(state, dict):
@@ -57,7 +56,7 @@ def beside(leaves: Mapping[Path, Leaf]) -> tuple[Extra, list[str]]:
     left = []
     for key, inside in roots.items():
         if key == ARGS:
-            found["extra", ARGS] = arguments(inside.get(()))
+            found["extra", ARGS] = {**arguments(inside.get(()))}
         elif key == OPTIMIZER:
             found[OPTIMIZER, ARGS] = not_read()
         elif any(map(_stays, inside.values())):

@@ -14,7 +14,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckptmap.errors import SourceError
 from ckptmap.storage.file_systems import local_copy
@@ -64,7 +63,7 @@ class Params:
         return tuple(n for n in sizes if n is not None) if None not in sizes else None
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """Return the sizes under the names of a transformers config.json, unknown ones left out.
 
         There is no model_type in it: the tensors' names tell the family of models.

@@ -11,7 +11,6 @@ Source: numpy 2.4, `generic.__reduce__` and `dtype.__reduce__`; before numpy 2 t
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 from ckptmap.tensors import Opaque
 
@@ -25,12 +24,14 @@ _ORDERS = {"<": "<", ">": ">", "|": "<"}
 """numpy's byte orders that a file can have, as `struct` spells them."""
 
 
-def number(args: tuple[Any, ...]) -> bool | int | float | None:
+def number(args: tuple[object, ...]) -> bool | int | float | None:
     """Return the value of a numpy scalar from its pickled arguments; None: Python has no such number."""
-    if len(args) != 2 or not isinstance(args[1], bytes):
+    if len(args) != 2:
         return None
     dtype, data = args
-    if not isinstance(dtype, Opaque) or (dtype.module, dtype.name) != ("numpy", "dtype"):
+    if not isinstance(data, bytes) or not isinstance(dtype, Opaque):
+        return None
+    if (dtype.module, dtype.name) != ("numpy", "dtype"):
         return None
     kind = dtype.args[0] if dtype.args else None
     order = dtype.state[1] if isinstance(dtype.state, tuple) and len(dtype.state) > 1 else None

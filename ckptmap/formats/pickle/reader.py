@@ -13,10 +13,10 @@ import io
 import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import SourceError
@@ -76,7 +76,7 @@ class Inert(Opaque, metaclass=_Name):
     adds to a dict.
     """
 
-    items: list[Any]
+    items: list[object]
 
     def __new__(cls, *args: object, **kwargs: object) -> Inert:
         self = object.__new__(cls)
@@ -92,7 +92,7 @@ class Inert(Opaque, metaclass=_Name):
 
     @classmethod
     def of(
-        cls, named: Opaque, args: tuple[object, ...], state: Any, info: TensorInfo | None
+        cls, named: Opaque, args: tuple[object, ...], state: object, info: TensorInfo | None
     ) -> Inert:
         """Return an object of the class that `named` refers to."""
         self = stub(named.module, named.name)()
@@ -112,8 +112,7 @@ class Inert(Opaque, metaclass=_Name):
 @lru_cache(maxsize=4096)
 def stub(module: str, name: str) -> type[Inert]:
     """Return the inert class that stands for `module.name`. The class is itself an Opaque."""
-    made: Any = _Name("Inert", (Inert,), {"module": module, "name": name})
-    return cast("type[Inert]", made)
+    return cast("type[Inert]", _Name("Inert", (Inert,), {"module": module, "name": name}))
 
 
 def standing_for(module: str, name: str, function: Callable[..., object]) -> object:
@@ -146,9 +145,10 @@ class _Allowance(threading.local):
 
 
 _allowance = _Allowance()
+_Sized = TypeVar("_Sized", bound=Sized)
 
 
-def _spend(values: Any) -> Any:
+def _spend(values: _Sized) -> _Sized:
     if type(values) not in (list, tuple, set, frozenset, dict, OrderedDict, str, bytes, bytearray):
         raise pickle.UnpicklingError(f"cannot be built from {type(values).__name__}")
     _allowance.left -= len(values)
@@ -166,7 +166,7 @@ class _StateDict(OrderedDict[object, object]):
             self._metadata = state["_metadata"]
 
 
-def _ordered_dict(cls: object, items: Any = ()) -> OrderedDict[Any, Any]:
+def _ordered_dict(cls: object, items: Sequence[tuple[object, object]] = ()) -> _StateDict:
     return _StateDict(_spend(items)) if items else _StateDict()
 
 
@@ -196,7 +196,7 @@ def _bytearray(*args: Any) -> bytearray:
 
 
 def _scalar(module: str, name: str) -> Callable[..., object]:
-    def made(*args: object) -> Any:
+    def made(*args: object) -> object:
         value = number(args)
         return stub(module, name)(*args) if value is None else value
 
@@ -227,11 +227,11 @@ def _new_object(cls: object, *args: object) -> object:
     return cls(*args)
 
 
-def _new_object_ex(cls: object, args: Any, kwargs: object) -> Any:
+def _new_object_ex(cls: object, args: Iterable[object], kwargs: object) -> object:
     return _new_object(cls, *args, kwargs)
 
 
-def _builtins() -> Iterator[tuple[str, Callable[..., Any]]]:
+def _builtins() -> Iterator[tuple[str, Callable[..., object]]]:
     yield "set", lambda values=(): set(_spend(values))
     yield "frozenset", lambda values=(): frozenset(_spend(values))
     yield "list", lambda values=(): list(_spend(values))
@@ -246,8 +246,8 @@ def _builtins() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "getattr", _getattr
 
 
-def _known() -> dict[tuple[str, str], Any]:
-    functions: dict[tuple[str, str], Callable[..., Any]] = {
+def _known() -> dict[tuple[str, str], object]:
+    functions: dict[tuple[str, str], Callable[..., object]] = {
         ("collections", "defaultdict"): lambda factory=None, items=(): dict(_spend(items)),
         ("collections", "Counter"): lambda items=(): dict(_spend(items)),
         ("torch", "Size"): _size,
@@ -262,7 +262,7 @@ def _known() -> dict[tuple[str, str], Any]:
         functions[module, "_reconstructor"] = _reconstructor
         functions[module, "__newobj__"] = _new_object
         functions[module, "__newobj_ex__"] = _new_object_ex
-    known: dict[tuple[str, str], Any] = {
+    known: dict[tuple[str, str], object] = {
         key: standing_for(*key, function) for key, function in functions.items()
     }
     known["collections", "OrderedDict"] = made_by("collections", "OrderedDict", _ordered_dict)
@@ -276,7 +276,9 @@ _KNOWN = _known()
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, allow: Allowed, persistent_load: Any) -> None:
+    def __init__(
+        self, data: bytes, allow: Allowed, persistent_load: Callable[[object], object] | None
+    ) -> None:
         super().__init__(io.BufferedReader(io.BytesIO(data), _AHEAD), encoding="utf-8")
         self._allow = allow
         # An attribute, because a method would cost one more call for each of 100,000 tensors.

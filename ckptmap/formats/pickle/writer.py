@@ -80,7 +80,7 @@ class Instance:
     """An object that the reader makes with `cls.__new__(*args)` and `state` (None: no state)."""
 
     cls: Global | Call
-    state: Any = None
+    state: object = None
     args: tuple[object, ...] = ()
 
 
@@ -114,10 +114,10 @@ class _Emitter:
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
         self._add = self.out.extend
-        self._memo: dict[Any, int] = {}
-        self._alike: dict[tuple[Any, ...], tuple[bytes, bytes]] = {}
+        self._memo: dict[object, int] = {}
+        self._alike: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
         self._around: dict[int, tuple[bytes, bytes]] = {}
-        self._handlers: dict[type, Callable[[Any, tuple[Any, ...]], None]] = {
+        self._handlers: dict[type, Callable[[Any, tuple[object, ...]], None]] = {
             StorageTensor: self._tensor,
             Numbered: self._numbered,
             dict: self._dict,
@@ -150,7 +150,7 @@ class _Emitter:
         else:
             self._composite(kind, value, path)
 
-    def _composite(self, kind: type, value: object, path: tuple[Any, ...]) -> None:
+    def _composite(self, kind: type, value: object, path: tuple[object, ...]) -> None:
         handler = self._handlers.get(kind)
         if handler is None and isinstance(value, OrderedDict):
             handler = self._ordered_dict
@@ -244,7 +244,7 @@ class _Emitter:
                 self.emit(value, (*path, index))
             self._add(b"e")
 
-    def _dict(self, values: Mapping[object, Any], path: tuple[object, ...]) -> None:
+    def _dict(self, values: Mapping[object, object], path: tuple[object, ...]) -> None:
         self._add(b"}")
         self._items(values, path)
 

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ckptmap.core.row_chunks import RowChunks
 from ckptmap.errors import SourceError
@@ -103,18 +103,21 @@ def _kind(values: RankValues, parsed: Parsed, rank: int, key: str) -> _Kind | No
         return None
     local, spec = _state(leaf).get("_local_tensor"), _state(_state(leaf).get("_spec"))
     said = (spec.get("placements"), spec.get("shard_order"))
-    if not isinstance(local, ReadTensor) or any(id(value) in parsed.varying for value in said):
+    mesh = spec.get("mesh")
+    if not isinstance(local, ReadTensor) or not isinstance(mesh, Opaque):
+        return None
+    if any(id(value) in parsed.varying for value in said):
         return None
     value = values[rank]
     if not is_dtensor(value):
         return None
     try:
-        return _Kind(read_placed(value, key), spec["mesh"], local)
+        return _Kind(read_placed(value, key), mesh, local)
     except SourceError:
         return None
 
 
-def _state(value: object) -> Mapping[Any, Any]:
+def _state(value: object) -> Mapping[object, object]:
     return value.state if isinstance(value, Opaque) and isinstance(value.state, dict) else {}
 
 

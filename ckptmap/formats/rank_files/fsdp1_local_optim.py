@@ -69,9 +69,9 @@ class OptimizerFiles:
         self._flats = flats
         self._weights = {str(tensor.path[-1]): tensor for tensor in weights}
         self._traversal = Traversal(weights)
-        self._states: dict[str, dict[Path, Any]] = {}
-        self._groups: list[dict[Any, Any]] = []
-        self._rest: list[tuple[Path, Any]] = []
+        self._states: dict[str, dict[Path, object]] = {}
+        self._groups: list[dict[object, Any]] = []
+        self._rest: list[tuple[Path, object]] = []
         mine = [(tensor.path, tensor) for tensor in state.tensors]
         for path, value in (*mine, *state.extra.items()):
             if path[0] == OPTIMIZER:
@@ -129,7 +129,7 @@ class OptimizerFiles:
 
     def _file(self, rank: int) -> OutFile:
         storages: list[Storage] = []
-        leaves: list[tuple[Path, Any]] = [
+        leaves: list[tuple[Path, object]] = [
             (path, _written(value, storages)) for path, value in self._rest
         ]
         groups, index = [], 0
@@ -149,7 +149,7 @@ class OptimizerFiles:
 
     def _entries(
         self, param: _Param, at: Path, rank: int, storages: list[Storage]
-    ) -> Iterator[tuple[Path, Any]]:
+    ) -> Iterator[tuple[Path, object]]:
         """Yield (path, value) of the state of one index. Vectors are cut as their flat parameter is."""
         span = param.span(rank)
         if span is None:
@@ -158,9 +158,10 @@ class OptimizerFiles:
         for name in dict.fromkeys(name for state in states for name in state):
             values = [state[name] for state in states if name in state]
             if _is_vector(values[0], param):
-                if len(values) < len(param.members):
+                vectors = [value for value in values if isinstance(value, OutTensor)]
+                if len(vectors) < len(param.members):
                     raise _incomplete(param, name, states)
-                yield (*at, *name), _cut(param, values, span, storages)
+                yield (*at, *name), _cut(param, vectors, span, storages)
             else:
                 yield (*at, *name), _written(values[0], storages)
 
@@ -193,7 +194,7 @@ def _cut(
     return StorageTensor(key, dtype, numel, 0, (numel,), (1,))
 
 
-def _written(value: object, storages: list[Storage]) -> Any:
+def _written(value: object, storages: list[Storage]) -> object:
     """Return the value with a StorageTensor in place of each tensor in it."""
     if isinstance(value, OutTensor):
         return whole(value, storages)

@@ -93,7 +93,7 @@ class _Walk:
         self.often: set[int] = set()
         self._depth = 0
 
-    def varies(self, value: Any) -> bool:
+    def varies(self, value: object) -> bool:
         """Return True if the value differs from rank to rank.
 
         Raise _Unknown for a value that cannot be rebuilt, or that nests deeper than MAX_DEPTH."""
@@ -101,7 +101,7 @@ class _Walk:
         if (
             kind in _FIXED
             or isinstance(value, type)
-            or (kind is Device and type(value.text) is str)
+            or (type(value) is Device and type(value.text) is str)
         ):
             return False
         known = self.found.get(id(value))
@@ -304,10 +304,10 @@ def _equal(a: object, b: object) -> bool:
         return False
 
 
-def _equal_inside(a: object, b: Any) -> bool:
-    if isinstance(a, Mapping):
+def _equal_inside(a: object, b: object) -> bool:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
-    if isinstance(a, list | tuple):
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_equal, a, b))
     return bool(a != a and b != b)
 

@@ -66,9 +66,9 @@ def _parts(keys: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def read(metadata: Mapping[str, str], keys: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+def read(metadata: Mapping[str, str], keys: Sequence[str]) -> dict[str, Mapping[str, object]]:
     """A record for each tensor that is no plain one; empty where torchao did not write it."""
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, Mapping[str, object]] = {}
     names = _names(metadata)
     parts = _parts(keys) if names else {}
     for name in names:

@@ -246,14 +246,14 @@ class _Storages:
 
 def _rebuild_v2(
     cls: object,
-    storage: Any,
+    storage: object,
     offset: object,
-    size: Any,
+    size: object,
     stride: object,
-    requires_grad: Any = False,
+    requires_grad: object = False,
     hooks: object = None,
-    metadata: Any = None,
-) -> Any:
+    metadata: object = None,
+) -> object:
     """Return the tensor of a `torch._utils._rebuild_tensor_v2`. With `metadata` (a conjugate or
     negative bit) it is an Opaque."""
     if type(storage) is StorageRef and type(offset) is int and not offset and metadata is None:
@@ -261,10 +261,9 @@ def _rebuild_v2(
         grid = source.grids.get((dtype, size, stride))
         if grid is not None and grid.end <= nbytes >= grid.nbytes:
             return ReadTensor(source.records, key, 0, grid)  # a whole storage, as nearly all are
-    dtype = storage.held[2] if isinstance(storage, StorageRef) else ""
-    if not dtype or metadata:
+    if not isinstance(storage, StorageRef) or not storage.held[2] or metadata:
         return stub("torch._utils", "_rebuild_tensor_v2")(storage, offset, size, stride, metadata)
-    return _view(storage, dtype, offset, size, stride)
+    return _view(storage, storage.held[2], offset, size, stride)
 
 
 def _rebuild_v3(
@@ -339,7 +338,7 @@ _ARRIVING = ("torch.distributed._functional_collectives", "AsyncCollectiveTensor
 `completed` tells if the program waited for it before it saved."""
 
 
-def _rebuild_from_type(function: object, cls: Any, args: object, state: Any) -> Any:
+def _rebuild_from_type(function: object, cls: object, args: object, state: object) -> object:
     """Return the value of a `torch._tensor._rebuild_from_type_v2`: a plain tensor for one with Python
     attributes, an Opaque for a tensor subclass."""
     if not (isinstance(cls, type) and isinstance(function, type) and isinstance(args, tuple)):
@@ -349,9 +348,10 @@ def _rebuild_from_type(function: object, cls: Any, args: object, state: Any) -> 
     if (cls.module, cls.name) in _PLAIN_TENSORS:
         return inner
     state = _merged(state)
-    elem = state.get("elem") if isinstance(state, dict) else None
+    attributes = state if isinstance(state, dict) else {}
+    elem = attributes.get("elem")
     if (cls.module, cls.name) == _ARRIVING and isinstance(elem, ReadTensor):
-        elem.records.unwaited += state.get("completed") is not True
+        elem.records.unwaited += attributes.get("completed") is not True
         return elem
     if isinstance(inner, Opaque) and (inner.module, inner.name) == (cls.module, cls.name):
         return Inert.of(cls, inner.args, state, inner.info)
