@@ -70,7 +70,7 @@ def command(
         raise typer.Exit(1)
 
 
-def holding(source: str | None, to: str | None) -> list[dict[str, Any]]:
+def holding(source: str | None, to: str | None) -> list[dict[str, object]]:
     """Return a row for each pair of setup and encoding that the options select.
 
     `--to ddp-int8` asks for one; `--to fsdp1` for the encodings of `--from`, or all; `--from` alone
@@ -92,7 +92,7 @@ def holding(source: str | None, to: str | None) -> list[dict[str, Any]]:
     ]
 
 
-def _row(setup: str, encoding: str, found: LiveSupport, dense: bool) -> dict[str, Any]:
+def _row(setup: str, encoding: str, found: LiveSupport, dense: bool) -> dict[str, object]:
     how, nearest, lacks = found.how, found.nearest, _lacking(found.needs)
     if found.ok and dense:
         how, nearest = (
@@ -196,7 +196,7 @@ def _devices() -> list[str]:
     return found
 
 
-def _fixes() -> list[dict[str, Any]]:
+def _fixes() -> list[dict[str, object]]:
     """Return the state of each place that depends on the versions of torch and torchao."""
     from ckptmap.live.quantized.library_fixes import states
 

@@ -55,7 +55,7 @@ class InspectReport:
 
     # ------------------------------------------------------------------ as JSON
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         ckpt = self.ckpt
         return {
             "path": ckpt.shown,
@@ -199,7 +199,7 @@ class InspectReport:
         return f"state of {count} by name: {', '.join(found['states'])}, {human(found['nbytes'])}"
 
 
-def _entry(role: str, lazy: LazyTensor, ckpt: Checkpoint) -> dict[str, Any]:
+def _entry(role: str, lazy: LazyTensor, ckpt: Checkpoint) -> dict[str, object]:
     return {
         "fqn": lazy.fqn,
         "key": ckpt.names.get(lazy.fqn, lazy.fqn) if role == "model" else lazy.fqn,

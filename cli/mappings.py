@@ -118,7 +118,7 @@ def _show(out: Printer, what: str, config: str | None) -> None:
         out.text(scheme.text.rstrip())
 
 
-def _sides(rule: Any) -> Mapping[str, Any]:
+def _sides(rule: Any) -> Mapping[str, object]:
     def side(terms: Any) -> list[str]:
         return [
             " | ".join(name.text for name in term.names)

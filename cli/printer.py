@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, TextIO
+from typing import ClassVar, Protocol, TextIO
 
 SCHEMA = 1
 """Schema version of every JSON document that a command prints."""
@@ -82,7 +82,7 @@ def dumps(document: Mapping[str, object]) -> str:
         return json.dumps(jsonable(document), ensure_ascii=False)
 
 
-def jsonable(value: object) -> Any:
+def jsonable(value: object) -> object:
     """Return the value in types of JSON: other objects as their repr, bytes as their count."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(item) for key, item in value.items()}

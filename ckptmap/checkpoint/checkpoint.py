@@ -68,7 +68,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     refused: list[RefusedLeaf]
     origin: str = ""
     translation: NameTranslation | None = None
-    merged: Mapping[str, Any] | None = None
+    merged: Mapping[str, object] | None = None
     ties: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, str] = field(default_factory=dict)
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self.optimizer_reader.named().tensors
 
     @property
-    def optimizer_values(self) -> dict[str, dict[str, Any]]:
+    def optimizer_values(self) -> dict[str, dict[str, object]]:
         """FQN -> state name -> what is no tensor: a step count of older torch, None."""
         return self.optimizer_reader.named().values
 
@@ -204,7 +204,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return None if self.translation is None else self.translation.record()
 
     @property
-    def extra(self) -> dict[str, Any]:
+    def extra(self) -> dict[str, object]:
         return nest(self.plain)
 
     @property

@@ -115,7 +115,7 @@ def _kept(
     }
 
 
-def _settings(head: Path, group: Mapping[str, object]) -> dict[Path, Any]:
+def _settings(head: Path, group: Mapping[str, object]) -> dict[Path, object]:
     return {
         (*head, name): _read(value)
         for name, value in group.items()

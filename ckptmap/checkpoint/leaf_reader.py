@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ckptmap.checkpoint.group_parts import RefusedLeaf, group_parts
 from ckptmap.checkpoint.module_extra_state import buffer
@@ -47,7 +46,7 @@ class LeafReader:
         groups = group_parts({path: leaf}, {}, (), self.where, self.refused, {}).values()
         return next((LazyTensor(group.fqn, group, self.files) for group in groups), None)
 
-    def plain(self, leaves: Mapping[Path, Leaf], root: Path = ()) -> Iterator[tuple[Path, Any]]:
+    def plain(self, leaves: Mapping[Path, Leaf], root: Path = ()) -> Iterator[tuple[Path, object]]:
         """Yield the plain values by path; `root` is put before the keys of what is refused."""
         for path, leaf in leaves.items():
             held = buffer(path, leaf)
@@ -70,7 +69,7 @@ class LeafReader:
             droppable = not root or not hides_tensor(found)
             self.refused.append(RefusedLeaf(join((*root, *path)), described(found), droppable))
 
-    def optimizer(self, path: Path, leaf: Leaf) -> Any:
+    def optimizer(self, path: Path, leaf: Leaf) -> object:
         """Return a leaf of optimizer state as LazyTensor or plain value, or REFUSED."""
         if isinstance(leaf, Group):
             return LazyTensor(leaf.fqn, leaf, self.files)

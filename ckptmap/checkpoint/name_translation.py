@@ -27,7 +27,7 @@ class NameTranslation:
     """
 
     choice: SchemeChoice
-    config: Mapping[str, Any] | None
+    config: Mapping[str, object] | None
     used: Mapping[str, object]
     left: Mapping[str, str]
     dropped: Mapping[str, str]
@@ -66,7 +66,7 @@ def _file(scheme: NamingScheme | None) -> dict[str, str] | None:
     return None if scheme is None else {"title": scheme.title, "text": scheme.text}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     """A fraction as the number that JSON has."""
     if hasattr(value, "denominator") and not isinstance(value, bool | int):
         return int(value) if value.denominator == 1 else float(value)

@@ -45,7 +45,7 @@ class Lanes:
 
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
-    def upload(self, there: torch.Tensor, here: torch.Tensor, free: object) -> Any:
+    def upload(self, there: torch.Tensor, here: torch.Tensor, free: object) -> object:
         """Copy `here` to the device after the event `free`; return the event of the copy's end.
 
         Kernels that are launched from now on wait for that event.
@@ -58,7 +58,7 @@ class Lanes:
         self._streams.current_stream(self.device).wait_event(gone)
         return gone
 
-    def download(self, here: torch.Tensor, there: torch.Tensor) -> Any:
+    def download(self, here: torch.Tensor, there: torch.Tensor) -> object:
         """Copy `there` to the host after the kernels launched so far; return the event of its end.
 
         The copy is on the stream of the kernels, so later kernels may reuse the device memory.
@@ -66,7 +66,7 @@ class Lanes:
         here.copy_(there, non_blocking=True)
         return self.mark()
 
-    def mark(self) -> Any:
+    def mark(self) -> object:
         """Return the event of the end of all work launched so far on the current stream."""
         event = self._streams.Event()
         event.record(self._streams.current_stream(self.device))
@@ -187,7 +187,7 @@ def landed(writes: Iterable[Write], device: str) -> Iterator[Write]:
     if way is None:
         yield from writes
         return
-    coming: deque[tuple[Write, Any]] = deque()
+    coming: deque[tuple[Write, object]] = deque()
     for write in writes:
         if write.values.device.type != way.device.type:
             yield from _all(coming)

@@ -14,7 +14,7 @@ from functools import cached_property
 from io import BytesIO
 from itertools import accumulate, chain, islice
 from operator import sub
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from ckptmap.core.columns import Columns, each
 from ckptmap.core.gc_pause import paused_gc
@@ -40,7 +40,7 @@ class Digests(Protocol):
     def digests(self) -> Sequence[Sequence[str]]: ...
 
 
-def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) -> dict[str, Any]:
+def build(plan: Plan, done: Digests, sha256: Mapping[str, str] | None = None) -> dict[str, object]:
     """Return the manifest of a plan that was carried out.
 
     It names no absolute path of this machine, but it does name a source on the Hub. Entries of
@@ -103,7 +103,7 @@ _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, check_circul
 _quoted = json.encoder.encode_basestring
 
 
-def _files(plan: Plan, sha256: Mapping[str, str]) -> dict[str, Any]:
+def _files(plan: Plan, sha256: Mapping[str, str]) -> dict[str, object]:
     """Return sizes and digests of the files; a file that holds the manifest cannot state its own size."""
     return {
         file.out.name: {"nbytes": file.out.nbytes} | ({"sha256": sha256[file.out.name]} if file.out.name in sha256 else {})
@@ -156,7 +156,7 @@ class Chunks(Columns[ChunkRow]):
         return map('[%s,%d,%d,%s,"%s"]'.__mod__, columns)
 
 
-class Tensors(Mapping[str, dict[str, Any]]):
+class Tensors(Mapping[str, dict[str, object]]):
     """Stored key -> the tensor's FQN and its chunks.
 
     An entry is made when it is asked for: 100,000 entries as dicts would take 100 MB.
@@ -195,7 +195,7 @@ class Tensors(Mapping[str, dict[str, Any]]):
         ):
             yield f'{key}:{{"fqn":{fqn},"chunks":[{",".join(islice(chunks, count))}]}}'
 
-    def __getitem__(self, key: str) -> dict[str, Any]:
+    def __getitem__(self, key: str) -> dict[str, object]:
         number = self._numbers[key]
         first, stop = self._starts[number : number + 2]
         return {"fqn": self._fqns[number], "chunks": list(self.chunks[first:stop])}
@@ -207,7 +207,7 @@ class Tensors(Mapping[str, dict[str, Any]]):
         return len(self._keys)
 
 
-class Logical(Mapping[str, dict[str, Any]]):
+class Logical(Mapping[str, dict[str, object]]):
     """Role and FQN, as `logical_key` writes them -> how the tensor came to be."""
 
     def __init__(self, steps: Steps) -> None:
@@ -222,7 +222,7 @@ class Logical(Mapping[str, dict[str, Any]]):
         kinds = each(self._kinds.values(), lambda kind: _json(_entry(kind)))
         return map("%s:%s".__mod__, zip(map(_quoted, self._kinds), kinds, strict=True))
 
-    def __getitem__(self, key: str) -> dict[str, Any]:
+    def __getitem__(self, key: str) -> dict[str, object]:
         return _entry(self._kinds[key])
 
     def __iter__(self) -> Iterator[str]:
@@ -232,7 +232,7 @@ class Logical(Mapping[str, dict[str, Any]]):
         return len(self._kinds)
 
 
-def _entry(kind: Conversion) -> dict[str, Any]:
+def _entry(kind: Conversion) -> dict[str, object]:
     return {
         "shape": kind.shape,
         "source": kind.source,
@@ -241,7 +241,7 @@ def _entry(kind: Conversion) -> dict[str, Any]:
     }
 
 
-def _digest(file: CarriedFile) -> dict[str, Any]:
+def _digest(file: CarriedFile) -> dict[str, object]:
     import xxhash
 
     digest = xxhash.xxh3_64()
@@ -250,7 +250,7 @@ def _digest(file: CarriedFile) -> dict[str, Any]:
     return {"nbytes": file.nbytes, "xxh3": digest.hexdigest()}
 
 
-def parse(data: bytes, where: str) -> dict[str, Any]:
+def parse(data: bytes, where: str) -> dict[str, object]:
     """Return the manifest in `data`. Raises SourceError CKM403 if it is none, or of another version."""
     try:
         document = json.loads(data)

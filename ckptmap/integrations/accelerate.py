@@ -10,17 +10,16 @@ schedulers, random states, samplers and custom objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.checkpoint.open import open_as
-from ckptmap.integrations.accelerate_several import NumberedStates, Prepared, prepared
+from ckptmap.integrations.accelerate_several import Accelerator, NumberedStates, Prepared, prepared
 from ckptmap.live.load.load import load
-from ckptmap.live.options import MAX_MEMORY
+from ckptmap.live.options import MAX_MEMORY, LoadKeywords
 from ckptmap.live.state_dict.handle import Handle
 from ckptmap.live.state_dict.hooks import name_by_live
 from ckptmap.mapping.wrappers import strip_wrappers
@@ -33,7 +32,11 @@ OWN = "random_states_*.pkl"
 
 
 def install(
-    accelerator: Any, *, strict: bool = True, precision: str = "keep", max_memory: int = MAX_MEMORY
+    accelerator: Accelerator,
+    *,
+    strict: bool = True,
+    precision: str = "keep",
+    max_memory: int = MAX_MEMORY,
 ) -> Handle:
     """Load models and optimizers for `accelerator.load_state`, and write plain names in `save_state`,
     until `remove()` of the handle. Call it after `prepare()`.
@@ -44,7 +47,7 @@ def install(
     """
     handle = Handle()
     made = _Installed(accelerator, handle, {
-        "strict": strict, "precision": precision, "max_memory": max_memory,
+        "strict": strict, "precision": precision, "max_memory": max_memory, "random": "leave",
     })  # fmt: skip
     handle.add(accelerator.register_save_state_pre_hook(made.before_save).remove)
     handle.add(accelerator.register_load_state_pre_hook(made.before_load).remove)
@@ -55,7 +58,7 @@ def install(
 
 
 class _Installed:
-    def __init__(self, accelerator: Any, handle: Handle, options: dict[str, Any]) -> None:
+    def __init__(self, accelerator: Accelerator, handle: Handle, options: LoadKeywords) -> None:
         self._accelerator, self._handle, self._options = accelerator, handle, options
         self._save, self._load = accelerator.save_state, accelerator.load_state
         self._prepared: list[Prepared] = []
@@ -66,7 +69,9 @@ class _Installed:
         with _plain_names():
             return self._save(*args, **kwargs)
 
-    def before_save(self, models: Sequence[object], weights: list[Any], output_dir: str) -> None:
+    def before_save(
+        self, models: Sequence[object], weights: list[Mapping[str, object]], output_dir: str
+    ) -> None:
         """Rename the weights that accelerate has gathered, before it writes them."""
         weights[:] = [_plain(state) for state in weights]
 
@@ -103,7 +108,7 @@ class _Installed:
             optimizer = one.optimizer if has_state else None
             if optimizer is not None:
                 checkpoint = name_by_live(checkpoint, one.model, optimizer)
-            report = load(checkpoint, one.model, optimizer, random="leave", **self._options)
+            report = load(checkpoint, one.model, optimizer, **self._options)
         self._handle.reports[one.title] = report
 
 
@@ -120,7 +125,7 @@ def _without(owner: object, *names: str) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _plain(state: Any) -> object:
+def _plain(state: Mapping[str, object]) -> dict[str, object]:
     names = strip_wrappers(list(state), WHERE)
     return {plain: state[key] for key, plain in names.items()}
 

@@ -11,14 +11,18 @@ Source: accelerate 1.15, accelerator.py `save_state`, checkpointing.py, utils/fs
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from ckptmap.errors import LoadError
 from ckptmap.live.optimizer.unwrap import unwrapped
 from ckptmap.protocols import Member, Members, Place
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.hooks import RemovableHandle
 
 OPTIMIZER = "optimizer"
 _RANK = re.compile(r"_rank\d+\.bin$")
@@ -28,14 +32,29 @@ _NAME = re.compile(
 )
 
 
+class Accelerator(Protocol):
+    """What is used of accelerate's Accelerator."""
+
+    @property
+    def _models(self) -> Sequence[torch.nn.Module]: ...
+    @property
+    def _optimizers(self) -> Sequence[object]: ...
+    @property
+    def save_state(self) -> Callable[..., object]: ...
+    @property
+    def load_state(self) -> Callable[..., object]: ...
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle: ...
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle: ...
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A model with its number, and the optimizer of its parameters with its own; None: none."""
 
     number: int
-    model: Any
+    model: torch.nn.Module
     optimizer_number: int | None
-    optimizer: Any
+    optimizer: torch.optim.Optimizer | None
 
     @property
     def title(self) -> str:
@@ -43,7 +62,7 @@ class Prepared:
         return f"model_{self.number}" if self.number else "model"
 
 
-def prepared(accelerator: Any) -> list[Prepared]:
+def prepared(accelerator: Accelerator) -> list[Prepared]:
     """Return the prepared models with their optimizers. Raises LoadError CKM505 where an optimizer has
     parameters of several models, or a model has two optimizers."""
     models = list(accelerator._models)

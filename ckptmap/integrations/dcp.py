@@ -10,9 +10,9 @@ These planners store plain tensors, `P.quantized_data`, ..., and a record `P.__c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model import live_form
@@ -23,18 +23,29 @@ from ckptmap.live.options import MAX_MEMORY
 from ckptmap.live.state_dict.live_checkpoint import StateDictTensor, assign_state_dict
 from ckptmap.live.state_dict.overwrite_tensor import fill
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.tensors import Path
+from ckptmap.tensors import Box, Path, TensorInfo
 
 if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.metadata import (
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+    )
+    from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
+
     from ckptmap.checkpoint.checkpoint import Checkpoint
 
 __all__ = ["load_planner", "save_planner"]  # fmt: skip
+
+Parts: TypeAlias = Mapping[tuple[str, Box], "torch.Tensor"]
+"""FQN and box of each part of a quantized tensor -> its values."""
 
 RECORD = ".__ckptmap__"
 PURPOSE = "planner"
 
 
-def save_planner(**options: object) -> Any:
+def save_planner(**options: object) -> SavePlanner:
     """Return a SavePlanner; `options` are those of torch's DefaultSavePlanner. Every rank makes one.
 
     While planning, the ranks exchange the boxes of their quantized tensors over gloo.
@@ -42,7 +53,7 @@ def save_planner(**options: object) -> Any:
     return _save_class()(**options)
 
 
-def load_planner(max_memory: int = MAX_MEMORY, **options: object) -> object:
+def load_planner(max_memory: int = MAX_MEMORY, **options: object) -> LoadPlanner:
     """Return a LoadPlanner; `options` are those of torch's DefaultLoadPlanner.
 
     ckptmap fills in place the tensors that are quantized in the live state dict or in the directory,
@@ -62,14 +73,17 @@ def _is_quantized(value: object) -> bool:
 
 
 @cache
-def _save_class() -> Any:
+def _save_class() -> Callable[..., SavePlanner]:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     class SavePlanner(DefaultSavePlanner):
         """torch's planner, which stores quantized tensors as plain ones."""
 
         def set_up_planner(
-            self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+            self,
+            state_dict: dict[str, object],
+            storage_meta: StorageMeta | None = None,
+            is_coordinator: bool = False,
         ) -> None:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             peers = RankGroup.join(PURPOSE)
@@ -88,15 +102,17 @@ def _save_class() -> Any:
                 self.state_dict[key + RECORD] = dict(found.records[_key(path)])
                 self.mappings[key + RECORD] = (*path[:-1], f"{path[-1]}{RECORD}")
 
-        def create_local_plan(self) -> Any:
+        def create_local_plan(self) -> SavePlan:
             import dataclasses
 
             plan = super().create_local_plan()
-            self.plan = dataclasses.replace(plan, items=[*plan.items, *_items(self)])
+            self.plan = dataclasses.replace(
+                plan, items=[*plan.items, *_items(self.parts, self.infos)]
+            )
             return self.plan
 
-        def lookup_object(self, index: Any) -> object:
-            part = self.parts.get((index.fqn, _box(self, index)))
+        def lookup_object(self, index: MetadataIndex) -> object:
+            part = _part(self.parts, index)
             return super().lookup_object(index) if part is None else part.detach()
 
     return SavePlanner
@@ -106,15 +122,16 @@ def _key(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _box(planner: Any, index: Any) -> Any:
-    """Return the box at the offset of an index."""
+def _part(parts: Parts, index: MetadataIndex) -> torch.Tensor | None:
+    """Return the part at the offset of an index; None if there is none."""
     offset = tuple(index.offset) if index.offset is not None else ()
     return next(
-        (box for key, box in planner.parts if key == index.fqn and box.offsets == offset), None
+        (part for (key, box), part in parts.items() if key == index.fqn and box.offsets == offset),
+        None,
     )
 
 
-def _items(planner: Any) -> Iterator[Any]:
+def _items(parts: Parts, infos: Mapping[str, TensorInfo]) -> Iterator[WriteItem]:
     """Yield a WriteItem for the box of each part that this rank writes."""
     import torch
     from torch.distributed.checkpoint.metadata import (
@@ -124,7 +141,7 @@ def _items(planner: Any) -> Iterator[Any]:
     )
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    for (key, box), values in planner.parts.items():
+    for (key, box), values in parts.items():
         offsets = torch.Size(box.offsets)
         yield WriteItem(
             MetadataIndex(key, offsets),
@@ -132,7 +149,7 @@ def _items(planner: Any) -> Iterator[Any]:
             tensor_data=TensorWriteData(
                 ChunkStorageMetadata(offsets, torch.Size(box.sizes)),
                 TensorProperties.create_from_tensor(values),
-                torch.Size(planner.infos[key].shape),
+                torch.Size(infos[key].shape),
             ),
         )
 
@@ -141,7 +158,7 @@ def _items(planner: Any) -> Iterator[Any]:
 
 
 @cache
-def _load_class() -> Any:
+def _load_class() -> Callable[..., LoadPlanner]:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     class LoadPlanner(DefaultLoadPlanner):
@@ -152,9 +169,13 @@ def _load_class() -> Any:
             self._max_memory = max_memory
 
         def set_up_planner(
-            self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
+            self,
+            state_dict: dict[str, object],
+            metadata: Metadata | None = None,
+            is_coordinator: bool = False,
         ) -> None:
             super().set_up_planner(state_dict, metadata, is_coordinator)
+            assert metadata is not None, "torch passes it"
             stored = set(metadata.state_dict_metadata)
             ours = {
                 key: value
@@ -162,6 +183,7 @@ def _load_class() -> Any:
                 if _is_quantized(value) or (key not in stored and key + RECORD in stored)
             }
             if ours:
+                assert metadata.storage_meta is not None, "torch passes it"
                 _filled(ours, str(metadata.storage_meta.checkpoint_id), self._max_memory)
             self.state_dict = {k: v for k, v in self.state_dict.items() if k not in ours}
 

@@ -14,12 +14,12 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load import load
@@ -49,6 +49,33 @@ ANEW = (
 logger = logging.getLogger(__name__)
 
 
+class TrainingArguments(Protocol):
+    """What is used of transformers' TrainingArguments."""
+
+    max_steps: int
+    ignore_data_skip: bool
+
+
+class TrainerState(Protocol):
+    """What is used of transformers' TrainerState."""
+
+    global_step: int
+
+
+class Trainer(Protocol):
+    """What is used of transformers' Trainer."""
+
+    args: TrainingArguments
+    model: torch.nn.Module
+    model_wrapped: torch.nn.Module
+    optimizer: object
+    lr_scheduler: object
+    _train_batch_size: int
+
+    @property
+    def train(self) -> Callable[..., object]: ...
+
+
 @dataclass(frozen=True)
 class Resumed:
     """The result of `resume`: the report of the load, and the result of `trainer.train`."""
@@ -58,11 +85,11 @@ class Resumed:
 
 
 def resume(
-    trainer: Any,
+    trainer: Trainer,
     path: str | os.PathLike[str],
     *,
     load_options: Mapping[str, object] | None = None,
-    **train_options: Any,
+    **train_options: object,
 ) -> Resumed:
     """Run `trainer.train(resume_from_checkpoint=path)`, where `path` is a checkpoint of any setup.
 
@@ -94,9 +121,11 @@ def resume(
 class _TrainerLoader:
     """Replaces the trainer's own methods for loading while it resumes."""
 
-    def __init__(self, trainer: Any, path: Any, options: dict[str, Any]) -> None:
+    def __init__(
+        self, trainer: Trainer, path: str | os.PathLike[str], options: Mapping[str, object]
+    ) -> None:
         self._trainer, self._path, self._options = trainer, path, options
-        self._random: Any = None
+        self._random: dict[str, object] | None = None
         self.report: LoadReport | None = None
 
     def put_state(self, folder: Path) -> None:
@@ -171,7 +200,7 @@ def callback(
     export_to: str = "hf",
     every: int = 0,
     max_memory: int = MAX_MEMORY,
-    load_options: dict[str, Any] | None = None,
+    load_options: Mapping[str, object] | None = None,
     **options: object,
 ) -> Any:
     """Return a TrainerCallback. Every rank has one.
@@ -198,8 +227,9 @@ def _callback_class() -> Any:
         """See `callback`."""
 
         def __init__(
-            self, resume_from: Any, export_dir: Any, export_to: str, every: int, max_memory: int,
-            load_options: dict[str, Any], options: dict[str, Any],
+            self, resume_from: str | os.PathLike[str] | None,
+            export_dir: str | os.PathLike[str] | None, export_to: str, every: int,
+            max_memory: int, load_options: Mapping[str, object], options: dict[str, Any],
         ) -> None:  # fmt: skip
             self._resume_from = resume_from
             self._export_dir = None if export_dir is None else Path(export_dir)
@@ -208,12 +238,16 @@ def _callback_class() -> Any:
             self._exported = -1
             self.report: LoadReport | None = None
 
-        def on_train_begin(self, args: Any, state: Any, control: object, **kwargs: Any) -> None:
+        def on_train_begin(
+            self, args: TrainingArguments, state: TrainerState, control: object,
+            model: torch.nn.Module, optimizer: object = None, lr_scheduler: object = None,
+            **kwargs: object,
+        ) -> None:  # fmt: skip
             if self._resume_from is None:
                 return
             found = resumed(
-                self._resume_from, kwargs["model"], kwargs.get("optimizer"),
-                kwargs.get("lr_scheduler"), max_memory=self._max_memory, **self._load_options,
+                self._resume_from, model, optimizer, lr_scheduler,
+                max_memory=self._max_memory, **self._load_options,
             )  # fmt: skip
             self.report, step = found
             if step is not None:
@@ -222,13 +256,19 @@ def _callback_class() -> Any:
                 self.report = replace(self.report, inexact=(*self.report.inexact, ANEW))
                 logger.warning("resumed at step %d, but %s", step, ANEW)
 
-        def on_step_end(self, args: object, state: Any, control: object, **kwargs: Any) -> None:
+        def on_step_end(
+            self, args: object, state: TrainerState, control: object, model: torch.nn.Module,
+            **kwargs: object,
+        ) -> None:  # fmt: skip
             if self._every and state.global_step % self._every == 0:
-                self._export(kwargs["model"], state.global_step)
+                self._export(model, state.global_step)
 
-        def on_train_end(self, args: object, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_train_end(
+            self, args: object, state: TrainerState, control: object, model: torch.nn.Module,
+            **kwargs: object,
+        ) -> None:  # fmt: skip
             if self._exported != state.global_step:
-                self._export(kwargs["model"], state.global_step)
+                self._export(model, state.global_step)
 
         def _export(self, model: torch.nn.Module, step: int) -> None:
             if self._export_dir is None:
@@ -243,7 +283,7 @@ def resumed(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
     optimizer: object,
-    scheduler: Any,
+    scheduler: object,
     **options: Any,
 ) -> tuple[LoadReport, int | None]:
     """Load a checkpoint; return the report and the step. Without optimizer state only weights load."""
@@ -298,6 +338,6 @@ def export(
 
 def _put_config(live: Path, model: object) -> None:
     """Save the model's config, if it has one, beside the weights, so that it is copied too."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "save_pretrained"):
-        config.save_pretrained(live)
+    save = getattr(getattr(model, "config", None), "save_pretrained", None)
+    if save is not None:
+        save(live)

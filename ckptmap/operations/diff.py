@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import difference, same_parts
@@ -46,7 +45,7 @@ class DiffReport:
     def equal(self) -> bool:
         return not (self.only_a or self.only_b or self.changed or self.settings)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "schema": 1, "equal": self.equal, "a": self.a, "b": self.b, "same": self.same,
             "only_a": list(self.only_a), "only_b": list(self.only_b),

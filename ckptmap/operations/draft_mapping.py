@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cached_property
 from itertools import permutations
-from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
@@ -92,7 +91,7 @@ class Draft:
         left = len(self.left) + len(self.right)
         return f"{len(self.rules)} rules, {self.guessed} of them guessed; {left} patterns are left"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "text": str(self), "rules": len(self.rules), "guessed": self.guessed,
             "left": [group.name for group in self.left],

@@ -74,7 +74,7 @@ class MergeReport(Report):
 
     survival: Mapping[str, Survival] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         survival = {f: [s.error, s.projection] for f, s in self.survival.items()}
         return {**super().to_json(), "survival": survival}
 

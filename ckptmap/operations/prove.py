@@ -7,7 +7,6 @@ that became NaN or infinite.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import sampled_error
@@ -82,7 +81,7 @@ def prove_output(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict
     return errors
 
 
-def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict[str, Any]:
+def _finish_directory(plan: Plan, done: Executed, out_dir: Path, digest: str) -> dict[str, object]:
     """Write the carried files and the manifest; return the manifest. Raises RunError CKM306."""
     names = [file.out.name for file in plan.files]
     try:

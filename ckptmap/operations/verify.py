@@ -60,7 +60,7 @@ class VerifyReport:
     def ok(self) -> bool:
         return not self.problems
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "schema": 1, "ok": self.ok, "path": self.path, "tensors": self.tensors,
             "nbytes": self.nbytes, "checks": list(self.checks), "problems": list(self.problems),

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path as FilePath
-from typing import Any, Unpack
+from typing import Unpack
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -162,7 +162,7 @@ class Plan:
         report: Report = registry.runner()(self, dst, how)
         return report
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return one JSON document, `"schema": 1`; entries are in the order of the output."""
         return {
             "schema": SCHEMA,

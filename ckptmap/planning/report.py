@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ckptmap.checkpoint.compare_tensors import worst
 from ckptmap.core.formatting import counted, human
@@ -33,7 +32,7 @@ class Report:
     """Quantized tensor, by FQN -> rms of its error over rms of its values, on a sample of at most
     SAMPLE_NUMEL values."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "schema": 1, "dst": self.dst, "tensors": self.tensors, "nbytes_in": self.nbytes_in,
             "nbytes_out": self.nbytes_out, "seconds": round(self.seconds, 3),

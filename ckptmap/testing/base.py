@@ -80,7 +80,7 @@ def registered(*adapters: Adapter) -> Iterator[None]:
         mine.setdefault(group_of(adapter), []).append(adapter)
     everything = registry._all
 
-    def with_mine(specs: Iterable[str], group: str) -> Iterator[Any]:
+    def with_mine(specs: Iterable[str], group: str) -> Iterator[object]:
         first = mine.get(group, [])
         yield from first
         taken = {adapter.name for adapter in first}

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.framework_members import left_behind
@@ -45,7 +44,7 @@ class PullReport:
     seconds: float
     notes: Sequence[str] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "schema": 1, "src": self.src, "dst": self.dst, "files": self.files,
             "nbytes": self.nbytes, "seconds": round(self.seconds, 3), "notes": list(self.notes),

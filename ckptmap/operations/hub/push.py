@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.open import open
@@ -66,7 +66,7 @@ class PushReport:
     deleted: Sequence[str] = ()
     notes: Sequence[str] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "schema": 1, "repo": self.repo, "revision": self.revision, "commit": self.commit,
             "url": self.url, "files": self.files, "nbytes": self.nbytes,
