@@ -26,8 +26,8 @@ from ckptmap.quantization.blockwise.read_config import quantization_config
 from ckptmap.quantization.blockwise.rounding_rules import FinegrainedFloat8, RoundingRule
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
-from ckptmap.quantization.linear_weights import is_linear_module
-from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
+from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
+from ckptmap.tensors import StoredTensor, TensorInfo
 
 BLOCK = (128, 128)
 CODES = "float8_e4m3fn"
@@ -73,7 +73,7 @@ class Fp8(ScaledEncoding):
         return {"native": "transformers", "scale_name": self.scale_name, "scale_stored": stored}
 
 
-class Fp8Scheme:
+class Fp8Scheme(LinearLayerScheme):
     """Recognizes block-scaled float8, and quantizes the weights of linear layers to it."""
 
     name = "fp8"
@@ -87,9 +87,6 @@ class Fp8Scheme:
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
         groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
         return [*groups, *_found(stored, mine)]
-
-    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
-        return None
 
     def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
         """Return the encoding for the weight of a linear layer that whole tiles cover, else None.

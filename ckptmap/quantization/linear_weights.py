@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ckptmap.tensors import TensorInfo
+from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.tensors import Cut, Opaque, TensorInfo
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -89,3 +90,25 @@ def is_expert(fqn: str) -> bool:
 def is_single_module(fqn: str, info: TensorInfo) -> bool:
     """Return whether a tensor is the weight of an `nn.Linear` that is not an expert."""
     return is_linear_module(fqn, info) and not is_expert(fqn)
+
+
+class LinearLayerScheme:
+    """The base of schemes that quantize the weights of linear layers, as far as `encoding` allows."""
+
+    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
+        """Return whether the tensor is the weight of a layer that the scheme's library quantizes."""
+        return is_single_module(fqn, info)
+
+    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
+        """Return None: the library pickles no tensor subclass of its own."""
+        return None
+
+    def encoding(self, info: TensorInfo) -> Encoding | Refusal:
+        raise NotImplementedError
+
+    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
+        """Return the encoding for the weight of a linear layer, else None."""
+        if not self.takes_layer(fqn, info):
+            return None
+        encoding = self.encoding(info)
+        return None if isinstance(encoding, Refusal) else encoding

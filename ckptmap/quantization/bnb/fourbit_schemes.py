@@ -13,12 +13,15 @@ from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.bnb.fourbit import BLOCKS, FourBit, Nested
 from ckptmap.quantization.bnb.fourbit_reader import find_fourbit
-from ckptmap.quantization.linear_weights import CONV1D, is_expert, is_single_module, is_wide
-from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
+from ckptmap.quantization.linear_weights import CONV1D, LinearLayerScheme, is_expert, is_wide
+from ckptmap.tensors import StoredTensor, TensorInfo
 
 
-class FourBitScheme:
-    """A scheme with blocks of 64 and codes in u8; subclasses choose NF4 or FP4, single or double."""
+class FourBitScheme(LinearLayerScheme):
+    """A scheme with blocks of 64 and codes in u8; subclasses choose NF4 or FP4, single or double.
+
+    `Conv1D` weights of GPT-2, held as [in, out], stay dense: bitsandbytes quantizes their transpose.
+    """
 
     name: str
     suffix: str
@@ -31,19 +34,6 @@ class FourBitScheme:
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return the groups of this kind. Raises SourceError CKM115 where parts are missing or do not fit."""
         return list(find_fourbit(stored, records, self.kind, self.double))
-
-    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
-        return None
-
-    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Return the encoding for the weight of a linear layer, else None.
-
-        `Conv1D` weights of GPT-2, held as [in, out], do not count: bitsandbytes quantizes their transpose.
-        """
-        if not is_single_module(fqn, info):
-            return None
-        encoding = self.encoding(info)
-        return None if isinstance(encoding, Refusal) else encoding
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         encoding = FourBit(self.kind, nested=Nested() if self.double else None)

@@ -29,9 +29,9 @@ from ckptmap.quantization.blockwise.scaled_encoder import Constants
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
 from ckptmap.quantization.bnb.fourbit_reader import Conv1DModels
-from ckptmap.quantization.linear_weights import is_expert, is_single_module, is_wide
+from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert, is_wide
 from ckptmap.storage.files import Files
-from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo
+from ckptmap.tensors import Box, StoredTensor, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -120,8 +120,11 @@ class BnbInt8(ScaledEncoding):
         return stored.masked_fill((stored * 128.0).isinf(), torch.inf)
 
 
-class BnbInt8Scheme:
-    """Recognizes LLM.int8 by its key `SCB`, and quantizes the weights of linear layers to it."""
+class BnbInt8Scheme(LinearLayerScheme):
+    """Recognizes LLM.int8 by its key `SCB`, and quantizes the weights of linear layers to it.
+
+    `Conv1D` weights of GPT-2, held as [in, out], stay dense: bitsandbytes quantizes their transpose.
+    """
 
     name = "bnb-int8"
     suffix = "bnb-int8"
@@ -134,19 +137,6 @@ class BnbInt8Scheme:
         mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == self.name}
         groups = [_recorded(fqn, record, stored) for fqn, record in mine.items()]
         return [*groups, *_found(stored, mine, records)]
-
-    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
-        return None
-
-    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Return the encoding for the weight of a linear layer, else None.
-
-        `Conv1D` weights of GPT-2, held as [in, out], do not count: bitsandbytes quantizes their transpose.
-        """
-        if not is_single_module(fqn, info):
-            return None
-        encoding = self.encoding(info)
-        return None if isinstance(encoding, Refusal) else encoding
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         encoding = BnbInt8(extra=_FORMAT_PART)

@@ -30,8 +30,8 @@ from ckptmap.quantization.compressed_tensors.config_json import (
 )
 from ckptmap.quantization.compressed_tensors.packed import Packed
 from ckptmap.quantization.compressed_tensors.packed_reader import find_packed
-from ckptmap.quantization.linear_weights import is_linear_module
-from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
+from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_module
+from ckptmap.tensors import StoredTensor, TensorInfo
 
 ACTIVATIONS = (
     "input_scale", "input_zero_point", "output_scale", "output_zero_point", "input_global_scale",
@@ -91,23 +91,18 @@ class PlainFp8(Plain):
 _BY_CODES: Mapping[str, type[Plain]] = {"int8": PlainInt8, "float8_e4m3fn": PlainFp8}
 
 
-class _Target:
+class _Target(LinearLayerScheme):
     """The base of the two targets."""
 
     name: str
     suffix: str
     declares = ("ct-fp8", *(f"ct-int{bits}" for bits in range(1, 9)))
 
-    def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
-        return None
+    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
+        return is_linear_module(fqn, info)
 
     def _fresh(self, block: tuple[int, ...], scale_dtype: str) -> ScaledEncoding:
         raise NotImplementedError
-
-    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Return the encoding for the weight of a linear layer (`is_linear_module`), else None."""
-        encoding = self.encoding(info) if is_linear_module(fqn, info) else None
-        return None if isinstance(encoding, Refusal) else encoding
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         """Return the encoding with a scale a row, in the dtype of the weights, which holds it exactly."""

@@ -9,7 +9,7 @@ from math import gcd
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Encoding, Group, Refusal
-from ckptmap.quantization.linear_weights import is_linear_weight
+from ckptmap.quantization.linear_weights import LinearLayerScheme, is_linear_weight
 from ckptmap.quantization.nf4.encoding import NF4, default_encoding
 from ckptmap.quantization.nf4.reader import adopt_cut, adopt_whole, is_nf4, stored_groups
 from ckptmap.tensors import Cut, Opaque, StoredTensor, TensorInfo
@@ -18,8 +18,9 @@ __all__ = ["NF4", "NF4Scheme"]
 
 
 @dataclass(frozen=True)
-class NF4Scheme:
-    """Recognizes every stored form of NF4, and quantizes the weights of linear layers."""
+class NF4Scheme(LinearLayerScheme):
+    """Recognizes every stored form of NF4. Quantizes the weights of linear layers whose number of
+    elements is a multiple of 64."""
 
     name = "nf4"
     suffix = "nf4"
@@ -49,12 +50,8 @@ class NF4Scheme:
             )
         return adopt_cut(fqn, leaf)
 
-    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Return NF4 for the weight of a linear layer with a multiple of 64 elements, else None."""
-        if not is_linear_weight(fqn, info):
-            return None
-        encoding = self.encoding(info)
-        return None if isinstance(encoding, Refusal) else encoding
+    def takes_layer(self, fqn: str, info: TensorInfo) -> bool:
+        return is_linear_weight(fqn, info)
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         """Return the encoding that `--encode` forces whatever the name, or why there is none."""

@@ -21,7 +21,7 @@ from ckptmap.protocols import Encoding, Group, Refusal
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
 from ckptmap.quantization.blockwise.scaled_encoding import ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import read_record
-from ckptmap.quantization.linear_weights import is_expert, is_single_module
+from ckptmap.quantization.linear_weights import LinearLayerScheme, is_expert
 from ckptmap.quantization.torchao import config_json as torchao_config
 from ckptmap.quantization.torchao.rank_join import unpack_cut
 from ckptmap.quantization.torchao.safetensors_flat import flat_of, flat_parts, part_key
@@ -60,7 +60,7 @@ class TorchaoEncoding(ScaledEncoding):
         }
 
 
-class TorchaoScheme:
+class TorchaoScheme(LinearLayerScheme):
     """Recognizes torchao's codes of one dtype in every stored form; as a target it has a scale a row.
 
     made          the class of its encodings
@@ -100,13 +100,6 @@ class TorchaoScheme:
             return None
         found = unpack_cut(fqn, leaf) if isinstance(leaf, Cut) else unpack(fqn, leaf)
         return self._group(fqn, found) if found.codes.info.dtype in self.codes_dtypes else None
-
-    def target(self, fqn: str, info: TensorInfo) -> Encoding | None:
-        """Return the encoding for the weight of a linear layer (`is_single_module`), else None."""
-        if not is_single_module(fqn, info):
-            return None
-        encoding = self.encoding(info)
-        return None if isinstance(encoding, Refusal) else encoding
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         if len(info.shape) != 2:
