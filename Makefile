@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ckptmap-ready
 
 export OMP_NUM_THREADS ?= 1
+# Empty: bytecode is kept. Else each test process, and each that a test starts, compiles all modules anew.
+export PYTHONDONTWRITEBYTECODE :=
 # Test processes side by side; each test file stays with one of them, the longest first.
 WORKERS ?= 2
 

@@ -8,18 +8,21 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
 pytest.register_assert_rewrite("tests.support")  # before anything imports it
 
-from tests.corpus.ranks import run_ranks  # noqa: E402
-from tests.corpus.shared import Shared  # noqa: E402
 from tests.support import marks  # noqa: E402
 
-settings.register_profile("ckptmap", deadline=None)  # a busy machine is no defect
+if TYPE_CHECKING:
+    from tests.corpus.shared import Shared
+
+# No deadline: a busy machine is no defect. `make test-fast` asks for the profile `fast`.
+settings.register_profile("ckptmap", deadline=None)
+settings.register_profile("fast", deadline=None, max_examples=25)
 settings.load_profile("ckptmap")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell's &, as its children are
@@ -91,6 +94,8 @@ def device(request: pytest.FixtureRequest) -> Device:
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     """Folders that are filled once a session, though several test processes run."""
+    from tests.corpus.shared import Shared
+
     base = tmp_path_factory.getbasetemp()
     return Shared((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared")
 
@@ -106,6 +111,7 @@ def corpus(shared: Shared) -> Any:
 @pytest.fixture(scope="session")
 def framework_directories(shared: Shared) -> Path:
     """The folder with every directory of `tests.corpus.writers_directories`; see `sample` there."""
+    from tests.corpus.ranks import run_ranks
 
     def fill(folder: Path) -> None:
         for world_size in (1, 2):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,14 +48,20 @@ SHARED = {
 """What in the rooms of adapters is no adapter: any room above may import it."""
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    """(module name below ckptmap, syntax tree); ckptmap itself is ""."""
-    for file in sorted((ROOT / "ckptmap").rglob("*.py")):
+@cache
+def parsed(package: str) -> dict[Path, ast.Module]:
+    """The syntax tree of every file of a folder; read when the first test asks, not at collection."""
+    return {file: ast.parse(file.read_text()) for file in sorted((ROOT / package).rglob("*.py"))}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Module name below ckptmap -> syntax tree; ckptmap itself is ""."""
+    trees = {}
+    for file, tree in parsed("ckptmap").items():
         name = ".".join(file.relative_to(ROOT / "ckptmap").with_suffix("").parts)
-        yield name.removesuffix("__init__").removesuffix("."), ast.parse(file.read_text())
-
-
-TREES = dict(modules())
+        trees[name.removesuffix("__init__").removesuffix(".")] = tree
+    return trees
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -64,10 +71,18 @@ def imports(tree: ast.AST) -> Iterator[str]:
             base = (node.module or "").removeprefix("ckptmap").removeprefix(".")
             for alias in node.names:
                 whole = f"{base}.{alias.name}".removeprefix(".")
-                yield whole if whole in TREES else base
+                yield whole if whole in modules() else base
 
 
-EDGES = {(name, other) for name, tree in TREES.items() for other in imports(tree) if other != name}
+@cache
+def edges() -> frozenset[tuple[str, str]]:
+    """(module, another that it imports), for all modules of ckptmap."""
+    return frozenset(
+        (name, other)
+        for name, tree in modules().items()
+        for other in imports(tree)
+        if other != name
+    )
 
 
 def room(module: str) -> str:
@@ -75,11 +90,11 @@ def room(module: str) -> str:
 
 
 def test_the_graph_is_there() -> None:
-    assert len(EDGES) > 1000
+    assert len(edges()) > 1000
 
 
 def test_every_room_has_its_row() -> None:
-    assert {room(name) for name in TREES} - {"", "__main__"} == set(ROW)
+    assert {room(name) for name in modules()} - {"", "__main__"} == set(ROW)
     assert len(COLUMN) == 14
 
 
@@ -90,7 +105,7 @@ def test_few_modules_stand_beside_the_rooms() -> None:
 def test_imports_go_down() -> None:
     wrong = [
         (name, other)
-        for name, other in EDGES
+        for name, other in edges()
         if room(name) in ROW
         and room(name) != room(other)
         and ROW[room(name)] <= ROW.get(room(other), len(COLUMN))
@@ -100,8 +115,8 @@ def test_imports_go_down() -> None:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    below: dict[str, set[str]] = {name: set() for name in TREES}
-    for name, other in EDGES:
+    below: dict[str, set[str]] = {name: set() for name in modules()}
+    for name, other in edges():
         if name:  # ckptmap itself names its public functions for type checkers
             below[name].add(other)
     while leaves := [name for name, others in below.items() if not others & below.keys()]:
@@ -113,7 +128,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 def test_what_plans_and_runs_names_no_format() -> None:
     named = {
         (name, other)
-        for name, other in EDGES
+        for name, other in edges()
         if room(name) in NAMELESS
         and room(other) in ADAPTERS
         and not any(f"{other}.".startswith(f"{shared}.") for shared in SHARED)
@@ -144,7 +159,7 @@ def test_live_models_know_no_quantized_form_by_name() -> None:
     """Code that loads and saves live models asks a LiveForm, or a family of optimizers."""
     named = {
         (name, word)
-        for name, tree in TREES.items()
+        for name, tree in modules().items()
         if room(name) in ("live", "integrations")
         and not any(f"{name}.".startswith(f"{known}.") for known in FORM_FILES)
         for word in _words(tree)
@@ -156,10 +171,9 @@ def test_live_models_know_no_quantized_form_by_name() -> None:
 @pytest.mark.parametrize("package", ["ckptmap", "cli"])
 def test_files_and_functions_are_short(package: str) -> None:
     """A file has at most 400 lines, a function at most 60, with its signature and docstring."""
-    for file in sorted((ROOT / package).rglob("*.py")):
-        text = file.read_text()
-        assert text.count("\n") <= 400, file
-        for node in ast.walk(ast.parse(text)):
+    for file, tree in parsed(package).items():
+        assert file.read_text().count("\n") <= 400, file
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or 0) - node.lineno + 1
                 assert length <= 60, f"{file}:{node.lineno} {node.name}: {length} lines"
@@ -169,8 +183,8 @@ def test_files_and_functions_are_short(package: str) -> None:
 def test_heavy_libraries_are_imported_inside_functions(package: str) -> None:
     wrong = [
         f"{file.relative_to(ROOT)}: {name}"
-        for file in sorted((ROOT / package).rglob("*.py"))
-        for node in ast.parse(file.read_text()).body
+        for file, tree in parsed(package).items()
+        for node in tree.body
         for name in _top_level(node)
         if name.split(".")[0] in HEAVY
     ]
@@ -225,8 +239,8 @@ def _calls(tree: ast.AST) -> Iterator[str]:
 
 @pytest.mark.parametrize("package", ["ckptmap", "cli", "mappings"])
 def test_nothing_that_a_file_names_is_run_or_imported(package: str) -> None:
-    for file in sorted((ROOT / package).rglob("*.py")):
-        called = set(_calls(ast.parse(file.read_text())))
+    for file, tree in parsed(package).items():
+        called = set(_calls(tree))
         assert not called & FORBIDDEN, (file, called & FORBIDDEN)
         importing = {name for name in called if name.split(".")[-1] == "import_module"}
         assert not importing or str(file.relative_to(ROOT / package)) in IMPORTERS, file

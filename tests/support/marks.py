@@ -4,6 +4,9 @@ A test is of `ranks` where it, or a fixture of it, can start several processes o
 it calls `run_ranks` or opens a store for ranks, itself or through helpers, or it reads a case of
 the corpus that several ranks have written. `tests.corpus.ranks` fails where ranks are started
 without the mark, so a way that this search does not see is noticed in the first run.
+
+The corpus imports torch, so it is imported inside functions: the process of pytest-xdist that only
+hands out the tests reads this module and needs neither.
 """
 
 from __future__ import annotations
@@ -15,9 +18,6 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
-
-from tests.corpus import ranks
-from tests.corpus.case import CASES
 
 STARTS_RANKS = frozenset({"run_ranks", "TCPStore", "torch.distributed.run"})
 """Names and texts in the code of what starts ranks."""
@@ -61,6 +61,8 @@ def starts_ranks(item: pytest.Function) -> bool:
     """Whether the test or one of its fixtures starts ranks, or waits for a corpus that ranks write."""
     if any(_reaches_ranks(function) for function in _functions(item)):
         return True
+    from tests.corpus.case import CASES
+
     return "corpus" in item.fixturenames and any(
         CASES[name].world_size > 1 for name in _cases(item) or CASES
     )
@@ -85,6 +87,8 @@ def warn_if_slow(item: pytest.Item, taken_s: float) -> None:
 
 def allow(item: pytest.Item) -> None:
     """Let `run_ranks` start several processes in this test where it has the mark, else not."""
+    from tests.corpus import ranks
+
     ranks.allowed = item.get_closest_marker("ranks") is not None
 
 
@@ -101,6 +105,8 @@ def _functions(item: pytest.Function) -> Iterator[FunctionType]:
 
 def _cases(item: pytest.Function) -> set[str]:
     """Return the cases of the corpus that the test names: in its code, or in its parameters."""
+    from tests.corpus.case import CASES
+
     parameters = [value for value in _parameters(item) if isinstance(value, str)]
     named = set(parameters)
     for function in _functions(item):
