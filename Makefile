@@ -24,7 +24,7 @@ test: lint  ## Lint, types, and every test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(STAMP)  ## The tests that start no ranks and are quick: under 2 minutes on 2 cores
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not ranks and not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --hypothesis-profile=fast -m "not ranks and not slow"
 
 lint: $(STAMP)  ## Style and types
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from ckptmap.core.rearranged_tensors import Assembled, Rearranged, rearranged
@@ -13,6 +13,7 @@ from ckptmap.core.strided_boxes import Piece, StridedBox
 from ckptmap.storage.box_reader import fill, run_of
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
+from tests.support.examples import examples
 from tests.support.strided_boxes import positions
 
 DTYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
@@ -51,7 +52,7 @@ def expected(pieces: list[Piece], shape: tuple[int, int], box: Box) -> list[int]
     return [found.get((row, column), 0) for row in rows for column in columns]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_box_of_a_rearranged_tensor(tmp_path: Path, data: st.DataObject) -> None:
     """Rows (h, two, r) to (h, r, two), with some of the columns, wherever source and box are cut."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmap.core.strided_boxes import Piece, StridedBox, compose
 from ckptmap.tensors import Box
+from tests.support.examples import examples
 from tests.support.strided_boxes import positions
 
 
@@ -116,7 +117,7 @@ def _rearranged(draw: st.DrawFn, source: str, rows: int, at: int, into: bool) ->
     return Piece(source, outer, middle) if into else Piece(source, middle, outer)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(chained())
 def test_composition_is_one_walk_after_the_other(found: tuple[list[Piece], list[Piece]]) -> None:
     first, second = found

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.serialization import config
 
@@ -27,6 +27,7 @@ from ckptmap.formats.torch_save.writer import layout_zip
 from ckptmap.formats.zip.reader import read_records
 from ckptmap.storage.files import Files
 from ckptmap.tensors import ITEMSIZE, Opaque
+from tests.support.examples import examples
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 NUMBERS = ("b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8")
@@ -243,7 +244,7 @@ def test_copies_without_end_are_refused() -> None:
         load(many + b"(" + one * 20_000 + b"t.", "here")
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.binary(max_size=60))
 def test_no_bytes_raise_anything_else(data: bytes) -> None:
     try:
@@ -263,7 +264,7 @@ PLAIN = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(PLAIN)
 def test_plain_values_are_written_as_pickle_reads_them(value: Any) -> None:
     data = dump(value)

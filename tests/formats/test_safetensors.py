@@ -7,7 +7,7 @@ import struct
 from pathlib import Path as FilePath
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmap.errors import PlanError, SourceError
@@ -16,6 +16,7 @@ from ckptmap.formats.safetensors.format import SafetensorsFile
 from ckptmap.formats.safetensors.header import NAMES, emit, parse, parse_header
 from ckptmap.storage.files import Files
 from ckptmap.tensors import ITEMSIZE, StoredTensor, TensorInfo
+from tests.support.examples import examples
 
 GOLDEN = (
     b"\x90\x00\x00\x00\x00\x00\x00\x00"
@@ -244,7 +245,7 @@ SMALL = emit(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.integers(0, len(SMALL) * 8 - 1), st.integers(0, len(SMALL) * 8 - 1))
 def test_flipped_bits_are_refused_or_parse(first: int, second: int) -> None:
     """Never another exception than ours, in either the length or the JSON."""
@@ -281,7 +282,7 @@ infos = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.dictionaries(names, infos, max_size=8), st.dictionaries(names, st.text(max_size=5)))
 def test_round_trip(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> None:
     tensors.pop("__metadata__", None)

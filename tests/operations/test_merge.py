@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ckptmap_cli.main import main
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import PeftModel
 from peft.tuners.lora.config import VeloraConfig
@@ -34,6 +34,7 @@ from tests.conftest import Device
 from tests.corpus.ranks import run_ranks
 from tests.support import bnb_cases
 from tests.support.bnb_cases import logits, quantized, refused, same
+from tests.support.examples import examples
 from tests.support.hub.server import Hub
 from tests.support.merge_cases import CONV1D, LINEARS, adapted, gpt2, llama, merged_by_peft, saved
 
@@ -348,7 +349,7 @@ def test_a_dense_base_may_be_quantized_and_it_is_told(folder: Path, tmp_path: Pa
 # --------------------------------------------------------------------------- streamed
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data(), flip=st.booleans(), scaled=st.booleans())
 def test_any_box_has_the_bits_of_the_whole(
     data: st.DataObject, flip: bool, scaled: bool, box_source: tuple[Path, Path]

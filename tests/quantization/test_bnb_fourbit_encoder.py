@@ -9,7 +9,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -22,6 +22,7 @@ from ckptmap.quantization.nf4.encoding import NF4
 from ckptmap.tensors import TensorInfo
 from tests.conftest import Device
 from tests.support.bnb_cases import decoded_weights, llama, logits, quantized, refused, same, weight
+from tests.support.examples import examples
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -39,7 +40,7 @@ def encoded(encoding: FourBit | NF4, w: Tensor, split: int) -> dict[str, Tensor]
     return {name: torch.cat(values) for name, values in found.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     kind=st.sampled_from(["nf4", "fp4"]),
     dtype=st.sampled_from(sorted(DTYPES)),

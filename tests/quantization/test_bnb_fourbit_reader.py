@@ -10,7 +10,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -32,6 +32,7 @@ from tests.support.bnb_cases import (
     truth,
     weight,
 )
+from tests.support.examples import examples
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES = ((64, 128), (66, 48), (33, 51), (5, 4304))
@@ -122,7 +123,7 @@ def boxed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Tens
     return {name: (ckpt[f"{name}.weight"], truth(layer)) for name, layer in layers.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_any_box_is_that_of_the_whole(
     boxed: dict[str, tuple[Any, Tensor]], data: st.DataObject

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmap import registry
@@ -22,6 +22,7 @@ from ckptmap.quantization.torchao.int8 import Int8
 from ckptmap.quantization.torchao.subclass_reader import as_json
 from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
 from ckptmap.testing.parts import stored
+from tests.support.examples import examples
 
 INFO = TensorInfo((8, 16), "bfloat16")
 MADE = (
@@ -59,7 +60,7 @@ def test_a_record_that_was_not_touched_is_read(encoding: Any) -> None:
     assert group(parts_of(encoding), {"a.weight": record}) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.sampled_from(MADE), st.data())
 def test_records_that_lie(encoding: Any, data: st.DataObject) -> None:
     record = json.loads(json.dumps(encoding.record(INFO)))
@@ -75,7 +76,7 @@ def test_records_that_lie(encoding: Any, data: st.DataObject) -> None:
         assert error.hint
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(JSON, JSON, st.sampled_from(["Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor"]))
 def test_torchao_metadata_that_lies(data: Any, names: Any, kind: str) -> None:
     record = {"scheme": "torchao", "kind": kind, "data": data, "names": names}
@@ -86,7 +87,7 @@ def test_torchao_metadata_that_lies(data: Any, names: Any, kind: str) -> None:
         assert error.code == "CKM115" and "a.weight" in error.message
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.sampled_from(["qdata", "scale", "zero_point", "block_size", "act_quant_kwargs"]),
     JSON | st.just(stored(TensorInfo((), "int8"))) | st.just(stored(TensorInfo((0, 3), "float32"))),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -27,6 +27,7 @@ from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box
 from tests.corpus.ranks import run_ranks
 from tests.ranks.int8_moves import KINDS, values
+from tests.support.examples import examples
 from tests.support.int8_models import decoded, dense, encoded, info_of, loaded, weights
 
 INT8 = ("int8", "bnb-int8", "ct-int8")
@@ -155,7 +156,7 @@ MADE: dict[str, Any] = {
 }
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.integers(1, 70), st.integers(1, 70), st.sampled_from(sorted(MADE)), st.sampled_from(WORLDS)
 )

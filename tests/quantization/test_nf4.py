@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmap.errors import RunError
@@ -16,6 +16,7 @@ from ckptmap.quantization.nf4.encoding import FACTOR, PARTS, NF4Encoder, default
 from ckptmap.quantization.nf4.scheme import NF4
 from ckptmap.tensors import Box, TensorInfo
 from tests.conftest import Device
+from tests.support.examples import examples
 from tests.support.nf4_cases import (
     DTYPES,
     MODULE,
@@ -198,7 +199,7 @@ def boxed(draw: st.DrawFn) -> tuple[tuple[int, ...], NF4, Box]:
 
 
 @given(case=boxed(), dtype=st.sampled_from(DTYPES), chunk=st.sampled_from([1, 100, 1 << 18]))
-@settings(max_examples=120, deadline=None)
+@examples(120)
 def test_any_box_is_a_slice_of_torchaos_decode(
     case: tuple[tuple[int, ...], NF4, Box], dtype: torch.dtype, chunk: int
 ) -> None:

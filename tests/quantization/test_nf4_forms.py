@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -25,6 +25,7 @@ from ckptmap.quantization.nf4.scheme import NF4, NF4Scheme
 from ckptmap.storage.files import Files
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, Chunk, Cut, Opaque, Region, StoredTensor, TensorInfo
+from tests.support.examples import examples
 from tests.support.nf4_cases import DTYPES, MODULE, decode, info_of, quantize, slices, weights
 
 SCHEME: Scheme = NF4Scheme()
@@ -403,7 +404,7 @@ def test_the_scaler_block_for_a_world_size(
         assert not isinstance(NF4(64, found).parts(shard), Refusal)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     rows=st.integers(1, 24), of_world=st.booleans(), columns=st.sampled_from([16, 48, 64, 96, 320]),
     world_size=st.sampled_from([1, 2, 3, 4, 8]), dtype=st.sampled_from(DTYPES),

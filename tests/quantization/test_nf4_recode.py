@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
@@ -31,6 +31,7 @@ from tests.support.bnb_cases import (
     same,
     weight,
 )
+from tests.support.examples import examples
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WORLDS = (1, 2, 3, 4, 8)
@@ -158,7 +159,7 @@ def test_what_bitsandbytes_would_not_load_is_refused_by_name(tmp_path: Path) -> 
 # ------------------------------------------------------------------------------- scales
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(
         st.floats(2**-120, 2**127, width=32) | st.floats(-1e4, 1e4, width=32),
@@ -235,7 +236,7 @@ def test_bitsandbytes_own_double_quantization_is_found_again(kind: str, tmp_path
         same(ckpt["fc.weight"].read(), origin["fc.weight"].read())
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     units=st.integers(1, 12), unit=st.sampled_from([1, 2, 16, 256]), spread=st.floats(0, 2),
     dtype=st.sampled_from(sorted(DTYPES)), double=st.booleans(), power=st.integers(-6, 3),

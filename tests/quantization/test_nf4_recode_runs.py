@@ -12,7 +12,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from tests.support.bnb_cases import (
     truth,
     weight,
 )
+from tests.support.examples import examples
 from tests.support.paths import ROOT
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -42,7 +43,7 @@ WORLDS = (1, 2, 3, 4, 8)
 # ------------------------------------------------------------------------------- cutting
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(
     rows=st.integers(1, 40), columns=st.integers(1, 6), kind=st.sampled_from(["nf4", "fp4"]),
     double=st.booleans(), dtype=st.sampled_from(sorted(DTYPES)), seed=st.integers(0, 9),
@@ -62,7 +63,7 @@ def test_resharding_is_exact_for_every_shape(
             same(ckpt["fc.weight"].read(), truth(layer))
 
 
-@settings(max_examples=3, deadline=None)
+@examples(3)
 @given(
     rows=st.integers(1, 24), columns=st.integers(1, 4), exact=st.booleans(), seed=st.integers(0, 9),
     order=st.permutations(WORLDS),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmap.core.row_chunks import RowChunks
@@ -21,6 +21,7 @@ from ckptmap.storage.box_reader import fill, row_major_boxes, run_of
 from ckptmap.storage.files import Files
 from ckptmap.storage.lazy_tensor import tensor_bytes
 from ckptmap.tensors import Box, Chunk, Region, StoredTensor, TensorInfo
+from tests.support.examples import examples
 
 DTYPES = ["uint8", "bfloat16", "float32", "int64", "complex128"]
 
@@ -90,7 +91,7 @@ def views(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     return view, base
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(data=st.data())
 def test_any_strided_view(folder: Path, data: st.DataObject) -> None:
     view, base = data.draw(views())
@@ -100,7 +101,7 @@ def test_any_strided_view(folder: Path, data: st.DataObject) -> None:
     check(view, stored, data.draw(boxes(view.shape)))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_small_spans_and_iovecs_give_the_same(folder: Path, data: st.DataObject) -> None:
     """The same views with every limit so low that each splitting branch is taken."""
@@ -115,7 +116,7 @@ def test_small_spans_and_iovecs_give_the_same(folder: Path, data: st.DataObject)
         check(view, stored, data.draw(boxes(view.shape)))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_any_chunking(folder: Path, data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
@@ -136,7 +137,7 @@ def test_any_chunking(folder: Path, data: st.DataObject) -> None:
         assert caught.value.code == "CKM112"
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_rows_are_chunks_of_rows(folder: Path, data: st.DataObject) -> None:
     """Read, and seen, as the chunks that they stand for."""

@@ -21,24 +21,52 @@ import pytest
 
 STARTS_RANKS = frozenset({"run_ranks", "TCPStore", "torch.distributed.run"})
 """Names and texts in the code of what starts ranks."""
-SLOW_S = 5.0
-"""A test that takes more processor seconds than this is `slow`."""
+SLOW_S = 1.5
+"""A test that takes more processor seconds than this is `slow`: `make test-fast` leaves it out."""
 SLOW = frozenset(
     {
+        "core/test_tensor_columns.py::test_a_damaged_pickle_is_never_read_otherwise",
+        "execution/test_execute.py::test_killed_at_any_point_and_continued",
+        "execution/test_execute.py::test_no_torch_for_byte_moves_and_speed_of_small_slots",
+        "execution/test_many_tensors.py::test_headers_of_small_items_are_read_in_blocks",
+        "execution/test_many_tensors.py::test_inspect_holds_little",
         "formats/dcp/test_metadata_compaction.py::test_damage_is_read_as_in_full",
+        "formats/huggingface/test_model_families.py::test_transformers_loads_and_runs_it",
         "formats/test_frameworks.py::test_trainer_goes_on_from_other_groups",
         "formats/test_frameworks.py::test_trainer_goes_on_from_what_is_written",
+        "formats/test_pickle_and_zip.py::test_more_members_than_16_bits_count",
+        "formats/test_torch_save.py::test_every_flipped_bit_is_equal_or_noticed",
+        "integrations/test_integrations.py::test_accelerate_loads_what_it_saved",
+        "integrations/test_integrations.py::test_accelerate_loads_what_somebody_else_saved",
+        "integrations/test_integrations.py::test_accelerate_with_two_models",
         "integrations/test_integrations.py::test_example_alone",
+        "integrations/test_integrations.py::test_resume_skips_what_was_seen",
+        "integrations/test_integrations.py::test_trainer_resumes_from_another_trainers_checkpoint",
+        "live/model/test_peft.py::test_a_run_on_a_quantized_base",
         "live/optimizer/test_optimizer_pairs.py",
         "live/optimizer/test_resume_exact.py",
+        "mapping/test_authoring_kit.py::test_a_failure_is_one_line",
+        "mapping/test_authoring_kit.py::test_mapping_files_are_collected_as_tests",
+        "mapping/test_goldens.py::test_composition_equals_what_the_other_peer_makes",
         "operations/hub/test_pull.py::test_a_pull_killed_anywhere",
         "operations/hub/test_pull.py::test_a_push_killed_anywhere",
+        "operations/hub/test_push.py::test_quantized_forms_that_users_load",
+        "operations/test_convert.py::test_moves_are_bit_equal",
         "operations/test_convert_restart.py::test_killed_at_any_point_and_continued",
         "operations/test_convert_restart.py::test_old_destination_stays_until_the_new_one_is_whole",
+        "optim/test_optimizer_state.py::test_resumed_run_goes_on_as_if_never_stopped",
+        "optim/test_optimizer_state.py::test_trainer_groups_are_told_by_the_class",
+        "quantization/test_nf4_recode.py::test_repeated_conversions_do_not_drift",
         "quantization/test_nf4_recode_runs.py::test_the_gpu_benchmark_runs_on_a_cpu_for_a_try",
+        "quantization/test_torchao_int8.py::test_reading_imports_no_torchao",
+        "test_imports.py::test_a_cast_does_import_torch",
+        "test_output_digests.py::test_outputs_are_the_recorded_bytes[hf]",
+        "testing/test_conformance.py::test_container",
+        "testing/test_conformance.py::test_scheme",
     }
 )
-"""Tests that take longer than `SLOW_S`: `PATH` below tests/, or `PATH::FUNCTION`."""
+"""Tests that take longer than `SLOW_S`, and those whose many cases take several times as long together:
+`PATH` below tests/, `PATH::FUNCTION`, or `PATH::FUNCTION[CASE]`."""
 
 
 def mark(items: list[pytest.Item]) -> None:
@@ -52,9 +80,10 @@ def mark(items: list[pytest.Item]) -> None:
 
 
 def is_slow(item: pytest.Function) -> bool:
-    """Whether the test, or its file, is in `SLOW`."""
-    path = item.nodeid.removeprefix("tests/").partition("[")[0]
-    return path in SLOW or path.partition("::")[0] in SLOW
+    """Whether the test, its function or its file is in `SLOW`."""
+    case = item.nodeid.removeprefix("tests/")
+    function = case.partition("[")[0]
+    return not SLOW.isdisjoint({case, function, function.partition("::")[0]})
 
 
 def starts_ranks(item: pytest.Function) -> bool:
@@ -79,7 +108,7 @@ def warn_if_slow(item: pytest.Item, taken_s: float) -> None:
     if taken_s > SLOW_S and not any(map(item.get_closest_marker, ("ranks", "slow"))):
         item.warn(
             pytest.PytestWarning(
-                f"{item.nodeid} took {taken_s:.0f} s of processor time, expected at most {SLOW_S:g}: "
+                f"{item.nodeid} took {taken_s:.1f} s of processor time, expected at most {SLOW_S:g}: "
                 "make it faster, or add it to SLOW in tests/support/marks.py"
             )
         )

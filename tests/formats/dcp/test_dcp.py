@@ -14,7 +14,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import ckptmap
@@ -31,6 +31,7 @@ from ckptmap.sharding.shard0 import Shard0
 from ckptmap.tensors import Box, Cut, Opaque, StoredTensor, TensorInfo
 from tests.corpus.ranks import run_ranks
 from tests.support.container_io import materialise, out_tensors, read_leaf, same
+from tests.support.examples import examples
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -387,9 +388,7 @@ plain = st.recursive(
 )  # fmt: skip
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(st.tuples(st.just("m"), segments), st.tuples(shapes, st.sampled_from(["float32", "int8", "bool"])), max_size=4),
     st.dictionaries(st.tuples(st.just("x"), segments), plain, max_size=3),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from ckptmap.core.row_chunks import RowChunks
@@ -32,6 +32,7 @@ from ckptmap.protocols import Index
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Opaque, PerRank, StoredTensor
 from tests.corpus import names
+from tests.support.examples import examples
 
 RANK_CASES = names(container="ranks")
 
@@ -237,9 +238,8 @@ def test_members_of_other_sizes_are_no_siblings(four: Path) -> None:
     assert caught.value.code == "CKM106"
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
+@examples(
+    60,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(rank=st.integers(0, 3), at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
@@ -282,7 +282,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(value=VALUES, protocol=st.integers(0, 5))
 def test_opcodes_are_those_of_pickletools(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
@@ -290,7 +289,6 @@ def test_opcodes_are_those_of_pickletools(value: Any, protocol: int) -> None:
     assert [start for start, _ in opcodes(data)] == starts
 
 
-@settings(deadline=None)
 @given(a=st.tuples(st.integers(), st.text()), b=st.tuples(st.integers(), st.text()))
 def test_constants_are_read_from_a_pickle_that_is_alike(
     a: tuple[int, str], b: tuple[int, str]

@@ -6,13 +6,14 @@ import math
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptmap.live.model.live_tensor import cut
+from tests.support.examples import examples
 
 
 @st.composite
@@ -23,7 +24,7 @@ def meshes(draw: st.DrawFn) -> tuple[list[int], list[int], list[Any]]:
     return shape, mesh, [draw(st.sampled_from(choices)) for _ in mesh]
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(meshes())
 def test_cut_as_torch_does(case: tuple[list[int], list[int], list[Any]]) -> None:
     shape, mesh, placements = case
@@ -39,7 +40,7 @@ def test_cut_as_torch_does(case: tuple[list[int], list[int], list[Any]]) -> None
             assert place.offsets == (0,) * len(shape)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.integers(1, 23), st.integers(1, 4), st.integers(1, 4))
 def test_cut_strided_shards_as_torch_does(rows: int, parts: int, split: int) -> None:
     whole = torch.arange(rows)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -24,6 +24,7 @@ from ckptmap.live.state_dict.memory_blocks import LiveReader, Memory
 from ckptmap.live.state_dict.reshard import Exchange, around, batches, rounds
 from ckptmap.tensors import Box, Path, TensorInfo
 from tests.corpus.ranks import run_ranks
+from tests.support.examples import examples
 from tests.support.mapping_configs import TINY
 from tests.support.mapping_state import config_of
 from tests.support.resume_model import net
@@ -268,7 +269,7 @@ def fitted(cuts: list[int], size: int) -> list[int]:
     return [*found, left] if left else found
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(CUTS, CUTS, CUTS, CUTS, st.integers(1, 4), st.integers(64, 400), st.booleans())
 def test_moves_fill_every_want_once_within_the_budget(
     rows: list[int], columns: list[int], their_rows: list[int], their_columns: list[int],
