@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import as_live
@@ -25,6 +25,8 @@ from ckptmap.live.optimizer.unwrap import unwrapped
 if TYPE_CHECKING:
     import torch
 
+    from ckptmap.live.model.library_types import Scheduler
+
 SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
 """Keys under which programs save a scheduler's state, that of `ckptmap.save` first."""
 LISTED = "lr_schedulers"
@@ -39,7 +41,7 @@ class Continuation:
         checkpoint: Checkpoint,
         model: torch.nn.Module,
         optimizer: object,
-        scheduler: object,
+        scheduler: Scheduler | None,
         targets: Sequence[LiveTensor],
     ) -> None:
         self._checkpoint = checkpoint
@@ -136,8 +138,10 @@ class Continuation:
 
     def _base(self, seed: int) -> bytes:
         """Return the base of every rank's fresh streams: the recorded state of rank 0, and the seed."""
-        first = rng_state.recorded(self._checkpoint.other, self._checkpoint.plain, 0)
-        recorded = bytes(first["cpu"].numpy().tobytes()) if first else b""
+        import torch
+
+        first = rng_state.recorded(self._checkpoint.other, self._checkpoint.plain, 0).get("cpu")
+        recorded = first.numpy().tobytes() if isinstance(first, torch.Tensor) else b""
         return recorded + seed.to_bytes(8, "big", signed=True)
 
     # ------------------------------------------------------------------ after
@@ -192,19 +196,22 @@ def _changed_state(state: StatePlan, precision: str) -> Iterator[str]:
         yield f"precision={precision!r} may change moments"
 
 
-def _taken(everything: dict[str, Any], name: str) -> Mapping[str, Any]:
+def _taken(everything: dict[str, object], name: str) -> Mapping[str, object]:
     """Remove and return the dict `name`; another value of that name stays, and {} is returned."""
     found = everything.get(name)
-    return everything.pop(name) if isinstance(found, Mapping) else {}
+    if not isinstance(found, Mapping):
+        return {}
+    del everything[name]
+    return found
 
 
-def _scheduler(everything: dict[str, Any]) -> Mapping[str, Any]:
+def _scheduler(everything: dict[str, object]) -> Mapping[str, object]:
     """Remove and return the scheduler's state: at the root, the one of a list, or inside of the only
     dict that has such a key, as verl's `extra_state`."""
     found = next((name for name in SCHEDULERS if name in everything), SCHEDULERS[0])
     state = _taken(everything, found) or _only(everything, LISTED)
     inside = [
-        (key, name)
+        (key, value, name)
         for key, value in everything.items()
         if isinstance(value, Mapping)
         for name in SCHEDULERS
@@ -212,15 +219,16 @@ def _scheduler(everything: dict[str, Any]) -> Mapping[str, Any]:
     ]
     if state or len(inside) != 1:
         return state
-    ((key, name),) = inside
-    rest: dict[str, Mapping[str, object]] = dict(everything[key])
+    ((key, outer, name),) = inside
+    rest: dict[str, Mapping[str, object]] = dict(outer)
     state = rest.pop(name)
     del everything[key]
-    everything.update({key: rest} if rest else {})
+    if rest:
+        everything[key] = rest
     return state
 
 
-def _only(everything: dict[str, Any], name: str) -> Mapping[str, object]:
+def _only(everything: dict[str, object], name: str) -> Mapping[str, object]:
     """Remove and return the dict of a list of one; a list of several stays an extra value."""
     match everything.get(name):
         case [Mapping() as found]:
@@ -229,7 +237,7 @@ def _only(everything: dict[str, Any], name: str) -> Mapping[str, object]:
     return {}
 
 
-def _read(value: object) -> Any:
+def _read(value: object) -> object:
     """Return nested values with their lazy tensors read."""
     from ckptmap.storage.lazy_tensor import LazyTensor
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ckptmap.live.model.library_types import Scheduler
     from ckptmap.live.options import LoadKeywords
 
 
@@ -49,7 +50,7 @@ def load(
     path: str | os.PathLike[str] | Checkpoint,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    scheduler: object = None,
+    scheduler: Scheduler | None = None,
     **keywords: Unpack[LoadKeywords],
 ) -> LoadReport:
     """Load a checkpoint of any setup into a plain, DDP, compiled, FSDP1 or `fully_shard`ed model,
@@ -133,7 +134,7 @@ class PlannedLoad:
 def _check(
     path: str | os.PathLike[str] | Checkpoint,
     model: torch.nn.Module,
-    scheduler: object,
+    scheduler: Scheduler | None,
     options: LoadOptions,
 ) -> None:
     """Raise ArgumentError CKM516 for an argument that means nothing."""
@@ -148,7 +149,7 @@ def _plan(
     path: str | os.PathLike[str] | Checkpoint,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    scheduler: object,
+    scheduler: Scheduler | None,
     options: LoadOptions,
     facts: dict[str, str],
     closing: ExitStack,

@@ -5,18 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ckptmap.errors import CkptmapError, LoadError
 from ckptmap.live.model.find_targets import reshard
 from ckptmap.live.model.live_tensor import is_dtensor
 from ckptmap.live.model.process_groups import wrapped_groups
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 Seen = dict[str, dict[str, int]]
 """Subject -> fact -> a rank that states the fact."""
 
 
-def peer_groups(model: object) -> list[Any]:
+def peer_groups(model: object) -> list[ProcessGroup]:
     """Return the process groups that hold the model together: those of its meshes and wrappers.
 
     Only wrappers and meshes are read, so that no kind of model makes the call fail: an error that
@@ -29,15 +32,15 @@ def peer_groups(model: object) -> list[Any]:
     if not isinstance(model, torch.nn.Module):
         return []
     reshard(model)
-    groups: dict[int, Any] = {}
+    groups: dict[int, ProcessGroup] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        mesh: Any = getattr(tensor, "device_mesh", None) if is_dtensor(tensor) else None
+        mesh = tensor.device_mesh if is_dtensor(tensor) else None
         if mesh is not None and mesh.get_coordinate() is not None:
             for group in mesh.get_all_groups():
                 groups.setdefault(id(group), group)
-    for group in wrapped_groups(model):
-        if group is not None:
-            groups.setdefault(id(group), group)
+    for wrapped in wrapped_groups(model):
+        if wrapped is not None:
+            groups.setdefault(id(wrapped), wrapped)
     return [group for group in groups.values() if group.size() > 1]
 
 
@@ -53,7 +56,7 @@ def explain(error: Exception, text: str, fqn: str = "") -> None:
 
 
 @contextmanager
-def agreed(peers: Sequence[object]) -> Iterator[dict[str, str]]:
+def agreed(peers: Sequence[ProcessGroup]) -> Iterator[dict[str, str]]:
     """Raise on every rank what one rank raised inside the context: the error itself on that rank, a
     LoadError that names the rank on the others.
 
@@ -82,7 +85,7 @@ def agreed(peers: Sequence[object]) -> Iterator[dict[str, str]]:
 
 
 def _exchanged(
-    error: Exception | None, facts: Mapping[str, str], peers: Sequence[Any]
+    error: Exception | None, facts: Mapping[str, str], peers: Sequence[ProcessGroup]
 ) -> tuple[tuple[int, str, str, str] | None, Seen]:
     """Return the first error of any rank, and the facts of all ranks."""
     import torch
@@ -100,7 +103,7 @@ def _exchanged(
         )
         found = (rank, getattr(error, "code", "CKM505"), text, getattr(error, "hint", ""))
     for group in peers:
-        answers: list[Any] = [None] * group.size()
+        answers = [(found, seen)] * group.size()
         torch.distributed.all_gather_object(answers, (found, seen), group=group)
         found = next((answer for answer, _ in answers if answer is not None), None)
         for _, theirs in answers:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model import flat_params, peft
@@ -14,6 +15,7 @@ from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 Found = dict[str, "tuple[torch.nn.Module, str, bool]"]
 """FQN with wrapper segments -> (module, attribute, is it a buffer)."""
@@ -49,8 +51,9 @@ def find_targets(model: torch.nn.Module) -> tuple[list[LiveTensor], list[str]]:
     targets = _tied_together(found, plain, fsdp2_params.fsdp_params(model))
     targets += [
         flat_params.FlatParamTensor(
-            tuple(plain[key] for key in some), flat.places, False, None, flat.handle, flat.shape,
-            flat.first, flat.count, flat.at, flat.param,
+            tuple(plain[key] for key in some), flat.places, False, shape=flat.shape,
+            first=flat.first, count=flat.count, at=flat.at, param=flat.param,
+            replicas=flat.replicas, handle=flat.handle,
         )
         for flat, some in zip(flats, keys, strict=True)
     ]  # fmt: skip
@@ -70,7 +73,11 @@ def _keys(flat: flat_params.FlatParamSlice, paths: dict[int, list[str]]) -> list
     ]
 
 
-def _tied_together(found: Found, plain: dict[str, str], sharded: Any) -> list[LiveTensor]:
+def _tied_together(
+    found: Found,
+    plain: Mapping[str, str],
+    sharded: Mapping[tuple[int, str], FSDPParam],
+) -> list[LiveTensor]:
     """Return one LiveTensor for all names that hold the same object."""
     ties: dict[int, list[str]] = {}
     for key, (module, name, _) in found.items():

@@ -9,8 +9,8 @@ keeps state of that part, else of the whole shard, padding included.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeGuard
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_tensor import LiveTensor
@@ -19,25 +19,30 @@ from ckptmap.tensors import Box
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 
 @dataclass(frozen=True, eq=False)
 class FlatParamTensor(LiveTensor):
     """One tensor of a flat parameter: `count` elements of it lie in this rank's flat shard.
 
-    handle  torch's FlatParamHandle
-    shape   of the whole tensor
-    first   number of the first element, row-major, that this rank holds
-    at      offset of that element in the flat shard
-    param   the module's own parameter, with `use_orig_params=True`; else None
+    handle    torch's FlatParamHandle
+    shape     of the whole tensor
+    first     number of the first element, row-major, that this rank holds
+    at        offset of that element in the flat shard
+    param     the module's own parameter, with `use_orig_params=True`; else None
+    replicas  the ranks that hold the same elements, under HYBRID_SHARD; else None
     """
 
-    handle: Any = None
+    handle: FlatParamHandle = field(kw_only=True)
     shape: tuple[int, ...] = ()
     first: int = 0
     count: int = 0
     at: int = 0
-    param: Any = None
+    param: torch.nn.Parameter | None = None
+    replicas: ProcessGroup | None = None
 
     @property
     def is_flat(self) -> bool:
@@ -84,23 +89,22 @@ class FlatParamTensor(LiveTensor):
         """Return whether this rank saves the elements, of all that hold them under HYBRID_SHARD."""
         import torch
 
-        between = getattr(self.handle, "_ckptmap_between", None)
-        return between is None or torch.distributed.get_rank(between) == 0
+        return self.replicas is None or torch.distributed.get_rank(self.replicas) == 0
 
     def put(self, local: torch.Tensor) -> None:
         raise AssertionError("a flat parameter is filled in place")
 
 
-def is_fsdp1(module: torch.nn.Module) -> bool:
+def is_fsdp1(module: torch.nn.Module) -> TypeGuard[FullyShardedDataParallel]:
     return any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__)
 
 
-def handles(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+def handles(model: torch.nn.Module) -> list[tuple[FullyShardedDataParallel, FlatParamHandle]]:
     """Return (FSDP1 module, its FlatParamHandle) of every unit that has parameters."""
     return [
-        (module, module._handle)
+        (module, handle)
         for module in model.modules()
-        if is_fsdp1(module) and getattr(module, "_handle", None) is not None
+        if is_fsdp1(module) and (handle := getattr(module, "_handle", None)) is not None
     ]
 
 
@@ -119,14 +123,14 @@ def reshard(model: torch.nn.Module) -> None:
         flat = handle.flat_param
         if handle.uses_sharded_strategy and hasattr(flat, "_local_shard"):  # a forward has begun
             handle.reshard(True)
-            handle.post_reshard()
+            handle.post_reshard()  # type: ignore[no-untyped-call]
             handle._prefetched = False
             eager = getattr(flat, "_full_prec_full_param_padded", None)
             if eager is not None:  # of a forward in full precision, in eval mode
                 _free_storage(eager)
 
 
-def _refuse_summoned(found: Sequence[tuple[object, Any]]) -> None:
+def _refuse_summoned(found: Sequence[tuple[object, FlatParamHandle]]) -> None:
     """Raise LoadError CKM505 inside of summon_full_params, which at its end writes the gathered
     parameters over the shards that were loaded."""
     for _, handle in found:
@@ -144,22 +148,23 @@ class FlatParamSlice:
     """The elements of one tensor in the flat shard, before the tensor is named; fields as in
     `FlatParamTensor`."""
 
-    handle: Any
+    handle: FlatParamHandle
     places: tuple[tuple[torch.nn.Module, str], ...]
     shape: tuple[int, ...]
     first: int
     count: int
     at: int
-    param: Any
+    param: torch.nn.Parameter | None
+    replicas: ProcessGroup | None
 
 
 def flats(model: torch.nn.Module) -> list[FlatParamSlice]:
     """Return every tensor of every flat parameter, with all (module, attribute) that share it."""
     found = []
     for module, handle in handles(model):
-        handle._ckptmap_between = getattr(module, "_inter_node_pg", None)
+        replicas = getattr(module, "_inter_node_pg", None)
         flat = handle.flat_param
-        named = flat._params if handle._use_orig_params else [None] * len(flat._param_infos)
+        named = flat._params if handle._use_orig_params else None
         shared = flat._shared_param_infos
         for number, info in enumerate(flat._param_infos):
             held = flat._shard_param_infos[number]
@@ -170,9 +175,9 @@ def flats(model: torch.nn.Module) -> list[FlatParamSlice]:
             ]
             places = ((info.module, info.param_name), *ties)
             shape = tuple(flat._shapes[number])
-            first, count, at = 0, 0, 0
-            if held.in_shard:
-                first, count = held.intra_param_start_idx, held.numel_in_shard
-                at = held.offset_in_shard
-            found.append(FlatParamSlice(handle, places, shape, first, count, at, named[number]))
+            # All three are None where this rank holds no element of the tensor.
+            first, count = held.intra_param_start_idx or 0, held.numel_in_shard or 0
+            at = held.offset_in_shard or 0
+            param = None if named is None else named[number]
+            found.append(FlatParamSlice(handle, places, shape, first, count, at, param, replicas))
     return found

@@ -7,20 +7,22 @@ tested.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 NEEDS = ("reset_sharded_param", "_init_extensions", "init_unsharded_param")
 """Methods of torch's FSDPParam without which a sharded parameter cannot be replaced."""
 
 
-def fsdp_params(model: torch.nn.Module) -> dict[tuple[int, str], Any]:
+def fsdp_params(model: torch.nn.Module) -> dict[tuple[int, str], FSDPParam]:
     """Return torch's FSDPParam of every parameter under `fully_shard`, by (id of module, attribute)."""
-    found: dict[tuple[int, str], Any] = {}
+    found: dict[tuple[int, str], FSDPParam] = {}
     for group in _fsdp_groups(model):
         for param in group.fsdp_params:
             info = param._module_info
@@ -30,17 +32,17 @@ def fsdp_params(model: torch.nn.Module) -> dict[tuple[int, str], Any]:
     return found
 
 
-def _fsdp_groups(model: torch.nn.Module) -> list[Any]:
+def _fsdp_groups(model: torch.nn.Module) -> list[FSDPParamGroup]:
     import torch
 
     if not torch.distributed.is_available():
         return []
     from torch.distributed.fsdp import FSDPModule
 
-    groups: list[Any] = []
+    groups: list[FSDPParamGroup] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
+            state = module._get_fsdp_state()
             # Since torch 2.12 a list: one module may have several groups. Before, a single group.
             several = getattr(state, "_fsdp_param_groups", None)
             single = getattr(state, "_fsdp_param_group", None)
@@ -51,25 +53,25 @@ def _fsdp_groups(model: torch.nn.Module) -> list[Any]:
     return groups
 
 
-def offloads(fsdp_param: object) -> bool:
+def offloads(fsdp_param: FSDPParam | None) -> bool:
     """Return whether CPUOffloadPolicy keeps the shards on the CPU."""
     return bool(getattr(fsdp_param, "offload_to_cpu", False))
 
 
-def is_model_parallel(fsdp_param: object) -> bool:
+def is_model_parallel(fsdp_param: FSDPParam) -> bool:
     """Return whether the parameter was a DTensor before `fully_shard`, of tensor parallelism for one:
     it is that DTensor again while it is unsharded."""
     return bool(getattr(fsdp_param, "is_dtensor", False))
 
 
-def reshards_apart(fsdp_param: object) -> bool:
+def reshards_apart(fsdp_param: FSDPParam) -> bool:
     """Return whether a forward reshards to a smaller mesh, where torch refuses the all-gather of a
     tensor subclass."""
     after = getattr(fsdp_param, "post_forward_mesh_info", None)
     return after is not None and after is not getattr(fsdp_param, "mesh_info", None)
 
 
-def adopt_replaced(fsdp_param: Any) -> None:
+def adopt_replaced(fsdp_param: FSDPParam) -> None:
     """Make FSDP2 use the DTensor that has replaced the parameter on its module.
 
     FSDPParam keeps a flat alias of the local shard, `_sharded_param_data`, and compares its storage
@@ -87,15 +89,16 @@ def adopt_replaced(fsdp_param: Any) -> None:
     if hasattr(local, "fsdp_pre_all_gather"):
         fsdp_param._sharded_param_data = local.view(-1)
         if local.shape == param.shape:
-            fsdp_param.init_unsharded_param = partial(_unsharded_is_sharded, fsdp_param)
-    fsdp_param.reset_sharded_param()
+            own = partial(_unsharded_is_sharded, fsdp_param)
+            fsdp_param.__dict__["init_unsharded_param"] = own
+    fsdp_param.reset_sharded_param()  # type: ignore[no-untyped-call]
     fsdp_param._init_extensions()
     fsdp_param.all_gather_outputs = []
     if hasattr(fsdp_param, "_unsharded_param"):
         del fsdp_param._unsharded_param
 
 
-def _unsharded_is_sharded(fsdp_param: Any) -> None:
+def _unsharded_is_sharded(fsdp_param: FSDPParam) -> None:
     """Replace FSDPParam.init_unsharded_param where one rank holds all of a tensor subclass.
 
     torch 2.13 skips the all-gather there, and passes on only the first of the subclass's inner
@@ -103,7 +106,7 @@ def _unsharded_is_sharded(fsdp_param: Any) -> None:
     """
     from torch import nn
 
-    fsdp_param._extensions_data.clear()
+    fsdp_param._extensions_data.clear()  # type: ignore[no-untyped-call]
     if not hasattr(fsdp_param, "_unsharded_param"):
         local = fsdp_param._sharded_local_tensor
         fsdp_param._unsharded_param = nn.Parameter(local.detach(), requires_grad=False)

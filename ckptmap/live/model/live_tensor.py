@@ -9,7 +9,7 @@ import copyreg
 import itertools
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model import fsdp2_params as fsdp2_params
@@ -19,6 +19,9 @@ from ckptmap.tensors import Box
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.tensor import DTensor, Placement
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of a tensor's Python object that hold its hooks. Autograd registers the hooks again
@@ -54,7 +57,7 @@ class LiveTensor:
     names: tuple[str, ...]
     places: tuple[tuple[torch.nn.Module, str], ...]
     is_buffer: bool
-    fsdp_param: object = None
+    fsdp_param: FSDPParam | None = None
     adapted: PeftNames | None = field(default=None, kw_only=True)
 
     @property
@@ -95,9 +98,9 @@ class LiveTensor:
         """This rank's shard of a DTensor; any other tensor itself."""
         import torch
 
-        tensor: Any = self.tensor
+        tensor = self.tensor
         with torch.no_grad():
-            local: Any = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+            local = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
         kept = TRAINED_DENSE.get(type(local).__name__)
         found: torch.Tensor = getattr(local, kept) if kept else local
         return found
@@ -120,7 +123,7 @@ class LiveTensor:
     def is_primary(self) -> bool:
         """Is this rank, of those that hold the same shard, the first by the mesh? Without a mesh
         every rank is."""
-        tensor: Any = self.tensor
+        tensor = self.tensor
         if not is_dtensor(tensor):
             return True
         coordinate = tensor.device_mesh.get_coordinate()
@@ -199,7 +202,7 @@ def _accumulates(tensor: torch.Tensor) -> bool:
     return not made
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__)
 
 
@@ -210,7 +213,7 @@ def expanded(local: torch.Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in steps)
 
 
-def like(old: Any, local: torch.Tensor) -> torch.Tensor:
+def like(old: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
     """Return `local` as a DTensor of the mesh and placements of `old`; as it is where `old` is none."""
     import torch
 
@@ -238,7 +241,7 @@ def local_boxes(target: LiveTensor) -> list[tuple[Box, Box]]:
     Placements may be Shard, strided Shard (FSDP2 over TP) and Replicate on any mesh. Raises
     LoadError CKM505 for Partial.
     """
-    tensor: Any = target.tensor
+    tensor = target.tensor
     if not is_dtensor(tensor):
         whole = Box.whole(tensor.shape)
         return [(whole, whole)] if whole.numel else []
@@ -256,7 +259,7 @@ def cut(
     shape: Sequence[int],
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
-    placements: Sequence[Any],
+    placements: Sequence[Placement],
     fqn: str = "",
 ) -> list[tuple[Box, Box]]:
     """Return (box, box in the local tensor) for what the rank at `coordinate` of the mesh holds.
@@ -322,7 +325,7 @@ def device_for(target: LiveTensor, fallback: torch.device) -> torch.device:
     """Return the device of the tensor's data; for one on meta, FSDP2's device or `fallback`."""
     import torch
 
-    tensor: Any = target.tensor
+    tensor = target.tensor
     if not target.local.is_meta:
         return target.local.device
     if fsdp2_params.offloads(target.fsdp_param):
@@ -332,7 +335,7 @@ def device_for(target: LiveTensor, fallback: torch.device) -> torch.device:
     return fallback
 
 
-def mesh_device(mesh: Any) -> torch.device:
+def mesh_device(mesh: DeviceMesh) -> torch.device:
     import torch
 
     if mesh.device_type == "cpu":
@@ -350,7 +353,7 @@ def fallback_device(targets: Sequence[LiveTensor]) -> torch.device:
         if not target.local.is_meta:
             return target.local.device
     for target in targets:
-        tensor: Any = target.tensor
+        tensor = target.tensor
         if is_dtensor(tensor):
             return mesh_device(tensor.device_mesh)
     return torch.device("cpu")

@@ -9,7 +9,7 @@ torch writes extra state into every state dict, so a model without it is not the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import OWN as KEY
@@ -46,7 +46,7 @@ def _modules(model: torch.nn.Module, method: str) -> dict[str, torch.nn.Module]:
     return {plain: found[key] for key, plain in strip_wrappers(found, "model").items()}
 
 
-def recorded(checkpoint: Checkpoint) -> dict[str, Any]:
+def recorded(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the extra state in a checkpoint by plain key, tensors as LazyTensors.
 
     `ckptmap.save` stores it apart, other checkpoints in the model's state dict. A state that holds
@@ -63,7 +63,7 @@ def recorded(checkpoint: Checkpoint) -> dict[str, Any]:
     return found
 
 
-def without(values: Mapping[Path, object], checkpoint: Checkpoint) -> dict[Path, Any]:
+def without(values: Mapping[Path, object], checkpoint: Checkpoint) -> dict[Path, object]:
     """Return the extra values that are no state of the model's modules."""
     states, _ = found_in(values, checkpoint.roles.model_root)
     return {path: value for path, value in values.items() if path not in states}

@@ -7,17 +7,19 @@ and an error of one rank is not told to the other ranks of the group.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.live.model.flat_params import is_fsdp1
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 REPLICATE = "torch.distributed._composable.replicate"
 
 
-def wrapped_groups(model: torch.nn.Module) -> Iterator[object]:
+def wrapped_groups(model: torch.nn.Module) -> Iterator[ProcessGroup | None]:
     """Yield the groups of DDP, of FSDP1 (with HYBRID_SHARD also that of its replicas), of `replicate()`."""
     import torch
 
@@ -31,19 +33,20 @@ def wrapped_groups(model: torch.nn.Module) -> Iterator[object]:
             yield _replicates(module)
 
 
-def _replicates(module: torch.nn.Module) -> Any:
+def _replicates(module: torch.nn.Module) -> ProcessGroup | None:
     """Return the group of the DDP that `replicate()` makes at the first forward."""
     import torch
 
     try:
         from torch.distributed._composable.replicate import replicate
 
-        state: Any = replicate.state(module)
+        state = replicate.state(module)
         if state.has_initialized:
             return state._ddp.process_group
         options = state._init_kwargs
     except (ImportError, AttributeError):
         return None
-    if options.get("device_mesh") is not None:
-        return options["device_mesh"].get_group(mesh_dim=0)
+    mesh: DeviceMesh | None = options.get("device_mesh")
+    if mesh is not None:
+        return mesh.get_group(mesh_dim=0)
     return options.get("process_group") or torch.distributed.group.WORLD

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptmap.errors import CkptmapError, RunError
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 T = TypeVar("T")
 
-_GROUPS: dict[str, tuple[object, object]] = {}
+_GROUPS: dict[str, tuple[object, ProcessGroup]] = {}
 """Purpose -> (torch's default group, our group); a new default group gets a new one of ours."""
 
 
@@ -25,7 +28,7 @@ class RankGroup:
 
     rank: int = 0
     world: int = 1
-    group: Any = None
+    group: ProcessGroup | None = None
 
     @classmethod
     def join(cls, purpose: str) -> RankGroup:
@@ -46,7 +49,7 @@ class RankGroup:
             return [value]
         import torch.distributed as dist
 
-        found: list[Any] = [None] * self.world
+        found = [value] * self.world
         dist.all_gather_object(found, value, group=self.group)
         return found
 

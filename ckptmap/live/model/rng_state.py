@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmap.errors import LoadError
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_tensor import LiveTensor, is_dtensor
+from ckptmap.tensors import Path
 
 if TYPE_CHECKING:
     from ckptmap.storage.lazy_tensor import LazyTensor
@@ -37,7 +38,7 @@ def captured() -> dict[str, object]:
     return found
 
 
-def _listed(state: tuple[Any, ...]) -> list[Any]:
+def _listed(state: tuple[object, tuple[int, ...], object]) -> list[object]:
     version, internal, gauss = state
     return [version, list(internal), gauss]
 
@@ -62,20 +63,18 @@ def restore(state: Mapping[str, Any]) -> None:
 
 
 def recorded(
-    tensors: Mapping[tuple[Any, ...], LazyTensor],
-    plain: Mapping[tuple[Any, ...], object],
+    tensors: Mapping[Path, LazyTensor],
+    plain: Mapping[Path, object],
     rank: int,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the state of this rank's generators in a checkpoint; empty where it has none."""
     head = (KEY, f"rank{rank}")
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         str(path[2]): lazy.read()
         for path, lazy in tensors.items()
         if path[:2] == head and len(path) == 3
     }
-    python: dict[tuple[Any, ...], Any] = {
-        path[3:]: value for path, value in plain.items() if path[:3] == (*head, "python")
-    }
+    python = {path[3:]: value for path, value in plain.items() if path[:3] == (*head, "python")}
     if () in python:
         found["python"] = python[()]
     return found if "cpu" in found else {}
@@ -104,7 +103,7 @@ def shard_of(targets: Sequence[LiveTensor]) -> tuple[int, ...]:
 def _place(target: LiveTensor) -> dict[str, int]:
     """Return mesh dim that cuts the tensor -> this rank's coordinate; the dims of several meshes are
     one where they have one name."""
-    tensor: Any = target.tensor
+    tensor = target.tensor
     if isinstance(target, FlatParamTensor):
         return {"flat": int(target.handle.rank)} if target.handle.uses_sharded_strategy else {}
     if not is_dtensor(tensor):

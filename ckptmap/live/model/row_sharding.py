@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
 
 from ckptmap.live.model import fsdp2_params as fsdp2_params
-from ckptmap.live.model.live_tensor import LiveTensor
+from ckptmap.live.model.live_tensor import LiveTensor, is_dtensor
 
 
 def row_shard(target: LiveTensor, kind: str) -> tuple[int, int] | str:
     """Return (rank, world size) of a DTensor that FSDP2 cuts by rows; a text: why a weight of the form
     `kind` cannot be cut so."""
-    tensor: Any = target.tensor
-    if target.fsdp_param is None:
+    tensor = target.tensor
+    if target.fsdp_param is None or not is_dtensor(tensor):
         return f"a DTensor outside of fully_shard has no way to compute with {kind}"
     if fsdp2_params.is_model_parallel(target.fsdp_param):
         return f"a tensor-parallel weight has no way to compute with {kind}"

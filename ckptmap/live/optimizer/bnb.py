@@ -12,15 +12,24 @@ Source: bitsandbytes 0.50, optim/optimizer.py, optim/ademamix.py, backends/cpu/o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptmap.live.optimizer.family import STEP, Codes, OptimizerFamily, OptimizerParam, is_a
+from ckptmap.live.optimizer.family import (
+    STEP,
+    Codes,
+    Moment,
+    OptimizerFamily,
+    OptimizerParam,
+    is_a,
+)
 from ckptmap.optim.lowbit import LowBit
 from ckptmap.optim.lowbit_bnb import UNNAMED
 
 if TYPE_CHECKING:
     import torch
+
+    from ckptmap.live.model.library_types import BnbOptimizer
 
 BLOCK_SIZE = 256
 
@@ -42,13 +51,13 @@ class Bnb(OptimizerFamily):
         known = is_a(optimizer, "bitsandbytes", "Optimizer1State", "Optimizer2State")
         return known and getattr(optimizer, "optimizer_name", "") in self._algorithms
 
-    def flags(self, optimizer: Any) -> dict[str, Any]:
+    def flags(self, optimizer: BnbOptimizer) -> dict[str, object]:
         names = ("optim_bits", "min_8bit_size", "max_unorm", "skip_zeros")
         found = {name: getattr(optimizer.args, name, None) for name in names}
         return {**found, "is_paged": bool(optimizer.is_paged)}
 
     def entries(self, state: Mapping[str, object]) -> dict[str, object]:
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for name, value in state.items():
             if name in ("state1", "state2"):
                 found |= self._moments(name[-1], state)
@@ -56,20 +65,27 @@ class Bnb(OptimizerFamily):
                 found[name] = value
         return found
 
-    def _moments(self, number: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _moments(self, number: str, state: Mapping[str, Any]) -> dict[str, Moment]:
         """Return views of the moments by canonical name."""
-        names, value = self._names[number], state[f"state{number}"]
-        absmax = state.get(f"absmax{number}")
+        names, table = self._names[number], state.get(f"qmap{number}")
+        value: torch.Tensor = state[f"state{number}"]
+        absmax: torch.Tensor | None = state.get(f"absmax{number}")
         if len(names) == 1:
-            return {names[0]: self._held(number, value, absmax, state)}
+            return {names[0]: self._held(number, value, absmax, table)}
         scales = [None] * len(names) if absmax is None else list(absmax)
         rows = zip(names, value, scales, strict=True)
-        return {name: self._held(number, row, scale, state) for name, row, scale in rows}
+        return {name: self._held(number, row, scale, table) for name, row, scale in rows}
 
-    def _held(self, number: str, value: Any, absmax: Any, state: Mapping[str, Any]) -> object:
+    def _held(
+        self,
+        number: str,
+        value: torch.Tensor,
+        absmax: torch.Tensor | None,
+        table: torch.Tensor | None,
+    ) -> Moment:
         if absmax is None:
             return value
-        signed, table = number == "1", state[f"qmap{number}"]
+        signed = number == "1"
         shape = tuple(value.shape)
         return Codes("bnb8bit", BLOCK_SIZE, signed, value, absmax, table, shape, _encode)
 
@@ -86,7 +102,8 @@ class Bnb(OptimizerFamily):
         return super().plain(part, torch.float32)
 
     def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, object]:
-        optimizer, group = part.optimizer, part.group
+        optimizer: BnbOptimizer = part.optimizer
+        group = part.group
         number = next(i for i, known in enumerate(optimizer.param_groups) if known is group)
         place = next(i for i, known in enumerate(group["params"]) if known is part.param)
         if not optimizer.initialized:
@@ -96,9 +113,11 @@ class Bnb(OptimizerFamily):
         return self.entries(optimizer.state[part.param])
 
     def install(self, part: OptimizerParam, values: Mapping[str, Any]) -> None:
+        import torch
+
         """Set the step and the moments that became plain; codes were filled in place. One plain
         moment makes all plain: the dtype of `state1` decides for both."""
-        state = part.optimizer.state[part.param]
+        state: dict[str, Any] = part.optimizer.state[part.param]
         # The first step of bitsandbytes' SGD overwrites the moment; torch's SGD counts no steps.
         state[STEP] = max(int(values.get(STEP, 0)), int("momentum_buffer" in values))
         if all(isinstance(values[name], Codes) for name in self.moments):
@@ -106,28 +125,22 @@ class Bnb(OptimizerFamily):
         for number, names in self._names.items():
             found = [_plain(values[name]) for name in names]
             if found and not self._is_there(found, state[f"state{number}"]):
-                state[f"state{number}"] = found[0] if len(found) == 1 else _stacked(found)
+                state[f"state{number}"] = found[0] if len(found) == 1 else torch.stack(found)
             state.pop(f"absmax{number}", None)
             state.pop(f"qmap{number}", None)
 
-    def _is_there(self, found: list[Any], live: Any) -> bool:
+    def _is_there(self, found: Sequence[torch.Tensor], live: torch.Tensor) -> bool:
         """Return whether the live rows themselves were filled."""
         rows = [live] if len(found) == 1 else list(live)
         pairs = zip(found, rows, strict=True)
         return all(a.data_ptr() == b.data_ptr() and a.dtype == b.dtype for a, b in pairs)
 
 
-def _plain(value: object) -> object:
+def _plain(value: Moment) -> torch.Tensor:
     if not isinstance(value, Codes):
         return value
     encoding = LowBit(value.scheme, value.block_size, value.signed)
     return encoding.values(value.parts).view(value.shape)
-
-
-def _stacked(found: list[Any]) -> Any:
-    import torch
-
-    return torch.stack(found)
 
 
 def _encode(codes: Codes, values: torch.Tensor) -> None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ckptmap.live.model.live_tensor import is_dtensor
 
 if TYPE_CHECKING:
     import torch
+
+    from ckptmap.live.model.library_types import ParamGroup
+
+T = TypeVar("T")
 
 STEP = "step"
 KINDS = {"OptimState8bit": "adam8bit", "OptimState4bit": "adam4bit", "OptimStateFp8": "adamfp8"}
@@ -42,8 +46,12 @@ class Codes:
         return found if self.qmap is None else {**found, "qmap": self.qmap}
 
 
-def local_of(value: Any) -> Any:
-    """Return this rank's shard of a state tensor."""
+Moment: TypeAlias = "torch.Tensor | Codes"
+"""A moment of a live optimizer: a tensor of any class, quantized or not, or Codes."""
+
+
+def local_of(value: T) -> T | torch.Tensor:
+    """Return this rank's shard of a state tensor; any other value itself."""
     import torch
 
     with torch.no_grad():
@@ -54,7 +62,7 @@ def codes_of(value: object) -> Codes | None:
     """Return the codes of a quantized moment; None: it is not quantized."""
     if isinstance(value, Codes):
         return value
-    local = local_of(value)
+    local: Any = local_of(value)
     scheme = KINDS.get(type(local).__name__)
     if scheme is None:
         return None
@@ -70,14 +78,15 @@ class OptimizerParam:
     the optimizer steps a copy of it."""
 
     optimizer: Any
+    """A LiveOptimizer; its family knows what else it has."""
     family: OptimizerFamily
-    group: dict[str, Any]
-    param: Any
-    model: Any
+    group: ParamGroup
+    param: torch.Tensor
+    model: torch.Tensor
 
     @property
-    def state(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.optimizer.state.get(self.param, {})
+    def state(self) -> Mapping[str, object]:
+        found: Mapping[str, object] = self.optimizer.state.get(self.param, {})
         return found
 
 
@@ -96,15 +105,15 @@ class OptimizerFamily:
     def claims(self, optimizer: object) -> bool:
         return True
 
-    def flags(self, optimizer: object) -> dict[str, object]:
+    def flags(self, optimizer: Any) -> dict[str, object]:
         """Return the constructor arguments that the state dict does not hold."""
         return {}
 
-    def rounds(self, optimizer: object) -> bool:
+    def rounds(self, optimizer: Any) -> bool:
         """Return whether the optimizer rounds stochastically."""
         return False
 
-    def entries(self, state: Mapping[str, object]) -> dict[str, Any]:
+    def entries(self, state: Mapping[str, object]) -> dict[str, object]:
         """Return canonical name -> tensor of any class, Codes or plain value."""
         return {name: value for name, value in state.items() if value is not None}
 
@@ -132,14 +141,13 @@ class OptimizerFamily:
 
     def dtype_of(self, part: OptimizerParam, name: str) -> torch.dtype:
         """Return the dtype of a moment that is not quantized, where the optimizer leaves no choice."""
-        found: torch.dtype = part.param.dtype
-        return found
+        return part.param.dtype
 
     def like_param(self, part: OptimizerParam, name: str) -> bool:
         """Return whether the moment has the parameter's shape."""
         return True
 
-    def coded(self, part: OptimizerParam, scheme: str, signed: bool) -> object:
+    def coded(self, part: OptimizerParam, scheme: str, signed: bool) -> Moment | None:
         """Return a quantized moment where the optimizer itself would not quantize; None: impossible."""
         return None
 

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.core.state_paths import nest
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.live.optimizer import run_settings
-from ckptmap.live.optimizer.family import Codes, OptimizerParam, codes_of, local_of
+from ckptmap.live.optimizer.family import Codes, Moment, OptimizerParam, codes_of, local_of
 from ckptmap.live.optimizer.local_state import ParamOwner, is_decoded
 from ckptmap.optim.lowbit import PLAIN, QMAP
 from ckptmap.storage.lazy_tensor import LazyTensor
-from ckptmap.tensors import Box
+from ckptmap.tensors import Box, Path
 
 if TYPE_CHECKING:
     import torch
@@ -40,26 +40,29 @@ FORM = "form"
 class FlatCodes:
     """One saved entry: its form, [scheme, block size, signed, numel] or [dtype, numel], and its tensors."""
 
-    form: Sequence[Any]
+    form: Sequence[object]
     parts: Mapping[str, LazyTensor]
 
 
-def held(owners: Sequence[ParamOwner]) -> dict[str, dict[str, dict[str, Any]]]:
+def held(owners: Sequence[ParamOwner]) -> dict[str, dict[str, dict[str, object]]]:
     """Return {FQN: {entry: {part: tensor}}} for all entries of this rank that are saved decoded."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    found: dict[str, dict[str, dict[str, object]]] = {}
     for owner in owners:
         for name, value in owner.part.family.entries(owner.part.state).items():
-            if is_decoded(owner, value):
+            if is_decoded(value, owner):
                 found.setdefault(owner.fqn, {})[name] = _parts(value)
     return found
 
 
-def _parts(value: Any) -> dict[str, Any]:
+def _parts(value: Moment) -> dict[str, object]:
+    import torch
+
     codes = codes_of(value)
-    if codes is None:
-        return {FORM: _plain_form(value), PLAIN: value}
-    parts = {name: tensor.reshape(-1) for name, tensor in codes.parts.items()}
-    return {FORM: _coded_form(codes), **parts}
+    if codes is not None:
+        parts = {name: tensor.reshape(-1) for name, tensor in codes.parts.items()}
+        return {FORM: _coded_form(codes), **parts}
+    assert isinstance(value, torch.Tensor)
+    return {FORM: _plain_form(value), PLAIN: value}
 
 
 def _coded_form(codes: Codes) -> list[object]:
@@ -86,18 +89,15 @@ def recorded(
     if not _same_layout(checkpoint, targets, rank, world):
         return None
     head = (KEY, f"rank{rank}")
-    forms: dict[tuple[Any, ...], Any] = {
-        path[2:4]: value
-        for path, value in checkpoint.plain.items()
-        if path[:2] == head and path[-1] == FORM
-    }
-    parts: dict[tuple[Any, ...], dict[str, LazyTensor]] = {}
+    parts: dict[Path, dict[str, LazyTensor]] = {}
     for path, lazy in checkpoint.other.items():
         if path[:2] == head and len(path) == 5:
             parts.setdefault(path[2:4], {})[str(path[4])] = lazy
     found: dict[str, dict[str, FlatCodes]] = {}
-    for (fqn, name), form in forms.items():
-        found.setdefault(fqn, {})[name] = FlatCodes(list(form), parts.get((fqn, name), {}))
+    for path, form in checkpoint.plain.items():
+        if path[:2] == head and path[-1] == FORM and isinstance(form, Sequence):
+            entries = found.setdefault(str(path[2]), {})
+            entries[str(path[3])] = FlatCodes(list(form), parts.get(path[2:4], {}))
     return found
 
 
@@ -119,15 +119,19 @@ def fits(kept: Mapping[str, FlatCodes], part: OptimizerParam) -> bool:
     return bool(kept) and all(one.form[-1] == numel for one in kept.values())
 
 
-def filled(kept: FlatCodes, live: Any, part: OptimizerParam, reader: TensorReader) -> Any:
+def filled(
+    kept: FlatCodes, live: Moment, part: OptimizerParam, reader: TensorReader
+) -> Moment | None:
     """Return the live entry filled with the saved one, in its form; None: the optimizer has another."""
     import torch
 
     codes = codes_of(live)
     if PLAIN in kept.parts:
-        dtype: torch.dtype = getattr(torch, kept.form[0])
-        same = codes is None and local_of(live).dtype == dtype
-        plain: torch.Tensor = live if same else part.family.plain(part, dtype)
+        dtype: torch.dtype = getattr(torch, str(kept.form[0]))
+        if codes is None and isinstance(live, torch.Tensor) and local_of(live).dtype == dtype:
+            plain = live
+        else:
+            plain = part.family.plain(part, dtype)
         if plain.dtype != dtype:
             return None
         _copy(kept.parts[PLAIN], local_of(plain), reader)

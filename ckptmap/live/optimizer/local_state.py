@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import stored_form
 from ckptmap.live.model.live_tensor import LiveTensor, cut, is_dtensor, local_boxes
 from ckptmap.live.model.tensor_reader import window
-from ckptmap.live.optimizer.family import Codes, OptimizerParam, codes_of, local_of
+from ckptmap.live.optimizer.family import Codes, Moment, OptimizerParam, codes_of, local_of
 from ckptmap.live.optimizer.unwrap import parts_of
 from ckptmap.optim.lowbit import LOGICAL, LowBit
 from ckptmap.tensors import Box, Path, TensorInfo
@@ -69,7 +69,7 @@ class LocalState:
 
     holdings: list[LocalTensor] = field(default_factory=list)
     records: dict[str, Mapping[str, object]] = field(default_factory=dict)
-    values: dict[Path, Any] = field(default_factory=dict)
+    values: dict[Path, object] = field(default_factory=dict)
     """Plain values; those of the lowest rank that has them are stored."""
     decoded: list[str] = field(default_factory=list)
     """Moments that are stored decoded, since a block of their codes may span two parameters."""
@@ -191,13 +191,16 @@ def hold_optimizer(held: LocalState, mine: Sequence[ParamOwner]) -> None:
             _hold_entry(held, owner, name, value)
 
 
-def _hold_entry(held: LocalState, owner: ParamOwner, name: str, value: Any) -> None:
+def _hold_entry(held: LocalState, owner: ParamOwner, name: str, value: object) -> None:
     """Add one entry of a parameter's state, under the FQN of every tensor in it."""
     import torch
 
     codes = codes_of(value)
-    if is_decoded(owner, value):
-        value = value.float() if codes is None else decoded(codes).view(codes.shape)
+    if is_decoded(value, owner):
+        if codes is not None:
+            value = decoded(codes).view(codes.shape)
+        elif isinstance(value, torch.Tensor):
+            value = value.float()
         codes = None
         held.decoded.append(f"{owner.fqn}.{name}")
     if codes is not None:
@@ -239,7 +242,7 @@ def holds_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def is_decoded(owner: ParamOwner, value: object) -> bool:
+def is_decoded(value: object, owner: ParamOwner) -> TypeGuard[Moment]:
     """Return whether an entry is stored decoded, in float32: one of a flat parameter that is quantized,
     whose blocks may span parameters, or one in 16 bits, which another rank may have quantized."""
     import torch
@@ -254,7 +257,7 @@ def _paths(owner: ParamOwner, name: str) -> list[Path]:
     return [(*STATE, fqn, name) for target, _ in owner.members for fqn in target.names]
 
 
-def _is_like_param(owner: ParamOwner, value: Any) -> bool:
+def _is_like_param(owner: ParamOwner, value: torch.Tensor) -> bool:
     """Return whether the entry has one element for each element of the parameter."""
     if owner.is_flat:
         counts = {int(local_of(one).numel()) for one in (value, owner.part.param)}
@@ -262,7 +265,7 @@ def _is_like_param(owner: ParamOwner, value: Any) -> bool:
     return bool(value.shape == owner.part.model.shape)
 
 
-def _apart(value: Any, path: Path) -> LocalTensor:
+def _apart(value: torch.Tensor, path: Path) -> LocalTensor:
     """Return the boxes of an entry with a shape and mesh of its own: a step, a row of a matrix."""
     local = local_of(value)
     info = info_of(value.shape, local)
@@ -270,6 +273,7 @@ def _apart(value: Any, path: Path) -> LocalTensor:
         return LocalTensor(path, info, [LocalShard(Box.whole(info.shape), local)], None, True)
     mesh = value.device_mesh
     place = mesh.get_coordinate()
+    assert place is not None, "a rank that holds the entry is part of its mesh"
     boxes = cut(value.shape, mesh.shape, place, value.placements, str(path[-1]))
     primary = not any(at for at, p in zip(place, value.placements, strict=True) if p.is_replicate())
     return LocalTensor(

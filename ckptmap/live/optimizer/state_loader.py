@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.live.model.live_tensor import cut, is_dtensor, local_boxes
 from ckptmap.live.model.load_report import CastTensor, Recoded
 from ckptmap.live.model.tensor_reader import TensorReader, window
-from ckptmap.live.optimizer.family import STEP, Codes, codes_of, local_of
+from ckptmap.live.optimizer.family import STEP, Codes, Moment, codes_of, local_of
 from ckptmap.live.optimizer.flat_lowbit import FlatCodes, filled
 from ckptmap.live.optimizer.local_state import ParamOwner, decoded
 from ckptmap.live.optimizer.stored_state import Source, counted, derivation, leading, step_of
@@ -80,14 +80,14 @@ class StateLoader:
             used = {derivation(name, source, self.betas)[0] for name in blank}
             self.notes.left += [f"{target.fqn}.{name}" for name in source if name not in used]
 
-    def _entry(self, name: str, live: object, reader: TensorReader) -> Any:
+    def _entry(self, name: str, live: object, reader: TensorReader) -> object:
         import torch
 
         if name == STEP:
             return counted(live, step_of(self.lead) or 0)
         if not isinstance(live, torch.Tensor | Codes):
             return live
-        if not self._is_like_param(live):
+        if isinstance(live, torch.Tensor) and not self._has_shape_of_param(live):
             return self._apart(name, live, reader)
         if name in self.kept:
             found = self._as_it_was(name, live, reader)
@@ -96,19 +96,17 @@ class StateLoader:
         live = self._form(name, live)
         with torch.no_grad():
             codes = codes_of(live)
-            if codes is None:
+            if codes is not None:
+                if not self._copy(name, codes, reader):
+                    self._recode(name, live, codes, reader)
+            elif isinstance(live, torch.Tensor):
                 self._plain(name, live, reader)
-            elif not self._copy(name, codes, reader):
-                self._recode(name, live, codes, reader)
         return live
 
-    def _is_like_param(self, live: Any) -> bool:
-        if isinstance(live, Codes):
-            return True
-        whole = self.owner.part.model
-        return tuple(live.shape) == tuple(whole.shape)
+    def _has_shape_of_param(self, live: torch.Tensor) -> bool:
+        return tuple(live.shape) == tuple(self.owner.part.model.shape)
 
-    def _as_it_was(self, name: str, live: object, reader: TensorReader) -> object:
+    def _as_it_was(self, name: str, live: Moment, reader: TensorReader) -> Moment | None:
         """Return the live entry with the codes that this flat shard had; None: the optimizer's form is
         another."""
         import torch
@@ -123,7 +121,7 @@ class StateLoader:
 
     # ------------------------------------------------------------------ which form
 
-    def _form(self, name: str, live: object) -> object:
+    def _form(self, name: str, live: Moment) -> Moment:
         """Return the live entry in the form that `precision` asks for: the optimizer's own, or another
         that it can step with."""
         import torch
@@ -133,8 +131,10 @@ class StateLoader:
         if not family.mixed or self.policy.precision == "target":
             return live
         if self.policy.precision == "fp32":
-            plain = codes is None and local_of(live).dtype == torch.float32
-            return live if plain else family.plain(part, torch.float32)
+            if codes is None and isinstance(live, torch.Tensor):
+                if local_of(live).dtype == torch.float32:
+                    return live
+            return family.plain(part, torch.float32)
         stored = self._stored_form(name)
         if codes is None:
             if isinstance(stored, str):  # quantized in the checkpoint, and not by this optimizer
@@ -149,11 +149,11 @@ class StateLoader:
             return family.plain(part, torch.float32)  # its blocks are not this rank's
         return live
 
-    def _stored_form(self, name: str) -> Any:
+    def _stored_form(self, name: str) -> torch.dtype | str | None:
         """Return the form of this rank's boxes as stored: a scheme, a dtype or "mixed"; None: none."""
         import torch
 
-        forms: set[Any] = set()
+        forms: set[torch.dtype | str] = set()
         for (target, _), source in zip(self.owner.members, self.sources, strict=True):
             lazy = self._lazy(name, source)
             if lazy is None:
@@ -179,7 +179,7 @@ class StateLoader:
 
     # ------------------------------------------------------------------ filling
 
-    def _plain(self, name: str, live: object, reader: TensorReader) -> None:
+    def _plain(self, name: str, live: torch.Tensor, reader: TensorReader) -> None:
         local = local_of(live)
         for (target, boxes), source in zip(self.owner.windows(local), self.sources, strict=True):
             lazy, title = self._lazy(name, source), f"{target.fqn}.{name}"
@@ -239,7 +239,7 @@ class StateLoader:
             return None
         return code_places(lazy, codes, local_boxes(target))
 
-    def _recode(self, name: str, live: object, codes: Codes, reader: TensorReader) -> None:
+    def _recode(self, name: str, live: Moment, codes: Codes, reader: TensorReader) -> None:
         """Decode this rank's boxes to float32, and quantize them by the optimizer's own library."""
         import torch
 
@@ -268,7 +268,7 @@ class StateLoader:
                 form = lazy.dtype if lazy.encoding == "dense" else lazy.encoding
                 self.notes.recoded.append(Recoded(title, form, codes.scheme, error))
 
-    def _apart(self, name: str, live: Any, reader: TensorReader) -> object:
+    def _apart(self, name: str, live: torch.Tensor, reader: TensorReader) -> torch.Tensor:
         """Load a tensor of a shape of its own, a step or a row, cut as the live one."""
         lazy = self._lazy(name, self.lead)
         title = f"{self.owner.fqn}.{name}"
@@ -280,8 +280,9 @@ class StateLoader:
         local = local_of(live)
         boxes = [(Box.whole(lazy.shape), Box.whole(lazy.shape))]
         if is_dtensor(live):
-            mesh = live.device_mesh
-            boxes = cut(lazy.shape, mesh.shape, mesh.get_coordinate(), live.placements, title)
+            mesh, place_of_rank = live.device_mesh, live.device_mesh.get_coordinate()
+            assert place_of_rank is not None, "a rank that holds the entry is part of its mesh"
+            boxes = cut(lazy.shape, mesh.shape, place_of_rank, live.placements, title)
         for box, place in boxes:
             reader.dense(lazy, box, window(local, place))
         self._note(title, lazy, str(local.dtype).removeprefix("torch."), None)
@@ -331,13 +332,16 @@ def _run(shape: Sequence[int], box: Box, encoding: LowBit) -> Mapping[str, Box] 
     }
 
 
-def encode(live: object, codes: Codes, values: torch.Tensor) -> None:
+def encode(live: Moment, codes: Codes, values: torch.Tensor) -> None:
     """Quantize float32 values into live codes."""
+    import torch
+
     if codes.encoder is not None:
         codes.encoder(codes, values)
         return
     made = values.to(codes.codes.device)
     if not lowbit_codes.encode(made, codes.block_size, codes.qmap, codes.codes, codes.scale):
+        assert isinstance(live, torch.Tensor), "Codes without a tensor bring their own encoder"
         local_of(live).copy_(values)
 
 

@@ -7,7 +7,6 @@ optimizer goes on with.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ckptmap.live.optimizer.family import STEP, OptimizerFamily, OptimizerParam, is_a, step_dtype
 
@@ -20,23 +19,27 @@ class TorchAdam(OptimizerFamily):
     def claims(self, optimizer: object) -> bool:
         return is_a(optimizer, "torch.optim", "Adam", "AdamW")
 
-    def present(self, part: OptimizerParam) -> dict[str, Any]:
+    def present(self, part: OptimizerParam) -> dict[str, object]:
+        import torch
+
         names = {STEP, *self.needs(part)}
         found = self.entries(part.state)
         fits = found.keys() == names and all(
-            value.dtype == part.param.dtype and not value.is_meta
+            isinstance(value, torch.Tensor)
+            and value.dtype == part.param.dtype
+            and not value.is_meta
             for name, value in found.items()
             if name != STEP
         )
         return found if fits else {}
 
-    def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, object]:
         import torch
 
         group = part.group
         on_device = group.get("capturable") or group.get("fused")
         device = part.param.device if on_device else torch.device("cpu")
-        found: dict[str, Any] = {STEP: torch.zeros((), dtype=step_dtype(group), device=device)}
+        found: dict[str, object] = {STEP: torch.zeros((), dtype=step_dtype(group), device=device)}
         for name in self.needs(part):
             found[name] = self.plain(part, part.param.dtype)
         return found
@@ -51,7 +54,7 @@ class TorchSgd(OptimizerFamily):
     def claims(self, optimizer: object) -> bool:
         return is_a(optimizer, "torch.optim", "SGD")
 
-    def blank(self, part: OptimizerParam, source: Mapping[str, Any]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, object]:
         if not part.group.get("momentum"):
             return {}
         return {"momentum_buffer": self.plain(part, part.param.dtype)}
@@ -69,11 +72,11 @@ class TorchAdafactor(OptimizerFamily):
     def claims(self, optimizer: object) -> bool:
         return is_a(optimizer, "torch.optim", "Adafactor")
 
-    def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, object]:
         import torch
 
         param = part.param
-        found: dict[str, Any] = {STEP: torch.zeros((), dtype=step_dtype(part.group))}
+        found: dict[str, object] = {STEP: torch.zeros((), dtype=step_dtype(part.group))}
         if param.dim() < 2:
             return {**found, "variance": self.plain(part, param.dtype)}
         row, column = list(param.shape), list(param.shape)

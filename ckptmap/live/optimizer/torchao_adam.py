@@ -6,7 +6,7 @@ state[p] = {step, exp_avg: OptimState8bit, exp_avg_sq: OptimState8bit}
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.live.model.live_tensor import like
 from ckptmap.live.optimizer.family import (
@@ -23,6 +23,8 @@ from ckptmap.storage.lazy_tensor import LazyTensor
 if TYPE_CHECKING:
     import torch
 
+    from ckptmap.live.model.library_types import TorchaoOptimizer
+
 
 class TorchaoAdam(OptimizerFamily):
     """torchao's Adam and AdamW: 8 bit, 4 bit, fp8, or plain with stochastic rounding."""
@@ -34,7 +36,7 @@ class TorchaoAdam(OptimizerFamily):
     def claims(self, optimizer: object) -> bool:
         return is_a(optimizer, "torchao", "_AdamBase")
 
-    def flags(self, optimizer: Any) -> dict[str, Any]:
+    def flags(self, optimizer: TorchaoOptimizer) -> dict[str, object]:
         block = optimizer.block_size
         return {
             "block_size": "none" if block == float("inf") else int(block),
@@ -42,25 +44,27 @@ class TorchaoAdam(OptimizerFamily):
             "is_adamw": bool(optimizer.is_adamw),
         }
 
-    def rounds(self, optimizer: Any) -> bool:
+    def rounds(self, optimizer: TorchaoOptimizer) -> bool:
         return bool(optimizer.bf16_stochastic_round)
 
-    def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, Any]:
+    def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, object]:
         import torch
 
+        optimizer: TorchaoOptimizer = part.optimizer
         with torch.no_grad():
             found: dict[str, object] = {STEP: torch.zeros((), dtype=_stored_step(part, source))}
-            found["exp_avg"] = part.optimizer._new_buffer(part.param, True)
-            found["exp_avg_sq"] = part.optimizer._new_buffer(part.param, False)
+            found["exp_avg"] = optimizer._new_buffer(part.param, True)
+            found["exp_avg_sq"] = optimizer._new_buffer(part.param, False)
             if part.group.get("amsgrad"):
-                found["max_exp_avg_sq"] = part.optimizer._new_buffer(part.param, False)
+                found["max_exp_avg_sq"] = optimizer._new_buffer(part.param, False)
         return found
 
-    def coded(self, part: OptimizerParam, scheme: str, signed: bool) -> object:
-        local, block = local_of(part.param), part.optimizer.block_size
+    def coded(self, part: OptimizerParam, scheme: str, signed: bool) -> torch.Tensor | None:
+        optimizer: TorchaoOptimizer = part.optimizer
+        local, block = local_of(part.param), optimizer.block_size
         if block == float("inf") or not local.numel() or local.numel() % block:
             return None
-        made = part.optimizer._subclass_zeros(local, signed, block)
+        made = optimizer._subclass_zeros(local, signed, block)
         if KINDS.get(type(made).__name__) != scheme:
             return None
         return like(part.param, made).to(part.param.device)
