@@ -20,8 +20,11 @@ In a checkpoint `params` has FQNs."""
 class LiveOptimizer(Protocol):
     """What torch.optim.Optimizer and its subclasses in all libraries have."""
 
-    state: MutableMapping[torch.Tensor, dict[str, object]]
-    param_groups: list[ParamGroup]
+    @property
+    def state(self) -> MutableMapping[torch.Tensor, Any]: ...
+
+    @property
+    def param_groups(self) -> list[ParamGroup]: ...
 
 
 class OffloadedOptimizer(Protocol):
@@ -86,6 +89,7 @@ class TrainedInt8Weight(Protocol):
 class BnbQuantState(Protocol):
     """bitsandbytes' QuantState: scales and settings of a Params4bit."""
 
+    shape: Sequence[int]
     absmax: torch.Tensor
     blocksize: int
     quant_type: str

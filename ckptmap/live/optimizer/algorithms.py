@@ -6,8 +6,7 @@ bitsandbytes' SGD      lr, betas = (momentum, dampening)  state momentum_buffer
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 STATES = (
     ("AdEMAMix", {"exp_avg_slow"}),
@@ -59,7 +58,9 @@ def algorithm(group: Mapping[str, object], state: Collection[str] = ()) -> str:
     return next((name for key, name in MARKS.items() if key in group), OTHERS)
 
 
-def spoken(kind: str, values: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
+def spoken(
+    kind: str, values: Mapping[str, object], live: Mapping[str, object]
+) -> dict[str, object]:
     """Return the checkpoint's hyper-parameters by the names of the live group, of the same algorithm."""
     theirs, ours = "betas" in values, "betas" in live
     if kind not in SHARED or theirs == ours:
@@ -67,10 +68,16 @@ def spoken(kind: str, values: Mapping[str, Any], live: Mapping[str, Any]) -> dic
     found = {key: values[key] for key in SHARED[kind] if key in values}
     first = FIRST_BETA[kind]
     if theirs and first:
-        found[first] = values["betas"][0]
+        found[first] = _betas(values)[0]
     elif first and first in values:
-        found["betas"] = (values[first], *live["betas"][1:])
+        found["betas"] = (values[first], *_betas(live)[1:])
     return found
+
+
+def _betas(group: Mapping[str, object]) -> Sequence[object]:
+    betas = group["betas"]
+    assert isinstance(betas, Sequence), betas
+    return betas
 
 
 def unspoken(kind: str, values: Mapping[str, object], live: Mapping[str, object]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError
 from ckptmap.live.optimizer.family import STEP, OptimizerFamily, OptimizerParam
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AnyOptimizer(OptimizerFamily):
-    """Any subclass of torch.optim.Optimizer, whose state is learnt from one step of a copy."""
+    """A subclass of torch.optim.Optimizer, whose state is learnt from one step of a copy."""
 
     name = "other"
 
@@ -27,11 +27,10 @@ class AnyOptimizer(OptimizerFamily):
         return tuple(k for k, value in kept if k != STEP and isinstance(value, torch.Tensor))
 
     def like_param(self, part: OptimizerParam, name: str) -> bool:
-        return bool(self._kept(part)[name].shape == _probed(part))
+        return self._tensor(part, name).shape == _probed(part)
 
     def dtype_of(self, part: OptimizerParam, name: str) -> torch.dtype:
-        found: torch.dtype = self._kept(part)[name].dtype
-        return found
+        return self._tensor(part, name).dtype
 
     def blank(self, part: OptimizerParam, source: Mapping[str, object]) -> dict[str, object]:
         import torch
@@ -49,7 +48,15 @@ class AnyOptimizer(OptimizerFamily):
                 found[name] = torch.zeros_like(seen)
         return found
 
-    def _kept(self, part: OptimizerParam) -> Mapping[str, Any]:
+    def _tensor(self, part: OptimizerParam, name: str) -> torch.Tensor:
+        """Return an entry that `needs` names."""
+        import torch
+
+        found = self._kept(part)[name]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def _kept(self, part: OptimizerParam) -> Mapping[str, object]:
         """Return the state of a small parameter of the same dtype and group after one step with a zero
         gradient. An entry of its shape has the parameter's own shape here.
 

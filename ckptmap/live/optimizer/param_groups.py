@@ -7,7 +7,7 @@ of implementation (foreach, fused, ...) are not loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.load_report import listed
@@ -15,6 +15,9 @@ from ckptmap.live.optimizer.algorithms import algorithm, spoken, unspoken
 from ckptmap.live.optimizer.family import OptimizerParam
 from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.storage.lazy_tensor import LazyTensor
+
+if TYPE_CHECKING:
+    from ckptmap.live.model.library_types import ParamGroup, Scheduler
 
 CHOICES = (
     "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "amsgrad",
@@ -24,13 +27,17 @@ CHOICES = (
 NAMES = ("params", "param_names")
 
 
+StoredGroup: TypeAlias = Mapping[str, Any]
+"""A parameter group of a checkpoint: hyper-parameters by name, and `params`, a list of FQNs."""
+
+
 class ParamGroups:
     """The live parameter groups, matched with the checkpoint's by the parameters in them."""
 
     def __init__(
         self,
         owners: Sequence[ParamOwner],
-        stored: Sequence[Mapping[str, Any]],
+        stored: Sequence[StoredGroup],
         state: Mapping[str, Mapping[str, object]],
     ) -> None:
         """`state` is the checkpoint's by FQN: its entries identify the algorithm of a group."""
@@ -115,18 +122,18 @@ class ParamGroups:
     def _kind(self, group: Mapping[str, object]) -> str:
         return algorithm(group, self._kept_of(group))
 
-    def _kept_of(self, group: Mapping[str, Any]) -> Collection[str]:
+    def _kept_of(self, group: StoredGroup) -> Collection[str]:
         states = (self._state.get(fqn, ()) for fqn in group["params"])
         return next(filter(None, states), ())
 
-    def _live_kind(self, part: OptimizerParam, stored: Iterable[Mapping[str, Any]]) -> str:
+    def _live_kind(self, part: OptimizerParam, stored: Iterable[StoredGroup]) -> str:
         """Return the algorithm of the live optimizer. An unknown one must step to show its state, which
         is done only where the checkpoint has state to compare."""
         stateful = any(self._state.get(fqn) for group in stored for fqn in group["params"])
         known = part.family.name != "other"
         return algorithm(part.group, part.family.needs(part) if known or stateful else ())
 
-    def _setting(self, title: str, live: dict[str, object], key: str, value: object) -> None:
+    def _setting(self, title: str, live: ParamGroup, key: str, value: object) -> None:
         if key in CHOICES:
             if key in live and bool(live[key]) != bool(value):
                 self.choices.append(f"{title}: was {value}, is {live[key]}")
@@ -144,7 +151,7 @@ class ParamGroups:
             self.settings.append(f"{title}: was {plain(live[key])} here, now {plain(made)}")
         self._set.append(lambda: self._put(live, key, made))
 
-    def _put(self, group: dict[str, Any], key: str, value: Any) -> None:
+    def _put(self, group: ParamGroup, key: str, value: Any) -> None:
         """Set a value, of a tensor in place: a compiled step and a scheduler hold the object. A tensor
         that several groups share, as torch's defaults are, is replaced, or all would get the value
         of the last group."""
@@ -170,23 +177,24 @@ def _forms(
                 yield f"group {number} {key}: was {was}, is {now}"
 
 
-def _form(value: Any) -> str:
+def _form(value: object) -> str:
     import torch
 
     if isinstance(value, list | tuple | Mapping) and value:
         return _form(next(iter(value.values() if isinstance(value, Mapping) else value)))
-    tensor = isinstance(value, torch.Tensor | LazyTensor)
-    return f"a {str(value.dtype).removeprefix('torch.')} tensor" if tensor else "no tensor"
+    if isinstance(value, torch.Tensor | LazyTensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor"
+    return "no tensor"
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Return a value without tensors: a tensor of one element is its number, in a list too, as betas
     may be. A dict of 0, 1, ... is the list that a file with tensors in it has taken apart."""
     import torch
 
     if isinstance(value, Mapping) and value and [*value] == [*range(len(value))]:
         value = [*value.values()]
-    if type(value) in (list, tuple):
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return type(value)(map(plain, value))
     if isinstance(value, LazyTensor):
         value = value.read()
@@ -209,11 +217,11 @@ def _shortest(number: float) -> float:
     return number
 
 
-def fitted(live: object, value: Any) -> Any:
+def fitted(live: object, stored: object) -> object:
     """Return the checkpoint's value in the type of the live one."""
     import torch
 
-    value = plain(value)
+    value: Any = plain(stored)
     if isinstance(live, torch.Tensor) and not isinstance(value, list | tuple):
         return torch.full_like(live, float(value))
     if isinstance(live, list | tuple) and isinstance(value, list | tuple):
@@ -228,7 +236,7 @@ def fitted(live: object, value: Any) -> Any:
     return value
 
 
-def load_scheduler(scheduler: Any, state: Mapping[str, object]) -> None:
+def load_scheduler(scheduler: Scheduler, state: Mapping[str, object]) -> None:
     """Set a scheduler to its saved state, each value in the type of the live one.
 
     Raises LoadError CKM508 where it is another scheduler's."""

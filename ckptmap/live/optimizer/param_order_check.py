@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.optim.index_order import MODEL_ORDER, fits
+from ckptmap.storage.lazy_tensor import LazyTensor
 
 
 def refuse_other_order(
@@ -65,7 +65,7 @@ def _grouped(owners: Sequence[ParamOwner]) -> list[list[ParamOwner]]:
     return list(found.values())
 
 
-def _fits(state: Mapping[str, Any], target: LiveTensor) -> bool:
+def _fits(state: Mapping[str, LazyTensor], target: LiveTensor) -> bool:
     shapes = ((name, lazy.shape) for name, lazy in state.items() if lazy.shape)
     return all(fits(name, shape, tuple(target.tensor.shape)) for name, shape in shapes)
 

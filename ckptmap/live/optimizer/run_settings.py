@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptmap.live.model.flat_params import FlatParamTensor
 from ckptmap.live.model.live_form import live_forms, logical_info
@@ -19,6 +19,9 @@ from ckptmap.live.optimizer.unwrap import family_of, inner_optimizers, is_offloa
 if TYPE_CHECKING:
     import torch
 
+Settings: TypeAlias = dict[str, Any]
+"""Settings of a run by name: plain values, and dicts of them."""
+
 VERSION = 1
 KEY = "ckptmap"
 """Key of the settings among the extra values."""
@@ -26,13 +29,13 @@ KEY = "ckptmap"
 
 def describe(
     model: torch.nn.Module, optimizer: object, targets: Sequence[LiveTensor], world: int
-) -> dict[str, Any]:
+) -> Settings:
     """Return the settings of this rank as plain values."""
     import torch
 
     elsewhere = fallback_device(targets)  # for tensors that are on meta until they are loaded
     devices = sorted({device_for(target, elsewhere).type for target in targets})
-    found: dict[str, Any] = {
+    found: Settings = {
         "version": VERSION,
         "world_size": world,
         "mesh": meshes(targets),
@@ -80,15 +83,15 @@ def _version(library: str) -> str:
         return "?"
 
 
-def meshes(targets: Sequence[LiveTensor]) -> list[list[Any]]:
+def meshes(targets: Sequence[LiveTensor]) -> list[list[object]]:
     """Return [mesh shape, dim names, placements] of every combination that occurs."""
-    seen: dict[str, list[Any]] = {}
+    seen: dict[str, list[object]] = {}
     for target in targets:
-        tensor: Any = target.tensor
+        tensor = target.tensor
         if is_dtensor(tensor):
             mesh = tensor.device_mesh
             names = list(mesh.mesh_dim_names or ())
-            entry = [list(mesh.shape), names, [str(p) for p in tensor.placements]]
+            entry: list[object] = [list(mesh.shape), names, [str(p) for p in tensor.placements]]
             seen.setdefault(repr(entry), entry)
     return list(seen.values())
 
@@ -101,7 +104,7 @@ def layout_digest(
     becomes = becomes or {}
     digest = hashlib.blake2b(digest_size=8)
     for target in sorted(targets, key=lambda target: target.fqn):
-        boxes: Any
+        boxes: object
         if isinstance(target, FlatParamTensor):
             boxes = (target.first, target.count, target.at)
         elif whole := logical_info(target):
@@ -118,7 +121,7 @@ def compile_mode(model: torch.nn.Module) -> dict[str, object]:
     import torch
 
     names = [name for name, module in model.named_modules() if _is_compiled(module)]
-    found: dict[str, Any] = {"modules": names, "stance": _stance()}
+    found: dict[str, object] = {"modules": names, "stance": _stance()}
     inductor = getattr(torch, "_inductor", None)
     config = getattr(inductor, "config", None)
     if config is not None:
@@ -146,7 +149,7 @@ def _stance() -> str:
 # ------------------------------------------------------------------------------- compared
 
 
-def differences(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
+def differences(saved: Mapping[str, Any], live: Settings) -> list[str]:
     """Return a phrase for every setting that differs: its name, the recorded value, the live value."""
     found = []
     titles = {
@@ -169,7 +172,7 @@ def differences(saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _inside(title: str, saved: Any, live: Any) -> list[str]:
+def _inside(title: str, saved: Settings | None, live: Settings | None) -> list[str]:
     saved, live = saved or {}, live or {}
     keys = [key for key in {**saved, **live} if saved.get(key) != live.get(key)]
     return [_phrase(f"{title} {key}", saved.get(key), live.get(key)) for key in keys]

@@ -131,9 +131,9 @@ class StateLoader:
         if not family.mixed or self.policy.precision == "target":
             return live
         if self.policy.precision == "fp32":
-            if isinstance(live, torch.Tensor) and codes is None:
-                is_float32 = local_of(live).dtype == torch.float32
-                return live if is_float32 else family.plain(part, torch.float32)
+            local = local_of(live)
+            if codes is None and isinstance(local, torch.Tensor) and local.dtype == torch.float32:
+                return live
             return family.plain(part, torch.float32)
         stored = self._stored_form(name)
         if codes is None:

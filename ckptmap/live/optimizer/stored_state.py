@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptmap.live.optimizer.family import STEP
 from ckptmap.storage.lazy_tensor import LazyTensor
+
+if TYPE_CHECKING:
+    import torch
 
 Source = Mapping[str, Any]
 """State of one parameter: canonical name -> LazyTensor or plain value."""
@@ -31,7 +34,7 @@ def leading(sources: Sequence[Source]) -> Source:
     return max(stepped, key=lambda source: step_of(source) or 0)
 
 
-def counted(live: object, number: float) -> Any:
+def counted(live: object, number: float) -> torch.Tensor | int:
     """Return a step count in the live optimizer's type, or in a wider one where that cannot hold it: in
     bfloat16 1001 would be 1000, and stay 1000."""
     import torch

@@ -11,7 +11,7 @@ other source is quantized with the settings of the live weight.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_form import (
@@ -28,11 +28,14 @@ from ckptmap.live.model.tensor_reader import TensorReader
 from ckptmap.planning.kept_codes import code_grid
 from ckptmap.quantization.nf4 import kernels as nf4_codes
 from ckptmap.quantization.nf4.encoding import DATA, FACTOR, MEAN, SCALERS, TABLE
+from ckptmap.quantization.nf4.encoding import NF4 as Nf4Encoding
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import Box, TensorInfo
 
 if TYPE_CHECKING:
     import torch
+
+    from ckptmap.live.model.library_types import BnbQuantState
 
 LIVE_CLASS = "Params4bit"
 NF4 = "nf4"
@@ -120,7 +123,7 @@ def refuse(target: LiveTensor, reason: str) -> LoadError:
     )
 
 
-def live_state(target: LiveTensor) -> Any:
+def live_state(target: LiveTensor) -> BnbQuantState | None:
     """Return the QuantState of a quantized weight; None: it is not quantized yet."""
     return getattr(target.tensor, "quant_state", None) if is_live(target) else None
 
@@ -189,10 +192,13 @@ def put(reader: TensorReader, source: LazyTensor, target: LiveTensor, device: to
 
     if source.encoding == NF4:
         codes, state = _from_nf4(reader, source, device)
-    elif keeps_codes(source, target):
-        codes, state = _from_codes(source, live_state(target), device)
     else:
-        codes, state = _quantized(reader, source, live_state(target), device)
+        live = live_state(target)
+        assert live is not None, f"{target.fqn} has no settings to quantize with"
+        if keeps_codes(source, target):
+            codes, state = _from_codes(source, live, device)
+        else:
+            codes, state = _quantized(reader, source, live, device)
     for module, name in target.places:
         weight = bitsandbytes.nn.Params4bit(
             codes.view(-1, 1), requires_grad=False, quant_state=state,
@@ -200,15 +206,16 @@ def put(reader: TensorReader, source: LazyTensor, target: LiveTensor, device: to
             quant_type=state.quant_type, module=module, bnb_quantized=True,
         )  # fmt: skip
         setattr(module, name, weight)
-        module.quant_state = state
+        module.quant_state = state  # type: ignore[assignment]
 
 
 def _from_nf4(
     reader: TensorReader, source: LazyTensor, device: torch.device
-) -> tuple[torch.Tensor, Any]:
+) -> tuple[torch.Tensor, BnbQuantState]:
     from bitsandbytes.functional import QuantState
 
-    encoding: Any = source.encoding_
+    encoding = source.encoding_
+    assert isinstance(encoding, Nf4Encoding), "asked before"
     parts = {
         name: reader.part(source, name, Box.whole(part.info.shape), device)
         for name, part in source.parts.items()
@@ -223,7 +230,9 @@ def _from_nf4(
     return parts[DATA], state
 
 
-def _from_codes(source: LazyTensor, live: Any, device: torch.device) -> tuple[torch.Tensor, object]:
+def _from_codes(
+    source: LazyTensor, live: BnbQuantState, device: torch.device
+) -> tuple[torch.Tensor, BnbQuantState]:
     """Return bitsandbytes' own codes, and a state with the decoded scales in float32."""
     import torch
     from bitsandbytes.functional import QuantState, get_4bit_type
@@ -241,8 +250,8 @@ def _from_codes(source: LazyTensor, live: Any, device: torch.device) -> tuple[to
 
 
 def _quantized(
-    reader: TensorReader, source: LazyTensor, live: Any, device: torch.device
-) -> tuple[torch.Tensor, object]:
+    reader: TensorReader, source: LazyTensor, live: BnbQuantState, device: torch.device
+) -> tuple[torch.Tensor, BnbQuantState]:
     """Quantize by bitsandbytes, with the live weight's settings."""
     import torch
     from bitsandbytes.functional import quantize_4bit
@@ -250,7 +259,7 @@ def _quantized(
     values = torch.empty(source.shape, dtype=live.dtype, device=device)
     with reader.meter.hold(values.nbytes, device):
         reader.decoded(source, Box.whole(source.shape), values)
-        made: tuple[torch.Tensor, Any] = quantize_4bit(
+        made: tuple[torch.Tensor, BnbQuantState] = quantize_4bit(
             values, blocksize=live.blocksize, compress_statistics=live.nested,
             quant_type=live.quant_type,
         )  # fmt: skip

@@ -9,7 +9,7 @@ is alone in its bucket. `prepare_ddp` makes DDP ignore NF4 weights, and broadcas
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.rank_group import RankGroup
@@ -31,8 +31,8 @@ def prepare_ddp(model: torch.nn.Module, source: int = 0) -> tuple[str, ...]:
 
     names = [name for name, param in model.named_parameters() if _is_nf4(param)]
     known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    ignore(model, [*known, *names])
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(model, [*known, *names])  # type: ignore[no-untyped-call]
     peers = RankGroup.join("replicas")
     if len(set(map(tuple, peers.all(names)))) > 1:
         raise LoadError(
@@ -80,6 +80,6 @@ def _is_nf4(param: torch.Tensor) -> bool:
     return type(param).__name__ == LIVE_CLASS
 
 
-def _parts(param: Any) -> list[torch.Tensor]:
+def _parts(param: torch.Tensor) -> list[torch.Tensor]:
     _, _, parts = from_torchao(param.detach())
     return list(parts.values())

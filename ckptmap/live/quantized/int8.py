@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from ckptmap.core.quantized_codes import Coded, CodeGrid
 from ckptmap.errors import LoadError, RunError
@@ -36,6 +36,7 @@ from ckptmap.tensors import Box
 if TYPE_CHECKING:
     import torch
 
+    from ckptmap.live.model.library_types import Int8Weight
 
 LIVE_CLASSES = ("Int8Tensor", "ShardedInt8")
 """Of a whole weight, and of one that fully_shard cuts."""
@@ -65,14 +66,16 @@ class Int8Form(LiveForm):
         return LoadStep(run, quantizes=True)
 
     def overwrite(self, reader: TensorReader, source: LazyTensor, target: LiveTensor) -> None:
-        local: Any = target.local
+        device = target.local.device
         rows = rows_of(target, source) if is_int8(source) else ""
         if isinstance(rows, str):
-            made: Any = quantize_rows(reader, source, target, local.device)
+            made = quantize_rows(reader, source, target, device)
         else:
-            made = read_rows(reader, source, rows, local.device)
-        local.qdata.copy_(made.qdata)
-        local.scale.copy_(made.scale.view(local.scale.shape))
+            made = read_rows(reader, source, rows, device)
+        live = target.local
+        assert _is_int8_weight(live) and _is_int8_weight(made)
+        live.qdata.copy_(made.qdata)
+        live.scale.copy_(made.scale.view(live.scale.shape))
 
     def quantized(
         self, reader: TensorReader, source: LazyTensor, target: LiveTensor
@@ -241,12 +244,17 @@ def _computing_as(old: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------- to be saved
 
 
+def _is_int8_weight(tensor: torch.Tensor) -> TypeGuard[Int8Weight]:
+    return type(tensor).__name__ in LIVE_CLASSES
+
+
 def _plain_parts(target: LiveTensor) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """Return codes, scales in the shape of their grid, and blocks of a live weight.
 
     Raises LoadError CKM505 where its zero points are not zero.
     """
-    local: Any = target.local
+    local = target.local
+    assert _is_int8_weight(local)
     if local.zero_point is not None and bool(local.zero_point.count_nonzero()):
         raise LoadError(
             "CKM505",
@@ -268,9 +276,7 @@ def quantize_rows(
     from ckptmap.quantization.blockwise.quantizer import quantize_rows as by_rows
     from ckptmap.quantization.blockwise.rounding_rules import TorchaoInt8
 
-    old: Any = target.local
-    boxes = target.windows(old)
-    ((box, _),) = boxes
+    ((box, _),) = target.windows(target.local)
     values = torch.empty(box.sizes, dtype=target.tensor.dtype, device=device)
     with reader.meter.hold(values.nbytes + box.numel + 4 * box.sizes[0], device):
         reader.decoded(source, box, values)

@@ -10,7 +10,7 @@ loads would give two models.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from ckptmap.core.quantized_codes import Coded
 from ckptmap.errors import LoadError, RunError
@@ -25,6 +25,8 @@ from ckptmap.tensors import Box
 
 if TYPE_CHECKING:
     import torch
+
+    from ckptmap.live.model.library_types import TrainedInt8Weight
 
 
 class TrainedInt8Form(LiveForm):
@@ -51,9 +53,14 @@ class TrainedInt8Form(LiveForm):
         # A tensor of a state dict has no module, and passes as a dense one.
         if not target.places or not self.is_live(target):
             return None
-        local: Any = target.local
-        block = (1, local.shape[1])
-        return stored_int8(target, fqn, local.int_data, local.scale.unsqueeze(1), block)
+        live = target.local
+        block = (1, live.shape[1])
+        assert _is_trained_int8(live)
+        return stored_int8(target, fqn, live.int_data, live.scale.unsqueeze(1), block)
+
+
+def _is_trained_int8(tensor: torch.Tensor) -> TypeGuard[TrainedInt8Weight]:
+    return type(tensor).__name__ == TRAINED
 
 
 def kept_scales(target: LiveTensor, source: LazyTensor) -> torch.Tensor | None:
@@ -77,7 +84,8 @@ def fill(
     reader: TensorReader, source: LazyTensor, target: LiveTensor, scales: torch.Tensor | None
 ) -> None:
     """Fill this rank's rows: with the checkpoint's codes where `scales` are given, else quantized."""
-    live: Any = target.local
+    live = target.local
+    assert _is_trained_int8(live)
     for box, place in local_boxes(target):
         first, count = place.offsets[0], place.sizes[0]
         if scales is None:
@@ -91,7 +99,7 @@ def fill(
 
 
 def _quantized(
-    reader: TensorReader, source: LazyTensor, box: Box, live: Any
+    reader: TensorReader, source: LazyTensor, box: Box, live: TrainedInt8Weight
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a box by the rule of the module that defines the live weight's class."""
     import torch

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.errors import LoadError
@@ -86,7 +86,7 @@ class NF4Form(LiveForm):
         return replace(step, quantizes=not keeps_codes(source, rows))
 
     def overwrite(self, reader: TensorReader, source: LazyTensor, target: LiveTensor) -> None:
-        local: Any = target.local
+        local = target.local
         _, live, _ = from_torchao(local)
         whole = TensorInfo(source.shape, target.dtype)
         same = source.encoding == ENCODING and source.dtype == target.dtype
@@ -105,7 +105,7 @@ class NF4Form(LiveForm):
         regrouped = replace(found, scaler_block_size=live.scaler_block_size)
         rows = NF4Rows(TensorInfo(box.sizes, whole.dtype), whole, found, regrouped, box)
         make = read_rows if same else quantize_rows
-        made: Any = make(reader, source, rows, local.device)
+        made = make(reader, source, rows, local.device)
         for name in PARTS:
             getattr(local, name).copy_(getattr(made, name))
 
@@ -197,8 +197,7 @@ def can_hold(target: LiveTensor) -> str:
 def rows_of(target: LiveTensor, info: TensorInfo, encoding: NF4) -> NF4Rows | str:
     """Return this rank's rows; a text: why they cannot be held as an NF4Tensor."""
     rank, world = 0, 1
-    tensor: Any = target.tensor
-    if is_dtensor(tensor):
+    if is_dtensor(target.tensor):
         sharding = row_shard(target, "NF4")
         if isinstance(sharding, str):
             return sharding

@@ -28,6 +28,7 @@ from ckptmap.live.optimizer.local_state import (
     LocalShard,
     LocalState,
     LocalTensor,
+    ParamOwner,
     hold_model,
     hold_optimizer,
     holds_tensor,
@@ -42,6 +43,8 @@ from ckptmap.tensors import Box, Path
 
 if TYPE_CHECKING:
     import torch
+
+    from ckptmap.live.model.library_types import ParamGroup, Scheduler
 
 _last: list[SaveHandle] = []
 """The save that may still be running: the next one waits for it."""
@@ -95,10 +98,10 @@ def save(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    scheduler: object = None,
+    scheduler: Scheduler | None = None,
     *,
     step: int | None = None,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
     overwrite: bool = False,
     replicas: str = "check",
     background: bool = True,
@@ -166,7 +169,7 @@ def _check(
     argument_checks.choice("replicas", replicas, ("check", "first"))
 
 
-def _extra_values(step: int | None, extra: Mapping[str, object] | None) -> dict[str, Any]:
+def _extra_values(step: int | None, extra: Mapping[str, object] | None) -> dict[str, object]:
     """Return the caller's own values by name, `step` first. Raises ArgumentError CKM516."""
     if step is None:
         return argument_checks.extra(extra, ())
@@ -217,17 +220,17 @@ def _lost(buffers: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _ordered(values: Mapping[Path, object]) -> dict[Path, Any]:
+def _ordered(values: Mapping[Path, object]) -> dict[Path, object]:
     return {path: values[path] for path in sorted(values, key=lambda path: tuple(map(str, path)))}
 
 
 def _held(
     model: torch.nn.Module,
     optimizer: object,
-    scheduler: Any,
+    scheduler: Scheduler | None,
     peers: RankGroup,
     random_state: Mapping[str, object],
-    extra: Mapping[str, Any],
+    extra: Mapping[str, object],
 ) -> LocalState:
     held = LocalState()
     targets, _ = find_targets(model)
@@ -265,9 +268,9 @@ def _held(
     return held
 
 
-def _groups(mine: Any) -> list[dict[str, Any]]:
+def _groups(mine: Sequence[ParamOwner]) -> list[ParamGroup]:
     """Return the parameter groups: hyper-parameters, and `params` by FQN."""
-    groups: dict[int, dict[str, Any]] = {}
+    groups: dict[int, ParamGroup] = {}
     for owner in mine:
         group = owner.part.group
         known = groups.setdefault(
@@ -281,7 +284,7 @@ def _groups(mine: Any) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def _values(held: LocalState, path: Path, value: Any, private: bool = False) -> None:
+def _values(held: LocalState, path: Path, value: object, private: bool = False) -> None:
     """Add a nested value to what this rank holds: tensors as tensors, the rest as plain values."""
     import torch
 
@@ -296,12 +299,12 @@ def _values(held: LocalState, path: Path, value: Any, private: bool = False) -> 
     elif isinstance(value, Mapping):
         for key, item in value.items():
             _values(held, (*path, key), item, private)
-    else:
+    elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             _values(held, (*path, ListIndex(number)), item, private)
 
 
-def _require_plain(path: Path, value: Any) -> None:
+def _require_plain(path: Path, value: torch.Tensor) -> None:
     """Raise ArgumentError CKM516 for a tensor whose values are not plain bytes on this rank."""
     import torch
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass

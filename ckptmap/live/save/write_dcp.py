@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap import registry
 from ckptmap.checkpoint.open import open as open_checkpoint
@@ -34,12 +34,14 @@ if TYPE_CHECKING:
 WRITER = "dcp"
 
 
-def snapshot(mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool) -> dict[Any, Any]:
+def snapshot(
+    mine: Mapping[tuple[Path, Box], torch.Tensor], copied: bool
+) -> dict[tuple[Path, Box], torch.Tensor]:
     """Return the values on the CPU in row-major order; with `copied` always as copies, since training
     goes on changing the live ones."""
     import torch
 
-    found: dict[Any, Any] = {}
+    found: dict[tuple[Path, Box], torch.Tensor] = {}
     for key, values in mine.items():
         values = values.detach()
         pinned = values.is_cuda
@@ -83,8 +85,8 @@ class WrittenFile:
 
 
 def write(
-    layout: FileLayout, values: Mapping[tuple[Path, Box], object], dst: FilePath, overwrite: bool,
-    peers: RankGroup,
+    layout: FileLayout, values: Mapping[tuple[Path, Box], torch.Tensor], dst: FilePath,
+    overwrite: bool, peers: RankGroup,
 ) -> tuple[str, ...]:  # fmt: skip
     """Write and publish the files; return the notes of rank 0. Every rank calls it.
 
@@ -128,7 +130,9 @@ def _mine(files: Sequence[OutFile], rank: int) -> list[OutFile]:
     ]
 
 
-def _write_file(path: FilePath, file: OutFile, values: Mapping[Any, Any]) -> WrittenFile:
+def _write_file(
+    path: FilePath, file: OutFile, values: Mapping[tuple[Path, Box], torch.Tensor]
+) -> WrittenFile:
     import xxhash
 
     digests, crcs = [], []
@@ -174,15 +178,14 @@ def _finish(layout: FileLayout, out_dir: FilePath, written: Sequence[WrittenFile
 
 def _document(layout: FileLayout, digests: Mapping[str, Sequence[str]]) -> dict[str, object]:
     """Return the manifest, as of a conversion whose source is a live run."""
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, dict[str, object]] = {}
+    chunks: dict[str, list[tuple[object, ...]]] = {}
     for file in layout.files:
         for slot, digest in zip(file.slots, digests[file.name], strict=True):
-            key = ".".join(map(str, slot.path))
-            entry = tensors.setdefault(key, {"fqn": _fqn(slot.path), "chunks": []})
-            box = slot.box
-            entry["chunks"].append(
-                (file.name, slot.offset, slot.nbytes, box.offsets, box.sizes, digest)
-            )
+            key, box = ".".join(map(str, slot.path)), slot.box
+            mine = chunks.setdefault(key, [])
+            mine.append((file.name, slot.offset, slot.nbytes, box.offsets, box.sizes, digest))
+            tensors[key] = {"fqn": _fqn(slot.path), "chunks": mine}
     return {
         "schema": manifest.SCHEMA,
         "ckptmap": __version__,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap import registry
 from ckptmap.errors import LoadError
@@ -100,7 +100,7 @@ def quantized(state: State, encoding: str, max_memory: int) -> dict[str, torch.T
         )
     scheme = next(found for found in registry.schemes() if found.suffix == encoding)
     live = open_state_dict(state, RankGroup(), "model")
-    made: dict[str, Any] = dict(state)
+    made = dict(state)
     with live.memory.readable(), torch.no_grad():
         reader = LiveReader(live.checkpoint.files, max_memory, live.memory)
         for fqn in live.checkpoint:

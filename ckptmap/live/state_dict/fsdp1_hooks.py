@@ -23,6 +23,9 @@ from ckptmap.mapping.wrappers import strip_wrappers
 
 if TYPE_CHECKING:
     import torch
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    from ckptmap.live.model.library_types import LiveOptimizer
 
 FLAT = ("_flat_param", "flat_param")
 """The key of a unit's flat parameter in a LOCAL_STATE_DICT."""
@@ -41,7 +44,7 @@ class Fsdp1Hooks:
 
     def _load(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    ) -> _IncompatibleKeys:
         """Load as `torch.nn.Module.load_state_dict`, but fill parameters in place also with `assign`.
         Raises RuntimeError as torch does, after loading what fits."""
         from torch.nn.modules.module import _IncompatibleKeys
@@ -51,7 +54,9 @@ class Fsdp1Hooks:
         targets, homeless = find_targets(model)
         peers = joined(weights, model)
         if any(peers.all(any(key.rpartition(".")[2] in FLAT for key in weights))):
-            return type(model).load_state_dict(model, state_dict, strict=strict, assign=assign)
+            own = type(model).load_state_dict
+            keys: _IncompatibleKeys = own(model, state_dict, strict=strict, assign=assign)
+            return keys
         with peers.together():
             config = self._config or getattr(model, "config", None)
             named = renamed(weights, targets, config, None)
@@ -101,7 +106,7 @@ def set_extra_state(
 
 
 def is_own_state(
-    optimizer: object,
+    optimizer: LiveOptimizer,
     state_dict: Mapping[str, object],
     owners: Sequence[ParamOwner],
     peers: RankGroup,
@@ -112,7 +117,7 @@ def is_own_state(
     return all(peers.all(flat and _is_local(optimizer, state_dict)))
 
 
-def _is_local(optimizer: Any, state_dict: Mapping[str, Any]) -> bool:
+def _is_local(optimizer: LiveOptimizer, state_dict: Mapping[str, Any]) -> bool:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = state_dict.get("state", {})
     if not all(type(key) is int and key < len(params) for key in state):

@@ -11,8 +11,8 @@ Source: torch 2.13, torch/distributed/fsdp/_state_dict_utils.py and _shard_utils
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.flat_params import FlatParamTensor, handles
@@ -23,6 +23,7 @@ from ckptmap.tensors import Box
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
 OWN_SEGMENTS = (SEGMENTS["fsdp1"], SEGMENTS["checkpoint"])
 """Segments that FSDP1 and checkpoint wrappers add to module paths, and leave out of state dicts."""
@@ -39,23 +40,23 @@ class FlatShadow(ShadowTensor):
     rows   box of the tensor that this rank has in the state dict
     """
 
-    flat: Any = None
-    owner: Any = None
+    flat: FlatParamTensor = field(kw_only=True)
+    owner: FullyShardedDataParallel = field(kw_only=True)
     rows: Box = WHOLE_SCALAR
 
     @property
     def tensor(self) -> torch.Tensor:
         """A tensor on meta, with shape and dtype."""
-        found: torch.Tensor = self.flat.tensor
-        return found
+        return self.flat.tensor
 
     @property
     def local(self) -> torch.Tensor:
         made = self.made.get("")
         if made is not None:
             return made
-        shard: torch.Tensor = self.flat.shard
-        return shard.new_empty(1).expand(self.rows.sizes)  # its shape and device, no memory
+        return self.flat.shard.new_empty(1).expand(
+            self.rows.sizes
+        )  # its shape and device, no memory
 
     def windows(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
         return [(self.rows, local)] if self.rows.numel else []
@@ -89,7 +90,7 @@ def shadows(model: torch.nn.Module, targets: Sequence[LiveTensor]) -> list[Shado
     ]
 
 
-def _flat_shadow(flat: FlatParamTensor, owner: Any) -> FlatShadow:
+def _flat_shadow(flat: FlatParamTensor, owner: FullyShardedDataParallel) -> FlatShadow:
     if _type(owner) == "LOCAL_STATE_DICT":
         raise LoadError(
             "CKM505",
@@ -106,17 +107,18 @@ def _flat_shadow(flat: FlatParamTensor, owner: Any) -> FlatShadow:
     )  # fmt: skip
 
 
-def is_sharded_type(owner: Any) -> bool:
+def is_sharded_type(owner: FullyShardedDataParallel) -> bool:
     """Return whether the module's state dict has only this rank's rows; with NO_SHARD it never does."""
     return _type(owner) == "SHARDED_STATE_DICT" and owner.sharding_strategy.name != "NO_SHARD"
 
 
-def _type(owner: Any) -> str:
-    found: str = owner._state_dict_type.name
-    return found
+def _type(owner: FullyShardedDataParallel) -> str:
+    return owner._state_dict_type.name
 
 
-def _sharded(local: torch.Tensor, shape: Sequence[int], rows: Box, owner: Any) -> torch.Tensor:
+def _sharded(
+    local: torch.Tensor, shape: Sequence[int], rows: Box, owner: FullyShardedDataParallel
+) -> torch.Tensor:
     """Return a ShardedTensor over the ranks that share the module, made without communication."""
     import torch
     from torch.distributed import get_global_rank
@@ -129,6 +131,7 @@ def _sharded(local: torch.Tensor, shape: Sequence[int], rows: Box, owner: Any) -
     from torch.distributed._shard.sharded_tensor.shard import Shard
 
     group, world = owner.process_group, owner.world_size
+    assert group is not None, "a unit of FSDP1 has a group"
     pieces = []
     for rank in range(world):
         start, stop = chunk_bounds(shape[0], world, rank)

@@ -30,6 +30,7 @@ from ckptmap.tensors import TensorInfo
 
 if TYPE_CHECKING:
     import torch
+    from torch.nn.modules.module import _IncompatibleKeys
 
     from ckptmap.checkpoint.checkpoint import Checkpoint
 
@@ -79,11 +80,15 @@ def install(
 
 
 class _ModuleHooks:
-    def __init__(self, handle: Handle, model: Any, config: object, max_memory: int) -> None:
+    def __init__(
+        self, handle: Handle, model: torch.nn.Module, config: object, max_memory: int
+    ) -> None:
         self._handle, self._config, self._max_memory = handle, config, max_memory
         self._prefix: str | None = None
-        handle.add(model.register_load_state_dict_pre_hook(self._before).remove)
-        handle.add(model.register_load_state_dict_post_hook(self._after).remove)
+        before = model.register_load_state_dict_pre_hook(self._before)  # type: ignore[no-untyped-call]
+        after = model.register_load_state_dict_post_hook(self._after)  # type: ignore[no-untyped-call]
+        handle.add(before.remove)
+        handle.add(after.remove)
 
     def _before(
         self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
@@ -109,7 +114,7 @@ class _ModuleHooks:
         for key in weights:
             del state_dict[prefix + key]
 
-    def _after(self, module: torch.nn.Module, incompatible: Any) -> None:
+    def _after(self, module: torch.nn.Module, incompatible: _IncompatibleKeys) -> None:
         """Correct torch's missing keys: it was not given the tensors that are loaded already."""
         if self._prefix is None:
             return
@@ -122,17 +127,17 @@ class _ModuleHooks:
         incompatible.unexpected_keys.extend(prefix + key for key in report.unexpected)
 
 
-def _fits(state: Mapping[str, object], module: torch.nn.Module) -> bool:
+def _fits(state: Mapping[str, torch.Tensor], module: torch.nn.Module) -> bool:
     """Return whether torch can take the state dict alone: nothing quantized, the same names, shapes,
     meshes and placements."""
     live = {k: v for k, v in module.state_dict().items() if not k.endswith(EXTRA_STATE)}
     return set(live) == set(state) and all(_alike(live[key], state[key]) for key in live)
 
 
-def _alike(live: Any, given: Any) -> bool:
+def _alike(live: torch.Tensor, given: torch.Tensor) -> bool:
     if is_dtensor(live) != is_dtensor(given) or live.shape != given.shape:
         return False
-    if is_dtensor(live):
+    if is_dtensor(live) and is_dtensor(given):
         local, other = live.to_local(), given.to_local()
         same = live.device_mesh == given.device_mesh and live.placements == given.placements
     else:
@@ -151,7 +156,7 @@ class _OptimizerHooks:
         self,
         handle: Handle,
         model: torch.nn.Module,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         precision: str,
         max_memory: int,
     ) -> None:
@@ -159,26 +164,28 @@ class _OptimizerHooks:
 
         self._handle, self._model, self._optimizer = handle, model, optimizer
         self._precision, self._max_memory = precision, max_memory
-        self._state: dict[Any, Any] | None = None
+        self._state: dict[torch.Tensor, object] | None = None
         if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
             handle.add(optimizer.register_load_state_dict_pre_hook(self._before).remove)
             handle.add(optimizer.register_load_state_dict_post_hook(self._after).remove)
         else:  # the optimizer's class has a method of its own that calls no hooks
-            optimizer.load_state_dict = self._in_place_of
+            optimizer.__dict__["load_state_dict"] = self._in_place_of
             handle.add(lambda: optimizer.__dict__.pop("load_state_dict", None))
 
-    def _before(self, optimizer: Any, state_dict: Mapping[str, object]) -> dict[str, object] | None:
+    def _before(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, object]
+    ) -> dict[str, object] | None:
         if not self._load(state_dict):
             return None
         self._state = dict(optimizer.state)
         return _groups_alone(optimizer)
 
-    def _after(self, optimizer: Any) -> None:
+    def _after(self, optimizer: torch.optim.Optimizer) -> None:
         if self._state is not None:
             optimizer.state.update(self._state)
             self._state = None
 
-    def _in_place_of(self, state_dict: Mapping[str, object]) -> None:
+    def _in_place_of(self, state_dict: dict[str, object]) -> None:
         if not self._load(state_dict):
             type(self._optimizer).load_state_dict(self._optimizer, state_dict)
 
@@ -252,7 +259,7 @@ def live_order(
     return [[target.fqn for target in group] for group in ordered]
 
 
-def _groups_alone(optimizer: Any) -> dict[str, object]:
+def _groups_alone(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return a state dict of the optimizer's own groups, with parameters by number and no state."""
     groups, first = [], 0
     for group in optimizer.param_groups:

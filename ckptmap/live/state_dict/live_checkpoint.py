@@ -48,12 +48,12 @@ Sources = Mapping[Path, tuple[TensorInfo, Sequence[tuple[int, Box]]]]
 class StateDictTensor(LiveTensor):
     """A tensor of a state dict, which no module holds."""
 
-    value: Any = None
+    value: torch.Tensor | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
-        found: torch.Tensor = self.value
-        return found
+        assert self.value is not None, "a tensor that is read must be given"
+        return self.value
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,6 +242,6 @@ def _sources(offers: Sequence[Sequence[Offer]], assignment: Assignment) -> Sourc
     return found
 
 
-def any_sharded(tensors: Sequence[Any]) -> bool:
+def any_sharded(tensors: Sequence[object]) -> bool:
     """Return whether any tensor is cut over ranks: a DTensor or a ShardedTensor."""
     return any(is_dtensor(tensor) or sharded.is_sharded(tensor) for tensor in tensors)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.core.quantized_codes import Coded
@@ -198,7 +198,7 @@ def _state(
     live: LiveStateDict,
     targets: Sequence[LiveTensor],
     optimizer: object,
-    order: Any,
+    order: Sequence[Sequence[str]] | None,
     strict: bool,
     precision: str,
 ) -> StatePlan | None:

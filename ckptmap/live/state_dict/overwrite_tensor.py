@@ -6,8 +6,6 @@ quantized tensors instead.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_form import form_of
 from ckptmap.live.model.live_tensor import LiveTensor, local_boxes
@@ -26,7 +24,7 @@ def fill(reader: TensorReader, source: LazyTensor, target: LiveTensor) -> None:
     Other values are decoded, and quantized anew where the live tensor is quantized. Raises LoadError
     CKM502 for another shape, CKM504 where blocks do not fit.
     """
-    live: Any = target.tensor
+    live = target.tensor
     if tuple(live.shape) != source.shape:
         raise LoadError(
             "CKM502",

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptmap.errors import RunError
 from ckptmap.live.model.rank_group import RankGroup
@@ -25,6 +25,7 @@ from ckptmap.tensors import ITEMSIZE, Box, Path
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup, Work
 
 ALIGN = 16
 """Alignment in bytes of a box in a message, so that it can be viewed in its own dtype."""
@@ -203,7 +204,7 @@ def _cut(part: Transfer, limit: int) -> Iterator[Transfer]:
 class Transport:
     """The process group and the device of messages."""
 
-    group: Any
+    group: ProcessGroup | None
     device: torch.device
 
     @classmethod
@@ -330,7 +331,7 @@ class Exchange:
 
     def _started(
         self, outbound: Mapping[int, torch.Tensor], inbound: Mapping[int, torch.Tensor]
-    ) -> Sequence[Any]:
+    ) -> Sequence[Work]:
         import torch.distributed as dist
 
         group = self._transport.group
@@ -340,8 +341,7 @@ class Exchange:
                 operations.append(dist.P2POp(dist.isend, outbound[peer], peer, group))
             if peer in inbound:
                 operations.append(dist.P2POp(dist.irecv, inbound[peer], peer, group))
-        works: Sequence[Any] = dist.batch_isend_irecv(operations) if operations else ()
-        return works
+        return dist.batch_isend_irecv(operations) if operations else ()
 
     def _message(self, parts: Sequence[Transfer]) -> torch.Tensor:
         import torch

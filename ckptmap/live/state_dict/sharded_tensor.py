@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from ckptmap.live.optimizer.local_state import LocalShard, LocalTensor
 from ckptmap.tensors import Box, Path, TensorInfo
 
+if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-def is_sharded(tensor: object) -> bool:
+
+def is_sharded(tensor: object) -> TypeGuard[ShardedTensor]:
     return any(cls.__name__ == "ShardedTensor" for cls in type(tensor).__mro__)
 
 
-def holding(path: Path, tensor: Any) -> LocalTensor:
+def holding(path: Path, tensor: ShardedTensor) -> LocalTensor:
     """Return the boxes of this rank. Replicas of HYBRID_SHARD are recognised by equal boxes."""
     pieces = [
         LocalShard(
