@@ -25,7 +25,7 @@ from ckptmap.live.optimizer.unwrap import unwrapped
 if TYPE_CHECKING:
     import torch
 
-    from ckptmap.live.model.library_types import Scheduler
+    from ckptmap.live.optimizer.optimizer_types import Scheduler
 
 SCHEDULERS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
 """Keys under which programs save a scheduler's state, that of `ckptmap.save` first."""

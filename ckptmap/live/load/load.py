@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ckptmap.live.model.library_types import Scheduler
+    from ckptmap.live.optimizer.optimizer_types import Scheduler
     from ckptmap.live.options import LoadKeywords
 
 

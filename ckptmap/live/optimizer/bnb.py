@@ -13,7 +13,7 @@ Source: bitsandbytes 0.50, optim/optimizer.py, optim/ademamix.py, backends/cpu/o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptmap.live.optimizer.family import (
     STEP,
@@ -23,15 +23,26 @@ from ckptmap.live.optimizer.family import (
     OptimizerParam,
     is_a,
 )
+from ckptmap.live.optimizer.optimizer_types import LiveOptimizer, ParamGroup
 from ckptmap.optim.lowbit import LowBit
 from ckptmap.optim.lowbit_bnb import UNNAMED
 
 if TYPE_CHECKING:
     import torch
 
-    from ckptmap.live.model.library_types import BnbOptimizer
-
 BLOCK_SIZE = 256
+
+
+class BnbOptimizer(LiveOptimizer, Protocol):
+    """bitsandbytes' Optimizer8bit, of which its Optimizer1State and Optimizer2State are subclasses."""
+
+    initialized: bool
+    is_paged: bool
+    args: object
+
+    def check_overrides(self) -> None: ...
+
+    def init_state(self, group: ParamGroup, p: torch.Tensor, gindex: int, pindex: int) -> None: ...
 
 
 class Bnb(OptimizerFamily):

@@ -16,7 +16,7 @@ from ckptmap.live.model.live_tensor import is_dtensor
 if TYPE_CHECKING:
     import torch
 
-    from ckptmap.live.model.library_types import ParamGroup
+    from ckptmap.live.optimizer.optimizer_types import ParamGroup
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
-    from ckptmap.live.model.library_types import ParamGroup, Scheduler
+    from ckptmap.live.optimizer.optimizer_types import ParamGroup, Scheduler
 
 CHOICES = (
     "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "amsgrad",

@@ -6,7 +6,7 @@ state[p] = {step, exp_avg: OptimState8bit, exp_avg_sq: OptimState8bit}
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ckptmap.live.model.live_tensor import like
 from ckptmap.live.optimizer.family import (
@@ -18,12 +18,24 @@ from ckptmap.live.optimizer.family import (
     local_of,
     step_dtype,
 )
+from ckptmap.live.optimizer.optimizer_types import LiveOptimizer
 from ckptmap.storage.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
     import torch
 
-    from ckptmap.live.model.library_types import TorchaoOptimizer
+
+class TorchaoOptimizer(LiveOptimizer, Protocol):
+    """torchao's _AdamBase."""
+
+    block_size: float
+    """Elements that share a scale; infinity: moments are not quantized."""
+    bf16_stochastic_round: bool
+    is_adamw: bool
+
+    def _new_buffer(self, p: torch.Tensor, signed: bool) -> torch.Tensor: ...
+
+    def _subclass_zeros(self, p: torch.Tensor, signed: bool, block_size: float) -> torch.Tensor: ...
 
 
 class TorchaoAdam(OptimizerFamily):

@@ -12,7 +12,7 @@ from ckptmap.live.optimizer.family import OptimizerFamily, OptimizerParam, is_a
 if TYPE_CHECKING:
     import torch
 
-    from ckptmap.live.model.library_types import LiveOptimizer, OffloadedOptimizer
+    from ckptmap.live.optimizer.optimizer_types import LiveOptimizer, OffloadedOptimizer
 
 
 def unwrapped(optimizer: object) -> Any:

@@ -11,7 +11,8 @@ other source is quantized with the settings of the live weight.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.live_form import (
@@ -35,10 +36,19 @@ from ckptmap.tensors import Box, TensorInfo
 if TYPE_CHECKING:
     import torch
 
-    from ckptmap.live.model.library_types import BnbQuantState
-
 LIVE_CLASS = "Params4bit"
 NF4 = "nf4"
+
+
+class BnbQuantState(Protocol):
+    """bitsandbytes' QuantState: scales and settings of a Params4bit."""
+
+    shape: Sequence[int]
+    absmax: torch.Tensor
+    blocksize: int
+    quant_type: str
+    dtype: torch.dtype
+    nested: bool
 
 
 class BnbForm(LiveForm):

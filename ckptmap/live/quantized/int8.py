@@ -11,9 +11,9 @@ only floating tensors can require gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from ckptmap.core.quantized_codes import Coded, CodeGrid
 from ckptmap.errors import LoadError, RunError
@@ -36,11 +36,18 @@ from ckptmap.tensors import Box
 if TYPE_CHECKING:
     import torch
 
-    from ckptmap.live.model.library_types import Int8Weight
-
 LIVE_CLASSES = ("Int8Tensor", "ShardedInt8")
 """Of a whole weight, and of one that fully_shard cuts."""
 ENCODING = "int8"
+
+
+class Int8Weight(Protocol):
+    """torchao's Int8Tensor."""
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+    block_size: Sequence[int]
 
 
 class Int8Form(LiveForm):

@@ -10,7 +10,7 @@ loads would give two models.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from ckptmap.core.quantized_codes import Coded
 from ckptmap.errors import LoadError, RunError
@@ -26,7 +26,12 @@ from ckptmap.tensors import Box
 if TYPE_CHECKING:
     import torch
 
-    from ckptmap.live.model.library_types import TrainedInt8Weight
+
+class TrainedInt8Weight(Protocol):
+    """torchao's Int8QuantizedTrainingLinearWeight."""
+
+    int_data: torch.Tensor
+    scale: torch.Tensor
 
 
 class TrainedInt8Form(LiveForm):

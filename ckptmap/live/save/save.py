@@ -44,7 +44,7 @@ from ckptmap.tensors import Box, Path
 if TYPE_CHECKING:
     import torch
 
-    from ckptmap.live.model.library_types import ParamGroup, Scheduler
+    from ckptmap.live.optimizer.optimizer_types import ParamGroup, Scheduler
 
 _last: list[SaveHandle] = []
 """The save that may still be running: the next one waits for it."""

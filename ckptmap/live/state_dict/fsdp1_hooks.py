@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.modules.module import _IncompatibleKeys
 
-    from ckptmap.live.model.library_types import LiveOptimizer
+    from ckptmap.live.optimizer.optimizer_types import LiveOptimizer
 
 FLAT = ("_flat_param", "flat_param")
 """The key of a unit's flat parameter in a LOCAL_STATE_DICT."""

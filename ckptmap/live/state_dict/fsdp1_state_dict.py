@@ -54,9 +54,8 @@ class FlatShadow(ShadowTensor):
         made = self.made.get("")
         if made is not None:
             return made
-        return self.flat.shard.new_empty(1).expand(
-            self.rows.sizes
-        )  # its shape and device, no memory
+        one = self.flat.shard.new_empty(1)  # shape and device are what is asked for, no memory
+        return one.expand(self.rows.sizes)
 
     def windows(self, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
         return [(self.rows, local)] if self.rows.numel else []
