@@ -34,7 +34,8 @@ LISTED = "lr_schedulers"
 
 
 class Continuation:
-    """The continuation of one load: judged before anything is touched, restored after all else."""
+    """What a resumed run goes on with beside weights and optimizer state: the scheduler, the modules'
+    extra state and the random streams. `judge` runs before anything is touched, `finish` last."""
 
     def __init__(
         self,
@@ -52,8 +53,8 @@ class Continuation:
         self._live = run_settings.describe(model, self._optimizer, targets, world)
         values = {**checkpoint.plain, **checkpoint.other}
         everything = nest(module_extra_state.without(values, checkpoint))
-        self._saved = _taken(everything, run_settings.KEY)
-        self._scheduler_state = _scheduler(everything)
+        self._saved = _pop_dict(everything, run_settings.KEY)
+        self._scheduler_state = _pop_scheduler_state(everything)
         self._takers = module_extra_state.setters(model)
         self._states = module_extra_state.recorded(checkpoint)
         for key in (rng_state.KEY, flat_lowbit.KEY):
@@ -196,7 +197,7 @@ def _changed_state(state: StatePlan, precision: str) -> Iterator[str]:
         yield f"precision={precision!r} may change moments"
 
 
-def _taken(everything: dict[str, object], name: str) -> Mapping[str, object]:
+def _pop_dict(everything: dict[str, object], name: str) -> Mapping[str, object]:
     """Remove and return the dict `name`; another value of that name stays, and {} is returned."""
     found = everything.get(name)
     if not isinstance(found, Mapping):
@@ -205,11 +206,11 @@ def _taken(everything: dict[str, object], name: str) -> Mapping[str, object]:
     return found
 
 
-def _scheduler(everything: dict[str, object]) -> Mapping[str, object]:
+def _pop_scheduler_state(everything: dict[str, object]) -> Mapping[str, object]:
     """Remove and return the scheduler's state: at the root, the one of a list, or inside of the only
     dict that has such a key, as verl's `extra_state`."""
     found = next((name for name in SCHEDULERS if name in everything), SCHEDULERS[0])
-    state = _taken(everything, found) or _only(everything, LISTED)
+    state = _pop_dict(everything, found) or _pop_only_dict_of_list(everything, LISTED)
     inside = [
         (key, value, name)
         for key, value in everything.items()
@@ -228,8 +229,9 @@ def _scheduler(everything: dict[str, object]) -> Mapping[str, object]:
     return state
 
 
-def _only(everything: dict[str, object], name: str) -> Mapping[str, object]:
-    """Remove and return the dict of a list of one; a list of several stays an extra value."""
+def _pop_only_dict_of_list(everything: dict[str, object], name: str) -> Mapping[str, object]:
+    """Remove the list `name` that holds one dict, and return the dict; a longer list stays, and {} is
+    returned."""
     match everything.get(name):
         case [Mapping() as found]:
             del everything[name]

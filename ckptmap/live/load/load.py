@@ -24,7 +24,7 @@ from ckptmap.live.load.load_plan import LoadPlan
 from ckptmap.live.load.same_checkpoint import content_facts
 from ckptmap.live.load.tensor_matcher import TensorMatcher
 from ckptmap.live.model import module_extra_state, name_scheme, peft
-from ckptmap.live.model.caller_state import ordinary
+from ckptmap.live.model.caller_state import cpu_outside_inference_mode
 from ckptmap.live.model.collective_errors import agreed, peer_groups
 from ckptmap.live.model.find_targets import find_targets
 from ckptmap.live.model.live_tensor import LiveTensor
@@ -86,7 +86,7 @@ def load(
     """
     options = LoadOptions.of(keywords)
     with ExitStack() as closing:
-        closing.enter_context(ordinary(model))
+        closing.enter_context(cpu_outside_inference_mode(model))
         peers = peer_groups(model)
         with agreed(peers) as facts:
             _check(path, model, scheduler, options)
@@ -100,8 +100,8 @@ def load(
 class PlannedLoad:
     """A load that passed every check.
 
-    homeless  names of non-persistent buffers on meta, which no checkpoint has
-    names     the schemes of names that were translated; empty: none were
+    buffers_on_meta  names of non-persistent buffers on meta, which no checkpoint has
+    names            the schemes of names that were translated; empty: none were
     """
 
     checkpoint: Checkpoint
@@ -109,7 +109,7 @@ class PlannedLoad:
     weights: LoadPlan
     state: StatePlan | None
     continuation: Continuation
-    homeless: Sequence[str]
+    buffers_on_meta: Sequence[str]
     names: str
 
     def run(self) -> None:
@@ -127,7 +127,7 @@ class PlannedLoad:
             self.continuation.finish()
 
     def report(self) -> LoadReport:
-        report = self.weights.report(self.reader, self.homeless)
+        report = self.weights.report(self.reader, self.buffers_on_meta)
         return self.continuation.report(replace(report, names=self.names), self.state)
 
 
@@ -161,7 +161,7 @@ def _plan(
     """
     if options.fix and optimizer is not None:
         torchao_lowbit_fix.apply()
-    targets, homeless = find_targets(model)
+    targets, buffers_on_meta = find_targets(model)
     checkpoint, differences = peft.open_base_or_adapter(path, model, options.strict)
     if checkpoint is not path:
         closing.callback(checkpoint.close)
@@ -171,14 +171,16 @@ def _plan(
     reader = TensorReader(checkpoint.files, options.max_memory)
     weights = TensorMatcher(checkpoint, reader, targets, options).plan()
     _leave_to_modules(weights, model, named.unmapped)
-    weights.refuse(checkpoint.path, options.strict, options.strict_encoding, homeless)
+    weights.refuse(checkpoint.path, options.strict, options.strict_encoding, buffers_on_meta)
     state = _plan_state(checkpoint, targets, optimizer, options)
     continuation = Continuation(checkpoint, model, optimizer, scheduler, targets)
     continuation.inexact += differences
     continuation.judge(weights, state, options.precision)
     continuation.choose_streams(options.random, options.seed, options.exact)
     require_unchanged(checkpoint.fingerprints, "open it anew; the model is as it was")
-    return PlannedLoad(checkpoint, reader, weights, state, continuation, homeless, named.names)
+    return PlannedLoad(
+        checkpoint, reader, weights, state, continuation, buffers_on_meta, named.names
+    )
 
 
 def _leave_to_modules(weights: LoadPlan, model: torch.nn.Module, unmapped: Sequence[str]) -> None:

@@ -67,12 +67,12 @@ class LoadPlan:
             self.becomes[target.fqn] = step.becomes
 
     def refuse(
-        self, path: str, strict: bool, strict_encoding: bool, homeless: Sequence[str]
+        self, path: str, strict: bool, strict_encoding: bool, buffers_on_meta: Sequence[str]
     ) -> None:
         """Raise LoadError for what must not be loaded: names first, then shapes, then encodings."""
         if strict:
-            self._refuse_names(path, homeless)
-            peft.refuse_begun(self.left, path)
+            self._refuse_names(path, buffers_on_meta)
+            peft.refuse_values_of_another_base(self.left, path)
             self._refuse_shapes(path)
         for title, names in self.trainable.items():
             raise LoadError(
@@ -89,7 +89,7 @@ class LoadPlan:
                 "change the world size, or pass strict_encoding=False",
             )
 
-    def _refuse_names(self, path: str, homeless: Sequence[str]) -> None:
+    def _refuse_names(self, path: str, buffers_on_meta: Sequence[str]) -> None:
         missing = [target.fqn for target in self.missing]
         if missing or self.unexpected:
             seen = []
@@ -104,10 +104,11 @@ class LoadPlan:
                 f"{path}: keys do not match the model, {'; '.join(seen)}",
                 _way_out(missing, self.unexpected),
             )
-        if homeless:
+        if buffers_on_meta:
             raise LoadError(
                 "CKM501",
-                f"model: non-persistent buffers are on meta and in no checkpoint: {listed(homeless)}",
+                "model: non-persistent buffers are on meta and in no checkpoint:"
+                f" {listed(buffers_on_meta)}",
                 "build the model with its buffers on a device (accelerate's init_empty_weights, then "
                 "tie_weights), or compute them and load with strict=False",
             )
@@ -134,7 +135,7 @@ class LoadPlan:
             explain(error, f"{text}; {now} may be in part", now)
             raise
 
-    def report(self, reader: TensorReader, homeless: Sequence[str]) -> LoadReport:
+    def report(self, reader: TensorReader, buffers_on_meta: Sequence[str]) -> LoadReport:
         without = [*self.missing, *self.unfit, *self.left]
         empty = [target.fqn for target in without if target.local.is_meta]
         ties = [(name, t.fqn) for t in self.targets for name in t.names[1:]]
@@ -149,7 +150,7 @@ class LoadPlan:
             decoded=tuple(self.decoded),
             quantized=tuple(self.quantized),
             tied=tuple(ties),
-            left_on_meta=(*empty, *homeless),
+            left_on_meta=(*empty, *buffers_on_meta),
             peak_host_nbytes=reader.meter.peak_host_nbytes,
             peak_device_nbytes=reader.meter.peak_device_nbytes,
         )

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 
 @contextmanager
-def ordinary(model: object) -> Iterator[None]:
+def cpu_outside_inference_mode(model: object) -> Iterator[None]:
     """Make tensors on the CPU, and outside of inference mode, while the context lasts.
 
     A moment that is made in inference mode could not be trained. A model that was itself made in

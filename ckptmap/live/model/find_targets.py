@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-Found = dict[str, "tuple[torch.nn.Module, str, bool]"]
+PlacesByName = dict[str, "tuple[torch.nn.Module, str, bool]"]
 """FQN with wrapper segments -> (module, attribute, is it a buffer)."""
 
 
@@ -28,10 +28,10 @@ def find_targets(model: torch.nn.Module) -> tuple[list[LiveTensor], list[str]]:
     Raises LoadError CKM505 for a tensor subclass that is unknown.
     """
     reshard(model)
-    flats = flat_params.flats(model)
-    taken = {(id(module), name) for flat in flats for module, name in flat.places}
-    found: Found = {}
-    homeless: list[str] = []
+    slices = flat_params.flat_param_slices(model)
+    taken = {(id(module), name) for flat in slices for module, name in flat.places}
+    found: PlacesByName = {}
+    buffers_on_meta: list[str] = []
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(path)
@@ -45,8 +45,8 @@ def find_targets(model: torch.nn.Module) -> tuple[list[LiveTensor], list[str]]:
             if name not in module._non_persistent_buffers_set:
                 found[prefix + name] = (module, name, True)
             elif buffer.is_meta:
-                homeless.append(prefix + name)
-    keys = [_keys(flat, paths) for flat in flats]
+                buffers_on_meta.append(prefix + name)
+    keys = [_keys(flat, paths) for flat in slices]
     plain = strip_wrappers([*found, *(key for some in keys for key in some)], "model")
     targets = _tied_together(found, plain, fsdp2_params.fsdp_params(model))
     targets += [
@@ -55,9 +55,9 @@ def find_targets(model: torch.nn.Module) -> tuple[list[LiveTensor], list[str]]:
             first=flat.first, count=flat.count, at=flat.at, param=flat.param,
             replicas=flat.replicas, handle=flat.handle,
         )
-        for flat, some in zip(flats, keys, strict=True)
+        for flat, some in zip(slices, keys, strict=True)
     ]  # fmt: skip
-    return peft.named(model, targets), homeless
+    return peft.named(model, targets), buffers_on_meta
 
 
 def _is_flat(value: object) -> bool:
@@ -74,7 +74,7 @@ def _keys(flat: flat_params.FlatParamSlice, paths: dict[int, list[str]]) -> list
 
 
 def _tied_together(
-    found: Found,
+    found: PlacesByName,
     plain: Mapping[str, str],
     sharded: Mapping[tuple[int, str], FSDPParam],
 ) -> list[LiveTensor]:

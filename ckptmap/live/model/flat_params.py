@@ -96,6 +96,7 @@ class FlatParamTensor(LiveTensor):
 
 
 def is_fsdp1(module: torch.nn.Module) -> TypeGuard[FullyShardedDataParallel]:
+    """Return whether FSDP1 wraps the module, without an import of torch.distributed."""
     return any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__)
 
 
@@ -158,7 +159,7 @@ class FlatParamSlice:
     replicas: ProcessGroup | None
 
 
-def flats(model: torch.nn.Module) -> list[FlatParamSlice]:
+def flat_param_slices(model: torch.nn.Module) -> list[FlatParamSlice]:
     """Return every tensor of every flat parameter, with all (module, attribute) that share it."""
     found = []
     for module, handle in handles(model):

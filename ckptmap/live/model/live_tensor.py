@@ -35,13 +35,14 @@ class PeftNames:
     base     names in a checkpoint of the base model
     file     names in an adapter's file
     adapter  name of the adapter that the tensor belongs to; empty: the base model
-    begun    the setting by which peft computed its first values from the base; empty: none
+    initialised_from_base
+             the setting by which peft computed the first values from the base; empty: it did not
     """
 
     base: tuple[str, ...]
     file: tuple[str, ...]
     adapter: str
-    begun: str
+    initialised_from_base: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,13 +160,13 @@ class LiveTensor:
         elif type(old) is nn.Parameter and type(new) is torch.Tensor and not old.is_meta:
             old.data = new
         else:
-            _become(old, nn.Parameter(new, requires_grad=old.requires_grad))
+            _replace_in_place(old, nn.Parameter(new, requires_grad=old.requires_grad))
         if self.fsdp_param is not None:
             with torch.no_grad():
                 fsdp2_params.adopt_replaced(self.fsdp_param)
 
 
-def _become(old: torch.Tensor, new: torch.Tensor) -> None:
+def _replace_in_place(old: torch.Tensor, new: torch.Tensor) -> None:
     """Give the Python object `old` the class, attributes and data of `new`, so that optimizers, hooks
     and weak references go on referring to the model's parameter.
 
@@ -203,6 +204,7 @@ def _accumulates(tensor: torch.Tensor) -> bool:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Return whether the value is a DTensor, without an import of torch.distributed."""
     return any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__)
 
 
@@ -289,6 +291,7 @@ def _chunk(runs: list[range], parts: int, index: int, split: int) -> list[range]
 
 
 def chunk_bounds(n: int, parts: int, index: int) -> tuple[int, int]:
+    """Return start and stop of chunk `index`, where torch.chunk cuts `n` elements into `parts`."""
     step = -(-n // parts)
     start = min(index * step, n)
     return start, min(start + step, n)
@@ -336,6 +339,7 @@ def device_for(target: LiveTensor, fallback: torch.device) -> torch.device:
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """Return the device on which this rank keeps its shards of the mesh's tensors."""
     import torch
 
     if mesh.device_type == "cpu":

@@ -114,8 +114,8 @@ def _adapted(target: LiveTensor, found: PeftWrapping) -> PeftNames:
     base = [base for base, _, _ in forms if base and base not in target.names]
     file = [file for _, file, _ in forms if file]
     adapter = forms[0][2]
-    begun = _begun(found.config.get(adapter)) if adapter and not base else ""
-    return PeftNames(tuple(dict.fromkeys(base)), tuple(dict.fromkeys(file)), adapter, begun)
+    setting = _initialised_from_base(found.config.get(adapter)) if adapter and not base else ""
+    return PeftNames(tuple(dict.fromkeys(base)), tuple(dict.fromkeys(file)), adapter, setting)
 
 
 def _forms(name: str, found: PeftWrapping) -> tuple[str, str, str]:
@@ -136,7 +136,7 @@ def _forms(name: str, found: PeftWrapping) -> tuple[str, str, str]:
     return ".".join(s for s in path if s not in (BASE_LAYER, ORIGINAL, TOKENS)), "", ""
 
 
-def _begun(config: object) -> str:
+def _initialised_from_base(config: object) -> str:
     """Return the setting by which an adapter's first values came from its base; empty: none did."""
     if getattr(config, "use_dora", False):
         return "use_dora=True"
@@ -177,14 +177,14 @@ def targets_to_leave(targets: Sequence[LiveTensor], found: Mapping[str, str]) ->
     ]
 
 
-def refuse_begun(left: Sequence[LiveTensor], path: str) -> None:
+def refuse_values_of_another_base(left: Sequence[LiveTensor], path: str) -> None:
     """Raise LoadError CKM514 where an adapter keeps values that peft computed from another base."""
     for target in left:
-        if target.adapted is not None and target.adapted.begun:
+        if target.adapted is not None and target.adapted.initialised_from_base:
             raise LoadError(
                 "CKM514",
                 f"{path}: has no {target.fqn}, which came from the base that was wrapped, expected"
-                f" its adapter too ({target.adapted.begun})",
+                f" its adapter too ({target.adapted.initialised_from_base})",
                 "load the base before get_peft_model(model, ...), or with strict=False and the"
                 " adapter after it",
             )

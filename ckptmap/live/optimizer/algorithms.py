@@ -58,7 +58,7 @@ def algorithm(group: Mapping[str, object], state: Collection[str] = ()) -> str:
     return next((name for key, name in MARKS.items() if key in group), OTHERS)
 
 
-def spoken(
+def by_live_names(
     kind: str, values: Mapping[str, object], live: Mapping[str, object]
 ) -> dict[str, object]:
     """Return the checkpoint's hyper-parameters by the names of the live group, of the same algorithm."""
@@ -80,7 +80,9 @@ def _betas(group: Mapping[str, object]) -> Sequence[object]:
     return betas
 
 
-def unspoken(kind: str, values: Mapping[str, object], live: Mapping[str, object]) -> list[str]:
+def settings_without_live_name(
+    kind: str, values: Mapping[str, object], live: Mapping[str, object]
+) -> list[str]:
     """Return the settings of the checkpoint that the live group does not have."""
     if kind not in SHARED or "betas" in values or "betas" not in live:
         return []

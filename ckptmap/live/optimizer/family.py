@@ -160,6 +160,7 @@ class OptimizerFamily:
 
 
 def is_a(optimizer: object, library: str, *names: str) -> bool:
+    """Return whether the optimizer's class, or one it inherits from, has such a name in the library."""
     return any(
         cls.__name__ in names and f"{cls.__module__}.".startswith(f"{library}.")
         for cls in type(optimizer).__mro__

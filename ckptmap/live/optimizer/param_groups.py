@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model.load_report import listed
-from ckptmap.live.optimizer.algorithms import algorithm, spoken, unspoken
+from ckptmap.live.optimizer.algorithms import algorithm, by_live_names, settings_without_live_name
 from ckptmap.live.optimizer.family import OptimizerParam
 from ckptmap.live.optimizer.local_state import ParamOwner
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -60,9 +60,9 @@ class ParamGroups:
         found = None if group is None else plain(group.get("betas"))
         return found if isinstance(found, list | tuple) else ()
 
-    def meant_else(self, owner: ParamOwner) -> str:
-        """Return why the checkpoint's momentum_buffer is of another meaning than this optimizer's;
-        empty: it is the same. SGD's is a sum, Muon's an average, RMSprop's a sum of scaled steps."""
+    def why_momentum_differs(self, owner: ParamOwner) -> str:
+        """Return why the checkpoint's momentum_buffer cannot be this optimizer's; empty: it can. SGD's is
+        a sum of gradients, Muon's an average, RMSprop's a sum of scaled steps."""
         name, stored = "momentum_buffer", self._group(owner)
         if stored is None or name not in owner.part.family.needs(owner.part):
             return ""
@@ -93,8 +93,10 @@ class ParamGroups:
         self.inexact += _forms(number, live, found.values())
         (kind,) = kinds
         before = [{k: plain(v) for k, v in g.items() if k not in NAMES} for g in found.values()]
-        values = [spoken(kind, group, live) for group in before]
-        self.settings += [f"group {number} {text}" for text in unspoken(kind, before[0], live)]
+        values = [by_live_names(kind, group, live) for group in before]
+        self.settings += [
+            f"group {number} {text}" for text in settings_without_live_name(kind, before[0], live)
+        ]
         for key, value in values[0].items():
             others = [other.get(key) for other in values[1:]]
             if all(other == value for other in others):

@@ -19,7 +19,7 @@ from ckptmap.live.model.tensor_reader import TensorReader, window
 from ckptmap.live.optimizer.family import STEP, Codes, Moment, codes_of, local_of
 from ckptmap.live.optimizer.flat_lowbit import FlatCodes, filled
 from ckptmap.live.optimizer.local_state import ParamOwner, decoded
-from ckptmap.live.optimizer.stored_state import Source, counted, derivation, leading, step_of
+from ckptmap.live.optimizer.stored_state import Source, derivation, most_stepped, step_like, step_of
 from ckptmap.optim import lowbit_codes
 from ckptmap.optim.lowbit import CODES, QMAP, SCALE, LowBit, flat_span
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -67,7 +67,7 @@ class StateLoader:
         self.notes = notes
         self.betas = betas
         self.kept = kept or {}
-        self.lead = leading(sources)
+        self.lead = most_stepped(sources)
 
     def __call__(self, reader: TensorReader) -> None:
         part = self.owner.part
@@ -84,7 +84,7 @@ class StateLoader:
         import torch
 
         if name == STEP:
-            return counted(live, step_of(self.lead) or 0)
+            return step_like(live, step_of(self.lead) or 0)
         if not isinstance(live, torch.Tensor | Codes):
             return live
         if isinstance(live, torch.Tensor) and not self._has_shape_of_param(live):

@@ -172,7 +172,7 @@ class StateMatcher:
         if owner.is_flat and not owner.part.param.numel():
             return  # all of it is on other ranks: this rank does not step it
         betas = groups.betas(owner)
-        reason = self._unfit(owner, sources, betas) or groups.meant_else(owner)
+        reason = self._unfit(owner, sources, betas) or groups.why_momentum_differs(owner)
         if reason:
             plan.notes.initialised.append(f"{owner.fqn}: {reason}")
             plan.lossy.append(f"{owner.fqn}: state begins anew")

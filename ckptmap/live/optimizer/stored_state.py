@@ -25,7 +25,7 @@ def step_of(source: Source) -> float | None:
     return None if value is None else float(value)
 
 
-def leading(sources: Sequence[Source]) -> Source:
+def most_stepped(sources: Sequence[Source]) -> Source:
     """Return the state that was stepped most, of the tensors of a flat parameter: the flat parameter
     has one step count, and one of every other entry that is no moment."""
     stepped = [source for source in sources if source]
@@ -34,7 +34,7 @@ def leading(sources: Sequence[Source]) -> Source:
     return max(stepped, key=lambda source: step_of(source) or 0)
 
 
-def counted(live: object, number: float) -> torch.Tensor | int:
+def step_like(live: object, number: float) -> torch.Tensor | int:
     """Return a step count in the live optimizer's type, or in a wider one where that cannot hold it: in
     bfloat16 1001 would be 1000, and stay 1000."""
     import torch

@@ -46,6 +46,7 @@ class Offer:
 
 
 def offer(holding: LocalTensor) -> Offer:
+    """Return what other ranks are told of a tensor that this rank holds."""
     first = holding.pieces[0] if holding.pieces else None
     coded = None
     if isinstance(first, LocalCodes):
@@ -68,6 +69,7 @@ def _digest(holding: LocalTensor) -> str:
 
 
 def tensors_of(piece: LocalShard | LocalCodes) -> list[torch.Tensor]:
+    """Return the values of a shard, or the codes and scales of a quantized one."""
     return list(piece.codes.parts.values()) if isinstance(piece, LocalCodes) else [piece.values]
 
 

@@ -51,7 +51,7 @@ class Fsdp1Hooks:
 
         model = self._model
         weights = {k: v for k, v in state_dict.items() if not k.endswith(EXTRA_STATE)}
-        targets, homeless = find_targets(model)
+        targets, buffers_on_meta = find_targets(model)
         peers = joined(weights, model)
         if any(peers.all(any(key.rpartition(".")[2] in FLAT for key in weights))):
             own = type(model).load_state_dict
@@ -61,7 +61,9 @@ class Fsdp1Hooks:
             config = self._config or getattr(model, "config", None)
             named = renamed(weights, targets, config, None)
         live = open_state_dict(named, peers, "model")
-        report = load_live(live, targets, homeless, strict=False, max_memory=self._max_memory)
+        report = load_live(
+            live, targets, buffers_on_meta, strict=False, max_memory=self._max_memory
+        )
         self._handle.reports["model"] = report
         extra = {k: v for k, v in state_dict.items() if k.endswith(EXTRA_STATE)}
         lost, strange = set_extra_state(model, extra)

@@ -98,7 +98,7 @@ class _ModuleHooks:
         self._prefix = None
         own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         weights = {k: v for k, v in own.items() if not k.endswith(EXTRA_STATE)}
-        targets, homeless = find_targets(module)
+        targets, buffers_on_meta = find_targets(module)
         peers = joined(weights, module)
         if all(peers.all(_fits(weights, module))):
             return
@@ -106,7 +106,9 @@ class _ModuleHooks:
             config = self._config or getattr(module, "config", None)
             named = renamed(weights, targets, config, None)
         live = open_state_dict(named, peers, "model")
-        report = load_live(live, targets, homeless, strict=False, max_memory=self._max_memory)
+        report = load_live(
+            live, targets, buffers_on_meta, strict=False, max_memory=self._max_memory
+        )
         self._handle.reports["model"] = report
         self._prefix = prefix
         errors: list[str] = rest[-1]

@@ -197,11 +197,11 @@ def _memory(mine: LocalState, assignment: Assignment) -> Memory:
     for holding in mine.holdings:
         for piece in holding.pieces:
             if isinstance(piece, LocalShard):
-                memory.hold(holding.path, piece.box, piece.values)
+                memory.add_own(holding.path, piece.box, piece.values)
     known = {holding.path for holding in mine.holdings}
     for (path, box), values in assignment.mine.items():
         if path not in known:  # a part of a quantized moment
-            memory.hold(path, box, values.view(box.sizes))
+            memory.add_own(path, box, values.view(box.sizes))
     return memory
 
 

@@ -70,7 +70,7 @@ class ShadowTensor(LiveTensor):
 def load_live(
     live: LiveStateDict,
     targets: Sequence[LiveTensor],
-    homeless: Sequence[str] = (),
+    buffers_on_meta: Sequence[str] = (),
     *,
     optimizer: object = None,
     order: Sequence[Sequence[str]] | None = None,
@@ -99,14 +99,14 @@ def load_live(
         units: list[ReshardTask] = []
         with exchange.kept([ReshardTask(scales)]), live.peers.together():
             plan = _Matcher(checkpoint, reader, targets if weights else ()).plan()
-            plan.refuse(checkpoint.path, strict, False, homeless if weights else ())
+            plan.refuse(checkpoint.path, strict, False, buffers_on_meta if weights else ())
             for target, step in zip(plan.targets, plan.steps, strict=True):
                 source = checkpoint[target.named_in(checkpoint)[0]]
                 units.append(_unit(target, source, step, device))
             state = _state(live, targets, optimizer, order, strict, precision)
             units += _state_units(state, device) if state is not None else ()
         exchange.run(units, reader)
-    report = plan.report(reader, homeless if weights else ())
+    report = plan.report(reader, buffers_on_meta if weights else ())
     return replace(report, state=None if state is None else state.report())
 
 

@@ -39,17 +39,19 @@ class Memory:
     def __init__(self) -> None:
         self.root = f"/ckptmap-live-{next(_NUMBERS)}"
         self._blocks: dict[Path, list[Block]] = {}
-        self._landed: dict[Path, list[Block]] = {}
+        self._received: dict[Path, list[Block]] = {}
         self._files: dict[str, torch.Tensor] = {}
         self._names = itertools.count()
 
-    def hold(self, path: Path, box: Box, values: torch.Tensor) -> None:
+    def add_own(self, path: Path, box: Box, values: torch.Tensor) -> None:
+        """Add a box that this rank holds of the tensor, once."""
         known = self._blocks.setdefault(path, [])
         if all(box != other for other, _, _ in known):
             known.append(self._block(box, values))
 
-    def land(self, path: Path, box: Box, values: torch.Tensor) -> None:
-        self._landed.setdefault(path, []).append(self._block(box, values))
+    def add_received(self, path: Path, box: Box, values: torch.Tensor) -> None:
+        """Add a box that another rank has sent; `clear` drops it."""
+        self._received.setdefault(path, []).append(self._block(box, values))
 
     def _block(self, box: Box, values: torch.Tensor) -> Block:
         name = f"{self.root}/{next(self._names)}"
@@ -60,17 +62,17 @@ class Memory:
 
     def clear(self) -> None:
         """Drop the blocks that came from other ranks."""
-        for blocks in self._landed.values():
+        for blocks in self._received.values():
             for _, _, name in blocks:
                 del self._files[name]
-        self._landed.clear()
+        self._received.clear()
 
     # ------------------------------------------------------------------ boxes
 
     def blocks(self, path: Path, box: Box) -> list[Block]:
         """Return blocks that cover the box: one that contains it, else this rank's own, which do not
         overlap."""
-        found = [*self._landed.get(path, ()), *self._blocks.get(path, ())]
+        found = [*self._received.get(path, ()), *self._blocks.get(path, ())]
         for block in found:
             if block[0].intersect(box) == box:
                 return [block]

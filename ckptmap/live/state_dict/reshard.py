@@ -274,7 +274,7 @@ class Exchange:
             self._move(one, outs)
         for need, out in outs.values():
             if need.out is None:
-                self._memory.land(need.path, need.box, out)
+                self._memory.add_received(need.path, need.box, out)
 
     def _is_here(self, need: Need) -> bool:
         """Return whether the step can read the box from this rank's memory."""

@@ -159,13 +159,13 @@ def _like(
     strict: bool,
     max_memory: int,
 ) -> Translation:
-    targets, homeless = find_targets(model)
+    targets, buffers_on_meta = find_targets(model)
     peers = joined(state_dict, model)
     with peers.together():
         made = shadows(model, targets)
         weights = renamed(state_dict, targets, config or getattr(model, "config", None), source)
     live = open_state_dict(weights, peers, "model")
-    report = load_live(live, made, homeless, strict=strict, max_memory=max_memory)
+    report = load_live(live, made, buffers_on_meta, strict=strict, max_memory=max_memory)
     keys = live_keys(model, targets)
     found = Translation()
     for shadow in made:
