@@ -195,9 +195,8 @@ def _accumulates(tensor: torch.Tensor) -> bool:
     before = tensor._use_count()  # type: ignore[attr-defined]
     if before == 1:
         return False
-    node = get_gradient_edge(
-        tensor
-    ).node  # makes a node where there is none, and the node refers to the tensor
+    # This makes a node where there is none, and the node refers to the tensor.
+    node = get_gradient_edge(tensor).node
     made = tensor._use_count() > before  # type: ignore[attr-defined]
     del node
     return not made

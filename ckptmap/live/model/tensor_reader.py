@@ -102,9 +102,8 @@ def is_as_it_lies(tensor: torch.Tensor) -> bool:
 def window(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """Return the box of a tensor as a view; a 0-d tensor has one box."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        if (
-            offset or size != tensor.shape[dim]
-        ):  # not every tensor subclass supports a narrow to all of itself
+        # Not every tensor subclass supports a narrow to all of itself.
+        if offset or size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
     return tensor
 

@@ -84,7 +84,7 @@ class StatePlan:
 
 
 class StateMatcher:
-    """Decides the step for the state of every parameter, without reading any."""
+    """Decides for every parameter how its state is loaded, without reading any state."""
 
     def __init__(
         self,
@@ -116,9 +116,8 @@ class StateMatcher:
         groups = ParamGroups(self._owners, stored, self._tensors)
         listed_there = {fqn for group in stored for fqn in group["params"]}
         used: set[str] = set()
-        plan.steps.append(
-            lambda reader: groups.apply()
-        )  # amsgrad and momentum decide what state is
+        # First, since amsgrad and momentum decide which entries the state of a parameter has.
+        plan.steps.append(lambda reader: groups.apply())
         if is_offloaded(self._optimizer):
             plan.steps.append(self._refresh_copies)
         for owner in self._owners:

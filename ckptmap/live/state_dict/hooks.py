@@ -66,9 +66,8 @@ def install(
     argument_checks.choice("precision", precision, PRECISIONS)
     argument_checks.integer("max_memory", max_memory, 1)
     if optimizer is not None:
-        owners(
-            unwrapped(optimizer), find_targets(model)[0]
-        )  # refuses an optimizer of another model
+        # `owners` refuses an optimizer of another model.
+        owners(unwrapped(optimizer), find_targets(model)[0])
     handle = Handle()
     if any(is_fsdp1(module) for module in model.modules()):
         Fsdp1Hooks(handle, model, config, max_memory)
