@@ -190,7 +190,7 @@ def _load_class() -> Callable[..., LoadPlanner]:
     return LoadPlanner
 
 
-def _filled(values: Mapping[str, object], path: str, max_memory: int) -> None:
+def _filled(values: Mapping[str, torch.Tensor], path: str, max_memory: int) -> None:
     """Fill the tensors in place. Raises LoadError CKM501 where the checkpoint has no such tensor."""
     import torch
 

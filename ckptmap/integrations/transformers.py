@@ -37,6 +37,8 @@ from ckptmap.storage.hub.resolve import locate
 if TYPE_CHECKING:
     import torch
 
+    from ckptmap.live.optimizer.optimizer_types import Scheduler
+
 __all__ = ["callback", "export", "resume"]  # fmt: skip
 
 PURPOSE = "export"
@@ -69,7 +71,7 @@ class Trainer(Protocol):
     model: torch.nn.Module
     model_wrapped: torch.nn.Module
     optimizer: object
-    lr_scheduler: object
+    lr_scheduler: Scheduler
     _train_batch_size: int
 
     @property
@@ -240,7 +242,7 @@ def _callback_class() -> Any:
 
         def on_train_begin(
             self, args: TrainingArguments, state: TrainerState, control: object,
-            model: torch.nn.Module, optimizer: object = None, lr_scheduler: object = None,
+            model: torch.nn.Module, optimizer: object = None, lr_scheduler: Scheduler | None = None,
             **kwargs: object,
         ) -> None:  # fmt: skip
             if self._resume_from is None:
@@ -283,7 +285,7 @@ def resumed(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
     optimizer: object,
-    scheduler: object,
+    scheduler: Scheduler | None,
     **options: Any,
 ) -> tuple[LoadReport, int | None]:
     """Load a checkpoint; return the report and the step. Without optimizer state only weights load."""
