@@ -163,6 +163,7 @@ class Continuation:
             self._streams_note = f"fresh, seed {made} for shard {list(shard)}"
 
     def report(self, report: LoadReport, state: StatePlan | None) -> LoadReport:
+        """Return the report of the weights, with all that was restored beside them."""
         step = self._extra.get("step")
         extra = {key: _read(value) for key, value in self._extra.items() if key != "step"}
         lost = [name for name in self._takers if name not in self._states]

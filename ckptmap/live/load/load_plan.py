@@ -136,6 +136,7 @@ class LoadPlan:
             raise
 
     def report(self, reader: TensorReader, buffers_on_meta: Sequence[str]) -> LoadReport:
+        """Return the report of the weights, after every step has run."""
         without = [*self.missing, *self.unfit, *self.left]
         empty = [target.fqn for target in without if target.local.is_meta]
         ties = [(name, t.fqn) for t in self.targets for name in t.names[1:]]

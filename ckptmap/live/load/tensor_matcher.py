@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.errors import LoadError
 from ckptmap.live.load.load_plan import LoadPlan
-from ckptmap.live.model import peft
-from ckptmap.live.model import shared_memory as shared_memory
+from ckptmap.live.model import peft, shared_memory
 from ckptmap.live.model.live_form import (
     Decode,
     LoadContext,
@@ -51,6 +50,7 @@ class TensorMatcher:
         self._plan = LoadPlan()
 
     def plan(self) -> LoadPlan:
+        """Return the plan: a step for every tensor that both sides have, and the names of all others."""
         plan, checkpoint, used = self._plan, self._checkpoint, set[str]()
         found: dict[str, str] = {}
         for target in self._targets:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model import flat_params, peft
-from ckptmap.live.model import fsdp2_params as fsdp2_params
+from ckptmap.live.model import flat_params, fsdp2_params, peft
 from ckptmap.live.model.live_form import is_loadable, live_forms, quantized_classes
 from ckptmap.live.model.live_tensor import LiveTensor
 from ckptmap.mapping.wrappers import strip_wrappers

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeGuard
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model import fsdp2_params as fsdp2_params
+from ckptmap.live.model import fsdp2_params
 from ckptmap.live.model.tensor_reader import window
 from ckptmap.quantization.torchao.subclass_reader import TRAINED_DENSE
 from ckptmap.tensors import Box

@@ -108,6 +108,7 @@ class StateReport:
     settings: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
+        """Return the lines of the printed report: a count and the first names of each kind."""
         found = [f"optimizer: loaded {len(self.loaded)} entries"]
         for title, items in (
             ("codes copied", self.copied),
@@ -213,6 +214,7 @@ class Meter:
 
     @contextmanager
     def hold(self, nbytes: int, device: torch.device) -> Iterator[None]:
+        """Count `nbytes` on the device as held while the context lasts."""
         host = device.type == "cpu"
         self._now[host] += nbytes
         self._peak[host] = max(self._peak[host], self._now[host])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptmap.live.model import fsdp2_params as fsdp2_params
+from ckptmap.live.model import fsdp2_params
 from ckptmap.live.model.live_tensor import LiveTensor, is_dtensor
 
 

@@ -87,6 +87,7 @@ class _Bytes:
         return self._view(self._owners, target.local)
 
     def values_of(self, target: LiveTensor) -> torch.Tensor:
+        """Return the bytes that were last written to a tensor, [*shape, itemsize]."""
         import torch
 
         if self._values is None:

@@ -85,6 +85,7 @@ def info_of(shape: Sequence[int], values: torch.Tensor) -> TensorInfo:
 
 
 def hold_model(held: LocalState, targets: Sequence[LiveTensor]) -> None:
+    """Add the boxes of every tensor of the model. Raises LoadError CKM505 for one on meta."""
     for target in targets:
         if target.local.is_meta and not target.is_flat:
             raise LoadError(
@@ -184,6 +185,7 @@ def owners(optimizer: object, targets: Sequence[LiveTensor]) -> list[ParamOwner]
 
 
 def hold_optimizer(held: LocalState, mine: Sequence[ParamOwner]) -> None:
+    """Add the state of every parameter, entry by entry."""
     for owner in mine:
         if owner.is_flat and not owner.part.param.numel():
             continue  # all of it is on other ranks: this rank counts no step
@@ -233,6 +235,7 @@ def _refuse_nested(owner: ParamOwner, name: str, value: object) -> None:
 
 
 def holds_tensor(value: object) -> bool:
+    """Return whether a nested value of dicts and lists has a tensor in it."""
     import torch
 
     if isinstance(value, Mapping):

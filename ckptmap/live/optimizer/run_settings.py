@@ -55,6 +55,7 @@ def describe(
 
 
 def describe_optimizer(optimizer: object) -> dict[str, object]:
+    """Return the optimizer's class, the arguments that its state dict does not hold, and its library."""
     outer = unwrapped(optimizer)
     inner = inner_optimizers(outer)
     first = inner[0]

@@ -43,6 +43,8 @@ class StatePlan:
     kept: bool = False
 
     def refuse(self, path: str, strict: bool) -> None:
+        """Raise LoadError for state that must not be loaded: CKM502 where shapes differ, CKM506 where
+        parameters and state do not match and `strict` is set."""
         if self.mismatched:
             raise LoadError(
                 "CKM502",

@@ -126,6 +126,7 @@ def can_hold(target: LiveTensor) -> str:
 
 
 def refuse(target: LiveTensor, reason: str) -> LoadError:
+    """Return the error for a weight that the option nf4="bnb" has no place for."""
     return LoadError(
         "CKM512",
         f"model: {target.fqn} cannot be a bitsandbytes NF4 weight: {reason}",

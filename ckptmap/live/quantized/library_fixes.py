@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from ckptmap.errors import LoadError
-from ckptmap.live.model import fsdp2_params as fsdp2_params
+from ckptmap.live.model import fsdp2_params
 from ckptmap.live.quantized import int8_sharded, torchao_lowbit_fix
 from ckptmap.quantization.nf4.scheme import NF4
 from ckptmap.tensors import TensorInfo

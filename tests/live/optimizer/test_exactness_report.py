@@ -14,7 +14,7 @@ from torch import nn
 import ckptmap
 from ckptmap.errors import LoadError
 from ckptmap.live.optimizer.family import OptimizerParam
-from ckptmap.live.optimizer.stored_state import counted
+from ckptmap.live.optimizer.stored_state import step_like
 from ckptmap.live.optimizer.torch_optim import TorchAdam
 from tests.conftest import Device
 from tests.corpus.ranks import run_ranks
@@ -324,7 +324,7 @@ def test_a_step_count_is_not_narrowed(build: Callable[[Any], Any], tmp_path: Pat
 
 def test_a_count_too_large_for_its_form_is_kept_wider() -> None:
     for number, dtype in ((256, torch.bfloat16), (1001, torch.float32), (2**24 + 1, torch.float64)):
-        made = counted(torch.zeros((), dtype=torch.bfloat16), number)
+        made = step_like(torch.zeros((), dtype=torch.bfloat16), number)
         assert made.dtype == dtype and made.item() == number
 
 

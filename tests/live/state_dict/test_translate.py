@@ -361,6 +361,6 @@ def test_rounds_of_nothing() -> None:
 
 def test_memory_says_what_is_not_here() -> None:
     memory = Memory()
-    memory.hold(("w",), Box((0,), (4,)), torch.ones(4))
+    memory.add_own(("w",), Box((0,), (4,)), torch.ones(4))
     with pytest.raises(CkptmapError, match="4 of the 8 elements"):
         memory.copy(("w",), Box((0,), (8,)), torch.zeros(8))
