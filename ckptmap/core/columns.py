@@ -4,12 +4,14 @@ A checkpoint of 100,000 small tensors has 100,000 names and offsets, but only a 
 object for each tensor would take seconds and hundreds of MB. So from the headers that are read to
 the manifest that is written, tensors stay in this one form:
 
-    class       row                   columns                              a row describes
-    Extents     Extent                files, offsets, crcs                 where a tensor is read
-    OutTensors  OutTensor             paths, forms                         how a tensor is cut
-    Steps       Step                  fqns, conversions                    how a tensor is converted
-    Slots       Slot                  paths, boxes, offsets, sizes         where a chunk is written
-    Sources     StoredTensor or None  infos, files, offsets, crcs, others  where a chunk is read
+    class         row                   columns                                a row describes
+    WholeEntries  TensorEntry           infos, files, offsets, lengths         an entry of DCP's metadata
+    Extents       Extent                files, offsets, crcs                   where a tensor is read
+    OutTensors    OutTensor             paths, forms                           how a tensor is cut
+    Steps         Step                  fqns, conversions                      how a tensor is converted
+    Slots         Slot                  paths, boxes, offsets, sizes           where a chunk is written
+    Sources       StoredTensor or None  infos, files, offsets, crcs, others    where a chunk is read
+    Chunks        ChunkRow              files, offsets, sizes, boxes, digests  what the manifest says of it
 
 A value that many rows share (an info, a form, a box) is one object. `distinct` and `each` work on
 these few objects instead of the many rows.
@@ -17,7 +19,8 @@ these few objects instead of the many rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, ClassVar, Self, TypeVar, overload
 
@@ -87,6 +90,30 @@ class Columns(Sequence[R]):
 
     def __hash__(self) -> int:
         return hash((len(self), *self[:1]))
+
+
+class NamedRows(Mapping[str, R]):
+    """Rows by name, in order: row i has the name `names[i]`."""
+
+    def __init__(self, names: Sequence[str], rows: Sequence[R]) -> None:
+        assert len(names) == len(rows)
+        self.names, self.rows = names, rows
+
+    @cached_property
+    def _numbers(self) -> Mapping[str, int]:
+        return dict(zip(self.names, range(len(self.names)), strict=True))
+
+    def __getitem__(self, name: str) -> R:
+        return self.rows[self._numbers[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._numbers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 def distinct(values: Collection[T]) -> dict[int, T]:

@@ -32,7 +32,14 @@ from ckptmap.formats.dcp.metadata_classes import (
     StorageInfo,
     Tensor,
 )
-from ckptmap.formats.dcp.metadata_records import Item, Metadata, Offsets, TensorEntry, Whole
+from ckptmap.formats.dcp.metadata_records import (
+    Item,
+    Metadata,
+    Offsets,
+    TensorEntry,
+    Whole,
+    WholeEntries,
+)
 from ckptmap.formats.pickle import reader as pickle_read
 from ckptmap.tensors import ITEMSIZE, Opaque, Path, TensorInfo
 
@@ -117,10 +124,11 @@ class _Rows:
             if offsets != (0,) * len(shape) or item.transforms:
                 return None
         files = [item.file for _, item in self.forms]
-        return Whole(
-            list(infos), list(infos.values()), [files[i] for i in like],
+        entries = WholeEntries(
+            list(infos.values()), [files[i] for i in like],
             [self.offsets[i] for i in order], [self.lengths[i] for i in order],
         )  # fmt: skip
+        return Whole(list(infos), entries)
 
 
 def _other_root(root: object, where: str) -> SourceError:

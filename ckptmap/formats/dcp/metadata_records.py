@@ -5,11 +5,11 @@ An `Item` is the byte range of one chunk, or one value, in a data file: a torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
+from ckptmap.core.columns import Columns, NamedRows
 from ckptmap.tensors import Path, TensorInfo
 
 Offsets = tuple[int, ...]
@@ -32,15 +32,25 @@ class TensorEntry(NamedTuple):
     chunks: tuple[tuple[Offsets, Offsets, Item], ...]
 
 
-@dataclass(frozen=True)
-class Whole(Mapping[str, TensorEntry]):
-    """Tensors of one chunk and at least one element, in columns; an entry is made on access."""
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeEntries(Columns[TensorEntry]):
+    """Tensors of one chunk and at least one element, as columns."""
 
-    names: Sequence[str]
     infos: Sequence[TensorInfo]
     files: Sequence[str]
     offsets: Sequence[int]
     lengths: Sequence[int]
+
+    @staticmethod
+    def row(info: TensorInfo, file: str, offset: int, length: int) -> TensorEntry:
+        box = (0,) * len(info.shape), info.shape
+        return TensorEntry(info, ((*box, Item(file, offset, length)),))
+
+
+class Whole(NamedRows[TensorEntry]):
+    """Tensors by key, each of one chunk and at least one element."""
+
+    rows: WholeEntries
 
     @classmethod
     def of(cls, tensors: Mapping[str, TensorEntry]) -> Whole | None:
@@ -56,28 +66,9 @@ class Whole(Mapping[str, TensorEntry]):
                 return None
             items.append(item)
         infos = [entry.info for entry in tensors.values()]
-        columns = zip(*items, strict=True) if items else ((), (), ())
-        files, offsets, lengths, *_ = columns
-        return cls(list(tensors), infos, files, offsets, lengths)
-
-    @cached_property
-    def _at(self) -> Mapping[str, int]:
-        return dict(zip(self.names, range(len(self.names)), strict=True))
-
-    def item(self, index: int) -> Item:
-        """Return the item of tensor `index`."""
-        return Item(self.files[index], self.offsets[index], self.lengths[index])
-
-    def __getitem__(self, name: str) -> TensorEntry:
-        index = self._at[name]
-        info = self.infos[index]
-        return TensorEntry(info, (((0,) * len(info.shape), info.shape, self.item(index)),))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
+        files = [item.file for item in items]
+        starts, lengths = [item.offset for item in items], [item.nbytes for item in items]
+        return cls(list(tensors), WholeEntries(infos, files, starts, lengths))
 
 
 @dataclass(frozen=True)

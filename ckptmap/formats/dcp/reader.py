@@ -140,9 +140,8 @@ def _ends(metadata: Metadata, where: str) -> dict[str, int]:
     ends: dict[str, int] = {}
     tensors = metadata.tensors
     if isinstance(tensors, Whole):
-        for file, end in zip(
-            tensors.files, map(add, tensors.offsets, tensors.lengths), strict=True
-        ):
+        rows = tensors.rows
+        for file, end in zip(rows.files, map(add, rows.offsets, rows.lengths), strict=True):
             if end > ends.get(file, -1):
                 ends[file] = end
         return ends
@@ -194,7 +193,7 @@ class _Leaves:
     ) -> tuple[Mapping[Path, Leaf], dict[str, Mapping[str, object]]]:
         run = None if metadata.values or metadata.paths else Whole.of(metadata.tensors)
         if run is not None and self._is_plain(metadata, run):
-            return PlainTensors(run.names, run.infos, _Places(self, run)), {}
+            return PlainTensors(run.names, run.rows.infos, _Places(self, run)), {}
         leaves: dict[Path, Leaf] = {}
         records: dict[str, Mapping[str, object]] = {}
         unusual = {key for key, entry in metadata.tensors.items() if _is_unusual(entry)}
@@ -219,12 +218,13 @@ class _Leaves:
 
     def _is_plain(self, metadata: Metadata, run: Whole) -> bool:
         """Return True if the items hold plain tensors, by the item sizes and by a few that are read."""
-        pairs = list(zip(map(id, run.infos), run.lengths, strict=True))
+        infos, lengths = run.rows.infos, run.rows.lengths
+        pairs = list(zip(map(id, infos), lengths, strict=True))
         first = dict(zip(reversed(pairs), range(len(pairs) - 1, -1, -1), strict=True))
         samples: set[str] = set()
         for index in sorted(first.values()):
-            nbytes = run.lengths[index]
-            if nbytes - run.infos[index].nbytes not in PLAIN_OVERHEAD:
+            nbytes = lengths[index]
+            if nbytes - infos[index].nbytes not in PLAIN_OVERHEAD:
                 return False
             if nbytes < SMALL_NBYTES and len(samples) < MAX_SAMPLES:
                 samples.add(run.names[index])
@@ -294,8 +294,9 @@ class _Places:
     run: Whole
 
     def one(self, index: int) -> Places:
-        run = self.run
-        return self.leaves.place(run.names[index], run.infos[index], run.item(index))
+        rows = self.run.rows
+        item = Item(rows.files[index], rows.offsets[index], rows.lengths[index])
+        return self.leaves.place(self.run.names[index], rows.infos[index], item)
 
     def all(self) -> Extents | None:
         found = list(map(self.one, range(len(self.run))))
