@@ -1,6 +1,9 @@
-"""Counts and sizes as text."""
+"""Counts, sizes and the errors of other libraries as short text for people."""
 
 from __future__ import annotations
+
+MAX_LINE = 400
+"""Characters of another library's error that are shown."""
 
 
 def counted(count: int, noun: str) -> str:
@@ -16,3 +19,12 @@ def human(nbytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text that is not blank, else the name of its class.
+
+    Errors of other libraries may have many lines, of which one fits into an error of ours.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:MAX_LINE] if lines else type(error).__name__

@@ -10,6 +10,7 @@ import importlib.util
 from functools import cache
 from traceback import walk_tb
 
+from ckptmap.core.formatting import first_line
 from ckptmap.errors import PlanError, RunError
 
 OWN_PACKAGES = ("ckptmap", "ckptmap_cli")
@@ -62,9 +63,8 @@ def import_failure(error: BaseException) -> RunError | None:
     foreign = packages[last_own + 1 :]
     if not foreign or not (by_ctypes or isinstance(error, ImportError)):
         return None
-    what = (str(error).strip() or type(error).__name__).splitlines()[0]
     return RunError(
         "CKM211",
-        f"{foreign[0]} is installed here and cannot be imported: {what}",
+        f"{foreign[0]} is installed here and cannot be imported: {first_line(error)}",
         f"install it again: pip install --force-reinstall {foreign[0]}",
     )

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from ckptmap.core.formatting import first_line
 from ckptmap.errors import Interrupted, RunError
 from ckptmap.storage.locks import Owner
 
@@ -184,7 +185,7 @@ class Heartbeat:
                 self._round()
             except Exception as error:  # torch raises RuntimeError and kinds of its own
                 if not self._closed:
-                    self.lost.setdefault(0, f"its store is gone ({_first_line(error)})")
+                    self.lost.setdefault(0, f"its store is gone ({first_line(error)})")
                 return
             waiting = self._held < self._stage or self._failed
             pause = min(2 * pause, self._beat_s) if waiting else self._beat_s
@@ -250,7 +251,3 @@ class Heartbeat:
             self._held = held
             if self.rank == 0:
                 self._send()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ckptmap import errors
+from ckptmap.core.formatting import first_line
 from ckptmap.errors import CkptmapError, DestinationError, Interrupted, PlanError, RunError
 from ckptmap.execution.heartbeat import Heartbeat, Stopped
 
@@ -68,11 +69,11 @@ class Ranks:
 
     def agree(self, digest: str) -> None:
         """Raise PlanError CKM209, on every rank, if the ranks' plan digests differ."""
-        found: dict[str, list[str]] = {}
+        by_digest: dict[str, list[str]] = {}
         for rank, other in enumerate(self.gather(digest.encode())):
-            found.setdefault(other.decode(), []).append(str(rank))
-        if len(found) > 1:
-            plans = "; ".join(f"{d[:12]} on rank {', '.join(r)}" for d, r in found.items())
+            by_digest.setdefault(other.decode(), []).append(str(rank))
+        if len(by_digest) > 1:
+            plans = "; ".join(f"{d[:12]} on rank {', '.join(r)}" for d, r in by_digest.items())
             raise PlanError(
                 "CKM209",
                 f"the ranks plan different conversions, expected one plan, found {plans}",
@@ -166,10 +167,9 @@ class GlooRanks(Ranks):
     def _never_met(self, timeout: float, error: Exception) -> CkptmapError:
         if self.rank:
             return ShownElsewhere(RunError.exit_code)
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return RunError(
             "CKM307",
-            f"the {self.world_size} ranks did not meet within {timeout:g} s: {text[:200]}",
+            f"the {self.world_size} ranks did not meet within {timeout:g} s: {first_line(error)}",
             "see that every rank starts and reaches MASTER_ADDR, or give a longer --rank-timeout",
         )
 
@@ -177,12 +177,12 @@ class GlooRanks(Ranks):
         import torch.distributed as dist
 
         self._beats.meet()
-        found: list[bytes] = [b""] * self.world_size
+        gathered: list[bytes] = [b""] * self.world_size
         try:
-            dist.all_gather_object(found, data, group=self._group)
+            dist.all_gather_object(gathered, data, group=self._group)
         except RuntimeError as error:  # gloo raises it for a rank that is gone or too late
             raise Stopped from error
-        return found
+        return gathered
 
     def advance(self, nbytes: int) -> int:
         self.check()
@@ -288,8 +288,8 @@ def _error(said: Mapping[str, str], prefix: str = "") -> CkptmapError:
     """Return the error that another rank has sent."""
     kind = getattr(errors, said.get("kind", ""), RunError)
     message = prefix + said.get("message", "stopped: another rank failed")
-    found: CkptmapError = kind(said.get("code", "CKM307"), message, said.get("hint", ""))
-    return found
+    error: CkptmapError = kind(said.get("code", "CKM307"), message, said.get("hint", ""))
+    return error
 
 
 def _lost(rank: int, how: str) -> RunError:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ckptmap.core.formatting import first_line
 from ckptmap.errors import CkptmapError, SourceError
 
 Kind = type[CkptmapError]
@@ -74,15 +75,17 @@ def _said(error: BaseException, where: str, kind: Kind, doing: str) -> CkptmapEr
     if _is_network(seen):
         return kind(
             "CKM706",
-            f"{where}: the Hub does not answer{_while(doing)}: {_line(seen)}",
+            f"{where}: the Hub does not answer{_while(doing)}: {first_line(seen)}",
             "check the network (HF_ENDPOINT, proxies), then run the same command again",
         )
     if isinstance(seen, hub.HFValidationError):
-        return kind("CKM701", f"{where}: is no name that the Hub takes: {_line(seen)}", "check it")
+        return kind(
+            "CKM701", f"{where}: is no name that the Hub takes: {first_line(seen)}", "check it"
+        )
     if doing and isinstance(seen, OSError | ValueError | RuntimeError):
         # huggingface_hub and hf_xet raise these if an answer breaks the protocol.
         return kind(
-            "CKM708", f"{where}: {doing} failed: {_line(seen)}", "run the same command again"
+            "CKM708", f"{where}: {doing} failed: {first_line(seen)}", "run the same command again"
         )
     return None
 
@@ -182,9 +185,4 @@ def _while(doing: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    return getattr(error, "server_message", None) or _line(error)
-
-
-def _line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__
+    return getattr(error, "server_message", None) or first_line(error)
