@@ -73,11 +73,11 @@ class LoadOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> LoadOptions:
-        """Return the options of a call. Raises TypeError for a keyword that `load` does not have."""
-        known = {field.name for field in fields(cls)}
-        for name in given:
-            if name not in known:
-                raise TypeError(f"load() got an unexpected keyword argument {name!r}")
+        """Return the options of a call.
+
+        Raises ArgumentError CKM516 with the nearest name for a keyword that `load` does not have.
+        """
+        argument_checks.known_keywords(given, [field.name for field in fields(cls)], "load")
         return cls(**given)  # type: ignore[arg-type]
 
     def check(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ckptmap
+from ckptmap.errors import ArgumentError
 from ckptmap.live.options import LoadKeywords, LoadOptions
 
 
@@ -25,7 +26,10 @@ def test_the_signature_has_every_option() -> None:
     assert keywords == {field.name: field.default for field in fields(LoadOptions)}
 
 
-def test_an_unknown_keyword_is_a_type_error(tmp_path: Path) -> None:
+def test_an_unknown_keyword_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     keywords: dict[str, Any] = {"strictly": True}
-    with pytest.raises(TypeError, match=r"load\(\) got an unexpected keyword argument 'strictly'"):
+    with pytest.raises(
+        ArgumentError, match=r"^strictly: is no argument of load, expected strict;"
+    ) as caught:
         ckptmap.load(tmp_path, torch.nn.Linear(2, 2), **keywords)
+    assert caught.value.code == "CKM516"

@@ -84,11 +84,11 @@ def load(
     but different in the checkpoint; RunError CKM310 ranks saved other values of one tensor;
     ArgumentError CKM516; SourceError where the checkpoint cannot be read.
     """
-    options = LoadOptions.of(keywords)
     with ExitStack() as closing:
         closing.enter_context(cpu_outside_inference_mode(model))
         peers = peer_groups(model)
         with agreed(peers) as facts:
+            options = LoadOptions.of(keywords)
             _check(path, model, scheduler, options)
             planned = _plan(path, model, optimizer, scheduler, options, facts, closing)
         with agreed(peers):
