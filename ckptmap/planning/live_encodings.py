@@ -99,12 +99,8 @@ TABLE: dict[tuple[str, str], LiveSupport] = {
 }
 
 
-def live_support(setup: str, encoding: str) -> LiveSupport | None:
-    """Return what is known of the pair; None: nothing is, or the encoding is dense."""
-    return next((_support(one, encoding) for one in registry.setups() if one.name == setup), None)
-
-
 def _support(setup: Setup, encoding: str) -> LiveSupport | None:
+    """Return the table's row for the pair; None: it has none, or the encoding is dense."""
     if encoding == "dense":  # isinstance with a protocol costs as much as planning a tensor
         return None
     scheme = next((one for one in registry.schemes() if one.name == encoding), None)
@@ -124,7 +120,7 @@ def require_held(fqn: str, setup: Setup, encoding: str) -> None:
 
 
 def rows() -> Iterator[tuple[str, str, LiveSupport]]:
-    """Yield (setup, encoding, what is known), in the order of the registry."""
+    """Yield (setup, encoding, support) for every pair in the table, in the order of the registry."""
     for setup in registry.setups():
         for scheme in registry.schemes():
             support = _support(setup, scheme.name)

@@ -15,13 +15,17 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import ckptmap
 from ckptmap import registry
-from ckptmap.planning.live_encodings import HeldLive, live_support, rows
+from ckptmap.planning.live_encodings import HeldLive, LiveSupport, rows
 from ckptmap.quantization.torchao.int8 import Int8Scheme
 from ckptmap.setups import names
 from ckptmap.testing import registered
 
 INT8 = ("int8", "bnb-int8", "ct-int8")
 FLOAT8 = ("float8", "fp8", "ct-fp8")
+
+
+def live_support(setup: str, encoding: str) -> LiveSupport | None:
+    return {(base, held): support for base, held, support in rows()}.get((setup, encoding))
 
 
 def test_every_setup_and_every_quantized_target_is_in_the_table() -> None:
