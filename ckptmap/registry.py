@@ -125,8 +125,8 @@ RUNNER = "ckptmap.operations.convert:run"
 @cache
 def _load(spec: str) -> Any:
     module, _, name = spec.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    return found() if isinstance(found, type) else found
+    value = getattr(importlib.import_module(module), name)
+    return value() if isinstance(value, type) else value
 
 
 @cache
@@ -150,8 +150,8 @@ def _third_party(group: str) -> tuple[Any, ...]:
         return ()
     from importlib.metadata import entry_points
 
-    found = [entry.load() for entry in entry_points(group=f"ckptmap.{group}")]
-    return tuple(value() if isinstance(value, type) else value for value in found)
+    loaded = [entry.load() for entry in entry_points(group=f"ckptmap.{group}")]
+    return tuple(value() if isinstance(value, type) else value for value in loaded)
 
 
 def _all(specs: Iterable[str], group: str) -> Iterator[Any]:
@@ -224,8 +224,8 @@ def setups() -> tuple[Setup, ...]:
 
 
 def layout(name: str) -> Layout:
-    return next(found for found in layouts() if found.name == name)
+    return next(each for each in layouts() if each.name == name)
 
 
 def writer(name: str) -> Writer:
-    return next(cast(Writer, found) for found in _all(WRITERS, "writers") if found.name == name)
+    return next(cast(Writer, each) for each in _all(WRITERS, "writers") if each.name == name)

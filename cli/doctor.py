@@ -86,25 +86,25 @@ def holding(source: str | None, to: str | None) -> list[dict[str, object]]:
         encodings = {aim.scheme.name}
     dense = {setup.name for setup in registry.setups() if setup.dense}
     return [
-        _row(setup, encoding, found, setup in dense)
-        for setup, encoding, found in rows()
+        _row(setup, encoding, support, setup in dense)
+        for setup, encoding, support in rows()
         if (aim is None or setup == aim.setup.name) and (encodings is None or encoding in encodings)
     ]
 
 
-def _row(setup: str, encoding: str, found: LiveSupport, dense: bool) -> dict[str, object]:
-    how, nearest, lacks = found.how, found.nearest, _lacking(found.needs)
-    if found.ok and dense:
+def _row(setup: str, encoding: str, support: LiveSupport, dense: bool) -> dict[str, Any]:
+    how, nearest, lacks = support.how, support.nearest, _lacking(support.needs)
+    if support.ok and dense:
         how, nearest = (
             "what loads it takes dense tensors only",
             (f"fsdp2-{encoding}", f"{setup}-bf16"),
         )
-    elif found.ok and lacks:
+    elif support.ok and lacks:
         how = lacks
     return {
         "setup": setup,
         "encoding": encoding,
-        "holds": found.ok and not dense and not lacks,
+        "holds": support.ok and not dense and not lacks,
         "how": how,
         "nearest": list(nearest),
     }
@@ -133,9 +133,9 @@ def _encodings(source: str) -> set[str]:
 def _lacking(needs: Sequence[tuple[str, str]]) -> str:
     """Return which library is missing or too old; an empty string where none is."""
     for library, least in needs:
-        found = _version(library)
-        if found is None or _numbers(found) < _numbers(least):
-            return f"needs {library} {least} or later, found {found or 'none'}"
+        version = _version(library)
+        if version is None or _numbers(version) < _numbers(least):
+            return f"needs {library} {least} or later, found {version or 'none'}"
     return ""
 
 
@@ -189,11 +189,11 @@ def _devices() -> list[str]:
         return []
     from ckptmap.core.formatting import human
 
-    found = ["cpu"]
+    devices = ["cpu"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         about = torch.cuda.get_device_properties(index)
-        found.append(f"cuda:{index} {about.name} ({human(about.total_memory)})")
-    return found
+        devices.append(f"cuda:{index} {about.name} ({human(about.total_memory)})")
+    return devices
 
 
 def _fixes() -> list[dict[str, object]]:
@@ -225,17 +225,17 @@ def _verdict(fix: dict[str, Any]) -> str:
     return "works" if fix["within_tested"] else f"works, though tested with {span} only"
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
+def _lines(facts: dict[str, Any]) -> list[str]:
     return [
-        f"ckptmap {found['ckptmap']}, Python {found['python']}, {found['platform']}",
-        f"  {found['executable']}",
+        f"ckptmap {facts['ckptmap']}, Python {facts['python']}, {facts['platform']}",
+        f"  {facts['executable']}",
         "packages",
-        *(f"  {name:<18} {version or '-'}" for name, version in found["packages"].items()),
+        *(f"  {name:<18} {version or '-'}" for name, version in facts["packages"].items()),
         "devices",
-        *(f"  {device}" for device in found["devices"] or ["none: torch is not installed"]),
+        *(f"  {device}" for device in facts["devices"] or ["none: torch is not installed"]),
         "what live models need",
         *(
             f"  {fix['name']} ({fix['library']} {fix['version']}): {_verdict(fix)}"
-            for fix in found["fixes"]
+            for fix in facts["fixes"]
         ),
     ]

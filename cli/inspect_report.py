@@ -111,10 +111,10 @@ class InspectReport:
 
     def _counted(self, what: str) -> Counter[str]:
         """Return the number of tensors by dtype or by encoding."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for look, count in self.kinds.items():
-            found[look.dtype if what == "dtype" else look.encoding] += count
-        return found
+            counts[look.dtype if what == "dtype" else look.encoding] += count
+        return counts
 
     def _optimizer(self) -> dict[str, Any]:
         ckpt = self.ckpt
@@ -133,10 +133,10 @@ class InspectReport:
 
     def _listed(self) -> Iterator[tuple[str, LazyTensor]]:
         """Yield role and tensor of everything that `keys` matches."""
-        for role, found in (
+        for role, tensors in (
             ("model", self.ckpt.values()), ("optimizer", self.states), ("other", self.other)
         ):  # fmt: skip
-            for lazy in found:
+            for lazy in tensors:
                 if self._is_listed(lazy.fqn):
                     yield role, lazy
 
@@ -190,13 +190,13 @@ class InspectReport:
             yield "note", note
 
     def _optimizer_line(self) -> str:
-        found = self._optimizer()
-        if found["keyed_by"] is None:
+        optimizer = self._optimizer()
+        if optimizer["keyed_by"] is None:
             return ""
-        count = counted(found["parameters"], "parameter")
-        if found["keyed_by"] == "index":
+        count = counted(optimizer["parameters"], "parameter")
+        if optimizer["keyed_by"] == "index":
             return f"state of {count}, keyed by index: the file does not say which is which"
-        return f"state of {count} by name: {', '.join(found['states'])}, {human(found['nbytes'])}"
+        return f"state of {count} by name: {', '.join(optimizer['states'])}, {human(optimizer['nbytes'])}"
 
 
 def _entry(role: str, lazy: LazyTensor, ckpt: Checkpoint) -> dict[str, object]:

@@ -122,10 +122,10 @@ def _typed(args: Sequence[str]) -> dict[str, str]:
     """Return absolute path -> as typed, for arguments that may be relative paths."""
     names = [arg for arg in args[1:] if arg and not os.path.isabs(arg) and arg[0] != "-"]
     try:
-        found = {str(Path(name).absolute()): name.rstrip("/") for name in names}
+        as_typed = {str(Path(name).absolute()): name.rstrip("/") for name in names}
     except OSError:  # the working directory is gone
         return {}
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+    return dict(sorted(as_typed.items(), key=lambda item: -len(item[0])))
 
 
 def _usage(error: Any, args: Sequence[str], out: Printer) -> int:

@@ -97,14 +97,14 @@ def _path(what: str) -> str:
     from ckptmap.errors import PlanError
     from ckptmap.mapping.catalog import find
 
-    found = find(what)
-    if len({entry.family for entry in found}) > 1:
+    matches = find(what)
+    if len({entry.family for entry in matches}) > 1:
         raise PlanError(
             "CKM604",
-            f"{what!r} could be {', '.join(entry.title for entry in found)}",
-            f"say which, for example {found[0].title}",
+            f"{what!r} could be {', '.join(entry.title for entry in matches)}",
+            f"say which, for example {matches[0].title}",
         )
-    return found[0].path
+    return matches[0].path
 
 
 def _show(out: Printer, what: str, config: str | None) -> None:
@@ -173,12 +173,12 @@ def _new(out: Printer, source: str | None, to: str | None, values: bool) -> None
 
     if source is None or to is None:
         raise typer.BadParameter("new: give --from SRC and --to DST, two checkpoints of one model")
-    found = draft(source, to, values=values)
+    drafted = draft(source, to, values=values)
     if out.json:
-        out.document(found.to_json())
+        out.document(drafted.to_json())
         return
-    out.text(str(found).rstrip())
-    out.note(f"{found.summary}; prove it with: ckptmap mappings check FILE")
+    out.text(str(drafted).rstrip())
+    out.note(f"{drafted.summary}; prove it with: ckptmap mappings check FILE")
 
 
 _ON_FILES: Mapping[str, Callable[[Printer, str, str | None], None]] = {

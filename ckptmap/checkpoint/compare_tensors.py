@@ -171,7 +171,7 @@ def holds(lazy: LazyTensor, write: Write) -> bool:
 
     stored, box = lazy.parts[write.part].info, write.box
     if len(stored.shape) == 1:
-        found = lazy.read_part(write.part, box)
+        stored_values = lazy.read_part(write.part, box)
     else:  # the rows that cover the range, then the range of them
         (start,), (count,) = box.offsets, box.sizes
         row = math.prod(stored.shape[1:])
@@ -180,8 +180,8 @@ def holds(lazy: LazyTensor, write: Write) -> bool:
         rows = (
             Box((first, *zeros), (last - first, *stored.shape[1:])) if stored.shape else Box((), ())
         )
-        found = lazy.read_part(write.part, rows).view(-1)[start - first * row :][:count]
+        stored_values = lazy.read_part(write.part, rows).view(-1)[start - first * row :][:count]
     return torch.equal(
-        found.contiguous().view(-1).view(torch.uint8),
+        stored_values.contiguous().view(-1).view(torch.uint8),
         write.values.cpu().contiguous().view(-1).view(torch.uint8),
     )

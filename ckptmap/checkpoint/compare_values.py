@@ -24,14 +24,14 @@ def unequal_values(a: Checkpoint, b: Checkpoint) -> tuple[int, dict[str, tuple[o
 
     The description of the run itself is not compared.
     """
-    count, found = 0, {}
+    count, differences = 0, {}
     mine, theirs, _ = beside_pair(a, b)
     kept = [{path: held[path] for path in held if path[0] != RECORD} for held in (mine, theirs)]
     for mine, theirs, depth in ((kept[0], kept[1], 1), *optimizer_pairs(a, b)):
         agree, differ = unequal(mine, theirs, depth)
         count += agree
-        found.update(differ)
-    return count, found
+        differences.update(differ)
+    return count, differences
 
 
 Pair: TypeAlias = tuple[dict[Path, object], dict[Path, object], int]
@@ -56,8 +56,8 @@ def matched(a: Checkpoint, b: Checkpoint) -> tuple[dict[Path, Path], dict[Path, 
     heads = [{path[: _key_at(path)] for path in {**c.plain, **c.other}} for c in (a, b)]
     shared = heads[0] & heads[1]
     mine, theirs = (
-        {path: plain for path, plain in found.items() if path[: _key_at(path)] not in shared}
-        for found in (one, two)
+        {path: plain for path, plain in paths.items() if path[: _key_at(path)] not in shared}
+        for paths in (one, two)
     )
     return mine, theirs
 
@@ -96,14 +96,14 @@ def _group_pairs(
     """Return pairs of numbers of groups that share a parameter. Where no name is shared, because the
     names are of two schemes, groups of the same number pair."""
     home = {fqn: number for number, group in enumerate(b) for fqn in group[PARAMS]}
-    found = [
+    pairs = [
         (number, other)
         for number, group in enumerate(a)
         for other in sorted({home[fqn] for fqn in group[PARAMS] if fqn in home})
     ]
-    if not found and len(a) == len(b):
+    if not pairs and len(a) == len(b):
         return [(number, number) for number in range(len(a))]
-    return found
+    return pairs
 
 
 def _kept(

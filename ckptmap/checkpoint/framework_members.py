@@ -63,20 +63,20 @@ def merged(directory: Directory, place: Place) -> Index:
 
     Raises SourceError where a member is malformed, CKM111 where two hold the same role.
     """
-    found = directory.members(place)
-    merge = _Merge(unread_files=list(found.unread_files))
-    for member in found.members:
+    members = directory.members(place)
+    merge = _Merge(unread_files=list(members.unread_files))
+    for member in members.members:
         if member.role == "extra":
             _add_extra(merge, member)
         elif member.role in merge.seen:
             _add_copy(merge, member)
         else:
             _add(merge, member)
-    for key, name in found.documents.items():
+    for key, name in members.documents.items():
         file = FilePath(place.path).absolute() / name
         merge.leaves["extra", key] = _document(file)
         merge.files[str(file)] = None
-    for name in found.unread_files:
+    for name in members.unread_files:
         file = FilePath(place.path).absolute() / name
         if file.is_file():
             merge.file_of.setdefault(file.stem, str(file))
@@ -85,9 +85,9 @@ def merged(directory: Directory, place: Place) -> Index:
         merge.leaves,
         tuple(merge.files),
         records=merge.records,
-        world=max(found.world, merge.world),
+        world=max(members.world, merge.world),
         notes=tuple(merge.notes),
-        sidecar_dir=found.sidecar_dir,
+        sidecar_dir=members.sidecar_dir,
         units=merge.units,
         unread_files=tuple(merge.unread_files),
         file_of=merge.file_of,
@@ -122,10 +122,10 @@ def _required(merge: _Merge, member: Member) -> Index:
     index = _opened(member)
     if index is None:
         why = refuse_place(look(FilePath(member.path)), registry.knows)
-        found = why.message.removeprefix(f"{member.path}: ").removeprefix("is ")
+        what = why.message.removeprefix(f"{member.path}: ").removeprefix("is ")
         raise SourceError(
             "CKM111",
-            f"{member.path}: expected the {member.role}'s part of a checkpoint, found {found}",
+            f"{member.path}: expected the {member.role}'s part of a checkpoint, found {what}",
             why.hint,
         )
     merge.files |= dict.fromkeys(index.files)

@@ -57,10 +57,10 @@ class LikeUnits(Mapping[Key, Sequence[str]]):
     def __getitem__(self, key: Key) -> Sequence[str]:
         if key in self._own:
             return self._own[key]
-        found = units_of(self._like)
-        if found is None:
+        units = units_of(self._like)
+        if units is None:
             raise KeyError(key)
-        return found.modules
+        return units.modules
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._own)

@@ -66,12 +66,11 @@ def group_parts(
     prefix = join(root) + "." if root else ""
     mine = {k.removeprefix(prefix): r for k, r in records.items() if k.startswith(prefix)}
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
-    for group, consumed in (
-        found for scheme in registry.schemes() for found in scheme.group(stored, mine)
-    ):
-        for key in consumed:
-            del stored[key]
-        order[consumed[0]] = group
+    for scheme in registry.schemes():
+        for group, consumed in scheme.group(stored, mine):
+            for key in consumed:
+                del stored[key]
+            order[consumed[0]] = group
     return _in_order(order, stored)
 
 
@@ -121,12 +120,12 @@ def _is_plain(infos: Iterable[TensorInfo]) -> bool:
 
 def encoding_notes(groups: Mapping[str, Group]) -> list[str]:
     """Return what encodings say about tensors that they had to repair, one note for equal remarks."""
-    found: dict[str, list[str]] = {}
+    by_remark: dict[str, list[str]] = {}
     for fqn, group in groups.items():
         encoding = group.encoding
         if encoding.name != "dense" and isinstance(encoding, Repairs) and encoding.remark:
-            found.setdefault(encoding.remark, []).append(fqn)
+            by_remark.setdefault(encoding.remark, []).append(fqn)
     return [
         f"{fqns[0]}{f' and {len(fqns) - 1} more' if len(fqns) > 1 else ''}: {remark}"
-        for remark, fqns in found.items()
+        for remark, fqns in by_remark.items()
     ]

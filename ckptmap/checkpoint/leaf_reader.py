@@ -59,15 +59,15 @@ class LeafReader:
                 continue
             if isinstance(leaf, StoredTensor):
                 continue
-            found = next(opaques(leaf), None)
-            if found is None:
+            foreign = next(opaques(leaf), None)
+            if foreign is None:
                 if not is_tensor(leaf):
                     yield path, leaf
                 continue
             # An object with tensors in it, such as a module among Lightning's hyper-parameters, is
             # left behind by its key as they would be; in the optimizer's state it is a moment.
-            droppable = not root or not hides_tensor(found)
-            self.refused.append(RefusedLeaf(join((*root, *path)), described(found), droppable))
+            droppable = not root or not hides_tensor(foreign)
+            self.refused.append(RefusedLeaf(join((*root, *path)), described(foreign), droppable))
 
     def optimizer(self, path: Path, leaf: Leaf) -> object:
         """Return a leaf of optimizer state as LazyTensor or plain value, or REFUSED."""

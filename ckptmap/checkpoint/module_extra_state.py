@@ -61,11 +61,11 @@ def as_live(value: object) -> object:
 
 
 def noted(values: Mapping[Path, object]) -> list[str]:
-    found = [".".join(map(str, path)) for path, v in values.items() if isinstance(v, Instance)]
-    if not found:
+    buffers = [".".join(map(str, path)) for path, v in values.items() if isinstance(v, Instance)]
+    if not buffers:
         return []
-    more = f" and {len(found) - 1} more are" if len(found) > 1 else " is"
-    return [f"{found[0]}{more} io.BytesIO: torch.load takes that with weights_only=False alone"]
+    more = f" and {len(buffers) - 1} more are" if len(buffers) > 1 else " is"
+    return [f"{buffers[0]}{more} io.BytesIO: torch.load takes that with weights_only=False alone"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def found_in(paths: Collection[Path], root: Path) -> tuple[dict[Path, int], dict
     It lies in the dict of the model at `root`, or where `ckptmap.save` keeps it. What another
     model's dict holds does not count.
     """
-    found: dict[Path, int] = {}
+    key_at: dict[Path, int] = {}
     taken: dict[str, Path] = {}
     for home in ((), root, (OWN,)):
         for path in paths:
@@ -111,18 +111,18 @@ def found_in(paths: Collection[Path], root: Path) -> tuple[dict[Path, int], dict
             if at is None or path[:at] != home:
                 continue
             if taken.setdefault(str(path[at]), home) == home:
-                found[path] = at
-    return found, strip_wrappers(taken, "state dict") if taken else {}
+                key_at[path] = at
+    return key_at, strip_wrappers(taken, "state dict") if taken else {}
 
 
 def plainly(paths: Collection[Path], root: Path) -> dict[Path, Path]:
     """Return the paths of extra state -> the paths by plain key, the same however the model was
     wrapped. Empty where two keys differ in wrappers only."""
     try:
-        found, plain = found_in(paths, root)
+        key_at, plain = found_in(paths, root)
     except CkptmapError:
         return {}
-    return {path: (plain[str(path[at])], *path[at + 1 :]) for path, at in found.items()}
+    return {path: (plain[str(path[at])], *path[at + 1 :]) for path, at in key_at.items()}
 
 
 def states_of(paths: Collection[Path], root: Path, names: Mapping[str, str], prefix: str) -> States:
@@ -131,8 +131,8 @@ def states_of(paths: Collection[Path], root: Path, names: Mapping[str, str], pre
     `names` are those of the weights, plain -> in the output; `prefix` stands before the key of a
     module that has no weight.
     """
-    found, plain = found_in(paths, root)
-    return States(found, {key: _output_key(fqn, names, prefix) for key, fqn in plain.items()})
+    key_at, plain = found_in(paths, root)
+    return States(key_at, {key: _output_key(fqn, names, prefix) for key, fqn in plain.items()})
 
 
 def _output_key(key: str, names: Mapping[str, str], prefix: str) -> str:

@@ -150,16 +150,16 @@ def _is_an_optimizer(leaves: Mapping[Path, Leaf]) -> bool:
 
 
 def _no_tensors(leaves: Mapping[Path, Leaf], where: str) -> SourceError:
-    found = [leaf for leaf in leaves.values() if isinstance(leaf, Opaque)]
-    if found and all(leaf.is_empty for leaf in found):
+    objects = [leaf for leaf in leaves.values() if isinstance(leaf, Opaque)]
+    if objects and all(leaf.is_empty for leaf in objects):
         return SourceError(
             "CKM206",
-            f"{where}: holds {len(found)} tensors of the meta device, which have no values",
+            f"{where}: holds {len(objects)} tensors of the meta device, which have no values",
             "load the model's weights, move it off the meta device, and save it again",
         )
-    if found and all(leaf.is_unresolved for leaf in found):
+    if objects and all(leaf.is_unresolved for leaf in objects):
         return SourceError("CKM206", f"{where}: each tensor is {UNRESOLVED}", RESOLVED)
-    classes = sorted({leaf.class_name for leaf in found})
+    classes = sorted({leaf.class_name for leaf in objects})
     what = (
         f"; it has objects of {', '.join(classes[:3])}, which are never called" if classes else ""
     )
@@ -216,8 +216,8 @@ def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
 
 def _states_of_optimizers(leaves: Mapping[Path, Leaf]) -> set[Path]:
     """Return the paths of dicts that hold what `optimizer.state_dict()` returns and nothing else."""
-    found = {path[: path.index(GROUPS)] for path in leaves if GROUPS in path[1:]}
-    return {root for root in found if _held(leaves, root) == _OF_AN_OPTIMIZER}
+    roots = {path[: path.index(GROUPS)] for path in leaves if GROUPS in path[1:]}
+    return {root for root in roots if _held(leaves, root) == _OF_AN_OPTIMIZER}
 
 
 def _held(paths: Iterable[Path], root: Path) -> set[Path]:
@@ -242,9 +242,9 @@ def _find_optimizer(
         level = model_root[:depth]
         # One pass for all names: few paths are longer than the level by two.
         deep = [path for path in leaves if len(path) > depth + 1 and path[:depth] == level]
-        found = {path[depth] for path in deep}
+        names = {path[depth] for path in deep}
         for name in OPTIMIZER_KEYS:
-            if name in found:
+            if name in names:
                 return _only_one((*level, name), [path for path in deep if path[depth] == name])
     beside = [root for root in states if _under(model_root, root[:-1])]
     return beside[0] if len(beside) == 1 else None

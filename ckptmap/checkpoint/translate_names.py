@@ -41,7 +41,7 @@ def _translated(
     config: Mapping[str, object] | None,
     left: Mapping[str, str],
 ) -> Checkpoint:
-    """Return `base` under the names that `resolution` found."""
+    """Return `base` under the names of `resolution`."""
     decoded: dict[str, DerivedTensor] = {}
     groups: dict[str, Group | StoredTensor] = {}
     for name, made in resolution.made.items():
@@ -53,7 +53,7 @@ def _translated(
     if reader.present and reader.form is not None and not reader.by_index:
         infos = base.infos()
         dropped |= _state_left(base, resolution)
-        reader = reader.named_as(lambda found: translate_state(found, resolution, infos, DENSE))
+        reader = reader.named_as(lambda state: translate_state(state, resolution, infos, DENSE))
         values = (leaf.value for leaf in reader.named().leaves)
         moments = {lazy.fqn: lazy for lazy in values if isinstance(lazy, DerivedTensor)}
         notes += [f"optimizer: {note}" for note in _remarks(moments)]
@@ -71,7 +71,7 @@ def _translated(
             left=left,
             dropped=dropped,
             unmapped=tuple(resolution.unmapped),
-            origins={name: tuple(found) for name, found in keys.items() if found != [name]},
+            origins={name: tuple(stored) for name, stored in keys.items() if stored != [name]},
             decoded=decoded,
         ),
     )
@@ -107,8 +107,8 @@ def _remarks(pulled: Mapping[str, DerivedTensor]) -> Iterator[str]:
     by_reason: dict[str, list[str]] = {}
     for name, lazy in pulled.items():
         by_reason.setdefault(lazy.why, []).append(name)
-    for why, found in by_reason.items():
-        yield f"{found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''}: {why}"
+    for why, names in by_reason.items():
+        yield f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {why}"
 
 
 def translated(
@@ -162,7 +162,7 @@ def tied_away(
 ) -> set[str]:
     """Return the keys of `ckpt` that the schemes of a translation tie to one of the `known` keys and
     that hold the same bytes: such as a head that an output leaves out."""
-    found = set()
+    tied = set()
     for side in ("from", "to") if record is not None else ():
         if record is None or record[side] is None:
             continue
@@ -173,8 +173,8 @@ def tied_away(
             if name in known or name not in ckpt or kept not in known or kept not in ckpt:
                 continue
             if dims.holds(tie.when) and same_parts(ckpt[kept], ckpt[name]) is None:
-                found.add(name)
-    return found
+                tied.add(name)
+    return tied
 
 
 def _applied(

@@ -173,11 +173,11 @@ class CoarseScales(RunError):
         return CoarseScales(f"{fqn}: {self.message}", (fqn,))
 
     @classmethod
-    def together(cls, found: Sequence[CoarseScales]) -> CoarseScales:
+    def together(cls, errors: Sequence[CoarseScales]) -> CoarseScales:
         """Return one error for the errors of several tensors."""
-        more = f" (and {len(found) - 1} more tensors)" if len(found) > 1 else ""
-        fqns = sorted(fqn for error in found for fqn in error.fqns)
-        return cls(f"{found[0].message}{more}", tuple(fqns))
+        more = f" (and {len(errors) - 1} more tensors)" if len(errors) > 1 else ""
+        fqns = sorted(fqn for error in errors for fqn in error.fqns)
+        return cls(f"{errors[0].message}{more}", tuple(fqns))
 
     @classmethod
     def count(cls, flipped: int) -> CoarseScales:

@@ -172,12 +172,12 @@ def rearranged(
     """
 
     def regions() -> list[StridedRegion]:
-        found = [s for piece in pieces for s in _regions(piece, sources[piece.source])]
+        strided = [s for piece in pieces for s in _regions(piece, sources[piece.source])]
         if zeros is not None:
             nothing = (0,) * len(zeros.sizes)
             region = Region(ZEROS, 0, zeros.sizes, nothing, info.itemsize)
-            found.append(StridedRegion(StridedBox.of_box(zeros), region))
-        return found
+            strided.append(StridedRegion(StridedBox.of_box(zeros), region))
+        return strided
 
     used = [sources[name] for name in dict.fromkeys(piece.source for piece in pieces)]
     if zeros is None and all(piece.dst.is_box for piece in pieces):

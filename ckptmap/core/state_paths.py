@@ -147,17 +147,17 @@ def is_endless(value: object) -> bool:
         nonlocal own
         if depth > MAX_DEPTH:
             raise RecursionError
-        found = extents.get(id(container))
-        if found is None:
+        measured = extents.get(id(container))
+        if measured is None:
             held = _held(container)
             own += len(held)
             below = [extent(item, depth + 1) for item in held if isinstance(item, _CONTAINERS)]
             height = 1 + max((levels for levels, _ in below), default=0)
-            found = height, len(held) + sum(numel for _, numel in below)
-            extents[id(container)] = found
-        if depth + found[0] > MAX_DEPTH + 1:
+            measured = height, len(held) + sum(numel for _, numel in below)
+            extents[id(container)] = measured
+        if depth + measured[0] > MAX_DEPTH + 1:
             raise RecursionError
-        return found
+        return measured
 
     try:
         height, numel = extent(value, 0) if isinstance(value, _CONTAINERS) else (0, 0)
@@ -170,19 +170,19 @@ UNRESOLVED = "a view that torch conjugates or negates only when it is used"
 RESOLVED = "save tensor.resolve_conj().resolve_neg() in its place"
 
 
-def described(found: Opaque) -> str:
+def described(value: Opaque) -> str:
     """Return why an object cannot be carried over into the output, as a clause."""
-    if found.is_empty:
+    if value.is_empty:
         return "was on the meta device when it was saved, so its values are not here"
-    if found.is_unresolved:
+    if value.is_unresolved:
         return f"{UNRESOLVED}, so its values are not here: {RESOLVED}"
-    return f"an object of unknown class {found.class_name}"
+    return f"an object of unknown class {value.class_name}"
 
 
 def class_of(leaf: Leaf) -> str:
     """Return the class name of the first foreign object in a leaf, else of the leaf itself."""
-    found = next(opaques(leaf), None)
-    return found.class_name if found else type(leaf).__name__
+    foreign = next(opaques(leaf), None)
+    return foreign.class_name if foreign else type(leaf).__name__
 
 
 # ------------------------------------------------------------------ compared
@@ -234,11 +234,11 @@ def unequal(
     one side is a difference.
     """
     ours, theirs = dict(_atoms(a)), dict(_atoms(b))
-    found = _unlike(ours, theirs, depth)
+    differences = _unlike(ours, theirs, depth)
     both = [path for path in ours if path in theirs and ours[path] is not TENSOR]
-    agree = sum(path not in found for path in both)
+    agree = sum(path not in differences for path in both)
     named: dict[str, tuple[object, object]] = {}
-    for path, values in found.items():
+    for path, values in differences.items():
         named.setdefault(_name(path), values)
     return agree, named
 
@@ -252,7 +252,7 @@ def _unlike(
     """
     entries = {path[:depth] for path in ours} & {path[:depth] for path in theirs}
     ends = _lasts(ours), _lasts(theirs)
-    found = {}
+    differences = {}
     for path in {**ours, **theirs}:
         one, two = ours.get(path, NOTHING), theirs.get(path, NOTHING)
         said = isinstance(one, _Said) and isinstance(two, _Said)
@@ -262,8 +262,8 @@ def _unlike(
             continue
         if isinstance(one, _Said) and _is_hole(path, two, ends[0]):
             continue
-        found[path] = (one, two)
-    return found
+        differences[path] = (one, two)
+    return differences
 
 
 def _is_hole(path: _Where, value: object, lasts: Mapping[_Where, int]) -> bool:
@@ -276,12 +276,12 @@ def _is_hole(path: _Where, value: object, lasts: Mapping[_Where, int]) -> bool:
 
 def _lasts(atoms: Iterable[_Where]) -> dict[_Where, int]:
     """Return the last index of each list, by the path of the list."""
-    found: dict[_Where, int] = {}
+    lasts: dict[_Where, int] = {}
     for path in atoms:
         for depth, (is_index, text) in enumerate(path):
             if is_index:
-                found[path[:depth]] = max(int(text), found.get(path[:depth], -1))
-    return found
+                lasts[path[:depth]] = max(int(text), lasts.get(path[:depth], -1))
+    return lasts
 
 
 def _name(path: _Where) -> str:

@@ -59,7 +59,7 @@ class StridedBox:
     @cached_property
     def _by_dim(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """The axes of each dim, outermost first: (axis, size, step, reach of the inner axes)."""
-        found = []
+        by_dim = []
         for dim in range(len(self.offsets)):
             axes = [k for k, d in enumerate(self.dims) if d == dim]
             axes.sort(key=lambda k: (self.steps[k], self.sizes[k]))
@@ -67,18 +67,18 @@ class StridedBox:
             for k in axes:
                 rows.append((k, self.sizes[k], self.steps[k], reach))
                 reach += (self.sizes[k] - 1) * self.steps[k]
-            found.append(tuple(reversed(rows)))
-        return tuple(found)
+            by_dim.append(tuple(reversed(rows)))
+        return tuple(by_dim)
 
     def cut(self, box: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Yield the elements that lie in `box` as ranges of indices: (firsts, counts) by axis."""
         choices = []
         for dim, axes in enumerate(self._by_dim):
             low = box.offsets[dim] - self.offsets[dim]
-            found = list(_cut(axes, low, low + box.sizes[dim]))
-            if not found:
+            cuts = list(_cut(axes, low, low + box.sizes[dim]))
+            if not cuts:
                 return
-            choices.append(found)
+            choices.append(cuts)
         lows, counts = [0] * len(self.sizes), [0] * len(self.sizes)
         for choice in product(*choices):
             for axis, low, count in (entry for entries in choice for entry in entries):
@@ -182,12 +182,12 @@ def compose(first: Sequence[Piece], second: Sequence[Piece]) -> list[Piece]:
 
     `first` are the pieces of an intermediate tensor, which is the only source of `second`.
     """
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for a in first:
         for b in second:
             if a.dst.bounds.intersect(b.src.bounds) is not None:
-                found += _through(a, b)
-    return [piece.tidy() for piece in found]
+                pieces += _through(a, b)
+    return [piece.tidy() for piece in pieces]
 
 
 def _through(a: Piece, b: Piece) -> Iterator[Piece]:
@@ -252,7 +252,7 @@ def _digits(a: StridedBox, b: StridedBox) -> list[_Digit] | None:
     powers of its base. Boxes that share nothing have a digit with n = 0. Returns None if the steps
     do not divide each other, or if a digit could carry into the next.
     """
-    found: list[_Digit] = []
+    digits: list[_Digit] = []
     for dim in range(len(a.offsets)):
         steps = {s for k, s in enumerate(a.steps) if a.dims[k] == dim and a.sizes[k] != 1}
         steps |= {s for k, s in enumerate(b.steps) if b.dims[k] == dim and b.sizes[k] != 1}
@@ -271,8 +271,8 @@ def _digits(a: StridedBox, b: StridedBox) -> list[_Digit] | None:
                 return None
             start = max(0, low)
             stop = min(na, low + nb)
-            found.append(_Digit(max(0, stop - start), start, ka, fa, start - low, kb, fb))
-    return found
+            digits.append(_Digit(max(0, stop - start), start, ka, fa, start - low, kb, fb))
+    return digits
 
 
 def _split(
@@ -283,7 +283,7 @@ def _split(
     That is how many such steps the box takes, along which axis (-1: none), and how many indices of
     that axis one step is. Returns None if the steps do not divide an axis evenly.
     """
-    found = [(1, -1, 1)] * len(chain)
+    digits = [(1, -1, 1)] * len(chain)
     for k, (n, d, step) in enumerate(zip(strided.sizes, strided.dims, strided.steps, strict=True)):
         if d != dim or n == 1:
             continue
@@ -292,8 +292,8 @@ def _split(
             size, rest = divmod(after, s)
             if rest:
                 return None
-            found[chain.index(s)] = (size, k, s // step)
-    return found
+            digits[chain.index(s)] = (size, k, s // step)
+    return digits
 
 
 def _by_digits(a: Piece, b: Piece, digits: Sequence[_Digit]) -> Iterator[Piece]:

@@ -55,13 +55,13 @@ def fold(names: Sequence[str], looks: Sequence[TensorSummary]) -> list[KeyPatter
     alike: dict[tuple[object, ...], int] = {}
     marks = each(looks, lambda look: alike.setdefault(look[:4], len(alike)))
     keys = zip(_patterns(names), marks, strict=True)
-    found: dict[tuple[str, int], list[int]] = {}
+    by_pattern: dict[tuple[str, int], list[int]] = {}
     for index, key in enumerate(keys):
-        if key in found:
-            found[key].append(index)
+        if key in by_pattern:
+            by_pattern[key].append(index)
         else:
-            found[key] = [index]
-    return [_folded([names[i] for i in at], [looks[i] for i in at]) for at in found.values()]
+            by_pattern[key] = [index]
+    return [_folded([names[i] for i in at], [looks[i] for i in at]) for at in by_pattern.values()]
 
 
 def _folded(names: list[str], looks: list[TensorSummary]) -> KeyPattern:
@@ -80,10 +80,10 @@ def _text(names: Sequence[str]) -> str:
 
 def _patterns(names: Sequence[str]) -> list[str]:
     """Return each name with its numbers replaced by a NUL."""
-    found = _NUMBERS.sub(".\0", _text(names)).split("\n")
-    if len(found) != len(names) + 1:  # a name has a line feed in it
+    patterns = _NUMBERS.sub(".\0", _text(names)).split("\n")
+    if len(patterns) != len(names) + 1:  # a name has a line feed in it
         return [NUMBER.sub("\0", name) for name in names]
-    return found[:-1]
+    return patterns[:-1]
 
 
 def _span(numbers: set[int], text: str) -> str:
@@ -98,13 +98,13 @@ FEW = 3
 """Up to this many keys with the same reason get a line each."""
 
 
-def listed(title: str, found: Mapping[str, str]) -> list[str]:
+def listed(title: str, reasons: Mapping[str, str]) -> list[str]:
     """Return lines of keys with their reasons.
 
     More than FEW keys share a line if their reasons and their first segments are equal.
     """
     alike: dict[tuple[str, str], list[str]] = {}
-    for key, why in found.items():
+    for key, why in reasons.items():
         alike.setdefault((key.partition(".")[0], why), []).append(key)
     lines = []
     for (head, why), keys in alike.items():

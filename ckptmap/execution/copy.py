@@ -195,15 +195,15 @@ def _fill_gaps(
     out: OutFile, first: int, slots: Slots, crcs: Sequence[int], span: memoryview
 ) -> bool:
     """Write the container's bytes, or zeros, between the slots; return whether there are gaps."""
-    found, between = False, out.between
+    has_gaps, between = False, out.between
     base = end = slots.offsets[0]
     for index, at, nbytes in zip(count(first - 1), slots.offsets, slots.sizes, strict=False):
         if at > end:
-            found = True
+            has_gaps = True
             gap = between(index, crcs[index - first]) if between is not None else bytes(at - end)
             span[end - base : at - base] = gap
         end = at + nbytes
-    return found
+    return has_gaps
 
 
 def _bring(files: Files, item: FilePlan, first: int, places: Sequence[memoryview]) -> None:

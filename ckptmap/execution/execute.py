@@ -213,9 +213,9 @@ class _Run:
             self.stop.set()
 
     def _do(self, unit: _Unit, buffer: Buffer) -> None:
-        found = self.journal.entries.get(unit.name) if self.digests else None
-        kept = found is not None and all(self._holds(slot, buffer) for slot in found)
-        written = found if found is not None and kept else unit.do(buffer)
+        journaled = self.journal.entries.get(unit.name) if self.digests else None
+        kept = journaled is not None and all(self._holds(slot, buffer) for slot in journaled)
+        written = journaled if journaled is not None and kept else unit.do(buffer)
         if unit.name and not kept and self.digests:  # without digests no entry could be verified
             self.journal.add(unit.name, written)
         with self._lock:

@@ -72,8 +72,8 @@ def _one_by_one(
 
 
 def _wanted(todo: Sequence[tuple[U, Needs]], done: Collection[str]) -> list[str]:
-    found = (file for unit, needs in todo if unit.name not in done for file in sorted(needs))
-    return list(dict.fromkeys(found))
+    files = (file for unit, needs in todo if unit.name not in done for file in sorted(needs))
+    return list(dict.fromkeys(files))
 
 
 def _fetch(files: Files, wanted: Sequence[str], staging: Path | None) -> None:

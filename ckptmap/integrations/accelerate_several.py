@@ -102,11 +102,11 @@ class NumberedStates:
     def members(self, place: Place) -> Members:
         """Return the members of the model. Raises LoadError CKM505 for another number of models."""
         names = _numbered(place.names)
-        found = {number for head, number, _ in names if head != OPTIMIZER}
-        if found != set(range(self.count)):
+        numbers = {number for head, number, _ in names if head != OPTIMIZER}
+        if numbers != set(range(self.count)):
             raise LoadError(
                 "CKM505",
-                f"{place.path}: has models {sorted(found)}, expected {self.count} as save_state"
+                f"{place.path}: has models {sorted(numbers)}, expected {self.count} as save_state"
                 " numbers them",
                 "load each with ckptmap.load(path, model, optimizer)",
             )
@@ -118,8 +118,8 @@ class NumberedStates:
 
 def _numbered(names: Sequence[str]) -> list[tuple[str, int, str]]:
     """Return (head, number, name) of every file; a name without a number is of the first model."""
-    found = [(name, match) for name in names if (match := _NAME.fullmatch(name)) is not None]
-    return [(match["head"], int(match["number"] or 0), name) for name, match in found]
+    matches = [(name, match) for name in names if (match := _NAME.fullmatch(name)) is not None]
+    return [(match["head"], int(match["number"] or 0), name) for name, match in matches]
 
 
 def _members(

@@ -93,13 +93,13 @@ def _save_class() -> Callable[..., SavePlanner]:
             taken = {key: v for key, v in self.state_dict.items() if key in everybody}
             self.state_dict = {k: v for k, v in self.state_dict.items() if k not in everybody}
             whole = {key: self.mappings.get(key, (key,)) for key in taken}
-            found = assign_state_dict({whole[key]: value for key, value in taken.items()}, peers)
-            self.parts = {(_key(path), box): v for (path, box), v in found.mine.items()}
-            self.infos = {_key(tensor.path): tensor.info for tensor in found.tensors}
+            assigned = assign_state_dict({whole[key]: value for key, value in taken.items()}, peers)
+            self.parts = {(_key(path), box): v for (path, box), v in assigned.mine.items()}
+            self.infos = {_key(tensor.path): tensor.info for tensor in assigned.tensors}
             self.mappings = {k: v for k, v in self.mappings.items() if k not in everybody}
-            self.mappings |= {_key(tensor.path): tensor.path for tensor in found.tensors}
+            self.mappings |= {_key(tensor.path): tensor.path for tensor in assigned.tensors}
             for key, path in whole.items():
-                self.state_dict[key + RECORD] = dict(found.records[_key(path)])
+                self.state_dict[key + RECORD] = dict(assigned.records[_key(path)])
                 self.mappings[key + RECORD] = (*path[:-1], f"{path[-1]}{RECORD}")
 
         def create_local_plan(self) -> SavePlan:
@@ -210,9 +210,9 @@ def by_key(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
     """Return weights and moments by the keys of the flattened state dict."""
     roles = checkpoint.roles
     root = "".join(f"{segment}." for segment in roles.model_root)
-    found = {root + stored: checkpoint[fqn] for fqn, stored in checkpoint.names.items()}
+    tensors = {root + stored: checkpoint[fqn] for fqn, stored in checkpoint.names.items()}
     if roles.optimizer_root is not None:
         head = "".join(f"{segment}." for segment in (*roles.optimizer_root, "state"))
         for fqn, state in checkpoint.optimizer.items():
-            found |= {f"{head}{fqn}.{name}": lazy for name, lazy in state.items()}
-    return found
+            tensors |= {f"{head}{fqn}.{name}": lazy for name, lazy in state.items()}
+    return tensors

@@ -247,11 +247,11 @@ def _callback_class() -> Any:
         ) -> None:  # fmt: skip
             if self._resume_from is None:
                 return
-            found = resumed(
-                self._resume_from, model, optimizer, lr_scheduler,
-                max_memory=self._max_memory, **self._load_options,
+            outcome = resumed(
+                self._resume_from, kwargs["model"], kwargs.get("optimizer"),
+                kwargs.get("lr_scheduler"), max_memory=self._max_memory, **self._load_options,
             )  # fmt: skip
-            self.report, step = found
+            self.report, step = outcome
             if step is not None:
                 state.global_step = step
             if step and not args.ignore_data_skip:
@@ -309,8 +309,8 @@ def resumed(
 
 def _told(extra: Mapping[str, object]) -> tuple[dict[str, object], int | None]:
     """Return (Trainer's own state, the step) of a checkpoint, each where it has one."""
-    found = extra.get("trainer_state")
-    known = dict(found) if isinstance(found, Mapping) else {}
+    state = extra.get("trainer_state")
+    known = dict(state) if isinstance(state, Mapping) else {}
     step = extra.get("step", known.get("global_step"))
     return known, step if isinstance(step, int) else None
 

@@ -110,9 +110,9 @@ def parse_axes(text: str, where: str) -> tuple[Axes, tuple[Slice, ...]]:
     """Parse the text after `::`. Raises PlanError CKM601."""
     pattern, _, slices = text.partition("@")
     pattern = pattern.strip()
-    found = tuple(_slices(slices, where)) if slices.strip() else ()
+    cuts = tuple(_slices(slices, where)) if slices.strip() else ()
     if pattern == SCALAR:
-        return Axes(pattern, ()), found
+        return Axes(pattern, ()), cuts
     dims = tuple(_dims(_tokens(pattern, where), pattern, where))
     axes = Axes(pattern, dims)
     counts = {len(f) for dim in dims for f in dim if not isinstance(f, str)}
@@ -125,28 +125,28 @@ def parse_axes(text: str, where: str) -> tuple[Axes, tuple[Slice, ...]]:
         twice = next((axis for axis in names if names.count(axis) > 1), None)
         if twice is not None:
             raise _malformed(pattern, where, f"axis {twice!r} occurs twice")
-    return axes, found
+    return axes, cuts
 
 
 def _slices(text: str, where: str) -> Iterator[Slice]:
     for part in text.split(","):
-        found = _SLICE.fullmatch(part)
-        if found is None:
+        match = _SLICE.fullmatch(part)
+        if match is None:
             raise _malformed(part, where, "is not a slice such as s[0:h] or two[0]")
-        low, colon, high = found[2].partition(":")
+        low, colon, high = match[2].partition(":")
         yield Slice(
-            found[1], parse_expr(low.strip() or "0"), parse_expr(high.strip()) if colon else None
+            match[1], parse_expr(low.strip() or "0"), parse_expr(high.strip()) if colon else None
         )
 
 
 def _tokens(text: str, where: str) -> list[str]:
     tokens, at = [], 0
     while at < len(text):
-        found = _TOKEN.match(text, at)
-        if found is None:
+        match = _TOKEN.match(text, at)
+        if match is None:
             raise _malformed(text, where, f"cannot be read at {text[at:].strip()[:10]!r}")
-        tokens.append(found[1])
-        at = found.end()
+        tokens.append(match[1])
+        at = match.end()
     if not tokens:
         raise _malformed(text, where, f"is empty; a tensor without dims is `{SCALAR}`")
     return tokens

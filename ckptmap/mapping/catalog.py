@@ -56,9 +56,9 @@ def _shipped() -> Path:
     """Return the directory of the packaged files, which is `mappings/` in a clone of the repository."""
     from importlib.util import find_spec
 
-    found = find_spec("ckptmap_mappings")
-    if found is not None and found.origin is not None:
-        return Path(found.origin).parent
+    spec = find_spec("ckptmap_mappings")
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parent
     return Path(__file__).resolve().parents[2] / "mappings"
 
 
@@ -67,12 +67,12 @@ def available() -> list[CatalogEntry]:
 
     Raises PlanError CKM601 where one cannot be read.
     """
-    found: dict[str, CatalogEntry] = {}
+    by_title: dict[str, CatalogEntry] = {}
     for directory in directories():
         for file in sorted(directory.glob(f"*/*{SUFFIX}")):
             entry = _entry(str(file), _mark(str(file)))
-            found.setdefault(entry.title, entry)
-    return [found[title] for title in sorted(found)]
+            by_title.setdefault(entry.title, entry)
+    return [by_title[title] for title in sorted(by_title)]
 
 
 def find(text: str) -> list[CatalogEntry]:
@@ -85,14 +85,14 @@ def find(text: str) -> list[CatalogEntry]:
         return [_entry(text, _mark(text))]
     family, _, rest = text.rpartition("/")
     name, _, era = rest.partition("@")
-    found = [
+    matches = [
         entry
         for entry in available()
         if entry.name == name and family in ("", entry.family) and era in ("", entry.era)
     ]
-    if not found:
+    if not matches:
         raise unknown(text)
-    return sorted(found, key=lambda entry: entry.era, reverse=True)
+    return sorted(matches, key=lambda entry: entry.era, reverse=True)
 
 
 def listed(what: str | None) -> list[CatalogEntry]:
@@ -103,9 +103,9 @@ def listed(what: str | None) -> list[CatalogEntry]:
     entries = available()
     if what is None:
         return entries
-    found = [entry for entry in entries if what in (entry.family, *entry.models)]
-    if found:
-        return found
+    matches = [entry for entry in entries if what in (entry.family, *entry.models)]
+    if matches:
+        return matches
     try:
         titles = {entry.title for entry in find(what)}
     except PlanError as error:

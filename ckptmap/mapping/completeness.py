@@ -21,15 +21,15 @@ def check_complete(
     to_hub: bool,
     dims: Dims,
     active: Sequence[bool | None],
-    found: Sequence[set[tuple[int, ...]]],
+    captures: Sequence[set[tuple[int, ...]]],
 ) -> None:
     """Raise PlanError CKM607 for the first key that is missing or that should not be there.
 
-    `active` says whether each rule applies (None: unknown, there is no config). `found` holds, for each
-    rule, the values of the shared captures for which the checkpoint has keys.
+    `active` says whether each rule applies (None: unknown, there is no config). `captures` holds, for
+    each rule, the values of the shared captures for which the checkpoint has keys.
     """
-    counts = _counts(scheme, dims, found)
-    for rule, holds, captured in zip(scheme.rules, active, found, strict=True):
+    counts = _counts(scheme, dims, captures)
+    for rule, holds, captured in zip(scheme.rules, active, captures, strict=True):
         if holds is False or (not captured and (rule.optional != "no" or holds is None)):
             continue
         try:
@@ -46,7 +46,7 @@ def check_complete(
         for first in sorted({numbers[0] for numbers in captured if len(numbers) > 1}):
             mine = {numbers for numbers in captured if numbers[0] == first}
             check.whole(mine, [range(first, first + 1), *ranges[1:]])
-    _check_either(scheme, to_hub, dims, active, found, counts)
+    _check_either(scheme, to_hub, dims, active, captures, counts)
 
 
 def _check_either(
@@ -54,13 +54,13 @@ def _check_either(
     to_hub: bool,
     dims: Dims,
     active: Sequence[bool | None],
-    found: Sequence[set[tuple[int, ...]]],
+    captures: Sequence[set[tuple[int, ...]]],
     counts: Mapping[str, int],
 ) -> None:
     """Check rules with `either`: each layer has all keys of one word's rules and none of another's."""
     rules = [
         (rule, {numbers[0] for numbers in captured})
-        for rule, captured, holds in zip(scheme.rules, found, active, strict=True)
+        for rule, captured, holds in zip(scheme.rules, captures, active, strict=True)
         if rule.either and (holds or (holds is None and captured))
     ]
     for number in range(max((counts.get(rule.shared[0], 0) for rule, _ in rules), default=0)):
@@ -79,11 +79,11 @@ def capture_ranges(rule: Rule, dims: Dims) -> dict[str, tuple[int, int]]:
 
 
 def _counts(
-    scheme: NamingScheme, dims: Dims, found: Sequence[set[tuple[int, ...]]]
+    scheme: NamingScheme, dims: Dims, captures: Sequence[set[tuple[int, ...]]]
 ) -> dict[str, int]:
     """Return how many values each capture has: its dim where that is known, else by the keys."""
     counts: dict[str, int] = {}
-    for rule, captured in zip(scheme.rules, found, strict=True):
+    for rule, captured in zip(scheme.rules, captures, strict=True):
         for at, name in enumerate(rule.shared):
             size = dims.size(name)
             if size is None:
@@ -100,21 +100,21 @@ class _Check:
         self.scheme, self.dims, self.rule = scheme, dims, rule
         self.name = rule.side(not to_hub)[0].names[0]
 
-    def whole(self, found: set[tuple[int, ...]], ranges: Sequence[range]) -> None:
-        """Raise PlanError CKM607 unless `found` is the product of the ranges."""
-        columns = zip(zip(*found, strict=True), ranges, strict=True) if found else ()
-        if len(found) == prod(map(len, ranges)) and all(
+    def whole(self, present: set[tuple[int, ...]], ranges: Sequence[range]) -> None:
+        """Raise PlanError CKM607 unless `present` is the product of the ranges."""
+        columns = zip(zip(*present, strict=True), ranges, strict=True) if present else ()
+        if len(present) == prod(map(len, ranges)) and all(
             min(column) >= r.start and max(column) < r.stop for column, r in columns
         ):
             return
-        missing = next((numbers for numbers in _numbers(ranges) if numbers not in found), None)
+        missing = next((numbers for numbers in _numbers(ranges) if numbers not in present), None)
         if missing is not None:
             raise self._wrong(
-                f"{self._key(missing)} is missing, found {len(found)} of {prod(map(len, ranges))}",
+                f"{self._key(missing)} is missing, found {len(present)} of {prod(map(len, ranges))}",
                 "the checkpoint is incomplete, or the config belongs to another model; a rule of your"
                 " own may say `optional = true`",
             )
-        beyond = next(numbers for numbers in sorted(found) if not _within(numbers, ranges))
+        beyond = next(numbers for numbers in sorted(present) if not _within(numbers, ranges))
         ends = ", ".join(
             f"{c} below {r.stop}" for c, r in zip(self.rule.shared, ranges, strict=True)
         )

@@ -169,9 +169,9 @@ class DerivedCodes(DerivedTensor):
 
     def read_codes(self, box: Box, out: torch.Tensor) -> None:
         def bring(piece: Piece, bounds: Box) -> torch.Tensor:
-            found = out.new_empty(bounds.sizes)
-            self._sources[piece.source].read_codes(bounds, found)
-            return found
+            codes = out.new_empty(bounds.sizes)
+            self._sources[piece.source].read_codes(bounds, codes)
+            return codes
 
         gather(self._codes, box, out, bring)
 
@@ -184,10 +184,10 @@ class DerivedCodes(DerivedTensor):
         whole = {key: lazy.read_scales() for key, lazy in self._sources.items()}
 
         def bring(piece: Piece, bounds: Box) -> torch.Tensor:
-            found = whole[piece.source]
+            scales = whole[piece.source]
             for dim, (at, n) in enumerate(zip(bounds.offsets, bounds.sizes, strict=True)):
-                found = found.narrow(dim, at, n)
-            return found
+                scales = scales.narrow(dim, at, n)
+            return scales
 
         gather(self._scales, Box.whole(grid.scales), out, bring)
         return out
@@ -266,8 +266,8 @@ def _gather(
             low[axis], count[axis] = lows[axis] + at, 1
             _gather(piece, low, count, box, out, bring)
         return
-    found = bring(piece, bounds)
-    taken = found.as_strided(counts, _strides(src, found.stride()), found.storage_offset())
+    values = bring(piece, bounds)
+    taken = values.as_strided(counts, _strides(src, values.stride()), values.storage_offset())
     start = sum(
         (at - o) * step for at, o, step in zip(dst.offsets, box.offsets, out.stride(), strict=True)
     )

@@ -54,8 +54,10 @@ class KeyCounts:
         literal = [(i, hole) for i, hole in enumerate(name.holes) if isinstance(hole, int)]
         if not literal:
             return True
-        found = (numbers for shape, numbers in map(skeleton, self.keys) if shape == name.skeleton)
-        return any(all(numbers[i] == hole for i, hole in literal) for numbers in found)
+        numbers_of_name = (
+            numbers for shape, numbers in map(skeleton, self.keys) if shape == name.skeleton
+        )
+        return any(all(numbers[i] == hole for i, hole in literal) for numbers in numbers_of_name)
 
     def match(self, detect: Detect) -> bool:
         """Return whether the keys have these fingerprints; a file without any matches nothing."""
@@ -99,16 +101,16 @@ def _for_model(
     entries: Sequence[CatalogEntry], config: Mapping[str, object] | None
 ) -> list[CatalogEntry]:
     wanted = set(model_types(config))
-    found = [entry for entry in entries if wanted.intersection(entry.models)]
-    return found or list(entries)
+    matches = [entry for entry in entries if wanted.intersection(entry.models)]
+    return matches or list(entries)
 
 
 def _latest(entries: Sequence[CatalogEntry]) -> list[CatalogEntry]:
     """Return the latest era of each family: `find` sorts it first."""
-    found: dict[str, CatalogEntry] = {}
+    by_family: dict[str, CatalogEntry] = {}
     for entry in entries:
-        found.setdefault(entry.family, entry)
-    return list(found.values())
+        by_family.setdefault(entry.family, entry)
+    return list(by_family.values())
 
 
 def _shares(entry: CatalogEntry, source: CatalogEntry) -> bool:
@@ -180,10 +182,12 @@ class _Choosing:
         """
         if self.names_from is not None:
             hubs = self.names_from == HUB
-            found = [e for e in available() if e.name == HUB] if hubs else find(self.names_from)
-            return self._best(found, families)
-        found = [entry for entry in available() if self.seen.match(entry.detect)]
-        return self._best(found, families) if found else None
+            candidates = (
+                [e for e in available() if e.name == HUB] if hubs else find(self.names_from)
+            )
+            return self._best(candidates, families)
+        candidates = [entry for entry in available() if self.seen.match(entry.detect)]
+        return self._best(candidates, families) if candidates else None
 
     def _best(self, entries: Sequence[CatalogEntry], families: Collection[str]) -> CatalogEntry:
         """Return the scheme that matches most keys; among equals, the one for the config's model."""
@@ -191,17 +195,17 @@ class _Choosing:
         if len(entries) == 1:
             return entries[0]
         left = {e.title: self.seen.left(e.load(), e.name == HUB) for e in entries}
-        found = [entry for entry in entries if left[entry.title] == min(left.values())]
-        found = [entry for entry in found if entry.family in families] or found
-        if len(found) > 1:
-            found = [entry for entry in found if self._fits(entry)] or found
-        if len(found) > 1 and any(entry.name != HUB for entry in found):
+        best = [entry for entry in entries if left[entry.title] == min(left.values())]
+        best = [entry for entry in best if entry.family in families] or best
+        if len(best) > 1:
+            best = [entry for entry in best if self._fits(entry)] or best
+        if len(best) > 1 and any(entry.name != HUB for entry in best):
             raise PlanError(
                 "CKM604",
-                f"the keys could be of {', '.join(entry.title for entry in found)}",
+                f"the keys could be of {', '.join(entry.title for entry in best)}",
                 "say which with --names-from, or give the model's config.json with --config-from",
             )
-        return found[0]
+        return best[0]
 
     def _fits(self, entry: CatalogEntry) -> bool:
         """Return whether the shapes fit the scheme."""

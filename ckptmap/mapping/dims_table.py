@@ -58,7 +58,7 @@ class Dims:
         if value is None:
             raise Unknown(*expr.names())
         if isinstance(value, str | bool) or value.denominator != 1 or not 0 <= value < MAX_NUMBER:
-            values = ", ".join(f"{name} = {_shown(found)}" for name, found in self.used.items())
+            values = ", ".join(f"{name} = {_shown(known)}" for name, known in self.used.items())
             raise PlanError(
                 "CKM614",
                 f"{expr.text!r}: expected a whole number, found {_shown(value)} ({values})",
@@ -95,15 +95,15 @@ class Dims:
     def _of_config(self, name: str) -> Value:
         if self._config is None:
             raise Unknown(name)
-        found = _looked_up(self._config, name.split("."))
+        entry = _looked_up(self._config, name.split("."))
         text = self._config.get("text_config")
-        if found is None and isinstance(text, Mapping):
-            found = _looked_up(text, name.split("."))
-        if isinstance(found, float) and found == found and abs(found) < MAX_NUMBER:
-            found = Fraction(repr(found))
-        elif isinstance(found, int) and not isinstance(found, bool):
-            found = Fraction(found)
-        value: Value = found if isinstance(found, Fraction | bool | str) else None
+        if entry is None and isinstance(text, Mapping):
+            entry = _looked_up(text, name.split("."))
+        if isinstance(entry, float) and entry == entry and abs(entry) < MAX_NUMBER:
+            entry = Fraction(repr(entry))
+        elif isinstance(entry, int) and not isinstance(entry, bool):
+            entry = Fraction(entry)
+        value: Value = entry if isinstance(entry, Fraction | bool | str) else None
         if value is None:
             self.missing[name] = None
         else:
@@ -112,7 +112,7 @@ class Dims:
 
     def needed(self, axis: str) -> list[str]:
         """Return the config values that an axis depends on, or the axis itself if `[dims]` lacks it."""
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         left, seen = [axis], set[str]()
         while left:
             name = left.pop(0)
@@ -120,8 +120,8 @@ class Dims:
                 seen.add(name)
                 left += self._exprs[name].names()
             elif name not in KNOWN:
-                found[f"axis {name!r} in [dims]" if name == axis and not seen else name] = None
-        return list(found)
+                names[f"axis {name!r} in [dims]" if name == axis and not seen else name] = None
+        return list(names)
 
     def describe(self) -> str:
         """Return the config values that were used, as text for an error message."""

@@ -42,15 +42,15 @@ def expected_tensors(
     dims = _Sizes(scheme, config)
     ties = [tie for tie in scheme.ties if tie.hub == hub and not tie.written]
     left = {tie.name.text for tie in ties if dims.holds(tie.when)}
-    found: dict[str, TensorInfo] = {}
+    tensors: dict[str, TensorInfo] = {}
     words = list(dict.fromkeys(rule.either for rule in scheme.rules if rule.either))
     for rule in scheme.rules:
         if dims.holds(rule.when) is False:
             continue
         for key, shape in _keys(scheme, rule, hub, dims, words):
             if key not in left:
-                found[key] = TensorInfo(shape, dtype)
-    return found
+                tensors[key] = TensorInfo(shape, dtype)
+    return tensors
 
 
 def _keys(
@@ -94,7 +94,7 @@ class _Sizes(Dims):
         self._free: dict[str, int] = {}
 
     def size(self, axis: str) -> int | None:
-        found = super().size(axis)
-        if found is not None or axis in self._exprs or axis in self._sliced:
-            return found
+        size = super().size(axis)
+        if size is not None or axis in self._exprs or axis in self._sliced:
+            return size
         return self._free.setdefault(axis, FREE + len(self._free))

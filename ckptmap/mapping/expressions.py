@@ -87,12 +87,12 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
     if end > 1000:
         raise _malformed(text[:40] + "...", "is longer than 1000 characters")
     while at < end:
-        found = _TOKEN.match(text, at)
-        if found is None:
+        match = _TOKEN.match(text, at)
+        if match is None:
             raise _malformed(text, f"cannot be read at {text[at : at + 10]!r}")
-        assert found.lastgroup is not None
-        yield found.lastgroup, found[found.lastgroup]
-        at = found.end()
+        assert match.lastgroup is not None
+        yield match.lastgroup, match[match.lastgroup]
+        at = match.end()
 
 
 def _level(

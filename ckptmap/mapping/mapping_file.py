@@ -155,8 +155,8 @@ class _Reader:
             raise PlanError(
                 "CKM601", f"{where}: has no side {side!r}", f"write {side} = \"NAME :: AXES\""
             )  # fmt: skip
-        found = entry[side]
-        texts = list(self._texts(found if isinstance(found, list) else [found], side))
+        value = entry[side]
+        texts = list(self._texts(value if isinstance(value, list) else [value], side))
         if not texts:
             raise PlanError("CKM601", f"{where}: {side} is empty", "name a tensor")
         terms = []
@@ -174,7 +174,7 @@ class _Reader:
 
     def _detect(self, entry: Mapping[str, object]) -> Detect:
         self._known(entry, {"any", "all", "none"}, "[detect]")
-        found: dict[str, tuple[NamePattern, ...]] = {
+        patterns: dict[str, tuple[NamePattern, ...]] = {
             kind: tuple(
                 name
                 for text in self._texts(texts, f"detect {kind}")
@@ -182,17 +182,17 @@ class _Reader:
             )
             for kind, texts in entry.items()
         }
-        return Detect(**found)
+        return Detect(**patterns)
 
     def _drop(self, entry: Mapping[str, object]) -> Drop:
         self._known(entry, {HUB, self._scheme, "why", "when"}, "[[drop]]")
         sides = [side for side in dict.fromkeys((HUB, self._scheme)) if side in entry]
         if len(sides) != 1 or not entry.get("why"):
             raise self._wrong("[[drop]] needs names of one side, and a why")
-        found = entry[sides[0]]
+        value = entry[sides[0]]
         names = tuple(
             name
-            for text in self._texts(found if isinstance(found, list) else [found], "drop")
+            for text in self._texts(value if isinstance(value, list) else [value], "drop")
             for name in parse_names(text, f"{self._where}: [[drop]]")
         )
         why = self._text(entry["why"], "why")
@@ -257,16 +257,16 @@ class _Reader:
         return [self._text(item, what) for item in value]
 
     def _table(self, entry: Mapping[str, object], key: str) -> Mapping[str, object]:
-        found = entry.get(key, {})
-        if not isinstance(found, dict):
-            raise self._wrong(f"{key} is {found!r}, expected a table")
-        return found
+        table = entry.get(key, {})
+        if not isinstance(table, dict):
+            raise self._wrong(f"{key} is {table!r}, expected a table")
+        return table
 
     def _tables(self, entry: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
-        found = entry.get(key, [])
-        if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+        tables = entry.get(key, [])
+        if not isinstance(tables, list) or not all(isinstance(item, dict) for item in tables):
             raise self._wrong(f"{key} must be written [[{key}]]")
-        return cast("list[Mapping[str, object]]", found)
+        return cast("list[Mapping[str, object]]", tables)
 
     def _known(self, entry: Mapping[str, object], words: set[str], what: str) -> None:
         strange = next((key for key in entry if key not in words), None)

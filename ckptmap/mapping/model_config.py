@@ -26,14 +26,14 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
     try:
         if file.stat().st_size > MAX_NBYTES:
             raise ValueError(f"{file.stat().st_size} bytes")
-        found = json.loads(local_copy(file).read_text(encoding="utf-8"))
+        config = json.loads(local_copy(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise PlanError(
             "CKM605", f"{file}: is not a config: {error}", "give a config.json with --config-from"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise PlanError("CKM605", f"{file}: is not a JSON object", "give the model's config.json")
-    return found
+    return config
 
 
 def config_beside(path: str, asked: str | None = None) -> dict[str, object] | None:

@@ -33,8 +33,8 @@ def skeleton(key: str) -> tuple[str, tuple[int, ...]]:
 
 def tail(shape: str) -> tuple[str, int] | None:
     """`"experts.weight12"` -> (`"experts.weight{}"`, 12), a skeleton whose last segment ends so."""
-    found = _TAIL.search(shape)
-    return None if found is None else (shape[: found.start()] + HOLE, int(found[0]))
+    match = _TAIL.search(shape)
+    return None if match is None else (shape[: match.start()] + HOLE, int(match[0]))
 
 
 def skeletons(keys: Collection[str]) -> list[str]:
@@ -115,12 +115,12 @@ def _parsed(text: str, where: str) -> tuple[str, tuple[int | Capture, ...]]:
     segments, holes = [], list[int | Capture]()
     parts = list(_segments(text))
     for at, segment in enumerate(parts):
-        found = _CAPTURE.search(segment)
-        before = segment[: found.start()] if found is not None else ""
-        whole = found is not None and found.end() == len(segment) and "{" not in before
-        if found is not None and whole and (not before or at == len(parts) - 1):
-            offset = None if found[3] is None else parse_expr(found[3])
-            holes.append(Capture(found[1], -1 if found[2] == "-" else 1, offset))
+        match = _CAPTURE.search(segment)
+        before = segment[: match.start()] if match is not None else ""
+        whole = match is not None and match.end() == len(segment) and "{" not in before
+        if match is not None and whole and (not before or at == len(parts) - 1):
+            offset = None if match[3] is None else parse_expr(match[3])
+            holes.append(Capture(match[1], -1 if match[2] == "-" else 1, offset))
             segments.append(before + HOLE)
         elif "{" in segment or "}" in segment:
             raise PlanError(

@@ -211,10 +211,10 @@ class Primes(Dims):
 
 
 def _primes() -> Iterator[int]:
-    found: list[int] = []
+    primes: list[int] = []
     for number in count(3, 2):
-        if all(number % prime for prime in found):
-            found.append(number)
+        if all(number % prime for prime in primes):
+            primes.append(number)
             yield number
 
 
@@ -237,12 +237,12 @@ def round_trip(scheme: NamingScheme, rule: Rule) -> None:
 
 def _as_sources(made: Sequence[RuleTarget], rule: Rule, hub: bool) -> list[RuleSource]:
     """Return targets as the sources of the way back: they come term by term, stack by stack."""
-    found = []
+    sources = []
     each = len(made) // len(rule.side(hub))
     for at, built in enumerate(made):
         stack = _numbers(at % each, _stack_sizes(made, rule, hub))
-        found.append(RuleSource(built.name, at // each, stack, built.info))
-    return found
+        sources.append(RuleSource(built.name, at // each, stack, built.info))
+    return sources
 
 
 def _stack_sizes(made: Sequence[RuleTarget], rule: Rule, hub: bool) -> list[int]:

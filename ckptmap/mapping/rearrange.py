@@ -177,7 +177,7 @@ class _AxisSpace:
         """Return the padded extents, which the scheme's side has in place of the plain ones."""
         if hub:
             return {}
-        found = {}
+        padded = {}
         for axis, multiple in self.rule.pad.items():
             try:
                 step = max(1, self.dims.number(multiple, self.size))
@@ -185,8 +185,8 @@ class _AxisSpace:
                 raise missing_config(self.scheme, unknown.names, self.rule.label) from unknown
             if axis not in self.size:
                 raise missing_config(self.scheme, self.dims.needed(axis), self.rule.label)
-            found[axis] = -(-self.size[axis] // step) * step
-        return found
+            padded[axis] = -(-self.size[axis] // step) * step
+        return padded
 
     # ------------------------------------------------------------------ what is there
 
@@ -225,11 +225,11 @@ class _AxisSpace:
         shape, dims = source.info.shape, _axes(term).dims
         if not self.to_hub or len(shape) != len(expected):
             return False
-        for found, wanted, axes in zip(shape, expected, dims, strict=True):
+        for size, wanted, axes in zip(shape, expected, dims, strict=True):
             axis = axes[0] if len(axes) == 1 else None
             pad = self.rule.pad.get(axis) if isinstance(axis, str) else None
             step = 0 if pad is None else max(1, self.dims.number(pad, self.size))
-            if found != wanted and not (step and found > wanted and found % step == 0):
+            if size != wanted and not (step and size > wanted and size % step == 0):
                 return False
         return True
 
@@ -295,10 +295,10 @@ class _AxisSpace:
         used = {piece.source for piece in pieces} or {self.sources[0].key}
         dtypes = {s.info.dtype: s.key for s in self.sources if s.key in used}
         if len(dtypes) > 1:
-            found = ", ".join(f"{key} is {dtype}" for dtype, key in sorted(dtypes.items()))
+            listed = ", ".join(f"{key} is {dtype}" for dtype, key in sorted(dtypes.items()))
             raise PlanError(
                 "CKM606",
-                f"{self.scheme.title}: {self.rule.label}: {name}: {found}; expected one dtype",
+                f"{self.scheme.title}: {self.rule.label}: {name}: {listed}; expected one dtype",
                 "cast them first (convert with --to SETUP-bf16 or --to SETUP-fp32), then map the names",
             )
         return next(iter(dtypes))

@@ -46,15 +46,15 @@ def translate_names(
     given = as_config(config)
     infos = {key: info_of(tensor) for key, tensor in state_dict.items()}
     choice = choose(infos, to, source, given)
-    found = translate(infos, choice.source, choice.target, given, complete=not partial)
-    if found.unmapped:
-        more = f" and {len(found.unmapped) - 1} more" if len(found.unmapped) > 1 else ""
+    resolution = translate(infos, choice.source, choice.target, given, complete=not partial)
+    if resolution.unmapped:
+        more = f" and {len(resolution.unmapped) - 1} more" if len(resolution.unmapped) > 1 else ""
         raise PlanError(
             "CKM609",
-            f"{choice.text}: no rule matches {found.unmapped[0]}{more}",
+            f"{choice.text}: no rule matches {resolution.unmapped[0]}{more}",
             "leave them out, or add rules for them to a mapping file of your own",
         )
-    return applied(found, state_dict)
+    return applied(resolution, state_dict)
 
 
 def applied(

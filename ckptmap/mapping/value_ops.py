@@ -52,10 +52,11 @@ def parse_value_op(text: str) -> ValueOp:
         return ValueOp(text, lambda values, inverse: -values)
     if kind == "cast" and argument in FLOATING:
         return ValueOp(text, lambda values, inverse: _cast(values, argument, inverse), argument)
-    found = _installed(text)
-    if found is not None:
+    installed = _installed(text)
+    if installed is not None:
         return ValueOp(
-            text, lambda values, inverse: (found.inverse if inverse else found.forward)(values)
+            text,
+            lambda values, inverse: (installed.inverse if inverse else installed.forward)(values),
         )
     raise PlanError(
         "CKM613",

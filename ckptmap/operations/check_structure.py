@@ -137,7 +137,7 @@ def _place_problems(
         yield f"{key}: is missing"
         return
     try:
-        found = {
+        regions = {
             (_name(chunk.region.file, base), chunk.region.offset, chunk.box.offsets, chunk.box.sizes):
             chunk.region
             for chunk in (*tensor.chunks, *tensor.replicas)
@@ -146,15 +146,15 @@ def _place_problems(
         yield str(error)
         return
     for name, offset, nbytes, offsets, sizes, _ in entry["chunks"]:
-        region = found.get((_name(name, base), offset, tuple(offsets), tuple(sizes)))
+        region = regions.get((_name(name, base), offset, tuple(offsets), tuple(sizes)))
         if nbytes == 0:
             continue
         if region is None or region.nbytes != nbytes or not region.is_contiguous:
             yield f"{key}: no chunk {offsets}+{sizes} at byte {offset} of {name}"
         elif base is not None and region.file != f"{base}/{name}" != str(Path(region.file)):
             yield f"{key}: lies in {region.file}, expected {name}"
-    if len(found) != len(entry["chunks"]) and tensor.info.numel:
-        yield f"{key}: {len(found)} chunks, expected {len(entry['chunks'])}"
+    if len(regions) != len(entry["chunks"]) and tensor.info.numel:
+        yield f"{key}: {len(regions)} chunks, expected {len(entry['chunks'])}"
 
 
 def _name(file: str, base: Path | None) -> str:

@@ -80,8 +80,8 @@ def _alike(names: Sequence[str], whys: Sequence[str] = ()) -> Iterator[tuple[str
     A whole optimizer that is missing then takes a screen, not a thousand lines.
     """
     looks = {why: TensorSummary(why, (), (), "", 0) for why in {"", *whys}}
-    for found in fold(names, [looks[why] for why in whys or [""] * len(names)]):
-        yield found.pattern, f"  {found.count}x" if found.count > 1 else "", found.look.role
+    for pattern in fold(names, [looks[why] for why in whys or [""] * len(names)]):
+        yield pattern.pattern, f"  {pattern.count}x" if pattern.count > 1 else "", pattern.look.role
 
 
 def diff(
@@ -119,10 +119,10 @@ def diff(
 
 
 def _tensors(ckpt: Checkpoint) -> dict[str, LazyTensor]:
-    found = {fqn: ckpt[fqn] for fqn in ckpt}
+    tensors = {fqn: ckpt[fqn] for fqn in ckpt}
     for states in ckpt.optimizer.values():
-        found.update({f"optimizer:{lazy.fqn}": lazy for lazy in states.values()})
-    return found
+        tensors.update({f"optimizer:{lazy.fqn}": lazy for lazy in states.values()})
+    return tensors
 
 
 def _beside(ckpt: Checkpoint, names: Mapping[Path, Path]) -> dict[str, LazyTensor]:
@@ -142,11 +142,11 @@ def _changed(a: LazyTensor, b: LazyTensor, values: bool) -> str | None:
     if a.encoding != b.encoding:
         reasons.append(f"encoding {a.encoding} and {b.encoding}")
     if values and not (not reasons and same_parts(a, b) is None):
-        found = difference(a, b)
-        if found is not None:
+        differ = difference(a, b)
+        if differ is not None:
             reasons.append(
-                f"{found.count} of {a.info.numel} values differ, by at most {found.max_abs:.3e}"
-                f" ({found.relative:.3e} relative rms), the first at {list(found.index)}"
+                f"{differ.count} of {a.info.numel} values differ, by at most {differ.max_abs:.3e}"
+                f" ({differ.relative:.3e} relative rms), the first at {list(differ.index)}"
             )
         elif not reasons:
             return None  # other bytes, the same values: two ways to store them

@@ -123,23 +123,23 @@ def draft(
     """
     with open(source) as hub, open(target) as other:
         drafting = _Drafting(groups_of(hub), groups_of(other), values)
-        found = drafting.run()
-    if not found.rules:
+        drafted = drafting.run()
+    if not drafted.rules:
         raise PlanError(
             "CKM615",
             f"{source} and {target}: no two tensors could be the same",
             "give two checkpoints of one model; `ckptmap diff A B` shows what they hold",
         )
-    return found
+    return drafted
 
 
 def groups_of(ckpt: Checkpoint) -> list[KeyGroup]:
     """Return the groups of the keys of a checkpoint, in stored order."""
-    found: dict[str, KeyGroup] = {}
+    groups: dict[str, KeyGroup] = {}
     for fqn in ckpt:
         pattern, numbers = skeleton(fqn)
-        found.setdefault(pattern, KeyGroup(pattern, {})).tensors[numbers] = ckpt[fqn]
-    return list(found.values())
+        groups.setdefault(pattern, KeyGroup(pattern, {})).tensors[numbers] = ckpt[fqn]
+    return list(groups.values())
 
 
 def row_digests(lazy: LazyTensor) -> list[bytes]:
@@ -326,9 +326,9 @@ class _Drafting:
         for a in near:
             module = a.pattern.rsplit(".", 2)[0]
             by_module.setdefault(module, []).append(a)
-        for found in by_module.values():
+        for alike in by_module.values():
             for count in range(2, MAX_PARTS + 1):
-                for parts in permutations(found, count):
+                for parts in permutations(alike, count):
                     if sum(part.shape[0] for part in parts) != b.shape[0]:
                         continue
                     if not self.values or [r for p in parts for r in p.rows] == b.rows:

@@ -79,7 +79,7 @@ class MergeReport(Report):
         return {**super().to_json(), "survival": survival}
 
     def __str__(self) -> str:
-        lines = [f"delta: {fqn}: {found}" for fqn, found in self.survival.items()]
+        lines = [f"delta: {fqn}: {kept}" for fqn, kept in self.survival.items()]
         return "\n".join([super().__str__(), *lines])
 
 
@@ -165,8 +165,10 @@ def _gridded(made: Plan) -> list[Encode]:
 def _refused(again: Sequence[Encode], to: str) -> PlanError:
     tried = again[:: max(1, len(again) // TRIED)][:TRIED]
     with one_torch_thread(True):
-        found = [(step.tensor.fqn, estimated) for step in tried if (estimated := _estimate(step))]
-    told = "".join(f"; {fqn}: {survival}" for fqn, survival in found)
+        estimates = [
+            (step.tensor.fqn, estimated) for step in tried if (estimated := _estimate(step))
+        ]
+    told = "".join(f"; {fqn}: {survival}" for fqn, survival in estimates)
     grid = again[0].encoding.name
     plain = setups.parse(to).setup.name
     return PlanError(
@@ -182,15 +184,15 @@ def _refused(again: Sequence[Encode], to: str) -> PlanError:
 
 def with_survival(made: Plan, report: Report) -> MergeReport:
     """Return the report with the survival of each quantized matrix, measured in the output."""
-    found: dict[str, Survival] = {}
+    survival: dict[str, Survival] = {}
     steps = _gridded(made)
     if steps:
         with open(report.dst) as ckpt, one_torch_thread(True):
             for step in steps:
                 fqn = step.tensor.fqn
-                found[fqn] = measured(step, _stored(ckpt[fqn]))
+                survival[fqn] = measured(step, _stored(ckpt[fqn]))
     kept = {item.name: getattr(report, item.name) for item in fields(Report)}
-    return MergeReport(**kept, survival=found)
+    return MergeReport(**kept, survival=survival)
 
 
 def _stored(out: LazyTensor) -> Callable[[Box, torch.Tensor], torch.Tensor]:

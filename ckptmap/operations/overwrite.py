@@ -124,11 +124,11 @@ def _others(target: Path, files: Sequence[str]) -> list[str]:
     root = target.absolute()
     own = (Path(file) for file in files)
     mine = {file.relative_to(root).parts[0] for file in own if file.is_relative_to(root)}
-    found = []
+    others = []
     for entry in sorted(target.iterdir()):
         try:
             if entry.name not in mine and entry.is_dir() and registry.knows(look(entry)):
-                found.append(entry.name)
+                others.append(entry.name)
         except SourceError:
             continue
-    return found
+    return others

@@ -161,10 +161,10 @@ def _digest_problems(
     def check(item: tuple[str, Sequence[Any]]) -> str | None:
         key, (name, offset, nbytes, _, _, expected) = item
         file = str(base / name) if base.is_dir() else ckpt.path
-        found = _digest(ckpt.files, file, offset, nbytes)
-        if found == expected:
+        digest = _digest(ckpt.files, file, offset, nbytes)
+        if digest == expected:
             return None
-        return f"{key}: xxh3 {found} at byte {offset} of {name}, expected {expected}"
+        return f"{key}: xxh3 {digest} at byte {offset} of {name}, expected {expected}"
 
     chunks = chunks_of(document) if digests else ()
     ordered = sorted(chunks, key=lambda item: (item[1][0], item[1][1]))
@@ -275,10 +275,10 @@ def _moved(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> st
 
 
 def _cast(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
-    found = difference(source, mine)
-    if found is None:
+    differ = difference(source, mine)
+    if differ is None:
         return None
-    return f"{found.count} values are not the source's cast, the first at {list(found.index)}"
+    return f"{differ.count} values are not the source's cast, the first at {list(differ.index)}"
 
 
 def _quantized(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
@@ -309,11 +309,11 @@ def _recoded(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> 
 
 def _measure(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -> str | None:
     """Measure the error, which is not judged, but finite values must stay finite."""
-    found = difference(source, mine)
-    errors[source.fqn] = found.relative if found else 0.0
-    if found is None or not found.lost:
+    differ = difference(source, mine)
+    errors[source.fqn] = differ.relative if differ else 0.0
+    if differ is None or not differ.lost:
         return None
-    return f"decodes {counted(found.lost, 'finite value')} of the source to NaN or infinity"
+    return f"decodes {counted(differ.lost, 'finite value')} of the source to NaN or infinity"
 
 
 CHECKS: Mapping[str, Callable[[LazyTensor, LazyTensor, dict[str, float]], str | None]] = {

@@ -54,10 +54,10 @@ def align(
             return "the shapes allow many orders"
         ways = after
         steps.append(took)
-    found = ways.get(sizes, 0)
-    if found == 1:
+    orders = ways.get(sizes, 0)
+    if orders == 1:
         return _walk(steps, sizes)
-    return "the shapes allow several orders" if found else DO_NOT_FIT
+    return "the shapes allow several orders" if orders else DO_NOT_FIT
 
 
 def align_named(
@@ -72,15 +72,15 @@ def align_named(
     minGPT, and what follows it, makes sets of names for decay and no decay and sorts them: layer
     10 comes before 2. With one group there is nothing to sort: it is `model.parameters()`.
     """
-    found = align(groups, sequence, fits)
-    if isinstance(found, str) or sum(map(bool, groups)) < 2:
-        return found
+    aligned = align(groups, sequence, fits)
+    if isinstance(aligned, str) or sum(map(bool, groups)) < 2:
+        return aligned
     by_name = sorted(range(len(sequence)), key=names.__getitem__)
-    if all(names[a] < names[b] for group in found for a, b in pairwise(group)):
-        return found
+    if all(names[a] < names[b] for group in aligned for a, b in pairwise(group)):
+        return aligned
     anew = align(groups, [sequence[place] for place in by_name], fits)
-    if anew == DO_NOT_FIT or found == _renumbered(anew, by_name):
-        return found
+    if anew == DO_NOT_FIT or aligned == _renumbered(anew, by_name):
+        return aligned
     return SORTED_TOO
 
 
@@ -96,4 +96,4 @@ def _walk(steps: Sequence[dict[State, int]], end: State) -> list[list[int]]:
         if group >= 0:
             places[group].append(at)
             state = (*state[:group], state[group] - 1, *state[group + 1 :])
-    return [list(reversed(found)) for found in places]
+    return [list(reversed(order)) for order in places]

@@ -60,12 +60,12 @@ class IndexMeaning:
             return self
         if self.weights is None or not held.counts:
             return None
-        found = [
+        fitting = [
             once
             for key, _ in _alike(self.members)
             if (once := self._without(key))._fits(held) and self._is_again(key)
         ]
-        return found[0] if len(found) == 1 else None
+        return fitting[0] if len(fitting) == 1 else None
 
     def _fits(self, held: HeldState) -> bool:
         if not held.counts:
@@ -129,24 +129,24 @@ def single_places(weights: Mapping[str, Leaf]) -> list[IndexMeaning]:
     """Return the parameters in the order of the model's dict, tied ones once. Parameters that lay
     together in one flat parameter are one entry."""
     units: dict[str, dict[str, tuple[TensorInfo, int]]] = {}
-    found: dict[str, IndexMeaning | None] = {}
+    meanings: dict[str, IndexMeaning | None] = {}
     seen: set[object] = set()
     for key, info, share in _parameters(weights):
         if share is not None and share in seen:
             continue
         seen.add(share)
         if isinstance(share, InUnit):
-            found.setdefault(share.unit, None)
+            meanings.setdefault(share.unit, None)
             units.setdefault(share.unit, {})[key] = (info, share.offset)
         else:
             counts = share.counts if isinstance(share, Slices) else None
-            found[key] = IndexMeaning(key, {key: (info, 0)}, counts)
+            meanings[key] = IndexMeaning(key, {key: (info, 0)}, counts)
     return [
         place
         or IndexMeaning(
             key, dict(sorted(units[key].items(), key=lambda item: item[1][1])), None, True
         )
-        for key, place in found.items()
+        for key, place in meanings.items()
     ]
 
 
@@ -164,18 +164,18 @@ def unit_places(
         (".".join(s for s in m.split(".") if s not in ANYWHERE) for m in modules), key=len
     )
     inside: dict[str, dict[str, TensorInfo]] = {}
-    found: dict[str, IndexMeaning | None] = {}
+    meanings: dict[str, IndexMeaning | None] = {}
     for key, info, _ in _parameters(weights):
         around = [p for p in prefixes if not p or names[key].startswith(p + ".")]
         for prefix in around:  # its flat parameter comes before all that is in the module
-            found.setdefault(_unit_key(prefix), None)
+            meanings.setdefault(_unit_key(prefix), None)
         if around and (whole or is_cut(weights[key])):
             inside.setdefault(_unit_key(around[-1]), {})[key] = info
         else:
-            found[key] = IndexMeaning(key, {key: (info, 0)}, None)
+            meanings[key] = IndexMeaning(key, {key: (info, 0)}, None)
     return [
         place or _unit(key, inside[key], weights)
-        for key, place in found.items()
+        for key, place in meanings.items()
         if place is not None or key in inside
     ]
 
@@ -236,16 +236,16 @@ def _same(one: Leaf, other: Leaf) -> bool:
 
 def _shards(leaf: Leaf) -> list[StoredTensor]:
     """Return the ranks' parts of a weight."""
-    found: list[StoredTensor] = []
+    shards: list[StoredTensor] = []
     for value in leaf.values if isinstance(leaf, PerRank) else (leaf,):
         if is_sharded(value):
-            found += [tensor for _, tensor in read_sharded(value, KEY).shards]
+            shards += [tensor for _, tensor in read_sharded(value, KEY).shards]
         elif is_dtensor(value):
             local = read_placed(value, KEY).local
-            found += [local] if isinstance(local, StoredTensor) else []
+            shards += [local] if isinstance(local, StoredTensor) else []
         elif isinstance(value, StoredTensor):
-            found.append(value)
-    return found
+            shards.append(value)
+    return shards
 
 
 def _content(tensor: StoredTensor) -> tuple[int | None, bytes]:

@@ -77,13 +77,13 @@ class FlatOptimizer:
         if keys is None or not keys.by_index or not _is_flat(inside, keys, weights):
             return leaves
         try:
-            found = _by_name(
+            state = _by_name(
                 inside, keys, plain, _readings(weights, units.get(at or (), ()), plain)
             )
         except _Unresolved as error:
-            found = {(STATE,): StateNote(refused=str(error))}
+            state = {(STATE,): StateNote(refused=str(error))}
         kept = {path: leaf for path, leaf in leaves.items() if path[:depth] != root}
-        return {**kept, **{(*root, *path): leaf for path, leaf in found.items()}}
+        return {**kept, **{(*root, *path): leaf for path, leaf in state.items()}}
 
 
 class _Unresolved(Exception):
@@ -103,8 +103,8 @@ def _root_of(leaves: Mapping[Path, Leaf], units: Units) -> Path | None:
 def _weights_root(leaves: Mapping[Path, Leaf], root: Path, units: Units) -> Path | None:
     """Return the path of the dict with cut weights, else of the one that lists units; None: neither."""
     cut = (path[:-1] for path, leaf in leaves.items() if path[: len(root)] != root and _cut(leaf))
-    found = next(cut, next((path for path, modules in units.items() if modules), None))
-    return None if found == root else found
+    weights_root = next(cut, next((path for path, modules in units.items() if modules), None))
+    return None if weights_root == root else weights_root
 
 
 def _readings(
@@ -236,13 +236,13 @@ class _State:
         return "param_names in the groups", order
 
     def _names(self) -> list[str] | None:
-        found: list[str] = []
+        all_names: list[str] = []
         for number, params in enumerate(self.keys.params):
             names = self.leaves.get((GROUPS, number, NAMES))
             if not isinstance(names, list) or len(names) != len(params):
                 return None
-            found += map(str, names)
-        return found
+            all_names += map(str, names)
+        return all_names
 
     def _named(self, names: Sequence[str]) -> list[IndexMeaning]:
         known = self.plain([place.key for place in self.places])
@@ -267,20 +267,20 @@ class _State:
         pairs = zip(self.keys.params, ways, strict=True)
         return {
             key: self.places[at].fitted(self._held[key]) or self.places[at]
-            for keys, found in pairs
-            for key, at in zip(keys, found, strict=True)
+            for keys, places in pairs
+            for key, at in zip(keys, places, strict=True)
         }
 
     @cached_property
     def _held(self) -> Mapping[str, HeldState]:
-        found = {key: HeldState() for params in self.keys.params for key in params}
+        held = {key: HeldState() for params in self.keys.params for key in params}
         for path, (key, _) in self.keys.state.items():
             values = by_rank(self.leaves[path])
             shapes = [v.info.shape for v in values if isinstance(v, StoredTensor)]
-            if any(shapes) and key in found and not found[key].counts:
+            if any(shapes) and key in held and not held[key].counts:
                 counts = tuple(v.info.numel if isinstance(v, StoredTensor) else 0 for v in values)
-                found[key] = HeldState(shapes, counts)
-        return found
+                held[key] = HeldState(shapes, counts)
+        return held
 
     # ------------------------------------------------------------------ one entry
 
@@ -315,9 +315,9 @@ def _unflattened(
     one copy after the other; the copies become replicas.
     """
     stored = [value for value in _stored(leaf) if value.info.numel]
-    found, expected = sum(value.info.numel for value in stored), sum(counts)
-    if any(len(value.info.shape) != 1 for value in stored) or found != expected:
-        raise _Unresolved(f"state {title} holds {found} elements, expected {expected} in one dim")
+    numel, expected = sum(value.info.numel for value in stored), sum(counts)
+    if any(len(value.info.shape) != 1 for value in stored) or numel != expected:
+        raise _Unresolved(f"state {title} holds {numel} elements, expected {expected} in one dim")
     if any(len(v.chunks) > 1 or not v.chunks[0].region.is_contiguous for v in stored):
         raise _Unresolved(f"state {title} is no contiguous tensor")
     made = TensorInfo(info.shape, _stored(leaf)[0].info.dtype)

@@ -45,15 +45,13 @@ def gather_moments(
     paths = {
         ".".join(map(str, p)): p for p, leaf in leaves.items() if isinstance(leaf, StoredTensor)
     }
-    stored = {
-        key: leaf for key, path in paths.items() if isinstance(leaf := leaves[path], StoredTensor)
-    }
-    found = dict(leaves)
+    stored = {key: leaves[path] for key, path in paths.items()}
+    gathered = dict(leaves)
     for scheme in schemes:
         for group, consumed in scheme.group(stored, mine):
             first = paths[consumed[0]]
             part = next(iter(group.parts))
             for key in consumed:
-                del found[paths[key]]
-            found[*first[:-1], str(first[-1]).removesuffix(f".{part}")] = group
-    return found
+                del gathered[paths[key]]
+            gathered[*first[:-1], str(first[-1]).removesuffix(f".{part}")] = group
+    return gathered

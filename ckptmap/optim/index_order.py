@@ -44,15 +44,15 @@ class Weight:
 def from_groups(optimizer: Optimizer) -> list[list[str]] | None:
     """Return `param_names`, which torch >= 2.6 keeps for an optimizer built from named_parameters();
     None: the groups have none."""
-    found: list[list[str]] = []
+    order: list[list[str]] = []
     for group in optimizer.groups:
         names = group.get(NAMES)
         if not isinstance(names, list | tuple) or len(names) != len(group[PARAMS]):
             return None
         if not all(isinstance(name, str) for name in names):
             return None
-        found.append(list(names))
-    return found if any(found) else None
+        order.append(list(names))
+    return order if any(order) else None
 
 
 def read_order(path: str | os.PathLike[str]) -> tuple[tuple[str, ...], ...]:
@@ -63,16 +63,16 @@ def read_order(path: str | os.PathLike[str]) -> tuple[tuple[str, ...], ...]:
     """
     try:
         text = FilePath(path).read_text(encoding="utf-8")
-        found = json.loads(text) if text.lstrip().startswith("[") else _lines(text)
+        order = json.loads(text) if text.lstrip().startswith("[") else _lines(text)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise _unreadable(path, str(why)) from error
-    if found and all(isinstance(name, str) for name in found):
-        found = [found]
-    lists = isinstance(found, list) and all(isinstance(group, list) for group in found)
-    if not lists or not all(isinstance(name, str) for group in found for name in group):
+    if order and all(isinstance(name, str) for name in order):
+        order = [order]
+    lists = isinstance(order, list) and all(isinstance(group, list) for group in order)
+    if not lists or not all(isinstance(name, str) for group in order for name in group):
         raise _unreadable(path, "expected a list of names a group")
-    return tuple(tuple(group) for group in found)
+    return tuple(tuple(group) for group in order)
 
 
 def _lines(text: str) -> list[list[str]]:
@@ -155,13 +155,13 @@ def from_model(optimizer: Optimizer, weights: Sequence[Weight]) -> list[list[str
 def _candidates(weights: Sequence[Weight]) -> list[Weight]:
     """Return weights that can be parameters: floating, the first of a tied pair, no well-known buffer."""
     seen: set[object] = set()
-    found = []
+    candidates = []
     for weight in weights:
         known = weight.fqn.rpartition(".")[2] in BUFFERS
         if not known and weight.info.dtype in FLOATING and weight.share not in seen:
-            found.append(weight)
+            candidates.append(weight)
         seen |= {weight.share} - {None}
-    return found
+    return candidates
 
 
 def _folded(name: str) -> str:
@@ -176,11 +176,11 @@ def state_shapes(optimizer: Optimizer) -> dict[str, Shapes]:
 
     The step count is left out, and 0-d tensors if there are others.
     """
-    found: dict[str, Shapes] = {}
+    by_key: dict[str, Shapes] = {}
     for key, tensors in optimizer.tensors.items():
         shapes = {name: lazy.shape for name, lazy in tensors.items() if name != "step"}
-        found[key] = {name: shape for name, shape in shapes.items() if shape} or shapes
-    return {key: shapes for key, shapes in found.items() if shapes}
+        by_key[key] = {name: shape for name, shape in shapes.items() if shape} or shapes
+    return {key: shapes for key, shapes in by_key.items() if shapes}
 
 
 def fits(name: str, state: tuple[int, ...], weight: tuple[int, ...]) -> bool:

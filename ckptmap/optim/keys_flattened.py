@@ -35,20 +35,20 @@ class Flattened:
         if not (state or hyper):
             return None
         groups = _regrouped(hyper, leaves)
-        found = {
+        fqns_by_group = {
             path: (number, (name,))
             for number, params in enumerate(groups)
             for key in params
             for name, path in hyper[key].items()
         }
-        return StateKeys(False, state, found, groups, rest)
+        return StateKeys(False, state, fqns_by_group, groups, rest)
 
     def write(self, optimizer: Optimizer) -> list[tuple[Path, StateValue]]:
         """Return the leaves to write; a parameter without state is left out, as torch leaves it out.
 
         Raises PlanError CKM207 for nested state, which one dotted key cannot name.
         """
-        found: list[tuple[Path, StateValue]] = []
+        leaves: list[tuple[Path, Any]] = []
         for leaf in optimizer.leaves:
             if len(leaf.name) > 1:
                 raise PlanError(
@@ -57,15 +57,15 @@ class Flattened:
                     " cannot say so",
                     "write it with --optimizer-keys fqn",
                 )
-            found += [((f"{STATE}.{leaf.key}.{name}",), leaf.value) for name in leaf.name]
+            leaves += [((f"{STATE}.{leaf.key}.{name}",), leaf.value) for name in leaf.name]
         for group in optimizer.groups:
             for fqn in group[PARAMS]:
-                found += [
+                leaves += [
                     ((f"{GROUPS}.{fqn}.{name}",), value)
                     for name, value in group.items()
                     if name != PARAMS
                 ]
-        return found
+        return leaves
 
 
 def _split(path: Path) -> tuple[str, str, str]:

@@ -78,16 +78,16 @@ class LowBit:
         cells = self._cells(info)
         coded = sum(cell.box.numel for cell in cells if cell.quantized)
         blocks = sum(self._blocks(cell) for cell in cells)
-        found = {
+        parts = {
             CODES: TensorInfo((coded // self.kind.packed,), self.kind.codes),
             SCALE: TensorInfo((blocks,), "float32"),
         }
         if self.kind.table:
-            found[QMAP] = TensorInfo((self.kind.table,), "float32")
+            parts[QMAP] = TensorInfo((self.kind.table,), "float32")
         plain = sum(cell.box.numel for cell in cells if not cell.quantized)
         if plain:
-            found[PLAIN] = TensorInfo((plain,), self.plain)
-        return found
+            parts[PLAIN] = TensorInfo((plain,), self.plain)
+        return parts
 
     def _cells(self, info: TensorInfo) -> tuple[LowBitCell, ...]:
         return self.cells or (LowBitCell(Box.whole(info.shape), True),)
@@ -136,8 +136,8 @@ class LowBit:
 
     def _touched(self, box: Box) -> tuple[int, int]:
         """Return the numbers of the first cell that shares elements with the box, and past the last."""
-        found = [i for i, cell in enumerate(self.cells) if cell.box.intersect(box)]
-        return (found[0], found[-1] + 1) if found else (0, 0)
+        touched = [i for i, cell in enumerate(self.cells) if cell.box.intersect(box)]
+        return (touched[0], touched[-1] + 1) if touched else (0, 0)
 
     # ------------------------------------------------------------------ values
 
@@ -193,7 +193,7 @@ class LowBit:
         )
 
     def record(self, info: TensorInfo) -> Mapping[str, object]:
-        found: dict[str, object] = {
+        record: dict[str, object] = {
             "scheme": self.name,
             "version": VERSION,
             "block_size": self.block_size,
@@ -202,11 +202,11 @@ class LowBit:
             "dtype": info.dtype,
         }
         if self.cells:
-            found["plain"] = self.plain
-            found["cells"] = [
+            record["plain"] = self.plain
+            record["cells"] = [
                 [list(c.box.offsets), list(c.box.sizes), c.quantized] for c in self.cells
             ]
-        return found
+        return record
 
 
 def flat_span(shape: Sequence[int], box: Box) -> tuple[int, int]:
@@ -263,9 +263,9 @@ class LowBitScheme:
             raise malformed(fqn, parts.reason)
         keys = {part: f"{fqn}.{part}" for part in parts}
         for part, want in parts.items():
-            found = stored.get(keys[part])
-            if found is None or found.info != want:
-                text = "nothing" if found is None else str(found.info)
+            tensor = stored.get(keys[part])
+            if tensor is None or tensor.info != want:
+                text = "nothing" if tensor is None else str(tensor.info)
                 raise malformed(fqn, f"{self.name} part {part!r}, expected {want}, found {text}")
         held = {part: stored[key] for part, key in keys.items()}
         return Group(fqn, info, encoding, held), tuple(keys.values())

@@ -43,7 +43,7 @@ def _gathered(leaves: Mapping[Path, object]) -> Mapping[Path, object]:
     if not any(path[-1] in ("state1", "state2") for path in leaves if path):
         return leaves
     one = _one_state(leaves)
-    found: dict[Path, object] = {}
+    gathered: dict[Path, object] = {}
     for path, leaf in leaves.items():
         name, around = path[-1], path[:-1]
         hidden = bool(around) and around[-1] == HIDDEN
@@ -53,10 +53,10 @@ def _gathered(leaves: Mapping[Path, object]) -> Mapping[Path, object]:
             parts = [leaves.get((*around, f"{part}{number}")) for part in ("absmax", "qmap")]
             other = leaves.get((*around, "state2")) if name == "state1" else None
             names = (SECOND,) if number == "2" else _names(leaf, other, one)
-            found |= {(*home, key): v for key, v in _moments(path, names, leaf, parts).items()}
+            gathered |= {(*home, key): v for key, v in _moments(path, names, leaf, parts).items()}
         elif not _is_part(path, leaves):
-            found[(*home, name) if hidden else path] = leaf
-    return found
+            gathered[(*home, name) if hidden else path] = leaf
+    return gathered
 
 
 def _is_part(path: Path, leaves: Mapping[Path, object]) -> bool:
@@ -98,14 +98,14 @@ def _row(stored: StoredTensor, number: int) -> StoredTensor:
     def chunks() -> list[Chunk]:
         shape = stored.info.shape
         wanted = Box((number, *(0 for _ in shape[1:])), (1, *shape[1:]))
-        found = []
+        row_chunks = []
         for chunk in stored.chunks:
             common = chunk.box.intersect(wanted)
             if common is not None:
                 region = chunk.region.crop(common.relative_to(chunk.box.offsets))
                 inner = _without_first(region)
-                found.append(Chunk(Box(common.offsets[1:], common.sizes[1:]), inner))
-        return found
+                row_chunks.append(Chunk(Box(common.offsets[1:], common.sizes[1:]), inner))
+        return row_chunks
 
     return StoredTensor(TensorInfo(stored.info.shape[1:], stored.info.dtype), chunks)
 
@@ -128,13 +128,13 @@ def _one_state(leaves: Mapping[Path, object]) -> str:
 
 
 def _groups(leaves: Mapping[Path, object]) -> list[Mapping[object, object]]:
-    found: dict[Path, dict[object, object]] = {}
+    groups: dict[Path, dict[object, object]] = {}
     for path, leaf in leaves.items():
         if path == (GROUPS,) and isinstance(leaf, list):
-            found |= {(n,): dict(g) for n, g in enumerate(leaf) if isinstance(g, Mapping)}
+            groups |= {(n,): dict(g) for n, g in enumerate(leaf) if isinstance(g, Mapping)}
         elif path[0] == GROUPS and len(path) > 2:
-            found.setdefault(path[1:-1], {})[path[-1]] = leaf
-    return list(found.values())
+            groups.setdefault(path[1:-1], {})[path[-1]] = leaf
+    return list(groups.values())
 
 
 def _algorithm(group: Mapping[object, Any]) -> str:

@@ -74,10 +74,10 @@ def _encode(
         return
     quotient = torch.div(blocks, scale.unsqueeze(1)).view(-1)
     both = codes.numel() < values.numel()
-    found = codes.new_empty(values.numel()) if both else codes
-    counter.bucketize(quotient, torch.empty_like(quotient), found)
+    one_each = codes.new_empty(values.numel()) if both else codes
+    counter.bucketize(quotient, torch.empty_like(quotient), one_each)
     if both:
-        torch.bitwise_or(found[::2] << 4, found[1::2], out=codes)
+        torch.bitwise_or(one_each[::2] << 4, one_each[1::2], out=codes)
 
 
 def _packed(qmap: torch.Tensor | None) -> int:
@@ -87,12 +87,12 @@ def _packed(qmap: torch.Tensor | None) -> int:
 
 def _counter(qmap: torch.Tensor) -> FineBucketizer | None:
     key = qmap.cpu().numpy().tobytes(), str(qmap.device)
-    found = _counters.get(key)
-    if found is None:
+    bucketizer = _counters.get(key)
+    if bucketizer is None:
         limits = thresholds(qmap.cpu())
         if limits is not None:
-            found = _counters[key] = FineBucketizer(limits.to(qmap.device))
-    return found
+            bucketizer = _counters[key] = FineBucketizer(limits.to(qmap.device))
+    return bucketizer
 
 
 def thresholds(qmap: torch.Tensor) -> torch.Tensor | None:
@@ -126,11 +126,11 @@ def decode(
     step = max(1, CHUNK_NUMEL // block) * block
     for start in range(0, out.numel(), step):
         part = out.narrow(0, start, min(step, out.numel() - start))
-        found = codes.narrow(0, start // packed, part.numel() // packed)
+        part_codes = codes.narrow(0, start // packed, part.numel() // packed)
         if table is None:
-            part.copy_(found)
+            part.copy_(part_codes)
         else:
-            torch.index_select(table, 0, found.to(torch.int32), out=part.view(table.dtype))
+            torch.index_select(table, 0, part_codes.to(torch.int32), out=part.view(table.dtype))
         _scale(part, scale.narrow(0, start // block, -(-part.numel() // block)), block)
     return out
 

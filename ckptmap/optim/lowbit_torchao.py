@@ -70,9 +70,11 @@ class _TorchaoState(LowBitScheme):
         cells = joined([LowBitCell(box, not _is_plain(leaf)) for box, leaf in pieces], shape, block)
         dtype = plain[0].info.dtype if plain else LOGICAL
         encoding = LowBit(self.name, block, signed.pop(), cells, dtype)
-        parts = {part: _joined([found[part] for found in held]) for part in (CODES, SCALE)}
+        parts = {
+            part: _joined([rank_parts[part] for rank_parts in held]) for part in (CODES, SCALE)
+        }
         if QMAP in held[0]:
-            others = [chunk for found in held[1:] for chunk in found[QMAP].chunks]
+            others = [chunk for rank_parts in held[1:] for chunk in rank_parts[QMAP].chunks]
             parts[QMAP] = StoredTensor(held[0][QMAP].info, held[0][QMAP].chunks, others)
         if plain:
             parts[PLAIN] = _joined(plain)
@@ -81,20 +83,20 @@ class _TorchaoState(LowBitScheme):
     def _checked(self, fqn: str, group: Group) -> Group:
         wanted = group.encoding.parts(group.info)
         assert not isinstance(wanted, Refusal)
-        found = {part: stored.info for part, stored in group.parts.items()}
-        if found != dict(wanted):
-            raise malformed(fqn, f"expected {dict(wanted)}, found {found}")
+        infos = {part: stored.info for part, stored in group.parts.items()}
+        if infos != dict(wanted):
+            raise malformed(fqn, f"expected {dict(wanted)}, found {infos}")
         return group
 
     def _parts(self, fqn: str, leaf: Opaque) -> Mapping[str, StoredTensor]:
-        found = {}
+        parts = {}
         for name in (CODES, SCALE, QMAP):
             part = state_of(leaf).get(name)
             if isinstance(part, StoredTensor):
-                found[name] = part
+                parts[name] = part
             elif name != QMAP or self.name != "adamfp8":
                 raise malformed(fqn, f"{leaf.class_name} without {name}")
-        return found
+        return parts
 
 
 class Adam8bit(_TorchaoState):
@@ -130,11 +132,11 @@ def _joined(pieces: Sequence[StoredTensor]) -> StoredTensor:
     total = sum(piece.info.numel for piece in pieces)
 
     def chunks() -> list[Chunk]:
-        found, at = [], 0
+        flat_chunks, at = [], 0
         for piece in pieces:
-            found += [_flat(chunk, piece.info.shape, at) for chunk in piece.chunks]
+            flat_chunks += [_flat(chunk, piece.info.shape, at) for chunk in piece.chunks]
             at += piece.info.numel
-        return found
+        return flat_chunks
 
     make: Callable[[], Sequence[Chunk]] = chunks
     return StoredTensor(TensorInfo((total,), pieces[0].info.dtype), make)

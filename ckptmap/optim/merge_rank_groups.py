@@ -40,8 +40,8 @@ class _United:
 def merge_rank_groups(leaves: Mapping[Path, Leaf]) -> Mapping[Path, Leaf]:
     """Return the leaves with one list of groups in place of each rank's own, if groups list names."""
     leaf = leaves.get((GROUPS,))
-    found = _united(leaf) if isinstance(leaf, PerRank) else None
-    return leaves if found is None else {**leaves, (GROUPS,): [one.group() for one in found]}
+    united = _united(leaf) if isinstance(leaf, PerRank) else None
+    return leaves if united is None else {**leaves, (GROUPS,): [one.group() for one in united]}
 
 
 def contradiction(leaves: Mapping[Path, Leaf]) -> str:
@@ -55,20 +55,20 @@ def contradiction(leaves: Mapping[Path, Leaf]) -> str:
 
 def _united(leaf: PerRank) -> list[_United] | None:
     """Return the merged groups; None: they list no names, or ranks set one parameter differently."""
-    found: list[_United] = []
+    united: list[_United] = []
     for number, group in _each(leaf):
         if not isinstance(group, dict):
             return None
         params = group.get(PARAMS)
         if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
             return None
-        mine = next((one for one in found if one.takes(number, group)), None)
+        mine = next((one for one in united if one.takes(number, group)), None)
         if mine is None:
             mine = _United(number, _settings(group), NAMES in group)
-            found.append(mine)
+            united.append(mine)
         mine.params.update(zip(params, group.get(NAMES, params), strict=False))
-    names = [name for one in found for name in one.params]
-    return found if len(names) == len(set(names)) else None
+    names = [name for one in united for name in one.params]
+    return united if len(names) == len(set(names)) else None
 
 
 def _each(leaf: PerRank) -> Iterator[tuple[int, Leaf]]:

@@ -39,7 +39,9 @@ def read_nested(leaves: Mapping[Path, Leaf]) -> StateKeys | None:
         return None
     at = {number: place for place, number in enumerate(sorted(params))}
     hyper = {path: (at[number], name) for path, (number, name) in hyper.items()}
-    keys = [key for key, _ in state.values()] + [key for found in params.values() for key in found]
+    keys = [key for key, _ in state.values()] + [
+        key for keys_of_group in params.values() for key in keys_of_group
+    ]
     by_index = bool(keys) and all(key.isdecimal() for key in keys)
     return StateKeys(by_index, state, hyper, [params[number] for number in sorted(params)], rest)
 
@@ -54,17 +56,17 @@ def write_nested(
 ) -> list[tuple[Path, StateValue]]:
     """Return the leaves to write: state under `key(fqn)`, and groups as one list, or leaf by leaf if
     one holds a tensor."""
-    found: list[tuple[Path, StateValue]] = [
+    leaves: list[tuple[Path, object]] = [
         ((STATE, key(leaf.key), *leaf.name), leaf.value) for leaf in optimizer.leaves
     ]
-    if not found:
-        found.append(((STATE,), {}))
+    if not leaves:
+        leaves.append(((STATE,), {}))
     if any(map(_holds_lazy, groups)):
         for number, group in enumerate(groups):
-            found += _leaves((GROUPS, ListIndex(number)), group)
+            leaves += _leaves((GROUPS, ListIndex(number)), group)
     elif groups:
-        found.append(((GROUPS,), [dict(group) for group in groups]))
-    return found
+        leaves.append(((GROUPS,), [dict(group) for group in groups]))
+    return leaves
 
 
 def _holds_lazy(value: object) -> bool:

@@ -99,17 +99,17 @@ class OptimizerReader:
         in `like`; what is None stays as it was."""
         if given is None and like is None:
             return self
-        found = self._unnamed()
-        found.given = self.given if given is None else given
-        found.like = self.like if like is None else like
-        return found
+        reader = self._unnamed()
+        reader.given = self.given if given is None else given
+        reader.like = self.like if like is None else like
+        return reader
 
     def _unnamed(self) -> OptimizerReader:
         """Return a copy that has looked for no names yet."""
-        found = copy(self)
-        found._named, found._tried, found._order = None, False, ""
-        found.__dict__.pop("_cheap", None)
-        return found
+        reader = copy(self)
+        reader._named, reader._tried, reader._order = None, False, ""
+        reader.__dict__.pop("_cheap", None)
+        return reader
 
     # ------------------------------------------------------------------ by name
 
@@ -138,9 +138,9 @@ class OptimizerReader:
 
     def named_as(self, change: Callable[[Optimizer], Optimizer]) -> OptimizerReader:
         """Return a reader whose named state is changed: other names, moments that follow them."""
-        found = copy(self)
-        found._named, found._tried = change(self.named()), True
-        return found
+        reader = copy(self)
+        reader._named, reader._tried = change(self.named()), True
+        return reader
 
     def of_weights(self, infos: Mapping[str, TensorInfo]) -> OptimizerReader:
         """Return a reader of state that belongs to weights of these names.
@@ -150,20 +150,20 @@ class OptimizerReader:
         """
         if not self.by_index:
             return self
-        found = self._unnamed()
+        reader = self._unnamed()
         weights = [Weight(name, info) for name, info in infos.items()]
-        found._model = Model(weights, {name: name for name in infos}, lambda: False)
-        found.__dict__.pop("_infos", None)
-        return found
+        reader._model = Model(weights, {name: name for name in infos}, lambda: False)
+        reader.__dict__.pop("_infos", None)
+        return reader
 
     def _named_by_order(self) -> Optimizer | None:
-        found = self._cheap
-        if isinstance(found, str):
-            self.why = found
-            found = self._by_class() or found
-        if isinstance(found, str):
+        guess = self._cheap
+        if isinstance(guess, str):
+            self.why = guess
+            guess = self._by_class() or guess
+        if isinstance(guess, str):
             return None
-        self._order, order = found
+        self._order, order = guess
         return self.raw.named(self._keyed(order))
 
     @cached_property
@@ -179,23 +179,23 @@ class OptimizerReader:
             return BY_GROUPS, named
         if not (self._pickled and self._model.ordered()):
             return "nothing in the checkpoint says which is which"
-        found = orders.from_model(self.raw, self._model.weights)
-        return found if isinstance(found, str) else (orders.MODEL_ORDER, found)
+        order = orders.from_model(self.raw, self._model.weights)
+        return order if isinstance(order, str) else (orders.MODEL_ORDER, order)
 
     def _by_class(self) -> tuple[str, Order] | None:
         config = find_config(self._beside, self.like)
         if config is None:
             return None
         counts = [len(group[PARAMS]) for group in self.raw.groups]
-        found = from_config(config, counts, self._infos)
-        if found is None:
+        order = from_config(config, counts, self._infos)
+        if order is None:
             return None
         try:
-            self._check(found, known=True)
+            self._check(order, known=True)
         except SourceError:
             return None
         groups = "" if len(counts) == 1 else ", in Trainer's decay and no-decay groups"
-        return f"the transformers class of {FilePath(config).name}{groups}", found
+        return f"the transformers class of {FilePath(config).name}{groups}", order
 
     @cached_property
     def _infos(self) -> dict[str, TensorInfo]:
@@ -218,8 +218,8 @@ class OptimizerReader:
         keys = [key for group in self.raw.groups for key in group[PARAMS]]
         names = [name for group in order for name in group]
         plain = self._plain(names)
-        found = {key: plain[name] for key, name in zip(keys, names, strict=True)}
-        lost = next((key for key in self.raw.keys if key not in found), None)
+        by_key = {key: plain[name] for key, name in zip(keys, names, strict=True)}
+        lost = next((key for key in self.raw.keys if key not in by_key), None)
         if lost is not None or len(plain) != len(keys):
             raise SourceError(
                 "CKM207",
@@ -228,7 +228,7 @@ class OptimizerReader:
                 else f"{self._where}: the parameter order names a parameter twice",
                 "leave the optimizer behind with --optimizer drop",
             )
-        return found
+        return by_key
 
     def _plain(self, keys: Sequence[str]) -> dict[str, str]:
         return plain_names(keys, self._model.stored, _stripped, self._where)

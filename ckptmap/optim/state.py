@@ -117,9 +117,9 @@ class Optimizer:
     @property
     def keys(self) -> list[str]:
         """Every parameter with state or in a group, those of the groups first."""
-        found = dict.fromkeys(key for group in self.groups for key in group[PARAMS])
-        found.update(dict.fromkeys(leaf.key for leaf in self.leaves))
-        return list(found)
+        keys = dict.fromkeys(key for group in self.groups for key in group[PARAMS])
+        keys.update(dict.fromkeys(leaf.key for leaf in self.leaves))
+        return list(keys)
 
     @cached_property
     def tensors(self) -> dict[str, dict[str, LazyTensor]]:
@@ -131,9 +131,14 @@ class Optimizer:
     @cached_property
     def values(self) -> dict[str, dict[str, object]]:
         """Parameter -> state name -> value that is no tensor."""
-        return _by_key(
-            (leaf, leaf.value) for leaf in self.leaves if not isinstance(leaf.value, LazyTensor)
-        )
+        return self._by_key(lambda leaf: not isinstance(leaf.value, LazyTensor))
+
+    def _by_key(self, wanted: Callable[[StateLeaf], bool]) -> dict[str, dict[str, Any]]:
+        by_key: dict[str, dict[str, Any]] = {}
+        for leaf in self.leaves:
+            if leaf.name and wanted(leaf):
+                by_key.setdefault(leaf.key, {})[leaf.title] = leaf.value
+        return by_key
 
     @cached_property
     def named_tensors(self) -> dict[str, LazyTensor]:
@@ -198,14 +203,16 @@ def expanded(leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:
     """Return the leaves with a list of groups that is one leaf split into one leaf a value, as it is
     stored where a hyper-parameter is a tensor:
     ("param_groups",): [{"lr": 0.1}] -> ("param_groups", 0, "lr"): 0.1"""
-    found: dict[Path, Leaf] = {}
+    leaves_by_path: dict[Path, Leaf] = {}
     for path, leaf in leaves.items():
         if path == (GROUPS,) and isinstance(leaf, list) and all(isinstance(g, dict) for g in leaf):
             for number, group in enumerate(leaf):
-                found.update({(GROUPS, number, name): value for name, value in group.items()})
+                leaves_by_path.update(
+                    {(GROUPS, number, name): value for name, value in group.items()}
+                )
         else:
-            found[path] = leaf
-    return found
+            leaves_by_path[path] = leaf
+    return leaves_by_path
 
 
 def collect(leaves: Mapping[Path, Leaf], keys: StateKeys, make: MakeValue) -> Optimizer:

@@ -27,7 +27,7 @@ _PARTS = (
 
 
 def translate_state(
-    found: Optimizer,
+    optimizer: Optimizer,
     resolution: Resolution,
     infos: Mapping[str, TensorInfo],
     dense: Encoding,
@@ -37,20 +37,20 @@ def translate_state(
     State of weights that become nothing is left out. Raises PlanError CKM611 where a moment cannot
     follow its weight.
     """
-    return _Moving(found, resolution, infos, dense).optimizer()
+    return _Moving(optimizer, resolution, infos, dense).optimizer()
 
 
 class _Moving:
     def __init__(
         self,
-        found: Optimizer,
+        stored: Optimizer,
         resolution: Resolution,
         infos: Mapping[str, TensorInfo],
         dense: Encoding,
     ) -> None:
-        self.found, self.infos, self.dense = found, infos, dense
-        self.states: dict[str, dict[Path, StateValue]] = {}
-        for leaf in found.leaves:
+        self.stored, self.infos, self.dense = stored, infos, dense
+        self.states: dict[str, dict[Path, object]] = {}
+        for leaf in stored.leaves:
             self.states.setdefault(leaf.key, {})[leaf.name] = leaf.value
         self.made = {
             name: made for name, made in resolution.made.items() if name not in resolution.tied
@@ -59,15 +59,15 @@ class _Moving:
         for name, made in self.made.items():
             for source in made.sources:
                 self.targets.setdefault(source, []).append(name)
-        self.same: list[Same] = list(found.same)
+        self.same: list[Same] = list(stored.same)
 
     def optimizer(self) -> Optimizer:
         leaves: list[StateLeaf] = []
         for name, made in self.made.items():
             leaves += self._leaves(name, made)
-        leaves += [leaf for leaf in self.found.leaves if leaf.key not in self.infos]
-        groups = [self._group(number, group) for number, group in enumerate(self.found.groups)]
-        return replace(self.found, leaves=leaves, groups=groups, same=self.same)
+        leaves += [leaf for leaf in self.stored.leaves if leaf.key not in self.infos]
+        groups = [self._group(number, group) for number, group in enumerate(self.stored.groups)]
+        return replace(self.stored, leaves=leaves, groups=groups, same=self.same)
 
     # ------------------------------------------------------------------ one tensor
 
@@ -124,13 +124,13 @@ class _Moving:
         if len(dtypes) > 1:
             raise self._stuck(made, f"its moments have the dtypes {', '.join(sorted(dtypes))}")
         info = TensorInfo(made.info.shape, dtypes.pop())
-        found = mapped_tensor(made._replace(name=label, info=info, ops=()), tensors, self.dense)
-        if isinstance(found, DerivedTensor):
-            return found
+        moment = mapped_tensor(made._replace(name=label, info=info, ops=()), tensors, self.dense)
+        if isinstance(moment, DerivedTensor):
+            return moment
         files = next(iter(tensors.values())).files
-        if isinstance(found, StoredTensor):
-            found = Group(label, info, self.dense, {"": found})
-        return LazyTensor(label, found, files)
+        if isinstance(moment, StoredTensor):
+            moment = Group(label, info, self.dense, {"": moment})
+        return LazyTensor(label, moment, files)
 
     # ------------------------------------------------------------------ groups
 

@@ -215,7 +215,7 @@ def _group(
     if isinstance(expected, Refusal):
         raise malformed(fqn, f"fp8: {expected.reason}", DAMAGED)
     keys = {part: encoding.part_key(fqn, part) for part in expected}
-    found = {part: stored.get(key) for part, key in keys.items()}
-    return Group(fqn, info, encoding, check_parts(fqn, "fp8", expected, found)), tuple(
+    tensors = {part: stored.get(key) for part, key in keys.items()}
+    return Group(fqn, info, encoding, check_parts(fqn, "fp8", expected, tensors)), tuple(
         keys.values()
     )

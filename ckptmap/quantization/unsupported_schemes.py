@@ -143,10 +143,10 @@ def naked_note(infos: Mapping[str, TensorInfo]) -> list[str]:
             f"{empty} of {len(infos)} weights have no elements: DeepSpeed ZeRO-3 leaves such where"
             " they were not gathered"
         )
-    for found, name in ((naked_payloads(infos), NAKED), (naked_int8(infos), NAKED_INT8)):
-        if found:
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            said = f"{found[0]}{more}: {name}: FSDP2 does not save them; --base PATH restores them"
+    for names, name in ((naked_payloads(infos), NAKED), (naked_int8(infos), NAKED_INT8)):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            said = f"{names[0]}{more}: {name}: FSDP2 does not save them; --base PATH restores them"
             notes.append(said)
     return notes + foreign_notes(infos)
 
@@ -171,7 +171,7 @@ def foreign_notes(infos: Mapping[str, TensorInfo]) -> list[str]:
 
 def foreign_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, str]:
     """Return key -> name of the foreign scheme it belongs to; `infos` are the dense tensors as stored."""
-    found: dict[str, str] = {}
+    schemes: dict[str, str] = {}
     modules: dict[str, str] = {}
     for scheme in SCHEMES:
         for key in [key for key in infos if key.endswith(scheme.mark)]:
@@ -182,13 +182,13 @@ def foreign_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, str]:
                 modules.setdefault(stem, scheme.name)
             there = [stem + member for member in scheme.members if stem + member in infos]
             for member in there if len(there) > 1 else ():
-                found.setdefault(member, scheme.name)
+                schemes.setdefault(member, scheme.name)
     for stem in _coded(infos):
         if stem.rpartition(".")[0] not in modules:
             modules.setdefault(stem, "foreign quantized")
     naked = dict.fromkeys(naked_payloads(infos), NAKED)
     naked |= dict.fromkeys(naked_int8(infos), NAKED_INT8)
-    return {**naked, **_below(modules, infos), **found}
+    return {**naked, **_below(modules, infos), **schemes}
 
 
 def _coded(infos: Mapping[str, TensorInfo]) -> list[str]:
@@ -207,11 +207,11 @@ def _coded(infos: Mapping[str, TensorInfo]) -> list[str]:
 
 def _below(modules: Mapping[str, str], infos: Mapping[str, TensorInfo]) -> dict[str, str]:
     """Return every key below these modules but the biases, which no library quantizes."""
-    found = {}
+    below = {}
     for key in infos if modules else ():
         stem, _, last = key.rpartition(".")
         while stem and stem not in modules:
             stem = stem.rpartition(".")[0]
         if stem and not last.endswith("bias"):
-            found[key] = modules[stem]
-    return found
+            below[key] = modules[stem]
+    return below

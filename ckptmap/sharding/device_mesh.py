@@ -189,19 +189,19 @@ def _read_plan(path: str) -> dict[str, str]:
     """Return the styles by pattern. Raises PlanError CKM201 if the file is no such plan."""
     try:
         text = FilePath(path).read_text(encoding="utf-8")
-        found: object = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+        plan: object = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise PlanError("CKM201", f"--tp-plan {path}: {error}", _plan_example()) from error
-    if not isinstance(found, dict) or not found:
+    if not isinstance(plan, dict) or not plan:
         raise PlanError("CKM201", f"--tp-plan {path}: holds no patterns", _plan_example())
-    for pattern, style in found.items():
+    for pattern, style in plan.items():
         if not isinstance(style, str) or (style not in STYLES and style != PLAIN):
             known = ", ".join((*STYLES, PLAIN))
             raise PlanError(
                 "CKM201", f"--tp-plan {path}: {pattern}: {style!r:.40} is none of {known}",
                 _plan_example(),
             )  # fmt: skip
-    return found
+    return plan
 
 
 def _plan_example() -> str:

@@ -151,7 +151,7 @@ def geometry_of(
         plain = [cut for cut in mine if cut.split == 1]
         real = [Cutting(dim, cut.axis) for cut in (*plain, *strided)]
         as_cut = as_cut and (not strided or _filled(held(dim, real)) == _filled(runs[-1]))
-    sizes = tuple(sum(length for _, length in found) for found in runs)
+    sizes = tuple(sum(length for _, length in of_rank) for of_rank in runs)
     return Geometry(tuple(runs), sizes, _pieces(runs), as_cut)
 
 
@@ -318,11 +318,11 @@ def _layout_shape(layout: Mapping[object, object]) -> tuple[int, ...] | None:
     sizes = []
     axes = layout.get("axes")
     for axis in axes if isinstance(axes, list | tuple) else ():
-        found = _ints(_attributes(axis).get("shape"))
-        if found is None:
+        factors = _ints(_attributes(axis).get("shape"))
+        if factors is None:
             return None
         size = 1
-        for factor in found:
+        for factor in factors:
             size *= factor
         sizes.append(size)
     return tuple(sizes) or None

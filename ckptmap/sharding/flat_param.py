@@ -51,9 +51,9 @@ class FlatParams:
         result = dict(leaves)
         for root in roots:
             inside = {str(path[-1]): leaf for path, leaf in leaves.items() if path[:-1] == root}
-            found = _Dict(inside, like, plain, where).unflattened()
+            parameters = _Dict(inside, like, plain, where).unflattened()
             result = {path: leaf for path, leaf in result.items() if path[:-1] != root}
-            result.update({(*root, key): leaf for key, leaf in found.items()})
+            result.update({(*root, key): leaf for key, leaf in parameters.items()})
         return result
 
 
@@ -123,7 +123,7 @@ class _Dict:
         Slices of a named parameter are joined. Parameters that only a flat tensor holds take the
         place of that flat tensor in the order of keys.
         """
-        found: dict[str, dict[str, Leaf]] = {key: {} for key in self.leaves}
+        by_key: dict[str, dict[str, Leaf]] = {key: {} for key in self.leaves}
         named: set[str] = set()
         for key, leaf in self.leaves.items():
             if _is_flat((key,), leaf):
@@ -133,14 +133,14 @@ class _Dict:
             if slices is not None and unit is not None:
                 named.add(unit.stored)
                 leaf = self._joined(key, slices)
-            found[key][key] = leaf
-        known = {self.plain[key] for key, leaf in found.items() if leaf}
+            by_key[key][key] = leaf
+        known = {self.plain[key] for key, leaf in by_key.items() if leaf}
         missing = [fqn for fqn in self.like.shapes if fqn not in known]
         for unit in self.units:
             if unit.stored not in named:
                 mine = [fqn for fqn in missing if self._unit_of(fqn) is unit]
-                found[unit.stored] = self._parameters(unit, mine)
-        result = {key: leaf for part in found.values() for key, leaf in part.items()}
+                by_key[unit.stored] = self._parameters(unit, mine)
+        result = {key: leaf for part in by_key.values() for key, leaf in part.items()}
         self._check_all(result)
         return result
 

@@ -67,5 +67,5 @@ def _modules(fqn: str) -> list[str]:
 
 def _matches(pattern: str, module: str) -> bool:
     """Does the pattern match segment by segment? `layers.*` does not match `layers.0.mlp`."""
-    wanted, found = pattern.split("."), module.split(".")
-    return len(wanted) == len(found) and all(map(fnmatchcase, found, wanted))
+    wanted, segments = pattern.split("."), module.split(".")
+    return len(wanted) == len(segments) and all(map(fnmatchcase, segments, wanted))

@@ -66,14 +66,14 @@ def check_writer(leaves: Iterable[Leaf], rank: int, file: str) -> int | None:
     Raises SourceError CKM110 if the file was written by another rank than its name says.
     """
     for leaf in islice((leaf for leaf in leaves if is_sharded(leaf)), 1):
-        found = read_sharded(leaf, file)
-        if found.rank != rank:
+        metadata = read_sharded(leaf, file)
+        if metadata.rank != rank:
             raise SourceError(
                 "CKM110",
-                f"{file}: was written by rank {found.rank}, its name says rank {rank}",
+                f"{file}: was written by rank {metadata.rank}, its name says rank {rank}",
                 "give each file the name that its rank wrote it under",
             )
-        return found.world
+        return metadata.world
     return None
 
 

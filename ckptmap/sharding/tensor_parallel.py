@@ -89,14 +89,14 @@ def _pieces(parts: Sequence[StoredTensor], cut: Partition, info: TensorInfo) -> 
     length = own[dim] // cut.sections
     stride = info.shape[dim] // cut.sections
     sizes = (*own[:dim], length, *own[dim + 1 :])
-    found = []
+    pieces = []
     for rank, part in enumerate(parts):
         for section in range(cut.sections):
             start = section * stride + rank // cut.copies * length
             box = Box(_along(dim, start, len(own)), sizes)
             within = Box(_along(dim, section * length, len(own)), sizes)
-            found.append((box, part, within if cut.sections > 1 else None))
-    return found
+            pieces.append((box, part, within if cut.sections > 1 else None))
+    return pieces
 
 
 def _along(dim: int, start: int, ndim: int) -> tuple[int, ...]:

@@ -51,18 +51,18 @@ def on_meta(config: Path, max_layers: int = MAX_LAYERS) -> nn.Module:
 
 def _described(config: Path, max_layers: int) -> dict[str, Any]:
     try:
-        found = json.loads(local_copy(config).read_text(encoding="utf-8"))
+        settings = json.loads(local_copy(config).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise unusable(config, f"is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise unusable(config, "is not a JSON object")
-    names = found.get("architectures")
+    names = settings.get("architectures")
     if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
         raise unusable(config, f"names the architectures {names!r}, expected a list of one")
-    layers = [value for key, value in found.items() if "layer" in key and isinstance(value, int)]
+    layers = [value for key, value in settings.items() if "layer" in key and isinstance(value, int)]
     if any(count > max_layers for count in layers):
         raise unusable(config, f"has {max(layers)} layers, expected at most {max_layers}")
-    harmless: dict[str, Any] = _harmless(found)
+    harmless: dict[str, Any] = _harmless(settings)
     return harmless
 
 

@@ -29,8 +29,8 @@ def find_config(path: str, like: str | None) -> Path | None:
     """Return the config.json that `like` names, or that lies beside the weights; None if there is none."""
     if like is not None:
         given = Path(like)
-        found = given if given.is_file() and given.name.endswith(".json") else given / CONFIG
-        return found if found.is_file() else None
+        file = given if given.is_file() and given.name.endswith(".json") else given / CONFIG
+        return file if file.is_file() else None
     base = Path(path) if Path(path).is_dir() else Path(path).parent
     places = (base / CONFIG, base / "huggingface" / CONFIG)
     return next((place for place in places if place.is_file()), None)
@@ -86,8 +86,8 @@ def _in_two(model: torch.nn.Module) -> list[list[str]]:
 def _no_decay(model: torch.nn.Module) -> set[str]:
     import torch
 
-    found = {name for name, _ in model.named_parameters() if NO_DECAY.search(name.lower())}
+    names = {name for name, _ in model.named_parameters() if NO_DECAY.search(name.lower())}
     for prefix, module in model.named_modules():
         if isinstance(module, torch.nn.LayerNorm):
-            found |= {f"{prefix}.{name}" for name, _ in module.named_parameters()}
-    return found
+            names |= {f"{prefix}.{name}" for name, _ in module.named_parameters()}
+    return names

@@ -58,10 +58,10 @@ def check_destination(dst: Path, one_file: bool, overwrite: bool) -> None:
         raise DestinationError(
             "CKM304", f"{dst}: is a {what}, never replaced", "name the real path, or a new one"
         )
-    wanted, found = ("directory", "file")[one_file], ("directory", "file")[stat.S_ISREG(mode)]
-    if wanted != found:
+    wanted, kind = ("directory", "file")[one_file], ("directory", "file")[stat.S_ISREG(mode)]
+    if wanted != kind:
         raise DestinationError(
-            "CKM301", f"{dst}: is a {found}, expected a {wanted} or nothing", "name a new path"
+            "CKM301", f"{dst}: is a {kind}, expected a {wanted} or nothing", "name a new path"
         )
     if empty:
         return
@@ -69,7 +69,7 @@ def check_destination(dst: Path, one_file: bool, overwrite: bool) -> None:
         raise DestinationError(
             "CKM301", f"{dst}: exists", "name a new path, or replace it with --overwrite"
         )
-    if found == "directory":
+    if kind == "directory":
         _check_replaceable(dst)
 
 
@@ -123,10 +123,10 @@ def _identities(path: Path) -> list[tuple[int, int] | None]:
 
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def check_space(directory: Path, nbytes: int, present: int = 0) -> None:

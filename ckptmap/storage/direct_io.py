@@ -52,13 +52,13 @@ class Buffer:
 
         A buffer that does not fit has memory of its own.
         """
-        found, at = [], 0
+        parts, at = [], 0
         for nbytes in sizes:
             end = at + max(3 * ALIGN, -(-nbytes // ALIGN) * ALIGN + ALIGN)
             inside = end <= self._view.nbytes
-            found.append(Buffer(nbytes, self._view[at:end] if inside else None))
+            parts.append(Buffer(nbytes, self._view[at:end] if inside else None))
             at = end if inside else at
-        return found
+        return parts
 
     def at(self, offset: int, nbytes: int) -> memoryview:
         """Return `nbytes` of memory, at an address congruent with file `offset` modulo ALIGN."""

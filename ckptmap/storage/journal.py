@@ -161,10 +161,10 @@ def _entries(path: Path, plan_digest: str) -> dict[str, Sequence[Written]]:
         return {}
     entries: dict[str, Sequence[Written]] = {}
     for line in lines:
-        found = _unit(_parse(line))
-        if found is None:
+        entry = _unit(_parse(line))
+        if entry is None:
             break  # lines after a damaged one are not trusted either
-        entries[found[0]] = found[1]
+        entries[entry[0]] = entry[1]
     return entries
 
 

@@ -31,10 +31,10 @@ class Sidecar:
     @classmethod
     def at(cls, file: str) -> Sidecar:
         """Return the sidecar for a file. A file on the Hub is not fetched. Raise OSError."""
-        found = Fingerprint.of(file)
-        if MOUNTS.placeholder_of(file) is None and found.nbytes <= HELD_NBYTES:
+        fingerprint = Fingerprint.of(file)
+        if MOUNTS.placeholder_of(file) is None and fingerprint.nbytes <= HELD_NBYTES:
             return cls.made(local_copy(file).read_bytes())
-        return cls(found.nbytes, f"{found.nbytes} {found.mtime_ns}", file=file)
+        return cls(fingerprint.nbytes, f"{fingerprint.nbytes} {fingerprint.mtime_ns}", file=file)
 
     @classmethod
     def made(cls, content: bytes) -> Sidecar:

@@ -14,24 +14,24 @@ from ckptmap.storage.file_systems import Fingerprint
 
 def fingerprints(files: Iterable[str]) -> dict[str, Fingerprint]:
     """Return the fingerprint of each file; a missing file is left out, and refused when it is read."""
-    found = {}
+    by_file = {}
     for file in files:
         try:
-            found[file] = Fingerprint.of(file)
+            by_file[file] = Fingerprint.of(file)
         except OSError:
             continue
-    return found
+    return by_file
 
 
 def require_unchanged(before: Mapping[str, Fingerprint], hint: str) -> None:
     """Raise RunError CKM308 for the first file whose fingerprint is not the one in `before`."""
     now = fingerprints(before)
     for file, then in before.items():
-        found = now.get(file)
-        if found != then:
+        current = now.get(file)
+        if current != then:
             raise RunError(
                 "CKM308",
                 f"{file}: changed while it was read: {then.nbytes} bytes when opened, now "
-                + (f"{found.nbytes}, written anew" if found else "gone"),
+                + (f"{current.nbytes}, written anew" if current else "gone"),
                 hint,
             )

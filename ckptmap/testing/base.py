@@ -63,10 +63,12 @@ def group_of(adapter: Adapter) -> str:
     """Return the registry group of an adapter, by the attributes it has."""
     if isinstance(adapter, Setup):
         return "setups"
-    found = [group for group, mark in _MARKS if hasattr(adapter, mark)]
+    groups = [group for group, mark in _MARKS if hasattr(adapter, mark)]
     kinds = ", ".join(group.replace("_", " ") for group, _ in _MARKS)
-    expect(found, f"{adapter!r} is not a setup, and has no attribute that marks one of the {kinds}")
-    return found[0]
+    expect(
+        groups, f"{adapter!r} is not a setup, and has no attribute that marks one of the {kinds}"
+    )
+    return groups[0]
 
 
 @contextmanager
@@ -85,7 +87,7 @@ def registered(*adapters: Adapter) -> Iterator[None]:
         yield from first
         taken = {adapter.name for adapter in first}
         yield from (
-            found for found in everything(specs, group) if getattr(found, "name", "") not in taken
+            other for other in everything(specs, group) if getattr(other, "name", "") not in taken
         )
 
     registry._all = with_mine

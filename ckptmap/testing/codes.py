@@ -86,7 +86,7 @@ def _check_taken(
             assembly.take(write)
     for write in recoder.finish(scales):
         assembly.take(write)
-    before, after = (_decoded(encoding, info, found) for found in (parts, assembly.parts()))
+    before, after = (_decoded(encoding, info, parts_of) for parts_of in (parts, assembly.parts()))
     if recoder.fidelity == "exact":
         expect(same(before, after), f"{what}: says exact, but its own codes decode differently")
         return

@@ -134,9 +134,10 @@ class ContainerKit(Workbench):
                 )
             for key, value in EXTRA.items():
                 if self.setup.has_place_for((key,)):
-                    found = ckpt.extra.get(key)
+                    stored = ckpt.extra.get(key)
                     expect(
-                        found == value, f"{self.setup.name}: extra {key}: {found!r}, was {value!r}"
+                        stored == value,
+                        f"{self.setup.name}: extra {key}: {stored!r}, was {value!r}",
                     )
         for seed in (2, 3):
             self._round_trip(f"state_{seed}", self.sample(seed, ("bfloat16", "int32")))
@@ -216,9 +217,9 @@ class ContainerKit(Workbench):
             (folder / out.name).write_bytes(image(out, tensors))
         path = folder / outs[0].name if self.writer.one_file else folder
         expect(claims(self.container, path), f"{self.setup.name}: with records it is not claimed")
-        found = indexed(self.container, path)
-        expect(found.records == records, f"{self.setup.name}: records {found.records}, {records}")
-        keys = {".".join(map(str, path)) for path, leaf in found.leaves.items() if is_tensor(leaf)}
+        index = indexed(self.container, path)
+        expect(index.records == records, f"{self.setup.name}: records {index.records}, {records}")
+        keys = {".".join(map(str, path)) for path, leaf in index.leaves.items() if is_tensor(leaf)}
         expect(key in keys, f"{self.setup.name}: without a manifest {key} is not read")
 
     def duplicates(self) -> None:
@@ -284,8 +285,8 @@ class ContainerKit(Workbench):
         left = [path.name for path in out.parent.iterdir() if path != out]
         expect(not left, f"{self.setup.name}: {name}, continued, and {left[:1]} is left beside it")
 
-    def _equal(self, found: Mapping[str, bytes], whole: Mapping[str, bytes], name: str) -> None:
-        differ = [file for file in {**found, **whole} if found.get(file) != whole.get(file)]
+    def _equal(self, files: Mapping[str, bytes], whole: Mapping[str, bytes], name: str) -> None:
+        differ = [file for file in {**files, **whole} if files.get(file) != whole.get(file)]
         differ = [file for file in differ if file != manifests.NAME]
         expect(not differ, f"{self.setup.name}: {name}, continued, and {differ[:1]} differs")
 

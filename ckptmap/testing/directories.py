@@ -33,10 +33,10 @@ def check_directory(directory: Directory, path: str | os.PathLike[str]) -> None:
 def _check(directory: Directory, path: str | os.PathLike[str]) -> None:
     place = look(Path(path).absolute())
     _check_claims(directory, place)
-    found = directory.members(place)
-    _check_members(directory.name, place, found)
+    members = directory.members(place)
+    _check_members(directory.name, place, members)
     again = directory.members(place)
-    expect(again == found, f"{directory.name}: other members when asked again: {again}")
+    expect(again == members, f"{directory.name}: other members when asked again: {again}")
     _check_absent(directory, place)
     with opened(path, directory) as ckpt:
         name = ckpt.index.container
@@ -58,23 +58,23 @@ def _check_claims(directory: Directory, place: Place) -> None:
             expect(not wrong, f"{directory.name}: claims {stranger.name}, which is not its own")
 
 
-def _check_members(name: str, place: Place, found: Members) -> None:
+def _check_members(name: str, place: Place, members: Members) -> None:
     base = Path(place.path)
-    expect(found.world >= 1, f"{name}: a world of {found.world} ranks")
+    expect(members.world >= 1, f"{name}: a world of {members.world} ranks")
     expect(
-        any(member.role in ("model", "all") for member in found.members),
+        any(member.role in ("model", "all") for member in members.members),
         f"{name}: no member has weights",
     )
-    for member in found.members:
+    for member in members.members:
         _check_member(name, base, member)
-    for key, entry in found.documents.items():
+    for key, entry in members.documents.items():
         expect((base / entry).is_file(), f"{name}: document {key}: {entry} is not there")
-    for entry in found.unread_files:
+    for entry in members.unread_files:
         expect((base / entry).exists(), f"{name}: left behind: {entry} is not there")
-    read = {name for m in found.members for name in (Path(m.path).name, *m.names)}
-    both = read & set(found.unread_files)
+    read = {name for m in members.members for name in (Path(m.path).name, *m.names)}
+    both = read & set(members.unread_files)
     expect(not both, f"{name}: {sorted(both)[:1]} is read and left behind")
-    sidecars = found.sidecar_dir
+    sidecars = members.sidecar_dir
     expect(
         sidecars is None or Path(str(sidecars)).is_dir(),
         f"{name}: sidecar_dir {sidecars} is no directory",
@@ -98,7 +98,7 @@ def _check_absent(directory: Directory, place: Place) -> None:
         names = tuple(name for name in place.names if name != entry)
         without = replace(place, names=names)
         try:
-            found = directory.members(without) if directory.claims(without) else None
+            members = directory.members(without) if directory.claims(without) else None
         except SourceError:
             continue
         except Exception as error:
@@ -106,5 +106,5 @@ def _check_absent(directory: Directory, place: Place) -> None:
             raise AssertionError(
                 f"{directory.name}: without {entry} raises {kind}, expected SourceError: {error}"
             ) from error
-        named = {name for member in found.members for name in member.names} if found else set()
+        named = {name for member in members.members for name in member.names} if members else set()
         expect(entry not in named, f"{directory.name}: names {entry}, which is not there")

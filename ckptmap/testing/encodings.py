@@ -57,8 +57,8 @@ class SchemeKit:
     def tries(self) -> list[_Try]:
         """One try for each shape and dtype that the scheme encodes."""
         infos = (TensorInfo(shape, dtype) for dtype in DTYPES for shape in SHAPES)
-        found = ((_encoding(self.scheme, info), info) for info in infos)
-        return [_Try(self.scheme, encoding, info) for encoding, info in found if encoding]
+        pairs = ((_encoding(self.scheme, info), info) for info in infos)
+        return [_Try(self.scheme, encoding, info) for encoding, info in pairs if encoding]
 
     def takes(self) -> None:
         """A target takes some tensors, and refuses the others with a reason."""
@@ -70,8 +70,8 @@ class SchemeKit:
         """The encoder writes the parts that `parts()` announces: names, shapes, dtypes, each element once."""
         for each in self.tries:
             for name, part in each.parts.items():
-                found = info_of(part)
-                expect(found == each.described[name], f"{each.what}: part {name!r} is {found}")
+                info = info_of(part)
+                expect(info == each.described[name], f"{each.what}: part {name!r} is {info}")
 
     def pieces(self) -> None:
         """The size of the pieces in which values are fed does not change a bit."""
@@ -301,9 +301,9 @@ class _Try:
         with tempfile.TemporaryDirectory() as folder:
             lying = on_disk(Path(folder) / "parts", self.encoding, self.parts, "a.w")
             other = {"a.bias": stored(TensorInfo((4,), "float32"))}
-            found = self.scheme.group({**other, **lying}, records)
-            expect(len(found) == 1, f"{self.what}: stored once, group() finds {len(found)}")
-            group, consumed = found[0]
+            groups = self.scheme.group({**other, **lying}, records)
+            expect(len(groups) == 1, f"{self.what}: stored once, group() finds {len(groups)}")
+            group, consumed = groups[0]
             self._check_group(group, consumed, lying)
             files = Files()
             read = LazyTensor("a.w", group, files).read()

@@ -98,9 +98,9 @@ def _check_round_trip(form: KeyForm, name: str, optimizer: Optimizer) -> None:
     expect(keys is not None, f"{name}: does not read what it has written")
     assert keys is not None
     _check_keys(name, whole, keys)
-    found = collect(whole, keys, lambda path, leaf: leaf)
-    found = found.named(_names(name, found, keys))
-    _compare(name, found, optimizer)
+    read_back = collect(whole, keys, lambda path, leaf: leaf)
+    read_back = read_back.named(_names(name, read_back, keys))
+    _compare(name, read_back, optimizer)
 
 
 def _check_keys(name: str, whole: Mapping[Path, object], keys: StateKeys) -> None:
@@ -113,23 +113,24 @@ def _check_keys(name: str, whole: Mapping[Path, object], keys: StateKeys) -> Non
     expect(not keys.rest, f"{name}: does not know its own {list(keys.rest)[:1]}")
 
 
-def _names(name: str, found: Optimizer, keys: StateKeys) -> dict[str, str]:
+def _names(name: str, optimizer: Optimizer, keys: StateKeys) -> dict[str, str]:
     if not keys.by_index:
-        return {key: key for key in found.keys}
+        return {key: key for key in optimizer.keys}
     expect(
-        all(NAMES in group for group in found.groups), f"{name}: written by index without the names"
+        all(NAMES in group for group in optimizer.groups),
+        f"{name}: written by index without the names",
     )
     return {
         key: fqn
-        for group in found.groups
+        for group in optimizer.groups
         for key, fqn in zip(group[PARAMS], group[NAMES], strict=True)
     }
 
 
-def _compare(name: str, found: Optimizer, wanted: Optimizer) -> None:
-    mine, theirs = _state(found), _state(wanted)
+def _compare(name: str, optimizer: Optimizer, wanted: Optimizer) -> None:
+    mine, theirs = _state(optimizer), _state(wanted)
     expect(mine == theirs, f"{name}: reads the state {mine}, written was {theirs}")
-    groups, other = _groups(found), _groups(wanted)
+    groups, other = _groups(optimizer), _groups(wanted)
     expect(groups == other, f"{name}: reads the groups {groups}, written were {other}")
 
 

@@ -34,8 +34,8 @@ def killed(run: Callable[[Callable[[], None]], None]) -> None:
 def _waited(child: int) -> int:
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
             return status
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)

@@ -108,8 +108,8 @@ def _refuses_meshes(layout: MeshLayout) -> None:
 def _check_strangers(layout: Layout) -> None:
     """Check that `join` returns None, and raises nothing, for values that are not shards."""
     for values in ([7], [1, 2], ["a", None], [{"a": 1}, {"a": 1}], [None]):
-        found = layout.join(values, "key")
-        expect(found is None, f"{layout.name}: joined {values} to {found!r}")
+        joined = layout.join(values, "key")
+        expect(joined is None, f"{layout.name}: joined {values} to {joined!r}")
     lone = layout.join([stored(TensorInfo((2, 3), "float32"))], "key")
     expect(lone is None, f"{layout.name}: joined a plain tensor of one rank to {lone!r}")
 
@@ -123,11 +123,11 @@ def _check_join(layout: Layout, parts: Parts, info: TensorInfo, world_size: int)
     expect(isinstance(joined, StoredTensor), f"{what}: is {joined!r}, expected a StoredTensor")
     assert isinstance(joined, StoredTensor)
     expect(joined.info == info, f"{what}: is {joined.info}")
-    found = [chunk.box for chunk in joined.chunks if chunk.box.numel]
-    wrong = prove_tiling(info.shape, found)
+    boxes = [chunk.box for chunk in joined.chunks if chunk.box.numel]
+    wrong = prove_tiling(info.shape, boxes)
     expect(wrong is None, f"{what}: {wrong}")
     expected = {box for _, box in layout.cut(info, world_size) if box.numel}
-    expect(set(found) == expected, f"{what}: boxes {found}, cut gave {sorted(map(str, expected))}")
+    expect(set(boxes) == expected, f"{what}: boxes {boxes}, cut gave {sorted(map(str, expected))}")
     if len(expected) == world_size > 1:
         try:
             layout.join(values[:-1], "key")

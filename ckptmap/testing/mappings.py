@@ -66,7 +66,7 @@ def iota(infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
     """
     import torch
 
-    found, start = {}, 0
+    tensors, start = {}, 0
     for key in sorted(infos):
         shape, dtype = infos[key].shape, infos[key].dtype
         ids = torch.arange(start, start + prod(shape), dtype=torch.int64)
@@ -77,8 +77,8 @@ def iota(infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
             values = (ids * 0x9E3779B1 >> 7 & 1).bool()
         else:
             values = ids.to(getattr(torch, _INTEGER[ITEMSIZE[dtype]])).view(getattr(torch, dtype))
-        found[key] = values.reshape(shape)
-    return found
+        tensors[key] = values.reshape(shape)
+    return tensors
 
 
 def table(
@@ -87,12 +87,12 @@ def table(
     """Return a row for each tensor, in key order; the hash is xxh3-64 of its row-major bytes."""
     import xxhash
 
-    found = {}
+    rows = {}
     for key, tensor in sorted(state.items()):
         info = info_of(tensor)
         digest = xxhash.xxh3_64_hexdigest(tensor_bytes(tensor.detach().cpu().contiguous()))
-        found[key] = Row(info.dtype, info.shape, (axes or {}).get(key, "-"), digest)
-    return found
+        rows[key] = Row(info.dtype, info.shape, (axes or {}).get(key, "-"), digest)
+    return rows
 
 
 def write_table(path: str | Path, rows: Mapping[str, Row], made_by: str) -> None:
@@ -168,20 +168,20 @@ class MappingKit:
         if not file.is_file():
             return []
         try:
-            found = tomllib.loads(file.read_text(encoding="utf-8"))["refused"]
-            expect(isinstance(found, list) and all("code" in case for case in found), "no code")
+            cases = tomllib.loads(file.read_text(encoding="utf-8"))["refused"]
+            expect(isinstance(cases, list) and all("code" in case for case in cases), "no code")
         except (tomllib.TOMLDecodeError, KeyError, AssertionError) as error:
             raise PlanError(
                 "CKM616", f"{file}: is not a list of [[refused]] with a code: {error}", "correct it"
             ) from error
-        return list(found)
+        return list(cases)
 
     def _config(self) -> dict[str, object]:
         file = self.path.with_suffix(".config.json")
         if not file.is_file():
             return dict(TYPICAL)
-        found: dict[str, object] = json.loads(file.read_text(encoding="utf-8"))
-        return found
+        config: dict[str, object] = json.loads(file.read_text(encoding="utf-8"))
+        return config
 
     @property
     def scheme(self) -> NamingScheme:
@@ -208,12 +208,14 @@ class MappingKit:
         target: NamingScheme | None,
     ) -> dict[str, torch.Tensor]:
         infos = {key: info_of(tensor) for key, tensor in state.items()}
-        found = translate(infos, source, target, self.config)
-        if found.unmapped:
+        resolution = translate(infos, source, target, self.config)
+        if resolution.unmapped:
             raise PlanError(
-                "CKM609", f"{self.scheme.title}: no rule matches {found.unmapped[0]}", "add a rule"
+                "CKM609",
+                f"{self.scheme.title}: no rule matches {resolution.unmapped[0]}",
+                "add a rule",
             )
-        return applied(found, state)
+        return applied(resolution, state)
 
     # ------------------------------------------------------------------ checks
 
@@ -251,10 +253,10 @@ class MappingKit:
         rows, made = read_table(self.golden), table(self.there(self.source()))
         for key, row in rows.items():
             expect(key in made, f"{key}: is in {self.golden.name} and is not made")
-            found = made[key]
+            tensor = made[key]
             expect(
-                (found.dtype, found.shape, found.hash) == (row.dtype, row.shape, row.hash),
-                f"{key}: made {found.dtype}{list(found.shape)} {found.hash},"
+                (tensor.dtype, tensor.shape, tensor.hash) == (row.dtype, row.shape, row.hash),
+                f"{key}: made {tensor.dtype}{list(tensor.shape)} {tensor.hash},"
                 f" {self.golden.name} has {row.dtype}{list(row.shape)} {row.hash}",
             )
         for key in made:

@@ -70,10 +70,10 @@ def stored(info: TensorInfo, file: str = "nowhere", offset: int = 0) -> StoredTe
 
 def on_disk(file: Path, encoding: Encoding, parts: Parts, fqn: str) -> dict[str, StoredTensor]:
     """Write the parts into one file and return them as a container would index them."""
-    found, content = {}, bytearray()
+    tensors, content = {}, bytearray()
     for name, part in parts.items():
         key = part_key(encoding, fqn, name)
-        found[key] = stored(info_of(part), str(file), len(content))
+        tensors[key] = stored(info_of(part), str(file), len(content))
         content += raw(part)
     file.write_bytes(content)
-    return found
+    return tensors

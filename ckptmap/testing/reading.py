@@ -89,8 +89,10 @@ class ReaderKit:
     def indexes(self) -> None:
         """Files are absolute, chunks tile their tensors, and regions lie inside their files."""
         with opened(self.path, self.container) as ckpt:
-            found = ckpt.index.container
-            expect(found == self.name, f"{self.name}: the index names the container {found}")
+            container = ckpt.index.container
+            expect(
+                container == self.name, f"{self.name}: the index names the container {container}"
+            )
             sizes = {file: Path(file).stat().st_size for file in ckpt.index.files}
             for file in sizes:
                 expect(Path(file).is_absolute(), f"{self.name}: file {file} is not absolute")
@@ -122,8 +124,8 @@ class ReaderKit:
             for fqn, tensor in self.tensors.items():
                 for _ in range(BOXES):
                     box = random_box(tuple(tensor.shape), draw)
-                    found = ckpt[fqn].read(box.offsets, box.sizes)
-                    expect(same(found, cut(tensor, box)), f"{self.name}: {fqn} at {box} differs")
+                    values = ckpt[fqn].read(box.offsets, box.sizes)
+                    expect(same(values, cut(tensor, box)), f"{self.name}: {fqn} at {box} differs")
 
     def truncated(self) -> None:
         """A truncated file is refused by SourceError, or all values read from it are right."""

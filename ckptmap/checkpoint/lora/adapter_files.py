@@ -94,14 +94,14 @@ class Adapter:
             modules = [
                 k for k, low in self.lows.items() if fnmatch.filter((k, low.module), pattern)
             ]
-            found = modules + fnmatch.filter(self.trained, pattern)
-            if not found:
+            matches = modules + fnmatch.filter(self.trained, pattern)
+            if not matches:
                 raise SourceError(
                     "CKM321",
                     f"--leave {pattern}: matches no module and no whole tensor of {self.path}",
                     "a module is named as in the base, as model.layers.0.mlp.up_proj",
                 )
-            left |= dict.fromkeys(found, f"--leave {pattern}")
+            left |= dict.fromkeys(matches, f"--leave {pattern}")
         return replace(
             self,
             lows={name: low for name, low in self.lows.items() if name not in left},
@@ -142,8 +142,8 @@ def open_adapter(
 
 def _config_file(place: Path, given: str | os.PathLike[str] | None) -> Path:
     if given is not None:
-        found = locate(given).path
-        return found / CONFIG if found.is_dir() else found
+        path = locate(given).path
+        return path / CONFIG if path.is_dir() else path
     folder = place if place.is_dir() else place.parent
     for candidate in (folder / CONFIG, folder.parent / CONFIG):
         if candidate.is_file():
@@ -161,7 +161,7 @@ def _config_file(place: Path, given: str | os.PathLike[str] | None) -> Path:
 def _sorted_out(
     ckpt: Checkpoint, config: LoraConfig
 ) -> tuple[dict[str, LowRankUpdate], dict[str, LazyTensor], dict[str, str]]:
-    found: dict[str, dict[str, LazyTensor]] = {}
+    halves: dict[str, dict[str, LazyTensor]] = {}
     trained: dict[str, LazyTensor] = {}
     left: dict[str, str] = {}
     embeddings: set[str] = set()
@@ -175,7 +175,7 @@ def _sorted_out(
             half = _HALVES.get(low["half"], low["half"])
             embeddings |= {low["module"]} if low["half"] in _HALVES else set()
             half += ".bias" if low["leaf"] == "bias" else ""
-            found.setdefault(low["module"], {})[half] = ckpt[key]
+            halves.setdefault(low["module"], {})[half] = ckpt[key]
             names.add(low["name"])
         elif _TRAINING in plain:
             left[key] = "of training alone"
@@ -194,7 +194,7 @@ def _sorted_out(
             f"{ckpt.path}: holds the adapters {', '.join(named)}, expected one",
             "save the one to be merged with peft's save_pretrained(selected_adapters=[...])",
         )
-    lows = {module: _low(ckpt, config, module, half, embeddings) for module, half in found.items()}
+    lows = {module: _low(ckpt, config, module, half, embeddings) for module, half in halves.items()}
     return lows, trained, left
 
 

@@ -293,8 +293,8 @@ class _Merger:
     def _dtype(self, base: Group) -> str:
         """Return the dtype of merged values: fp32 if the target casts them, so that they are rounded once."""
         wide = TensorInfo(base.info.shape, "float32")
-        found = None if self.scheme is None else self.scheme.target(base.fqn, wide)
-        casts = found is not None and found.name == "dense"
+        encoding = None if self.scheme is None else self.scheme.target(base.fqn, wide)
+        casts = encoding is not None and encoding.name == "dense"
         return "float32" if casts and base.info.dtype in HALF else base.info.dtype
 
     # ------------------------------------------------------------------ heads and embeddings

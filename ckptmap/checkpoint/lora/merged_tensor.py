@@ -129,7 +129,7 @@ class Merged(Over):
     rank     the dim that A and B share
     scale    what the product is multiplied with
     flip     the base is stored [in, out]: GPT-2's Conv1D, embeddings
-    norms    DoRA: of the rows of W + s (B @ A), found when first needed
+    norms    DoRA: of the rows of W + s (B @ A), computed when first needed
     """
 
     rank: int
@@ -156,7 +156,7 @@ class Merged(Over):
         self._add(turned, info, parts, box)
         if self.norms is not None:
             at, count = _turned(box.offsets, self.flip)[0], _turned(box.sizes, self.flip)[0]
-            norms = self.norms.found()[at : at + count].to(turned.device)
+            norms = self.norms.values()[at : at + count].to(turned.device)
             factor = parts[MAGNITUDE].float() / norms
             turned.mul_(factor.view(-1, 1))
         return values
@@ -269,15 +269,15 @@ class Norms:
     def __init__(self, group: Group, files: Files) -> None:
         self._group, self._files = group, files
         self._lock = threading.Lock()
-        self._found: torch.Tensor | None = None
+        self._norms: torch.Tensor | None = None
 
-    def found(self) -> torch.Tensor:
+    def values(self) -> torch.Tensor:
         with self._lock:
-            if self._found is None:
-                self._found = self._taken()
-            return self._found
+            if self._norms is None:
+                self._norms = self._computed()
+            return self._norms
 
-    def _taken(self) -> torch.Tensor:
+    def _computed(self) -> torch.Tensor:
         """Whole rows at a time as torch does it; where a row is a column of the base, its squares
         are summed in fp64."""
         import torch
@@ -294,10 +294,10 @@ class Norms:
                 squares[at : at + part.sizes[1]] += values.square_().sum(dim=0)
             return squares.sqrt_().float()
         rows = max(1, NORM_NUMEL // max(1, info.shape[1]))
-        found = [
+        norms = [
             torch.linalg.norm(lazy[at : at + rows], dim=1) for at in range(0, info.shape[0], rows)
         ]
-        return torch.cat(found) if found else torch.empty(0)
+        return torch.cat(norms) if norms else torch.empty(0)
 
 
 def dora(group: Group, magnitude: StoredTensor, files: Files) -> Group:

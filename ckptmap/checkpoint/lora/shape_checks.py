@@ -82,15 +82,15 @@ class ShapeChecks:
             and (turned := self._turned(other)) is not None
         }
         alike = {t for module, t in others.items() if module.rpartition(".")[2] == leaf}
-        found = alike or {asked, *others.values()}
-        if len(found) > 1:
+        orders = alike or {asked, *others.values()}
+        if len(orders) > 1:
             raise SourceError(
                 "CKM322",
                 f"{self.adapter.path}: {low.module} is square, and whether it is stored [in, out] cannot be"
                 f" told: fan_in_fan_out is {asked} in the config, other modules differ",
                 "correct fan_in_fan_out, or merge with peft itself",
             )
-        return found.pop()
+        return orders.pop()
 
     def _turned(self, low: LowRankUpdate) -> bool | None:
         """Is the base's matrix the transpose of B @ A? None: it is square, or has neither shape."""

@@ -74,9 +74,9 @@ class WrappedParameters:
         for kin in ([other for other in others if other.module == low.module], others):
             stacks = ((o, self._shape(n)) for o in kin for n in o.names)
             ways = (_flipped(o, shape) for o, shape in stacks if len(shape) == 3)
-            found = {way.pop() for way in ways if len(way) == 1}
-            if len(found) == 1:
-                return found.pop()
+            orders = {way.pop() for way in ways if len(way) == 1}
+            if len(orders) == 1:
+                return orders.pop()
         raise self._untold(
             low, "its matrices are square, and whether they are [in, out] cannot be told"
         )

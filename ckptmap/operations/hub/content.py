@@ -134,8 +134,8 @@ def manifest_of(ckpt: Checkpoint) -> dict[str, Any] | None:
 
 
 def _item(file: Path, name: str, folder: str, sha256: Mapping[str, str]) -> UploadItem:
-    found = sha256.get(name) or sha256_of(file)
-    return UploadItem(_in(folder, name), file.stat().st_size, found, file)
+    digest = sha256.get(name) or sha256_of(file)
+    return UploadItem(_in(folder, name), file.stat().st_size, digest, file)
 
 
 def written(folder: str, name: str, content: bytes) -> UploadItem:

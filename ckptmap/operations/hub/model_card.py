@@ -37,11 +37,11 @@ def base_of(origin: str, folder: Path) -> str | None:
     if not config.is_file():
         return None
     try:
-        found = json.loads(config.read_text(encoding="utf-8")).get("_name_or_path")
+        base = json.loads(config.read_text(encoding="utf-8")).get("_name_or_path")
     except (OSError, ValueError, AttributeError):
         return None
-    named = isinstance(found, str) and _REPO.fullmatch(found) and not Path(found).exists()
-    return found if named else None
+    named = isinstance(base, str) and _REPO.fullmatch(base) and not Path(base).exists()
+    return base if named else None
 
 
 def card(

@@ -160,14 +160,14 @@ def _name(repo: str, revision: str, pr: bool) -> HubName:
         raise DestinationError(
             "CKM715", f"{name}: names another revision than {revision!r}", "give one of them"
         )
-    found = name.revision or revision or MAIN
-    if found.startswith("refs/") or (pr and found != MAIN):
+    branch = name.revision or revision or MAIN
+    if branch.startswith("refs/") or (pr and branch != MAIN):
         raise DestinationError(
             "CKM715",
-            f"{name}: pull requests are made by push itself, and against main, found {found!r}",
+            f"{name}: pull requests are made by push itself, and against main, found {branch!r}",
             "leave out --pr or --revision",
         )
-    return HubName(name.repo, found, name.path)
+    return HubName(name.repo, branch, name.path)
 
 
 def _needs_to(src: str | os.PathLike[str]) -> DestinationError:
@@ -281,8 +281,8 @@ def _with_card(
         return items, []
     manifest = manifest_of(ckpt)
     origin = made.origin or (manifest or {}).get("source", {}).get("origin", "")
-    found = base or cards.base_of(origin, made.path)
-    text = cards.card(name.repo, found, to or ckpt.setup, manifest, _library(made.path))
+    base_model = base or cards.base_of(origin, made.path)
+    text = cards.card(name.repo, base_model, to or ckpt.setup, manifest, _library(made.path))
     return [*items, written(name.path, cards.NAME, text)], [f"{path}: a stub was written"]
 
 

@@ -107,11 +107,11 @@ class Stage:
         wrong = [item.path for item in self.content.left(tree)]
         wrong += [path for path in self.content.deleted if path in tree]
         if wrong:
-            found = tree.get(wrong[0])
+            there = tree.get(wrong[0])
             raise RunError(
                 "CKM713",
                 f"hf://{self.target.repo}@{self.ref}: {wrong[0]} is not what was sent"
-                f" ({len(wrong)} such), found {'nothing' if found is None else found.digest[:12]}",
+                f" ({len(wrong)} such), found {'nothing' if there is None else there.digest[:12]}",
                 f"{self.target.revision} is as it was; run the same command again",
             )
         strange = self.foreign(tree)
@@ -137,9 +137,9 @@ def open_pull(target: Target, content: Content, what: str) -> Stage:
     """Return the pull request of an earlier run of this push, or a new one as a draft."""
     title = f"{what} (ckptmap {content.change})"
     with told(target.repo, RunError, "looking for its pull request"):
-        found = [d for d in api().get_repo_discussions(target.repo) if _is_ours(d, content)]
+        pulls = [d for d in api().get_repo_discussions(target.repo) if _is_ours(d, content)]
     notes = []
-    for pull in sorted(found, key=lambda d: d.num):
+    for pull in sorted(pulls, key=lambda d: d.num):
         if f"(ckptmap {content.change})" not in pull.title:
             notes.append(f"pull request {pull.num} began from another main: close it")
             continue
@@ -154,9 +154,9 @@ def open_pull(target: Target, content: Content, what: str) -> Stage:
     return Stage(target, content, f"refs/pr/{made.num}", title, made.num, notes)
 
 
-def _is_ours(found: Discussion, content: Content) -> bool:
-    named = f"(ckptmap {content.id}" in found.title
-    return found.is_pull_request and named and found.status in ("open", "draft")
+def _is_ours(discussion: Discussion, content: Content) -> bool:
+    named = f"(ckptmap {content.id}" in discussion.title
+    return discussion.is_pull_request and named and discussion.status in ("open", "draft")
 
 
 def _description(content: Content) -> str:

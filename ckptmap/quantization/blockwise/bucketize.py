@@ -57,9 +57,9 @@ class Bucketizer:
         marked = out.view(torch.int64).bitwise_and(_MARKS).nonzero().flatten()
         if marked.numel():
             near = quotients.view(-1, _WORD).index_select(0, marked)
-            found = out.new_empty(near.numel())
-            compare(near.view(-1), self._thresholds, self._codes, found)
-            out.view(-1, _WORD).index_copy_(0, marked, found.view(-1, _WORD))
+            settled = out.new_empty(near.numel())
+            compare(near.view(-1), self._thresholds, self._codes, settled)
+            out.view(-1, _WORD).index_copy_(0, marked, settled.view(-1, _WORD))
 
 
 class FineBucketizer:
@@ -104,8 +104,8 @@ def compare(
     import torch
 
     known = quotients.nan_to_num(0.0)
-    found = torch.bucketize(known, thresholds, out_int32=True, right=True)
-    torch.index_select(codes, 0, found, out=out)
+    bucket = torch.bucketize(known, thresholds, out_int32=True, right=True)
+    torch.index_select(codes, 0, bucket, out=out)
 
 
 def _by_place(thresholds: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:

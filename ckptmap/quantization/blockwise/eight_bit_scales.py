@@ -88,10 +88,10 @@ class ScaleLevels:
         The outermost scale of a unit gets the outermost level, unless another level is exact.
         """
         blocks = self._blocks(scales, centre)
-        found = self._nearest(blocks, centre, sizes)
-        lower = self.levels[(found.at - 1).clamp_(min=0)]
+        nearest = self._nearest(blocks, centre, sizes)
+        lower = self.levels[(nearest.at - 1).clamp_(min=0)]
         below = self._decoded(lower, sizes.unsqueeze(-1), centre)
-        every = (found.at, found.decoded, below)
+        every = (nearest.at, nearest.decoded, below)
         return ScaleCodes(*(one.flatten()[: scales.numel()] for one in every))
 
     # ------------------------------------------------------------------ decoding
@@ -115,11 +115,11 @@ class ScaleLevels:
         best = (decoded.float() - blocks).abs()
         for nudge in () if self.dtype == torch.float32 else (1, -1):  # 16 bits round levels, too
             tried = (at + nudge).clamp_(0, len(self.levels) - 1)
-            found = self._decoded(self.levels[tried], size, centre)
-            gap = (found.float() - blocks).abs()
+            values = self._decoded(self.levels[tried], size, centre)
+            gap = (values.float() - blocks).abs()
             better = gap < best
             best = torch.where(better, gap, best)
-            at, decoded = torch.where(better, tried, at), torch.where(better, found, decoded)
+            at, decoded = torch.where(better, tried, at), torch.where(better, values, decoded)
         held = (level != 0) & ~self._full(sizes)
         outer = (blocks == peak.unsqueeze(-1)) & (best != 0) & held.unsqueeze(-1)
         edge = torch.where(level > 0, len(self.levels) - 1, 0).unsqueeze(-1)
@@ -214,9 +214,9 @@ class ScaleLevels:
         best, sizes = torch.full_like(peak, torch.inf), first.clone()
         for nudge in _NUDGES:
             size = _nudged(first, nudge)
-            found = self._decoded(level, size, centre).float()
-            outside = (found - centre.float()).abs() > distance.abs()
-            gap = (found - peak).abs() * torch.where(outside == self.divides, 1.001, 1.0)
+            values = self._decoded(level, size, centre).float()
+            outside = (values - centre.float()).abs() > distance.abs()
+            gap = (values - peak).abs() * torch.where(outside == self.divides, 1.001, 1.0)
             better = (gap < best) & (size > 0) & (size <= limit)
             best, sizes = torch.where(better, gap, best), torch.where(better, size, sizes)
         return torch.where(flat | (exact >= limit), first, sizes)
@@ -252,9 +252,9 @@ class ScaleLevels:
             if not tried.isfinite() or not self._possible(self._blocks(unit, tried), tried):
                 continue
             parts = [self._exact_sizes(part, tried) for part in self._parts(scales, tried)]
-            found = [part for part in parts if part is not None]
-            if len(found) == len(parts):
-                return tried, _joined(found)
+            fitted = [part for part in parts if part is not None]
+            if len(fitted) == len(parts):
+                return tried, _joined(fitted)
         return None
 
     def _possible(self, unit: torch.Tensor, centre: torch.Tensor) -> bool:
@@ -292,8 +292,8 @@ class ScaleLevels:
         sizes = self._sizes(blocks, centre)
         left = torch.arange(len(blocks))
         for tried in self._candidates(blocks, centre, sizes):
-            found = self._nearest(blocks[left], centre, tried[left])
-            good = (found.decoded.float() == blocks[left]).all(1)
+            nearest = self._nearest(blocks[left], centre, tried[left])
+            good = (nearest.decoded.float() == blocks[left]).all(1)
             sizes[left[good]] = tried[left[good]]
             left = left[~good]
             if not left.numel():

@@ -58,16 +58,16 @@ def _bucketizer(kind: str, device: str) -> Bucketizer:
     """Return the bucketizer of the midpoints between neighbours; a quotient at a midpoint is below it."""
     import torch
 
-    found = _bucketizers.get((kind, device))
-    if found is not None:
-        return found
+    bucketizer = _bucketizers.get((kind, device))
+    if bucketizer is not None:
+        return bucketizer
     ordered, codes = table(kind, device).sort(stable=True)
     middles = (ordered.narrow(0, 0, 15) + ordered.narrow(0, 1, 15)) / 2
     above = middles.nextafter(torch.full_like(middles, torch.inf))
-    found = Bucketizer(above, codes.to(torch.uint8))
+    bucketizer = Bucketizer(above, codes.to(torch.uint8))
     if type(above) is torch.Tensor:  # a fake one must not outlive its mode
-        _bucketizers[kind, device] = found
-    return found
+        _bucketizers[kind, device] = bucketizer
+    return bucketizer
 
 
 class FourBitQuantizer:

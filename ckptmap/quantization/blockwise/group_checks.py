@@ -18,15 +18,15 @@ def malformed(fqn: str, message: str, hint: str = INCOMPLETE) -> SourceError:
 
 
 def check_parts(
-    fqn: str, what: str, expected: Mapping[str, TensorInfo], found: Mapping[str, object]
+    fqn: str, what: str, expected: Mapping[str, TensorInfo], stored: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
-    """Return the parts of `found`, each a plain tensor of the expected shape and dtype.
+    """Return the parts of `stored`, each a plain tensor of the expected shape and dtype.
 
     Raises SourceError CKM115 for the first that is missing or different; `what` names the format.
     """
     parts = {}
     for name, want in expected.items():
-        part = found.get(name)
+        part = stored.get(name)
         if part is None:
             raise malformed(fqn, f"{what} part {name!r} is missing, expected {want}")
         if not isinstance(part, StoredTensor):

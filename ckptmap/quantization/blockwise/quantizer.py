@@ -61,12 +61,12 @@ def quantize_rows(values: torch.Tensor, rule: RoundingRule) -> QuantizedBlocks:
     step = min(rows, max(1, CHUNK_NUMEL // width))
     wide = torch.empty((step, width), dtype=torch.float32)
     codes = torch.empty((rows, width), dtype=getattr(torch, rule.codes_dtype))
-    found = []
+    quantized = []
     for start in range(0, rows, step):
         count = min(step, rows - start)
         part, room = values.narrow(0, start, count), wide.narrow(0, 0, count)
-        found.append(_quantize(part, rule, room, codes.narrow(0, start, count)))
-    scales, peaks = _joined([f.scales for f in found]), _joined([f.absmax for f in found])
+        quantized.append(_quantize(part, rule, room, codes.narrow(0, start, count)))
+    scales, peaks = _joined([f.scales for f in quantized]), _joined([f.absmax for f in quantized])
     return QuantizedBlocks(codes, scales, peaks)
 
 

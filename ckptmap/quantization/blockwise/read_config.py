@@ -31,9 +31,9 @@ def quantization_config(stored: StoredTensor) -> Mapping[str, object]:
     except (OSError, ValueError, RecursionError):
         return {}
     for holder in (config, config.get("text_config") if isinstance(config, dict) else None):
-        found = holder.get("quantization_config") if isinstance(holder, dict) else None
-        if isinstance(found, dict):
-            return found
+        section = holder.get("quantization_config") if isinstance(holder, dict) else None
+        if isinstance(section, dict):
+            return section
     return {}
 
 

@@ -65,13 +65,13 @@ class ScaledEncoder:
 
     def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
         """Encode values [m] T; m and `offset` are multiples of `step`, except for the last rows of tiles."""
-        found = self._quantized(values)
-        self._note(self._bad, offset, self._not_taken(values, found))
-        self._note(self._lost, offset, self._overflows(found))
+        quantized = self._quantized(values)
+        self._note(self._bad, offset, self._not_taken(values, quantized))
+        self._note(self._lost, offset, self._overflows(quantized))
         first = self._scale_at(offset)
         return (
-            Write(self._codes, flat(offset, values.numel()), found.codes.view(-1)),
-            Write(self._scale, flat(first, found.scales.numel()), found.scales.reshape(-1)),
+            Write(self._codes, flat(offset, values.numel()), quantized.codes.view(-1)),
+            Write(self._scale, flat(first, quantized.scales.numel()), quantized.scales.reshape(-1)),
         )
 
     def _quantized(self, values: torch.Tensor) -> QuantizedBlocks:
@@ -87,15 +87,15 @@ class ScaledEncoder:
         per_band = -(-self._width // self._block[1])
         return offset // self.step * per_band
 
-    def _not_taken(self, values: torch.Tensor, found: QuantizedBlocks) -> torch.Tensor:
+    def _not_taken(self, values: torch.Tensor, quantized: QuantizedBlocks) -> torch.Tensor:
         """Return which blocks are not finite, or vanish in the dtype that the rule casts to first."""
-        bad = found.absmax.isfinite().logical_not_()
-        zero = found.absmax == 0
+        bad = quantized.absmax.isfinite().logical_not_()
+        zero = quantized.absmax == 0
         if self._rule.takes == "float16" and not _is_none(zero):
             bad |= zero & (absmax_of(values.view(-1, self._rows), (1,)) != 0)
         return bad
 
-    def _overflows(self, found: QuantizedBlocks) -> torch.Tensor:
+    def _overflows(self, quantized: QuantizedBlocks) -> torch.Tensor:
         """Return which blocks would decode to infinity, because their scale was rounded up.
 
         Every float8 block has its outermost code. Of the integer codes only -128 exceeds the largest
@@ -103,18 +103,18 @@ class ScaledEncoder:
         """
         import torch
 
-        most = found.scales.to(torch.float32) * self._rule.reach
+        most = quantized.scales.to(torch.float32) * self._rule.reach
         lost = most.to(getattr(torch, self._info.dtype)).isinf()
         if self._rule.codes_dtype != "int8" or not self._rows or _is_none(lost):
             return lost
-        return lost.logical_and_(found.codes.amin(1) == -128)
+        return lost.logical_and_(quantized.codes.amin(1) == -128)
 
     def _note(
-        self, found: list[tuple[int, torch.Tensor, torch.Tensor]], offset: int, bad: torch.Tensor
+        self, noted: list[tuple[int, torch.Tensor, torch.Tensor]], offset: int, bad: torch.Tensor
     ) -> None:
         """Record bad blocks for `finish`, without waiting for the device."""
         if not _is_none(bad):
-            found.append(
+            noted.append(
                 (self._scale_at(offset), bad.flatten().sum(), bad.flatten().int().argmax())
             )
 
@@ -125,10 +125,10 @@ class ScaledEncoder:
         casts to first, or would decode to infinity.
         """
         for noted, refused in ((self._bad, self._refused), (self._lost, self._overflowed)):
-            found = [(at, int(count), int(first)) for at, count, first in noted if int(count)]
-            if found:
-                at, _, first = min(found)
-                raise refused(sum(count for _, count, _ in found), self._place(at + first))
+            counts = [(at, int(count), int(first)) for at, count, first in noted if int(count)]
+            if counts:
+                at, _, first = min(counts)
+                raise refused(sum(count for _, count, _ in counts), self._place(at + first))
         return constant_writes(self._constants, self._device)
 
     def _place(self, at: int) -> str:

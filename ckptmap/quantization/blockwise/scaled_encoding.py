@@ -81,13 +81,13 @@ class ScaledEncoding:
         if refusal is not None:
             return refusal
         shape = self.scale_shape(info)
-        found = {
+        parts = {
             self.codes_part: TensorInfo(info.shape, self.codes_dtype),
             self.scale_part: TensorInfo(shape, self.scale_dtype),
         }
         if self.zero_dtype:
-            found[self.zero_part] = TensorInfo(shape, self.zero_dtype)
-        return found | {name: TensorInfo(size, dtype) for name, dtype, size in self.extra}
+            parts[self.zero_part] = TensorInfo(shape, self.zero_dtype)
+        return parts | {name: TensorInfo(size, dtype) for name, dtype, size in self.extra}
 
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
         """Return the same box of the codes, the scales of the blocks it touches, or all of another part."""

@@ -78,8 +78,8 @@ def read_record(fqn: str, record: Mapping[str, object], name: str) -> ScaledReco
         )
     shape = read_sizes(fqn, record.get("shape"), f"{name} record: shape")
     block = read_sizes(fqn, record.get("block"), f"{name} record: block")
-    found = ScaledRecord(fqn, TensorInfo(shape, str(record.get("dtype"))), block, "", record)
-    found.dtype("dtype")
+    header = ScaledRecord(fqn, TensorInfo(shape, str(record.get("dtype"))), block, "", record)
+    header.dtype("dtype")
     if len(block) != len(shape) or not record.get("dtype"):
         raise malformed(fqn, f"malformed {name} record {str(dict(record))[:120]}", DAMAGED)
-    return ScaledRecord(fqn, found.info, block, found.dtype("scale_dtype"), record)
+    return ScaledRecord(fqn, header.info, block, header.dtype("scale_dtype"), record)

@@ -53,8 +53,8 @@ def quantize(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         peaks = scale[start // BLOCK :][: len(blocks)]
         torch.amax(blocks.abs(), 1, out=peaks)
         quotient = blocks * peaks.clamp(min=1e-38).reciprocal().unsqueeze(-1)
-        found = torch.bucketize(quotient.flatten()[: part.numel()], middles, out_int32=True)
-        codes[start : start + CHUNK] = found
+        indices = torch.bucketize(quotient.flatten()[: part.numel()], middles, out_int32=True)
+        codes[start : start + CHUNK] = indices
     return codes, scale, offset
 
 

@@ -86,11 +86,11 @@ def _scale_writes(
     else:
         codes, scale, offset = quantize(absmax)
         values = double_quant.dynamic_map()
-        found = double_quant.dequantize(
+        decoded = double_quant.dequantize(
             codes, scale, values, offset, double_quant.BLOCK, 0, torch.float32
         )
-        _check_held(absmax, found, info.dtype)
-        CoarseScales.check(needed, found)
+        _check_held(absmax, decoded, info.dtype)
+        CoarseScales.check(needed, decoded)
         yield Write("absmax", flat(0, codes.numel()), codes)
         yield Write("nested_absmax", flat(0, scale.numel()), scale)
         yield Write("nested_quant_map", flat(0, 256), values)

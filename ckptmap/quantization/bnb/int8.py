@@ -234,6 +234,6 @@ def _group(
     if isinstance(expected, Refusal):
         raise malformed(fqn, f"bnb-int8: {expected.reason}", DAMAGED)
     keys = {part: encoding.part_key(fqn, part) for part in expected}
-    found = {part: stored.get(key) for part, key in keys.items()}
-    parts = check_parts(fqn, "bnb-int8", expected, found)
+    tensors = {part: stored.get(key) for part, key in keys.items()}
+    parts = check_parts(fqn, "bnb-int8", expected, tensors)
     return Group(fqn, info, encoding, parts), tuple(keys.values())

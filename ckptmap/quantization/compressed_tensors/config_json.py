@@ -63,9 +63,9 @@ def beyond_weights(config: Mapping[str, object], names: Collection[str]) -> dict
     """
     if config.get("quant_method") != "compressed-tensors":
         return {}
-    found = {name: config[name] for name in BEYOND if config.get(name)}
-    if not _scaled(found.get("kv_cache_scheme"), "k_scale", names):
-        found.pop("kv_cache_scheme", None)
+    settings = {name: config[name] for name in BEYOND if config.get(name)}
+    if not _scaled(settings.get("kv_cache_scheme"), "k_scale", names):
+        settings.pop("kv_cache_scheme", None)
     groups = config.get("config_groups")
     attention = {
         name: group
@@ -73,7 +73,7 @@ def beyond_weights(config: Mapping[str, object], names: Collection[str]) -> dict
         if isinstance(group, Mapping) and _of_attention(group.get("targets"))
         if _scaled(group.get("input_activations"), "q_scale", names)
     }
-    return found | ({"config_groups": attention} if attention else {})
+    return settings | ({"config_groups": attention} if attention else {})
 
 
 def _of_attention(targets: object) -> bool:
@@ -139,11 +139,13 @@ def weights_said(config: Mapping[str, object], module: str = "") -> list[Mapping
     Where some of several groups name the `module`, only those are returned.
     """
     groups = config.get("config_groups")
-    found = list(groups.values()) if isinstance(groups, Mapping) else []
-    found = [group for group in found if isinstance(group, Mapping)]
-    if module and len(found) > 1:
-        found = [group for group in found if _names(group.get("targets"), module)] or found
-    said = [group.get("weights") for group in found]
+    candidates = list(groups.values()) if isinstance(groups, Mapping) else []
+    candidates = [group for group in candidates if isinstance(group, Mapping)]
+    if module and len(candidates) > 1:
+        candidates = [
+            group for group in candidates if _names(group.get("targets"), module)
+        ] or candidates
+    said = [group.get("weights") for group in candidates]
     return [weights for weights in said if isinstance(weights, Mapping)]
 
 
@@ -161,8 +163,8 @@ def _names(targets: object, module: str) -> bool:
 
 def version_said(config: Mapping[str, object]) -> tuple[int, int]:
     """Return (major, minor) of the compressed-tensors that wrote the config; (0, 0) up to 0.10."""
-    found = re.match(r"(\d{1,4})\.(\d{1,4})", str(config.get("version", "")))
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.match(r"(\d{1,4})\.(\d{1,4})", str(config.get("version", "")))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def block_found(

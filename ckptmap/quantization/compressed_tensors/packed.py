@@ -79,9 +79,9 @@ class Packed(ScaledEncoding):
         return super().refusal(info)
 
     def parts(self, info: TensorInfo) -> Mapping[str, TensorInfo] | Refusal:
-        found = super().parts(info)
-        if isinstance(found, Refusal):
-            return found
+        parts = super().parts(info)
+        if isinstance(parts, Refusal):
+            return parts
         rows, width = info.shape
         groups = self.scale_shape(info)[-1] if len(self.scale_shape(info)) == 2 else 1
         more = {
@@ -92,7 +92,7 @@ class Packed(ScaledEncoding):
             more["zero_point"] = TensorInfo((self.packing.words(rows), groups), PACKED_ZERO)
         if self.ordered:
             more["g_idx"] = TensorInfo((width,), "int32")
-        return {**found, **more}
+        return {**parts, **more}
 
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
         if part == "shape":

@@ -98,8 +98,8 @@ def _packing(fqn: str, width: int, words: int, config: Mapping[str, object]) -> 
 def _shape(fqn: str, stored: Mapping[str, StoredTensor], files: Files) -> tuple[int, int]:
     part = stored.get(f"{fqn}_shape")
     if part is None or part.info.numel != 2 or part.info.dtype not in ("int64", "int32"):
-        found = part.info if part is not None else "none"
-        raise malformed(fqn, f"weight_shape, expected two integers, found {found}")
+        info = part.info if part is not None else "none"
+        raise malformed(fqn, f"weight_shape, expected two integers, found {info}")
     data, size = read_small(part, files, fqn), part.info.itemsize
     rows, width = (int.from_bytes(data[i : i + size], "little", signed=True) for i in (0, size))
     if min(rows, width) < 1:
@@ -114,11 +114,11 @@ def _group(
     if isinstance(expected, Refusal):
         raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
     shape = encoding.scale_shape(info)
-    found: dict[str, Any] = {part: stored.get(encoding.part_key(fqn, part)) for part in expected}
+    tensors: dict[str, Any] = {part: stored.get(encoding.part_key(fqn, part)) for part in expected}
     for part in ("scale", "zero_point") if shape == (1,) else ():
-        if found.get(part) is not None and found[part].info.numel == 1:
-            found[part] = block_geometry.reshaped(found[part], shape)
-    if found["shape"] is not None and found["shape"].info == TensorInfo((2,), "int32"):
+        if tensors.get(part) is not None and tensors[part].info.numel == 1:
+            tensors[part] = block_geometry.reshaped(tensors[part], shape)
+    if tensors["shape"] is not None and tensors["shape"].info == TensorInfo((2,), "int32"):
         raise malformed(fqn, "weight_shape is int32, expected int64", DAMAGED)
-    parts = check_parts(fqn, encoding.name, expected, found)
+    parts = check_parts(fqn, encoding.name, expected, tensors)
     return Group(fqn, info, encoding, parts), tuple(encoding.part_key(fqn, p) for p in parts)

@@ -210,9 +210,9 @@ def _found(
         zero = stored.get(f"{fqn}_zero_point")
         stem = fqn.rpartition(".")[0]
         extra = tuple(
-            (name, found.info.dtype, found.info.shape)
+            (name, tensor.info.dtype, tensor.info.shape)
             for name in ACTIVATIONS
-            if (found := stored.get(f"{stem}.{name}")) is not None
+            if (tensor := stored.get(f"{stem}.{name}")) is not None
         )
         block = block_found(fqn, info, scale.info, config)
         single = _single(len(scale.info.shape)) if block == info.shape else None
@@ -227,7 +227,7 @@ def _group(
     if isinstance(expected, Refusal):
         raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
     keys = {part: encoding.part_key(fqn, part) for part in expected}
-    found = {part: stored.get(key) for part, key in keys.items()}
-    return Group(fqn, info, encoding, check_parts(fqn, encoding.name, expected, found)), tuple(
+    tensors = {part: stored.get(key) for part, key in keys.items()}
+    return Group(fqn, info, encoding, check_parts(fqn, encoding.name, expected, tensors)), tuple(
         keys.values()
     )

@@ -157,13 +157,13 @@ class NF4:
         import torch
 
         unit, scalers = self.scaler_block_size, parts[SCALERS]
-        found = torch.empty(scalers.shape, dtype=torch.float32)
+        scales = torch.empty(scalers.shape, dtype=torch.float32)
         for start in range(0, scalers.numel(), nf4_codes.CHUNK_NUMEL):
             some = scalers[start : start + nf4_codes.CHUNK_NUMEL]
             factor = parts[FACTOR][start // unit :]
             part = nf4_codes.scales(some, factor, parts[MEAN], unit, start % unit)
-            found[start : start + some.numel()] = part
-        return found
+            scales[start : start + some.numel()] = part
+        return scales
 
     def code_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
         return box if part == DATA else None

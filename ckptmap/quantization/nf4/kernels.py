@@ -67,16 +67,16 @@ def lookup(dtype: torch.dtype, device: str) -> torch.Tensor | Bucketizer:
     """
     import torch
 
-    found = _lookups.get((dtype, device))
-    if found is None:
+    table = _lookups.get((dtype, device))
+    if table is None:
         limits = _thresholds(device) if dtype.itemsize == 4 else None
         if limits is None:
-            found = made = _lookup_16(dtype, device)
+            table = made = _lookup_16(dtype, device)
         else:
-            found = Bucketizer(limits, made := torch.arange(16, dtype=torch.uint8, device=device))
+            table = Bucketizer(limits, made := torch.arange(16, dtype=torch.uint8, device=device))
         if type(made) is torch.Tensor:  # a fake one must not outlive its mode
-            _lookups[dtype, device] = found
-    return found
+            _lookups[dtype, device] = table
+    return table
 
 
 def _patterns(device: str) -> torch.Tensor:

@@ -30,13 +30,13 @@ _PLACEHOLDER = "float8_e5m2fnuz"
 
 
 def _checked(
-    fqn: str, encoding: NF4, info: TensorInfo, found: Mapping[str, object]
+    fqn: str, encoding: NF4, info: TensorInfo, tensors: Mapping[str, object]
 ) -> dict[str, StoredTensor]:
     """Return the five parts, each a plain tensor of the shape and dtype that `info` requires."""
     expected = encoding.parts(info)
     if isinstance(expected, Refusal):
         raise malformed(fqn, expected.reason, "the file is damaged, or this is not an NF4 tensor")
-    return check_parts(fqn, "NF4", expected, found)
+    return check_parts(fqn, "NF4", expected, tensors)
 
 
 # ------------------------------------------------------------------------------- our own form
@@ -53,8 +53,8 @@ def stored_groups(
             continue
         encoding, info = _read_record(fqn, record)
         keys = {part: f"{fqn}.{part}" for part in PARTS}
-        found = {part: stored[key] for part, key in keys.items() if key in stored}
-        group = Group(fqn, info, encoding, _checked(fqn, encoding, info, found))
+        tensors = {part: stored[key] for part, key in keys.items() if key in stored}
+        group = Group(fqn, info, encoding, _checked(fqn, encoding, info, tensors))
         groups.append((group, tuple(keys.values())))
         known.add(fqn)
     _refuse_orphans(stored, known)
@@ -127,11 +127,11 @@ def _unpack(fqn: str, leaf: Opaque, box: Box, wrapper_dtype: str) -> _Pickled:
     table = state.get(TABLE)
     sizes: list[Any] = [state.get("block_size"), state.get("scaler_block_size")]
     if not isinstance(table, StoredTensor) or not all(type(n) is int for n in sizes):
-        found = ", ".join(map(str, state)) or "nothing"
+        names = ", ".join(map(str, state)) or "nothing"
         raise malformed(
             fqn,
             f"{leaf.class_name}, expected block_size, scaler_block_size and five tensors, "
-            f"found {found}",
+            f"found {names}",
             "the pickle is damaged or of an unknown torchao release",
         )
     dtype = table.info.dtype

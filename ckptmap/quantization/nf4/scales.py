@@ -86,11 +86,11 @@ def scale_writes(
     for start in range(0, scales.numel(), grid.step):
         part = scales[start : start + grid.step]
         factor = factors[start // unit :][: part.numel() // unit]
-        found = grid.coded(part, mean, factor)
-        if not bool(found.decoded.isfinite().all()):
+        coded = grid.coded(part, mean, factor)
+        if not bool(coded.decoded.isfinite().all()):
             raise CoarseScales(f"block scales overflow {str(dtype).removeprefix('torch.')}")
-        CoarseScales.check(needed[start : start + grid.step], found.distinguishable(part))
-        yield Write(SCALERS, flat(start, part.numel()), (found.at - 128).to(torch.int8))
+        CoarseScales.check(needed[start : start + grid.step], coded.distinguishable(part))
+        yield Write(SCALERS, flat(start, part.numel()), (coded.at - 128).to(torch.int8))
         yield Write(FACTOR, flat(start // unit, factor.numel()), factor)
     yield Write(MEAN, flat(0, 1), mean.view(1))
     yield Write(TABLE, flat(0, 16), nf4_codes.value_table(dtype))

@@ -89,8 +89,8 @@ class TorchaoScheme(LinearLayerScheme):
                 groups.append(self._recorded(fqn, record, stored))
             flat = flat_of(fqn, record, self.kinds)
             if flat is not None:
-                keys, found = flat_parts(flat, stored)
-                groups.append((self._group(fqn, found), keys))
+                keys, weight = flat_parts(flat, stored)
+                groups.append((self._group(fqn, weight), keys))
         return groups
 
     def adopt(self, fqn: str, leaf: Opaque | Cut) -> Group | None:
@@ -98,8 +98,8 @@ class TorchaoScheme(LinearLayerScheme):
         leaves = [piece for _, piece in leaf.pieces] if isinstance(leaf, Cut) else [leaf]
         if not all(kind_of(each) in self.pickled for each in leaves):
             return None
-        found = unpack_cut(fqn, leaf) if isinstance(leaf, Cut) else unpack(fqn, leaf)
-        return self._group(fqn, found) if found.codes.info.dtype in self.codes_dtypes else None
+        weight = unpack_cut(fqn, leaf) if isinstance(leaf, Cut) else unpack(fqn, leaf)
+        return self._group(fqn, weight) if weight.codes.info.dtype in self.codes_dtypes else None
 
     def encoding(self, info: TensorInfo) -> Encoding | Refusal:
         if len(info.shape) != 2:
@@ -134,17 +134,17 @@ class TorchaoScheme(LinearLayerScheme):
     def _fresh(self, block: tuple[int, ...]) -> TorchaoEncoding:
         return self.made(block, kind=self.kinds[0], attributes=self.plain)
 
-    def _group(self, fqn: str, found: TorchaoParts) -> Group:
-        extra = tuple((k, v.info.dtype, v.info.shape) for k, v in found.extra.items())
-        attributes = json.dumps(found.attributes) if found.attributes else self.plain
+    def _group(self, fqn: str, weight: TorchaoParts) -> Group:
+        extra = tuple((k, v.info.dtype, v.info.shape) for k, v in weight.extra.items())
+        attributes = json.dumps(weight.attributes) if weight.attributes else self.plain
         encoding = self.made(
-            found.block, found.scale.info.dtype, found.zero.info.dtype if found.zero else "", extra,
-            found.kind, attributes, found.activation,
+            weight.block, weight.scale.info.dtype, weight.zero.info.dtype if weight.zero else "", extra,
+            weight.kind, attributes, weight.activation,
         )  # fmt: skip
-        parts = {"qdata": found.codes, "scale": found.scale, **found.extra}
-        if found.zero is not None:
-            parts["zero_point"] = found.zero
-        return Group(fqn, found.info, encoding, self._checked(fqn, encoding, found.info, parts))
+        parts = {"qdata": weight.codes, "scale": weight.scale, **weight.extra}
+        if weight.zero is not None:
+            parts["zero_point"] = weight.zero
+        return Group(fqn, weight.info, encoding, self._checked(fqn, encoding, weight.info, parts))
 
     def _recorded(
         self, fqn: str, record: Mapping[str, object], stored: Mapping[str, StoredTensor]
@@ -155,14 +155,14 @@ class TorchaoScheme(LinearLayerScheme):
             read.attributes(), read.text("activation"),
         )  # fmt: skip
         names = ("qdata", "scale", "zero_point", *(name for name, _, _ in encoding.extra))
-        found = {part: stored.get(part_key(fqn, part)) for part in names}
-        parts = self._checked(fqn, encoding, read.info, found)
+        tensors = {part: stored.get(part_key(fqn, part)) for part in names}
+        parts = self._checked(fqn, encoding, read.info, tensors)
         return Group(fqn, read.info, encoding, parts), tuple(part_key(fqn, p) for p in parts)
 
     def _checked(
-        self, fqn: str, encoding: TorchaoEncoding, info: TensorInfo, found: Mapping[str, object]
+        self, fqn: str, encoding: TorchaoEncoding, info: TensorInfo, tensors: Mapping[str, object]
     ) -> dict[str, StoredTensor]:
         expected = encoding.parts(info)
         if isinstance(expected, Refusal):
             raise malformed(fqn, f"{self.name}: {expected.reason}", DAMAGED)
-        return check_parts(fqn, self.name, expected, found)
+        return check_parts(fqn, self.name, expected, tensors)

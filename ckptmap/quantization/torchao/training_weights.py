@@ -26,8 +26,8 @@ def _is_one(leaf: Opaque) -> bool:
 def _data(fqn: str, leaf: Opaque, info: TensorInfo | None) -> StoredTensor:
     data = leaf.state.get(TRAINED_DENSE[leaf.name]) if isinstance(leaf.state, Mapping) else None
     if not isinstance(data, StoredTensor) or data.info != info:
-        found = data.info if isinstance(data, StoredTensor) else "none"
-        raise malformed(fqn, f"{leaf.class_name}, expected data of {info}, found {found}")
+        there = data.info if isinstance(data, StoredTensor) else "none"
+        raise malformed(fqn, f"{leaf.class_name}, expected data of {info}, found {there}")
     return data
 
 

@@ -104,7 +104,7 @@ class Mirror:
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         """Yield (placeholder, repository entry) of every file."""
-        return ((file, found.entry) for file, found in self._files.items())
+        return ((file, held.entry) for file, held in self._files.items())
 
     def entry(self, file: str) -> Entry:
         return self._files[file].entry
@@ -113,14 +113,14 @@ class Mirror:
 
     def fingerprint(self, file: str) -> Fingerprint | None:
         """Return a fingerprint by content, the same on every machine; None: `file` is a folder."""
-        found = self._files.get(file)
-        if found is None:
+        remote = self._files.get(file)
+        if remote is None:
             return None
-        return Fingerprint(found.entry.nbytes, int(found.entry.digest[:15], 16), 0)
+        return Fingerprint(remote.entry.nbytes, int(remote.entry.digest[:15], 16), 0)
 
     def held(self, file: str) -> str | None:
-        found = self._files.get(file)
-        return None if found is None else found.held
+        remote = self._files.get(file)
+        return None if remote is None else remote.held
 
     def fetch(self, file: str, into: Path | None = None) -> str:
         """Fetch the whole file and verify it; return its path in huggingface_hub's cache, or
@@ -129,23 +129,23 @@ class Mirror:
         Raises RunError CKM709 if bytes that were read by range before differ from those of the
         file.
         """
-        found = self._files[file]
-        with found.lock:
-            if found.held is None:
-                cached = self.repo.cached(found.entry)
-                sound = cached is not None and found.entry.is_in(cached)
-                found.staged = into is not None and not sound
-                held = cached if cached and sound else self.repo.download(found.entry, into)
-                _check_ranges(found, held, self.origin)
-                found.held = held
-            return found.held
+        remote = self._files[file]
+        with remote.lock:
+            if remote.held is None:
+                cached = self.repo.cached(remote.entry)
+                sound = cached is not None and remote.entry.is_in(cached)
+                remote.staged = into is not None and not sound
+                held = cached if cached and sound else self.repo.download(remote.entry, into)
+                _check_ranges(remote, held, self.origin)
+                remote.held = held
+            return remote.held
 
     def fetch_all(self, files: Sequence[str], into: Path | None) -> None:
         """Fetch these files whole. Raises RunError CKM710 if they do not fit on the disk."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
-        found = [self._files[file] for file in files]
-        missing = [f for f in found if f.held is None and self.repo.cached(f.entry) is None]
+        remotes = [self._files[file] for file in files]
+        missing = [f for f in remotes if f.held is None and self.repo.cached(f.entry) is None]
         place = into or Path(HF_HUB_CACHE)
         place.mkdir(parents=True, exist_ok=True)
         needed, free = sum(f.entry.nbytes for f in missing), shutil.disk_usage(place).free
@@ -164,33 +164,33 @@ class Mirror:
             shutil.rmtree(self.root.parent, ignore_errors=True)
 
     def discard(self, file: str) -> None:
-        found = self._files[file]
-        with found.lock:
-            if found.held is not None and found.staged:
+        remote = self._files[file]
+        with remote.lock:
+            if remote.held is not None and remote.staged:
                 with suppress(FileNotFoundError):
-                    Path(found.held).unlink()
-                found.held, found.staged = None, False
+                    Path(remote.held).unlink()
+                remote.held, remote.staged = None, False
 
     def read_into(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers, by range requests for bytes that are not kept.
 
         Raises RunError CKM308 for bytes past the end of the file.
         """
-        found = self._files[file]
+        remote = self._files[file]
         wanted = sum(buffer.nbytes for buffer in buffers)
-        if offset < 0 or offset + wanted > found.entry.nbytes:
+        if offset < 0 or offset + wanted > remote.entry.nbytes:
             raise RunError(
                 "CKM308",
-                f"{file}: ended at byte {found.entry.nbytes}, expected {offset + wanted}",
+                f"{file}: ended at byte {remote.entry.nbytes}, expected {offset + wanted}",
                 "it is truncated where it was made; use another revision",
             )
         if wanted > KEPT_NBYTES:
-            self._stream(found.entry, offset, buffers)
+            self._stream(remote.entry, offset, buffers)
             return
         if offset == 0:
-            self._ahead(found)
-        with found.lock:
-            self._bring(found, offset, offset + wanted)
+            self._ahead(remote)
+        with remote.lock:
+            self._bring(remote, offset, offset + wanted)
         with Path(file).open("rb") as placeholder:
             os.preadv(placeholder.fileno(), buffers, offset)
 
@@ -202,25 +202,25 @@ class Mirror:
                 flat[at : at + nbytes] = self.repo.read(entry, offset + at, nbytes)
             offset += flat.nbytes
 
-    def _bring(self, found: _File, start: int, stop: int) -> None:
+    def _bring(self, remote: _File, start: int, stop: int) -> None:
         """Fetch the missing parts of start..stop, in whole blocks, into the placeholder."""
-        if not any(found.ranges.missing(start, stop)):
+        if not any(remote.ranges.missing(start, stop)):
             return
-        end = found.entry.nbytes
+        end = remote.entry.nbytes
         midst = start >= BLOCK and stop <= end - BLOCK and stop - start <= SMALL_BLOCK
         block = SMALL_BLOCK if midst else BLOCK
         start, stop = start // block * block, min(-(-stop // block) * block, end)
-        for low, high in list(found.ranges.missing(start, stop)):
-            with Path(found.path).open("r+b") as placeholder:
+        for low, high in list(remote.ranges.missing(start, stop)):
+            with Path(remote.path).open("r+b") as placeholder:
                 for at in range(low, high, READ_NBYTES):
-                    data = self.repo.read(found.entry, at, min(READ_NBYTES, high - at))
+                    data = self.repo.read(remote.entry, at, min(READ_NBYTES, high - at))
                     os.pwrite(placeholder.fileno(), data, at)
-            found.ranges.add(low, high)
+            remote.ranges.add(low, high)
 
-    def _ahead(self, found: _File) -> None:
+    def _ahead(self, remote: _File) -> None:
         """Fetch the first block of every shard of a set at once, when one of them is read first."""
-        match = SHARD.fullmatch(found.entry.path)
-        if match is None or found.ranges.spans:
+        match = SHARD.fullmatch(remote.entry.path)
+        if match is None or remote.ranges.spans:
             return
         family = re.compile(
             rf"{re.escape(match['stem'])}-\d+-of-{match['count']}{re.escape(match['suffix'])}"
@@ -233,19 +233,19 @@ class Mirror:
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 list(pool.map(self._first_block, kin))
 
-    def _first_block(self, found: _File) -> None:
-        with found.lock, suppress(CkptmapError):  # a later read of the shard raises it again
-            self._bring(found, 0, min(BLOCK, found.entry.nbytes))
+    def _first_block(self, remote: _File) -> None:
+        with remote.lock, suppress(CkptmapError):  # a later read of the shard raises it again
+            self._bring(remote, 0, min(BLOCK, remote.entry.nbytes))
 
 
-def _check_ranges(found: _File, held: str, origin: str) -> None:
-    with Path(found.path).open("rb") as placeholder, Path(held).open("rb") as whole:
-        for low, high in found.ranges.spans:
+def _check_ranges(remote: _File, held: str, origin: str) -> None:
+    with Path(remote.path).open("rb") as placeholder, Path(held).open("rb") as whole:
+        for low, high in remote.ranges.spans:
             read = os.pread(placeholder.fileno(), high - low, low)
             if read != os.pread(whole.fileno(), high - low, low):
                 raise RunError(
                     "CKM709",
-                    f"{origin}/{found.entry.path}: bytes {low}..{high} read by range differ from"
+                    f"{origin}/{remote.entry.path}: bytes {low}..{high} read by range differ from"
                     " the file that was downloaded",
                     "run the same command again",
                 )

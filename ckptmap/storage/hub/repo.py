@@ -76,24 +76,24 @@ class Repo:
         from huggingface_hub import HfApi
 
         with told(self.id, kind, "listing its files"):
-            found = list(
+            items = list(
                 HfApi().list_repo_tree(self.id, path or None, recursive=True, revision=self.commit)
             )
-        return _entries(found, self.id)
+        return _entries(items, self.id)
 
     def at(self, path: str) -> Entry | None:
         """Return the file at `path`; None for a folder. Raises SourceError CKM705 for neither."""
         from huggingface_hub import HfApi
 
         with told(self.id):
-            found = HfApi().get_paths_info(self.id, path, revision=self.commit)
-        if not found:
+            items = HfApi().get_paths_info(self.id, path, revision=self.commit)
+        if not items:
             raise SourceError(
                 "CKM705",
                 f"hf://{self.id}: has no {path!r} at commit {self.commit[:12]}",
                 f"see what there is: ckptmap inspect hf://{self.id}@{self.commit[:12]}",
             )
-        return _entries(found, self.id).get(path)
+        return _entries(items, self.id).get(path)
 
     def read(self, entry: Entry, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` (at most READ_NBYTES) of a file from `offset` on.
@@ -133,8 +133,8 @@ class Repo:
         """Return the path of the file in huggingface_hub's cache, unverified; None if absent."""
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(self.id, entry.path, revision=self.commit)
-        return found if isinstance(found, str) else None
+        path = try_to_load_from_cache(self.id, entry.path, revision=self.commit)
+        return path if isinstance(path, str) else None
 
     def download(self, entry: Entry, local_dir: Path | None = None) -> str:
         """Return the path of the whole file, verified by the size and hash that the Hub lists.
@@ -199,9 +199,9 @@ def _no_revision(name: HubName) -> SourceError:
     )
 
 
-def _entries(found: list[RepoFile | RepoFolder], repo: str) -> dict[str, Entry]:
+def _entries(items: list[RepoFile | RepoFolder], repo: str) -> dict[str, Entry]:
     entries = {}
-    for item in found:
+    for item in items:
         size = getattr(item, "size", None)
         if size is None:
             continue  # a folder

@@ -81,9 +81,9 @@ def _cut_revision(rest: str) -> tuple[str, str]:
     return unquote(revision), path
 
 
-def _malformed(text: str, found: str, expected: str) -> SourceError:
+def _malformed(text: str, problem: str, expected: str) -> SourceError:
     return SourceError(
         "CKM701",
-        f"{text}: {found}, expected {expected}",
+        f"{text}: {problem}, expected {expected}",
         "write hf://org/name, hf://org/name@revision or hf://org/name@revision/folder",
     )
