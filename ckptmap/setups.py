@@ -39,7 +39,7 @@ def parse(text: str) -> Aim:
             for scheme in registry.schemes():
                 if scheme.suffix and scheme.suffix == suffix:
                     return Aim(text, setup, scheme)
-    raise PlanError("CKM201", f"--to {text!r} is no setup", _nearest(name))
+    raise PlanError("CKM201", f"--to {text!r} is not a setup", _nearest(name))
 
 
 def names() -> list[str]:

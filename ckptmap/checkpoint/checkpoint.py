@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from shlex import quote
 from typing import Any
 
 from ckptmap import registry
@@ -82,7 +83,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             group = self.groups[fqn]
         except KeyError:
             raise MissingKeyError(
-                "CKM501", f"{self.path}: no tensor {fqn!r}", _nearest(str(fqn), self.groups)
+                "CKM501", f"{self.path}: no tensor {fqn!r}", _nearest(str(fqn), self)
             ) from None
         return LazyTensor(fqn, group, self.files)
 
@@ -240,8 +241,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return f"Checkpoint({self.shown!r}, {len(self)} tensors, {self.setup})"
 
 
-def _nearest(fqn: str, keys: Mapping[str, object]) -> str:
+def _nearest(fqn: str, ckpt: Checkpoint) -> str:
+    """Return a hint for an unknown name: the nearest known one, else how to list all of them."""
     import difflib
 
-    near = difflib.get_close_matches(fqn, list(keys), n=1)
-    return f"did you mean {near[0]!r}?" if near else "see `ckptmap inspect` for the keys"
+    near = difflib.get_close_matches(fqn, list(ckpt.groups), n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"list the keys with: ckptmap inspect {quote(ckpt.shown)}"

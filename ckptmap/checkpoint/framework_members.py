@@ -54,7 +54,7 @@ def index_of(place: Place) -> Index:
     if directory is not None:
         return merged(directory, place)
     container = registry.container_for(place)
-    assert container is not None, f"{place.path}: found, but nobody claims it"
+    assert container is not None, f"{place.path}: no container claims it"
     return container.index(place)
 
 
@@ -110,7 +110,7 @@ def _opened(member: Member) -> Index | None:
         raise SourceError(
             "CKM104",
             f"{member.path}: is empty (0 bytes): the save did not finish",
-            "use an earlier checkpoint; or move that file away, to go on without what it held",
+            "use an earlier checkpoint, or move this file away to go on without its values",
         )
     if member.names:
         place = replace(place, names=member.names)
@@ -173,7 +173,7 @@ def _add_copy(merge: _Merge, member: Member) -> None:
         raise SourceError(
             "CKM111",
             f"{member.path}: the {member.role} is stored twice, also as {merge.seen[member.role]}",
-            "move the copy of an earlier save away",
+            "keep the one that belongs to this save, and move the other one away",
         )
     count = 0
     for path, other in _required(merge, member).leaves.items():
@@ -259,5 +259,5 @@ def _document(file: FilePath) -> Any:
         ) from error
     except (ValueError, RecursionError) as error:
         raise SourceError(
-            "CKM103", f"{file}: is no JSON: {error}", "copy the checkpoint again"
+            "CKM103", f"{file}: is not valid JSON: {error}", "copy the checkpoint again"
         ) from error

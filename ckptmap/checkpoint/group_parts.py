@@ -56,7 +56,11 @@ def group_parts(
     for path, leaf in leaves.items():
         key = join(path)
         if key in order:
-            raise SourceError("CKM114", f"{where}: key {key!r} occurs twice", "rename one")
+            raise SourceError(
+                "CKM114",
+                f"{where}: key {key!r} occurs twice",
+                "rename one of the two, and save it again",
+            )
         group = None
         if not isinstance(leaf, StoredTensor):
             group = _adopted(key, leaf, refused)

@@ -124,7 +124,7 @@ def _require_dict(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> 
         raise SourceError(
             "CKM206",
             f"{where}: holds the state of an optimizer and no model weights",
-            "name the checkpoint that it was saved with",
+            "give the checkpoint of the model that it was saved with",
         )
     if () not in leaves:
         return
@@ -133,7 +133,7 @@ def _require_dict(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> 
         odd = next((key for key in leaf if not isinstance(key, str | int)), None)
         what = f"a dict with the key {odd!r:.60}" if leaf else "an empty dict"
     elif isinstance(leaf, Opaque) and leaf.info is None:
-        what = f"one pickled object of class {leaf.class_name}, and classes are never called"
+        what = f"one pickled object of class {leaf.class_name}, which ckptmap never builds"
     else:
         what = "one bare tensor" if is_tensor(leaf) else f"one {type(leaf).__name__}"
     raise SourceError(
@@ -154,17 +154,21 @@ def _no_tensors(leaves: Mapping[Path, Leaf], where: str) -> SourceError:
     if objects and all(leaf.is_empty for leaf in objects):
         return SourceError(
             "CKM206",
-            f"{where}: holds {len(objects)} tensors of the meta device, which have no values",
-            "load the model's weights, move it off the meta device, and save it again",
+            f"{where}: holds {len(objects)} tensors on the meta device, which have no values",
+            "load weights into the model (model.to_empty(device='cpu') first), then save it again",
         )
     if objects and all(leaf.is_unresolved for leaf in objects):
         return SourceError("CKM206", f"{where}: each tensor is {UNRESOLVED}", RESOLVED)
     classes = sorted({leaf.class_name for leaf in objects})
     what = (
-        f"; it has objects of {', '.join(classes[:3])}, which are never called" if classes else ""
+        f"; it has objects of {', '.join(classes[:3])}, which ckptmap never builds"
+        if classes
+        else ""
     )
     return SourceError(
-        "CKM206", f"{where}: holds no model weights{what}", "save a state dict of plain tensors"
+        "CKM206",
+        f"{where}: holds no model weights{what}",
+        "save the state dict: torch.save(model.state_dict(), PATH)",
     )
 
 
@@ -180,7 +184,9 @@ def _given(tensors: Sequence[Path], root: str, where: str) -> Path:
         raise SourceError(
             "CKM205",
             f"{where}: no tensors under root {root!r}",
-            f"the dicts that hold tensors: {listed}" if there else "it is one dict: leave it out",
+            f"name a dict that holds tensors: {listed}"
+            if there
+            else "it is one dict of tensors: leave --source-root out",
         )
     return prefix
 

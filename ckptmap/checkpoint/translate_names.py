@@ -193,7 +193,7 @@ def _applied(
     if not resolution.made and infos:
         raise PlanError(
             "CKM609",
-            f"{ckpt.path}: {choice.text}: no key is known, the first is {next(iter(infos))}",
-            "see `ckptmap mappings list`; say which scheme it is in with --names-from",
+            f"{ckpt.path}: {choice.text}: no rule matches any of its keys, the first is {next(iter(infos))}",
+            "list the schemes with: ckptmap mappings list; name that of this checkpoint with --names-from",
         )
     return _translated(ckpt, resolution, choice, config, left)

@@ -19,7 +19,7 @@ MAX_DEPTH = 100
 """The most levels of dicts and lists in `extra`; a container that holds itself would have more."""
 MAX_SHOWN = 60
 """Errors show values of up to this many characters; of a longer value they name the type."""
-SEE_HELP = "see help() of the call"
+SEE_HELP = "help() of the function lists its arguments"
 
 
 def _refusal(name: str, value: object, expected: str, hint: str = SEE_HELP) -> ArgumentError:
@@ -37,7 +37,7 @@ def known_keywords(given: Iterable[str], known: Sequence[str], call: str) -> Non
         nearest = difflib.get_close_matches(name, known, n=1)
         expected = nearest[0] if nearest else f"one of {', '.join(sorted(known))}"
         raise ArgumentError(
-            "CKM516", f"{name}: is no argument of {call}, expected {expected}", SEE_HELP
+            "CKM516", f"{name}: is not an argument of {call}, expected {expected}", SEE_HELP
         )
 
 

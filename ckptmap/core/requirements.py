@@ -31,7 +31,7 @@ def require_device(device: object, label: str) -> None:
     except (AssertionError, RuntimeError, TypeError) as error:
         raise PlanError(
             "CKM210",
-            f"{label}: cannot be used here: {str(error).partition(chr(10))[0]}",
+            f"{label}: cannot be used here: {first_line(error)}",
             "list the devices of this machine with: ckptmap doctor",
         ) from error
 

@@ -37,7 +37,7 @@ def _flatten(node: Any, path: Path, leaves: dict[Path, Leaf], where: str, limit:
         raise SourceError(
             "CKM106",
             f"{where}: nested deeper than {MAX_DEPTH}, or holds more than {limit} leaves",
-            "a dict in it holds itself, or the file is damaged: save it without, or get a fresh copy",
+            "the file is damaged, or a dict in it contains itself: copy it again, or save it without that dict",
         )
     if isinstance(node, dict) and node and all(isinstance(key, str | int) for key in node):
         for key, value in node.items():

@@ -360,7 +360,7 @@ def _hand_over(outputs: Outputs, paths: Sequence[Path]) -> None:
             raise RunError(
                 "CKM306",
                 f"{path}: cannot be synced: {error.strerror}",
-                "mend that, then run the same command again to continue",
+                "repair the disk or its mount, then run the same command again to continue",
             ) from error
 
 

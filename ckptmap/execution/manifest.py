@@ -256,20 +256,22 @@ def parse(data: bytes, where: str) -> dict[str, object]:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise SourceError(
-            "CKM403", f"{where}: its manifest is not valid JSON: {error}", "convert again"
+            "CKM403",
+            f"{where}: its manifest is not valid JSON: {error}",
+            "convert the source again",
         ) from error
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         schema = document.get("schema") if isinstance(document, dict) else type(document).__name__
         raise SourceError(
             "CKM403",
             f"{where}: manifest schema {schema}, expected {SCHEMA}",
-            "use the ckptmap that wrote it",
+            "use the release of ckptmap that wrote it",
         )
     place = malformed(document)
     if place:
         raise SourceError(
             "CKM403",
             f"{where}: its manifest is damaged at {place}, expected what ckptmap writes",
-            "convert again",
+            "convert the source again",
         )
     return document

@@ -170,7 +170,7 @@ class GlooRanks(Ranks):
         return RunError(
             "CKM307",
             f"the {self.world_size} ranks did not meet within {timeout:g} s: {first_line(error)}",
-            "see that every rank starts and reaches MASTER_ADDR, or give a longer --rank-timeout",
+            "check that every rank starts and can reach MASTER_ADDR, or allow more --rank-timeout",
         )
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -296,7 +296,7 @@ def _lost(rank: int, how: str) -> RunError:
     return RunError(
         "CKM307",
         f"[rank {rank}] {how}; the destination is as it was",
-        "see to that machine, then run the same command again to continue",
+        "check that machine, then run the same command again to continue",
     )
 
 

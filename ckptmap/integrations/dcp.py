@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from shlex import quote
+from typing import TYPE_CHECKING, Any
 
 from ckptmap.errors import LoadError
 from ckptmap.live.model import live_form
@@ -201,7 +202,9 @@ def _filled(values: Mapping[str, torch.Tensor], path: str, max_memory: int) -> N
         for key, value in values.items():
             if key not in known:
                 raise LoadError(
-                    "CKM501", f"{path}: has no tensor {key}", "see `ckptmap inspect` for the keys"
+                    "CKM501",
+                    f"{path}: has no tensor {key}",
+                    f"list the keys with: ckptmap inspect {quote(path)}",
                 )
             fill(reader, known[key], StateDictTensor((key,), (), False, None, value))
 

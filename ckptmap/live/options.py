@@ -77,7 +77,7 @@ class LoadOptions:
 
         Raises ArgumentError CKM516 with the nearest name for a keyword that `load` does not have.
         """
-        argument_checks.known_keywords(given, [field.name for field in fields(cls)], "load")
+        argument_checks.known_keywords(given, [field.name for field in fields(cls)], "load()")
         return cls(**given)  # type: ignore[arg-type]
 
     def check(self) -> None:

@@ -116,7 +116,7 @@ def listed(what: str | None) -> list[CatalogEntry]:
             "CKM603",
             f"{what!r} is not a known family, model type or scheme, expected one of {families},"
             " or a scheme such as llama/meta",
-            "see `ckptmap mappings list`",
+            "list the schemes with: ckptmap mappings list",
         ) from error
     return [entry for entry in entries if entry.title in titles]
 
@@ -128,7 +128,7 @@ def unknown(text: str) -> PlanError:
         "CKM603",
         f"--names {text!r} is not a known scheme, expected one of {', '.join(names)}, or a"
         " mapping file",
-        "see `ckptmap mappings list`",
+        "list the schemes with: ckptmap mappings list",
     )
 
 
@@ -138,7 +138,9 @@ def _mark(path: str) -> tuple[int, int]:
         stat = os.stat(path)
     except OSError as error:
         raise PlanError(
-            "CKM603", f"{path}: cannot be read: {error.strerror}", "see `ckptmap mappings list`"
+            "CKM603",
+            f"{path}: cannot be read: {error.strerror}",
+            "list the schemes with: ckptmap mappings list",
         ) from error
     return stat.st_mtime_ns, stat.st_size
 
@@ -159,7 +161,9 @@ def _head_of(path: str) -> Mapping[str, object]:
         text = Path(path).read_text(encoding="utf-8")
         return tomllib.loads("".join(_head_lines(text)))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise PlanError("CKM601", f"{path}: is not TOML: {error}", "correct that line") from error
+        raise PlanError(
+            "CKM601", f"{path}: is not valid TOML: {error}", "correct that line of the file"
+        ) from error
 
 
 def _head_lines(text: str) -> Iterator[str]:

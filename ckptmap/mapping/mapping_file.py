@@ -55,7 +55,9 @@ def load_scheme(path: str | Path) -> NamingScheme:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(
-            "CKM603", f"{file}: cannot be read: {error}", "see `ckptmap mappings list`"
+            "CKM603",
+            f"{file}: cannot be read: {error}",
+            "list the schemes with: ckptmap mappings list",
         ) from error
     return parse_scheme(text, str(file))
 
@@ -69,7 +71,9 @@ def parse_scheme(text: str, where: str) -> NamingScheme:
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise PlanError("CKM601", f"{where}: is not TOML: {error}", "correct that line") from error
+        raise PlanError(
+            "CKM601", f"{where}: is not valid TOML: {error}", "correct that line of the file"
+        ) from error
     scheme = _Reader(where).scheme(document, text)
     prove(scheme)
     return scheme
@@ -158,7 +162,7 @@ class _Reader:
         value = entry[side]
         texts = list(self._texts(value if isinstance(value, list) else [value], side))
         if not texts:
-            raise PlanError("CKM601", f"{where}: {side} is empty", "name a tensor")
+            raise PlanError("CKM601", f"{where}: {side} is empty", "write the name of a tensor")
         terms = []
         for text in texts:
             names, _, axes = text.partition("::")

@@ -29,10 +29,16 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
         config = json.loads(local_copy(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise PlanError(
-            "CKM605", f"{file}: is not a config: {error}", "give a config.json with --config-from"
+            "CKM605",
+            f"{file}: cannot be read as JSON: {error}",
+            "give the model's config.json with --config-from PATH",
         ) from error
     if not isinstance(config, dict):
-        raise PlanError("CKM605", f"{file}: is not a JSON object", "give the model's config.json")
+        raise PlanError(
+            "CKM605",
+            f"{file}: is not a JSON object",
+            "give the model's config.json with --config-from PATH",
+        )
     return config
 
 

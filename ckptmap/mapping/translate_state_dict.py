@@ -71,7 +71,7 @@ def applied(
         if made[name] is not made[kept] and not torch.equal(made[name], made[kept]):
             raise PlanError(
                 "CKM208", f"{name} is tied to {kept}, and their values differ",
-                "correct tie_word_embeddings in the config, or the values",
+                "correct tie_word_embeddings in the config, or make the values equal",
             )  # fmt: skip
         del made[name]
     return made

@@ -130,8 +130,8 @@ def plan_merge(
         if name not in OPTIONS:
             raise ArgumentError(
                 "CKM516",
-                f"{name}: is no option of a merge, expected one of {', '.join(OPTIONS)}",
-                "merge first, then convert what was merged",
+                f"{name}: is not an option of a merge, expected one of {', '.join(OPTIONS)}",
+                "merge first, then convert the merged checkpoint with it",
             )
     ckpt = base if isinstance(base, Checkpoint) else open(base)
     to = to or own_setup(ckpt)

@@ -33,7 +33,7 @@ def _group(names: Sequence[str], sources: Sequence[ParamGroup]) -> ParamGroup:
             raise PlanError(
                 "CKM207",
                 f"{fqn}: was trained with {differing} {other.get(differing)!r:.40}, {names[0]} with"
-                f" {first.get(differing)!r:.40}; what loads this has both in one group",
+                f" {first.get(differing)!r:.40}; the loader of this format puts both into one group",
                 "leave the optimizer behind with --optimizer drop",
             )
     return {**{key: value for key, value in first.items() if key != NAMES}, PARAMS: list(names)}

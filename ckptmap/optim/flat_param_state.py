@@ -17,8 +17,8 @@ from ckptmap.tensors import Path
 
 UnitOf = Callable[[str], FlatUnit | None]
 _APART = (
-    "the two lie in one flat parameter, which has one: choose --use-orig-params, where each"
-    " parameter has state of its own, or --optimizer drop"
+    "both lie in one flat parameter, which has a single value: add --use-orig-params, so that each"
+    " parameter has state of its own, or leave the optimizer behind with --optimizer drop"
 )
 
 
@@ -59,8 +59,8 @@ def _is_vector(leaf: StateLeaf, shape: tuple[int, ...]) -> bool:
     if value.shape != shape:
         raise PlanError(
             "CKM504",
-            f"{value.fqn}: has shape {list(value.shape)}, its weight {list(shape)}: FSDP1 cuts state"
-            " that has an element for each of the weight's",
+            f"{value.fqn}: has shape {list(value.shape)}, expected its weight's, {list(shape)}: FSDP1"
+            " cuts state as it cuts the weight",
             "leave the optimizer behind with --optimizer drop",
         )
     return True
@@ -70,9 +70,9 @@ def _check_alike(one: StateLeaf, other: StateLeaf, unit: FlatUnit) -> None:
     if _kind(one.value) != _kind(other.value):
         raise PlanError(
             "CKM504",
-            f"{other.key}: its optimizer state {other.title} is {_kind(other.value)}, that of"
-            f" {one.key} {_kind(one.value)}, in one flat parameter of FSDP unit {unit.prefix!r}",
-            "choose --use-orig-params, where each parameter has state of its own",
+            f"{other.key}: its optimizer state {other.title} is {_kind(other.value)}, but"
+            f" {_kind(one.value)} for {one.key}, in one flat parameter (FSDP unit {unit.prefix!r})",
+            "add --use-orig-params, so that each parameter has state of its own",
         )
 
 
@@ -95,7 +95,8 @@ def _check_groups(optimizer: Optimizer, unit_of: UnitOf) -> None:
             if other != number:
                 raise PlanError(
                     "CKM504",
-                    f"{fqn}: is in parameter group {number}, {first} of the same flat parameter (FSDP"
-                    f" unit {unit.prefix!r}) in group {other}",
-                    "choose --use-orig-params, where groups may part a unit, or --optimizer drop",
+                    f"{fqn}: is in parameter group {number}, but {first} of the same flat parameter (FSDP"
+                    f" unit {unit.prefix!r}) is in group {other}",
+                    "add --use-orig-params, so that a unit may have parameters of several groups, or leave"
+                    " the optimizer behind with --optimizer drop",
                 )

@@ -89,8 +89,8 @@ def _lines(text: str) -> list[list[str]]:
 def _unreadable(path: str | os.PathLike[str], what: str) -> SourceError:
     return SourceError(
         "CKM207",
-        f"{os.fspath(path)}: is no parameter order: {what}",
-        "write one name a line, an empty line between groups",
+        f"{os.fspath(path)}: is not a parameter order: {what}",
+        "write one parameter name a line, with an empty line between groups",
     )
 
 
@@ -103,8 +103,7 @@ def check_given(optimizer: Optimizer, order: Order, where: str) -> None:
     raise SourceError(
         "CKM207",
         f"{where}: the parameter order has {_counted(given)}, the optimizer {_counted(expected)}",
-        "give one list a group, with every parameter that was passed to the optimizer, frozen ones"
-        " too",
+        "list every parameter that the optimizer got, group by group, frozen ones too",
     )
 
 
@@ -122,7 +121,7 @@ def check_fits(
                 "CKM207",
                 f"{where}: parameter {key} cannot be {names[key]}: its {title} has shape"
                 f" {list(shape)}, the weight {list(info.shape)}",
-                "check the parameter order",
+                "list the parameters in the order in which the optimizer got them, group by group",
             )
 
 

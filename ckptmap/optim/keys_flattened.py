@@ -53,8 +53,8 @@ class Flattened:
             if len(leaf.name) > 1:
                 raise PlanError(
                     "CKM207",
-                    f"{leaf.key}: its optimizer state is nested ({leaf.title}), a flattened key"
-                    " cannot say so",
+                    f"{leaf.key}: its optimizer state is nested ({leaf.title}), which a flattened key"
+                    " cannot express",
                     "write it with --optimizer-keys fqn",
                 )
             leaves += [((f"{STATE}.{leaf.key}.{name}",), leaf.value) for name in leaf.name]

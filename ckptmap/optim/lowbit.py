@@ -188,8 +188,8 @@ class LowBit:
         """Raise PlanError CKM203: the optimizer's own library encodes moments, in a live run."""
         raise PlanError(
             "CKM203",
-            f"{self.name} is written by a live optimizer only",
-            "load the checkpoint into that optimizer with ckptmap.load",
+            f"{self.name} can be written by a live optimizer only, not into a file",
+            "load the checkpoint into that optimizer: ckptmap.load(path, model, optimizer)",
         )
 
     def record(self, info: TensorInfo) -> Mapping[str, object]:
@@ -312,4 +312,6 @@ def _cell(fqn: str, cell: Any, info: TensorInfo) -> LowBitCell:
 
 
 def malformed(fqn: str, message: str) -> SourceError:
-    return SourceError("CKM115", f"{fqn}: {message}", "the checkpoint is damaged; save it again")
+    return SourceError(
+        "CKM115", f"{fqn}: {message}", "the checkpoint is damaged: copy it again, or save it again"
+    )

@@ -11,6 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
+from shlex import quote
 
 from ckptmap.errors import SourceError
 from ckptmap.mapping.wrappers import ANYWHERE, HEAD
@@ -208,8 +209,8 @@ class OptimizerReader:
         if known and strange is not None:
             raise SourceError(
                 "CKM207",
-                f"{self._where}: the parameter order names {strange!r}, which is no weight of it",
-                "see `ckptmap inspect` for the names",
+                f"{self._where}: the parameter order names {strange!r}, which is not one of its weights",
+                f"list the names with: ckptmap inspect {quote(self._where)}",
             )
         orders.check_fits(self.raw, names, self._infos, self._where)
 
@@ -220,13 +221,17 @@ class OptimizerReader:
         plain = self._plain(names)
         by_key = {key: plain[name] for key, name in zip(keys, names, strict=True)}
         lost = next((key for key in self.raw.keys if key not in by_key), None)
-        if lost is not None or len(plain) != len(keys):
+        if lost is not None:
             raise SourceError(
                 "CKM207",
-                f"{self._where}: optimizer state of index {lost} belongs to no group"
-                if lost is not None
-                else f"{self._where}: the parameter order names a parameter twice",
+                f"{self._where}: optimizer state of index {lost} belongs to no group",
                 "leave the optimizer behind with --optimizer drop",
+            )
+        if len(plain) != len(keys):
+            raise SourceError(
+                "CKM207",
+                f"{self._where}: the parameter order names a parameter twice",
+                "list every parameter once, or leave the optimizer behind with --optimizer drop",
             )
         return by_key
 

@@ -150,7 +150,7 @@ class LayoutBuilder:
         if not (kept.parts and other.parts):
             raise PlanError(
                 "CKM208",
-                f"{title}: is decoded on the way, so it cannot be compared as it is stored",
+                f"{title}: is decoded during the conversion, so its stored bytes cannot be compared",
                 "leave one of them out with --exclude",
             )
         for part, stored in other.parts.items():
@@ -233,7 +233,9 @@ class LayoutBuilder:
             twice = Counter([*self._out.paths, *paths]).most_common(1)[0][0]
             fqn = next(f for f, path in zip(fqns, paths, strict=True) if path == twice)
             raise PlanError(
-                "CKM114", f"{fqn}: {join(twice)} would be written twice", "use --exclude"
+                "CKM114",
+                f"{fqn}: {join(twice)} would be written twice",
+                "leave one of them out with --exclude",
             )
         _require_text(fqns)
         self._keys.update(zip(paths, fqns, strict=True))

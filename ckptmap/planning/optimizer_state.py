@@ -109,7 +109,9 @@ def _key_form(request: Request) -> KeyForm:
     if form is None:
         known = ", ".join(form.name for form in key_forms())
         raise PlanError(
-            "CKM201", f"--optimizer-keys {name!r} is no key form", f"choose one of {known}"
+            "CKM201",
+            f"--optimizer-keys {name!r} is not a form of optimizer keys",
+            f"choose one of {known}",
         )
     if form.whole and request.setup.sharded:
         raise PlanError(

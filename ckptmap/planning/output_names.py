@@ -87,18 +87,22 @@ def _root(request: Request, nested: bool) -> Path:
     if given is None:
         return ("model",) if nested or setup.rooted else ()
     if setup.rooted:
-        raise PlanError("CKM205", f"--root {given}: {setup.name} has its own", "leave it out")
+        raise PlanError(
+            "CKM205",
+            f"--root {given}: the setup {setup.name} has a root of its own",
+            "leave --root out",
+        )
     if given and not setup.holds_extra:
         raise PlanError(
             "CKM205",
-            f"--root {given}: {setup.name} holds bare names only, and no dicts",
-            "leave it out, or choose a setup that nests, for example --to full",
+            f"--root {given}: {setup.name} holds names at its top level only, no dicts",
+            "leave --root out, or choose a setup that nests, for example --to full",
         )
     root = tuple(given.split("/")) if given else ()
     if reserved := next((name for name in root if is_spoken_for(name)), None):
         raise PlanError(
             "CKM205",
-            f"--root {given}: what lies below {reserved!r} is not read as weights",
+            f"--root {given}: readers take no tensor below {reserved!r} for a weight",
             "choose another name, for example --root model",
         )
     return root
@@ -134,7 +138,7 @@ def require_distinct_keys(paths: Sequence[Path]) -> None:
     raise PlanError(
         "CKM114",
         f"{repeated!r} would be written twice: as {twice[0]} and as {twice[1]}",
-        "drop or rename one of them",
+        "leave one of them out with --exclude or --drop",
     )
 
 

@@ -92,7 +92,7 @@ class OutputSharding:
                 raise PlanError(
                     "CKM204",
                     f"--wrap, --names-like: {self._setup.name} has the names of its units",
-                    "leave them out",
+                    "leave these options out",
                 )
             return self._layout.over_units(
                 options.fsdp_units, options.use_orig_params, list(self._ckpt)
@@ -101,7 +101,7 @@ class OutputSharding:
             raise PlanError(
                 "CKM204",
                 f"--fsdp-units, --use-orig-params: setup {self._setup.name} has no flat parameters",
-                "leave them out, or choose fsdp1-local",
+                "leave these options out, or choose --to fsdp1-local",
             )
         return None
 
@@ -112,7 +112,7 @@ class OutputSharding:
             raise PlanError(
                 "CKM204",
                 f"--world-size {asked}: expected 1 to {MAX_WORLD_SIZE}",
-                "give the ranks that will load it",
+                "give the number of ranks that will load it",
             )
         if self._setup.sharded:
             return asked or self._ckpt.world_size
@@ -120,7 +120,7 @@ class OutputSharding:
             raise PlanError(
                 "CKM204",
                 f"--world-size {asked}: setup {self._setup.name} is not cut over ranks",
-                "leave it out, or choose fsdp1 or fsdp2",
+                "leave --world-size out, or choose --to fsdp1 or --to fsdp2",
             )
         return 1
 
@@ -133,7 +133,7 @@ class OutputSharding:
             raise PlanError(
                 "CKM204",
                 f"{option}: setup {self._setup.name} is not cut over ranks",
-                "leave it out, or choose fsdp2 or fsdp2-ranks",
+                f"leave {option} out, or choose --to fsdp2 or --to fsdp2-ranks",
             )
         mesh = next(one for one in (layout, *registry.layouts()) if isinstance(one, MeshLayout))
         ranks = options.world_size if options.mesh is not None else self._ranks

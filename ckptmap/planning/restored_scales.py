@@ -49,7 +49,7 @@ def restored(
             raise PlanError(
                 "CKM312",
                 f"{fqn}: {payload.info}, expected the {packed.info} of {known} in {path}",
-                "give the base checkpoint that this model was loaded from",
+                "give the checkpoint that this model was loaded from: --base PATH",
             )
         compares += [Compare(f"{fqn} (and its --base)", packed, c, _HINT) for c in payload.chunks]
         groups[fqn] = Group(fqn, group.info, group.encoding, {**group.parts, "": payload})
@@ -57,7 +57,7 @@ def restored(
         raise PlanError(
             "CKM312",
             f"{path}: has scales for no tensor of {ckpt.path}",
-            "give a quantized checkpoint with the same names as --base",
+            "give a quantized checkpoint with the same names: --base PATH",
         )
     note = f"scales of {len(groups)} tensors are from {path}: {next(iter(groups))}, ..."
     return ckpt.with_groups(groups, base.index.files), compares, [note]

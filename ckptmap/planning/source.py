@@ -61,7 +61,9 @@ def _require_config(path: str | None) -> None:
     must not be taken in its place in silence."""
     if path is not None and not Path(path).exists():
         raise PlanError(
-            "CKM101", f"--config-from {path}: no such file or directory", "check --config-from"
+            "CKM101",
+            f"--config-from {path}: no such file or directory",
+            "give the path of a config.json, or of the directory that holds it",
         )
 
 

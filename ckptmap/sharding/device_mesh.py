@@ -171,7 +171,7 @@ def _parse(text: str) -> tuple[tuple[str, int], ...]:
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
         if not name.isidentifier() or not size.isdecimal() or not 0 < int(size) < 1 << 20:
-            raise PlanError("CKM204", f"--mesh {text}: {part!r} is no NAME=SIZE", _EXAMPLE)
+            raise PlanError("CKM204", f"--mesh {text}: {part!r} is not NAME=SIZE", _EXAMPLE)
         dims.append((name, int(size)))
     roles = [_role(name) for name, _ in dims]
     if len(dict(dims)) < len(dims) or any(roles.count(role) > 1 for role in roles):

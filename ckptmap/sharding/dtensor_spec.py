@@ -278,7 +278,11 @@ def _attributes(value: object) -> Mapping[object, object]:
 
 
 def _malformed(key: str, what: str) -> SourceError:
-    return SourceError("CKM112", f"{key}: {what}", "the file is damaged or of an unknown release")
+    return SourceError(
+        "CKM112",
+        f"{key}: {what}",
+        "the file is damaged, or of a torch release that ckptmap does not know",
+    )
 
 
 def _ints(values: object) -> tuple[int, ...] | None:

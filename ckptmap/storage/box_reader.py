@@ -84,7 +84,7 @@ def fill(files: Files, stored: StoredTensor, box: Box, out: memoryview) -> None:
             "CKM112",
             f"chunks of a {stored.info} tensor fill {filled} bytes of the box at "
             f"{list(box.offsets)} of {list(box.sizes)}, expected {nbytes}",
-            "the checkpoint is incomplete or contradicts itself; inspect it",
+            "the checkpoint is incomplete or damaged: copy it again, or save it again",
         )
 
 

@@ -45,7 +45,9 @@ def check_destination(dst: Path, one_file: bool, overwrite: bool) -> None:
     and a directory a directory. CKM304: it is a link, a device or a directory that is in use.
     """
     if not dst.name:
-        raise DestinationError("CKM304", f"{dst}: is no place for an output", "name a new path")
+        raise DestinationError(
+            "CKM304", f"{dst}: is not a path that an output can have", "name a new path"
+        )
     try:
         mode = os.lstat(dst).st_mode
         empty = stat.S_ISDIR(mode) and not os.listdir(dst)

@@ -131,7 +131,7 @@ def _refuse_if_locked(path: Path) -> None:
         raise DestinationError(
             "CKM305",
             f"{path}: is still held by a rank of an earlier run",
-            "end that process, then run again",
+            "end that process, then run the same command again",
         )
 
 

@@ -66,8 +66,8 @@ class WorkDirectory:
         if dst.parts[:1] == ("hf:",):
             raise DestinationError(
                 "CKM304",
-                f"hf://{'/'.join(dst.parts[1:])}: is no path on this machine",
-                "write to one, then publish it with ckptmap push",
+                f"hf://{'/'.join(dst.parts[1:])}: is not a path on this machine",
+                "write to a local path, then publish it with ckptmap push",
             )
         dst = Path(os.path.abspath(dst))  # noqa: PTH100 (resolve would follow a link at dst)
         if not re.fullmatch(r"[0-9A-Za-z]{12,}", plan_digest):
@@ -148,7 +148,7 @@ class WorkDirectory:
             failed = RunError(
                 "CKM306",
                 f"{self.dst}: cannot be published: {error.strerror}",
-                "mend that, then run the same command again to continue",
+                "repair the disk or its mount, then run the same command again to continue",
             )
             raise or_resource_error(error, failed) from error
         try:
@@ -314,6 +314,8 @@ def _renameat2(old: Path, new: Path, flags: int) -> bool:
         return False
     if number == errno.EEXIST:
         raise DestinationError(
-            "CKM301", f"{new}: appeared while it was written", "move it away and run again"
+            "CKM301",
+            f"{new}: appeared while it was written",
+            "move it away, then run the same command again",
         )
     raise OSError(number, os.strerror(number), str(new))

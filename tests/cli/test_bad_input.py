@@ -332,7 +332,7 @@ def namespace_among_hyper_parameters(folder: Path) -> Path:
     return saved(folder, {"model": WEIGHTS, "args": argparse.Namespace(lr=1e-3)})
 
 
-@bad("one pickled object of class torch.nn.modules.linear.Linear, and classes are never called")
+@bad("one pickled object of class torch.nn.modules.linear.Linear, which ckptmap never builds")
 def whole_module(folder: Path) -> Path:
     return saved(folder, torch.nn.Linear(2, 2))
 
@@ -356,7 +356,7 @@ def offloaded_model(folder: Path) -> Path:
     return saved(folder, cpu_offload(model, execution_device=torch.device("cpu")).state_dict())
 
 
-@bad("holds 2 tensors of the meta device, which have no values")
+@bad("holds 2 tensors on the meta device, which have no values")
 def model_on_meta(folder: Path) -> Path:
     return saved(folder, torch.nn.Linear(2, 2, device="meta").state_dict())
 

@@ -133,7 +133,7 @@ IN_MEMORY: dict[str, tuple[Call, str]] = {
 FILES: dict[str, tuple[Call, str]] = {
     "open": (lambda p, m, o: ckptmap.open(None), "path=None, expected a path"),
     "dst": (lambda p, m, o: ckptmap.convert(p, None, "hf"), "dst=None, expected a path"),
-    "to": (lambda p, m, o: ckptmap.convert(p, p / "x", None), "--to None is no setup"),
+    "to": (lambda p, m, o: ckptmap.convert(p, p / "x", None), "--to None is not a setup"),
     "scales": (
         lambda p, m, o: ckptmap.plan(p, "hf-nf4", exact_scales=7),
         "exact_scales=7, expected a pattern of names, or a list of them",

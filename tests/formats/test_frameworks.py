@@ -442,7 +442,7 @@ def test_casts_go_into_directories(setup: str, framework_directories: Path, tmp_
 
 
 def test_a_root_of_ones_own_is_refused(framework_directories: Path) -> None:
-    with pytest.raises(PlanError, match="accelerate has its own"):
+    with pytest.raises(PlanError, match="the setup accelerate has a root of its own"):
         ckptmap.plan(framework_directories / "accelerate_full_w2", "accelerate", root="net")
 
 
@@ -568,7 +568,7 @@ def lone_metadata(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says", "code"),
     [
-        (damaged_state, r"trainer_state\.json: is no JSON", "CKM103"),
+        (damaged_state, r"trainer_state\.json: is not valid JSON", "CKM103"),
         (truncated_scheduler, r"scheduler\.pt", "CKM104"),
         (empty_scheduler, r"scheduler\.pt: is empty \(0 bytes\): the save did not", "CKM104"),
         (two_optimizers, r"optimizer is stored twice, also as optimizer\.bin", "CKM111"),

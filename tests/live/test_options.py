@@ -29,7 +29,7 @@ def test_the_signature_has_every_option() -> None:
 def test_an_unknown_keyword_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
     keywords: dict[str, Any] = {"strictly": True}
     with pytest.raises(
-        ArgumentError, match=r"^strictly: is no argument of load, expected strict;"
+        ArgumentError, match=r"^strictly: is not an argument of load\(\), expected strict;"
     ) as caught:
         ckptmap.load(tmp_path, torch.nn.Linear(2, 2), **keywords)
     assert caught.value.code == "CKM516"

@@ -197,7 +197,7 @@ def test_a_malformed_file_on_the_path_is_named(
     (tmp_path / "f").mkdir()
     (tmp_path / "f" / "x.toml").write_text("schema = ")
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    with pytest.raises(PlanError, match=r"x\.toml: is not TOML") as caught:
+    with pytest.raises(PlanError, match=r"x\.toml: is not valid TOML") as caught:
         available()
     assert caught.value.code == "CKM601"
 

@@ -201,7 +201,11 @@ def test_no_config_where_the_shapes_do_not_tell(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("[]", "is not a JSON object"), ("{", "is not a config"), ("\xff", "is not a config")],
+    [
+        ("[]", "is not a JSON object"),
+        ("{", "cannot be read as JSON"),
+        ("\xff", "cannot be read as JSON"),
+    ],
 )
 def test_a_config_that_is_none(text: str, message: str, tmp_path: Path) -> None:
     write(tmp_path / "in", hub_state("llama"), "llama")

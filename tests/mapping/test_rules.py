@@ -413,8 +413,8 @@ def test_files_that_contradict_themselves(rules: str, message: str) -> None:
         (rule('"a"', '"b"') + '[[tie]]\nx = ["c", "b"]\nwritten = 1\n', "written is 1, expected"),
         (rule('"a"', '"b"') + '[[refuse]]\nwhy = "x"\n', "needs a when"),
         ("", r"has no \[\[rule\]\]"),
-        ("[[rule]]\nhf = ", "is not TOML"),
-        (rule('"a"', '"b"') + '[[rule]]\nhf="c"\nhf="d"\nx="e"\n', "is not TOML"),
+        ("[[rule]]\nhf = ", "is not valid TOML"),
+        (rule('"a"', '"b"') + '[[rule]]\nhf="c"\nhf="d"\nx="e"\n', "is not valid TOML"),
     ],
 )  # fmt: skip
 def test_files_that_are_malformed(rules: str, message: str) -> None:

@@ -473,7 +473,7 @@ TENSORS = {
     "empty": (never_gathered, "CKM322", r"lora_B\.weight is \[0\], expected \[64, 8\]"),
     "shape": (other_shape, "CKM322", r"lora_B\.weight is \[65, 8\], expected \[64, 8\]"),
     "adapters": (second, "CKM320", "holds the adapters one, two"),
-    "integers": (integers, "CKM322", "expected plain values"),
+    "integers": (integers, "CKM322", "expected plain float values"),
 }
 
 
@@ -513,9 +513,9 @@ CONFIGS: dict[str, tuple[dict[str, Any], str, str]] = {
     "nothing": ({"lora_alpha": 0}, "CKM320", "lora_alpha is 0, expected int or float"),
     "flag": ({"use_rslora": 1}, "CKM320", "use_rslora is 1, expected bool"),
     "list": ({"rank_pattern": ["q"]}, "CKM320", r"rank_pattern is \['q'\], expected an object"),
-    "slow": ({"alpha_pattern": {"(a+)+x": 2}}, "CKM320", "is no plain pattern"),
-    "slower": ({"rank_pattern": {".*.*.*.*.*x": 2}}, "CKM320", "is no plain pattern"),
-    "broken": ({"rank_pattern": {"(": 2}}, "CKM320", "is no plain pattern"),
+    "slow": ({"alpha_pattern": {"(a+)+x": 2}}, "CKM320", "is not a valid pattern"),
+    "slower": ({"rank_pattern": {".*.*.*.*.*x": 2}}, "CKM320", "is not a valid pattern"),
+    "broken": ({"rank_pattern": {"(": 2}}, "CKM320", "is not a valid pattern"),
 }
 
 
@@ -587,7 +587,7 @@ def test_an_overflow_of_fp16_is_not_published(tmp_path: Path) -> None:
 
 
 def test_options_that_would_undo_it_are_refused(folder: Path) -> None:
-    with refused(ArgumentError, "CKM516", "names: is no option of a merge"):
+    with refused(ArgumentError, "CKM516", "names: is not an option of a merge"):
         plan_merge(folder / "base", folder / "adapter", names="meta")
 
 

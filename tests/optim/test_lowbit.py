@@ -99,7 +99,7 @@ def test_sizes_of_parts(name: str) -> None:
     assert isinstance(LowBit(name, 256, True).parts(TensorInfo((4,), "bfloat16")), Refusal)
     record = LowBit(name, 256, True, cells, "bfloat16").record(info)
     assert read_record("w", record) == (LowBit(name, 256, True, cells, "bfloat16"), info)
-    with pytest.raises(PlanError, match="written by a live optimizer only"):
+    with pytest.raises(PlanError, match="can be written by a live optimizer only, not into a file"):
         LowBit(name, 256, True).encoder(info, "cpu")
 
 

@@ -392,7 +392,7 @@ def test_wrong_orders_are_refused_by_what_is_wrong(raw: Any) -> None:
         ([decay + rest], r"1 group of 41 parameters, the optimizer 2 groups"),
         ([decay[1:], rest], "has 2 groups of 33, 7 parameters"),
         ([[*decay[1:], decay[0]], rest], r"parameter 0 cannot be .*: its exp_avg has shape"),
-        ([["nothing", *decay[1:]], rest], "names 'nothing', which is no weight"),
+        ([["nothing", *decay[1:]], rest], "names 'nothing', which is not one of its weights"),
         ([[*decay[:-1], decay[0]], rest], "names a parameter twice|cannot be|without their"),
     ]
     for order, text in wrong:
@@ -548,9 +548,9 @@ def test_order_files(tmp_path: Path) -> None:
     assert read_order(file) == (("a", "b"),)
     for text in ('[["a", 1]]', "[1, 2]", "[", '[["a"], "b"]'):
         file.write_text(text)
-        with pytest.raises(SourceError, match="is no parameter order"):
+        with pytest.raises(SourceError, match="is not a parameter order"):
             read_order(file)
-    with pytest.raises(SourceError, match="is no parameter order"):
+    with pytest.raises(SourceError, match="is not a parameter order"):
         read_order(tmp_path / "nothing")
 
 

@@ -64,19 +64,19 @@ def test_convert_and_merge_take_both() -> None:
 UNKNOWN: dict[str, tuple[Callable[[], object], str]] = {
     "plan": (
         lambda: ckptmap.plan("x", "hf", wrold_size=3),
-        r"wrold_size: is no argument of plan\(\), expected world_size",
+        r"wrold_size: is not an argument of plan\(\), expected world_size",
     ),
     "convert": (
         lambda: ckptmap.convert("x", "y", "hf", thraeds=3),
-        r"thraeds: is no argument of convert\(\), expected threads",
+        r"thraeds: is not an argument of convert\(\), expected threads",
     ),
     "merge": (
         lambda: ckptmap.merge("x", "y", "z", wrold_size=3),
-        "wrold_size: is no option of a merge, expected one of config_from, drop",
+        "wrold_size: is not an option of a merge, expected one of config_from, drop",
     ),
     "not at all": (
         lambda: ckptmap.plan("x", "hf", zzz=3),
-        r"zzz: is no argument of plan\(\), expected one of base, config_from, ",
+        r"zzz: is not an argument of plan\(\), expected one of base, config_from, ",
     ),
 }
 

@@ -51,8 +51,8 @@ def test_a_root_of_any_name_is_found_beside_tensors_in_extra(to: str, tmp_path: 
         ("full", "optimizer", "what lies below 'optimizer' is not read as weights"),
         ("fsdp2", "app/optim", "what lies below 'optim' is not read as weights"),
         ("full", "extra", "what lies below 'extra' is not read as weights"),
-        ("hf", "model", "hf holds bare names only, and no dicts"),
-        ("dcp-hf", "app/net", "dcp-hf holds bare names only, and no dicts"),
+        ("hf", "model", "hf holds names at its top level only, no dicts"),
+        ("dcp-hf", "app/net", "dcp-hf holds names at its top level only, no dicts"),
     ],
 )
 def test_a_root_that_would_not_be_read_as_one_is_refused(

@@ -152,7 +152,7 @@ def test_lived_in_directories_are_never_replaced(
     monkeypatch.chdir("/")
     with pytest.raises(DestinationError, match="holds the home directory"):
         WorkDirectory.open(tmp_path / "home", A, one_file=False, overwrite=True)
-    with pytest.raises(DestinationError, match="is no place for an output"):
+    with pytest.raises(DestinationError, match="is not a path that an output can have"):
         WorkDirectory.open(Path("/"), A, one_file=False, overwrite=True)
 
 

@@ -77,14 +77,14 @@ def read_config(file: Path) -> LoraConfig:
         text = json.loads(local_copy(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SourceError(
-            "CKM320", f"{file}: is no JSON: {error}", "save the adapter again"
+            "CKM320", f"{file}: cannot be read as JSON: {error}", "copy or save the adapter again"
         ) from error
     if not isinstance(text, dict) or text.get("peft_type") != "LORA":
         kind = text.get("peft_type") if isinstance(text, dict) else type(text).__name__
         raise SourceError(
             "CKM320",
             f"{file}: peft_type {kind!r}, expected 'LORA'",
-            "only LoRA and what peft makes of it (rsLoRA, DoRA) can be merged",
+            "ckptmap merges LoRA, rsLoRA and DoRA; merge others with peft: model.merge_and_unload()",
         )
     _refuse_variants(file, text)
     number, flag = (int, float), (bool,)
@@ -112,16 +112,17 @@ def _refuse_variants(file: Path, text: Mapping[str, object]) -> None:
         if text.get(name):
             raise SourceError(
                 "CKM320",
-                f"{file}: {name} is set: such an adapter is no sum of a base and a product",
-                "merge it with peft itself, or keep it apart",
+                f"{file}: {name} is set: such an adapter adds more to its base than a product of two matrices",
+                "merge it with peft (model.merge_and_unload()), or load it beside its base, not merged",
             )
     for name, value in text.items():
         if name not in _KNOWN and (value is True or (value and isinstance(value, (dict, list)))):
             raise SourceError(
                 "CKM320",
-                f"{file}: {name} is set, which peft 0.21 does not know: whether it changes what the"
-                " adapter adds cannot be told",
-                f"merge it with the peft that wrote it; if it changes nothing, take {name} out",
+                f"{file}: {name} is set, which peft 0.21 does not know; it may change what the"
+                " adapter adds to its base",
+                f"merge it with the peft release that wrote it; if {name} changes nothing, delete it from"
+                " the file",
             )
     begun = text.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(_CHANGES_BASE):
@@ -129,7 +130,7 @@ def _refuse_variants(file: Path, text: Mapping[str, object]) -> None:
             "CKM320",
             f"{file}: init_lora_weights {begun!r} changed the base's weights before training",
             "save the adapter converted to LoRA (save_pretrained with"
-            " path_initial_model_for_weight_conversion), or merge with the changed base by peft",
+            " path_initial_model_for_weight_conversion), or merge it with peft into the base that it was trained on",
         )
 
 
@@ -142,7 +143,9 @@ def _value(
     if not sound or (int in kinds and not 0 < abs(value) < math.inf) or (name == "r" and value < 1):
         kind = " or ".join(kind.__name__ for kind in kinds)
         raise SourceError(
-            "CKM320", f"{file}: {name} is {value!r}, expected {kind}", "save the adapter again"
+            "CKM320",
+            f"{file}: {name} is {value!r}, expected {kind}",
+            "correct it there, or save the adapter again",
         )
     return value
 
@@ -151,7 +154,9 @@ def _strings(file: Path, text: Mapping[str, object], name: str) -> tuple[str, ..
     value = text.get(name) or ()
     if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
         raise SourceError(
-            "CKM320", f"{file}: {name} is {value!r}, expected names", "save the adapter again"
+            "CKM320",
+            f"{file}: {name} is {value!r}, expected a list of names",
+            "correct it there, or save the adapter again",
         )
     return tuple(value)
 
@@ -163,7 +168,9 @@ def _patterns(
     value = text.get(name) or {}
     if not isinstance(value, dict):
         raise SourceError(
-            "CKM320", f"{file}: {name} is {value!r}, expected an object", "save the adapter again"
+            "CKM320",
+            f"{file}: {name} is {value!r}, expected an object",
+            "correct it there, or save the adapter again",
         )
     for pattern in value:
         try:
@@ -174,8 +181,8 @@ def _patterns(
         if not sound:
             raise SourceError(
                 "CKM320",
-                f"{file}: {name}: {pattern!r} is no plain pattern of module names",
-                "write the modules out, without repeated groups",
+                f"{file}: {name}: {pattern!r} is not a valid pattern of module names, or too costly to match",
+                "list the modules by name in place of the pattern",
             )
     return {pattern: _value(file, value, pattern, kinds, 1) for pattern in value}
 

@@ -99,7 +99,7 @@ class Adapter:
                 raise SourceError(
                     "CKM321",
                     f"--leave {pattern}: matches no module and no whole tensor of {self.path}",
-                    "a module is named as in the base, as model.layers.0.mlp.up_proj",
+                    "name a module as the base names it, for example --leave 'model.layers.0.mlp.up_proj'",
                 )
             left |= dict.fromkeys(matches, f"--leave {pattern}")
         return replace(
@@ -192,7 +192,7 @@ def _sorted_out(
         raise SourceError(
             "CKM320",
             f"{ckpt.path}: holds the adapters {', '.join(named)}, expected one",
-            "save the one to be merged with peft's save_pretrained(selected_adapters=[...])",
+            f"save one of them alone: model.save_pretrained(DIR, selected_adapters=[{named[0]!r}])",
         )
     lows = {module: _low(ckpt, config, module, half, embeddings) for module, half in halves.items()}
     return lows, trained, left
@@ -209,21 +209,25 @@ def _low(
     stranger = next((half for half in halves if half not in known), None)
     if stranger is not None:
         raise SourceError(
-            "CKM322", f"{ckpt.path}: {module}.{stranger} has no meaning here", "save it again"
+            "CKM322",
+            f"{ckpt.path}: {module}.{stranger} is not a tensor of LoRA, expected"
+            f" {', '.join(known)}",
+            "save the adapter again with peft: model.save_pretrained(DIR)",
         )
     for half in ("lora_A", "lora_B"):
         if half not in halves:
             raise SourceError(
                 "CKM322",
                 f"{ckpt.path}: {module} has no {half}, only {', '.join(halves)}",
-                "the adapter was saved in part; save it again, gathered from all ranks",
+                "the adapter was saved in part: gather it from all ranks, then save it again",
             )
     holder = _WRAPPERS.sub("", module)
     names = config.wraps(holder)
     if not names and module.endswith(".base_layer"):
         raise SourceError(
             "CKM322",
-            f"{ckpt.path}: {module} is inside a wrapper, and target_parameters name none of {holder}",
+            f"{ckpt.path}: {module} is inside a wrapper of peft, and target_parameters in the config"
+            f" name no parameter of {holder}",
             "give the adapter_config.json that was saved with the adapter",
         )
     return LowRankUpdate(

@@ -237,7 +237,7 @@ class _Merger:
                 raise SourceError(
                     "CKM322",
                     f"{self.where}: {low.module} has no lora_magnitude_vector, but use_dora is set",
-                    "the adapter was saved in part; save it again",
+                    "the adapter was saved in part: save it again, gathered from all ranks",
                 )
             return group
         self.checks.check_shape(low.magnitude, (rows,), base)
@@ -316,11 +316,11 @@ class _Merger:
         if not tied.head:
             raise SourceError(
                 "CKM322",
-                f"{self.where}: {lazy.fqn} takes the place of the embedding {fqn}, which the base"
-                " ties to its head: peft trained it untied, with the head as it was, and this model"
-                " can have none of its own",
+                f"{self.where}: {lazy.fqn} replaces the embedding {fqn}, which the base"
+                " ties to its head: peft trained it alone and kept the head as it was, but this model"
+                " cannot have a head of its own",
                 "save the base with its head (tie_word_embeddings false) and give that as BASE, or"
-                " merge with peft itself",
+                " merge with peft (model.merge_and_unload())",
             )
         yield tied.head, self._base(self._own())
 

@@ -34,7 +34,7 @@ class ShapeChecks:
         if lazy.encoding_ != DENSE or lazy.dtype not in WEIGHTS:
             raise SourceError(
                 "CKM322",
-                f"{self.adapter.path}: {lazy.fqn} is {lazy.encoding} {lazy.info}, expected plain values",
+                f"{self.adapter.path}: {lazy.fqn} is {lazy.encoding} {lazy.info}, expected plain float values",
                 "save the adapter in bf16 or fp32",
             )
         return lazy.parts[""]
@@ -59,9 +59,9 @@ class ShapeChecks:
                 "CKM322",
                 f"{self.adapter.path}: {lazy.fqn} is {list(lazy.shape)}, expected {list(shape)} for"
                 f" {base.fqn} {base.info} (r={config.r} in the config)",
-                "saved before it was gathered from its ranks: save it again"
+                "its shards were not gathered: gather them from all ranks, then save it again"
                 if not lazy.info.numel
-                else "give the base that it was trained on, and the adapter_config.json saved with it",
+                else "give the base that it was trained on, and the adapter_config.json that was saved with it",
             )
 
     def is_flipped(self, low: LowRankUpdate) -> bool:
@@ -86,9 +86,9 @@ class ShapeChecks:
         if len(orders) > 1:
             raise SourceError(
                 "CKM322",
-                f"{self.adapter.path}: {low.module} is square, and whether it is stored [in, out] cannot be"
-                f" told: fan_in_fan_out is {asked} in the config, other modules differ",
-                "correct fan_in_fan_out, or merge with peft itself",
+                f"{self.adapter.path}: {low.module} is square, so its shape does not tell whether it is stored"
+                f" [in, out]: fan_in_fan_out is {asked} in the config, and other modules are not so",
+                "correct fan_in_fan_out in the config, or merge with peft (model.merge_and_unload())",
             )
         return orders.pop()
 

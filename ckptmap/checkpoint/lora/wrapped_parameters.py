@@ -42,7 +42,10 @@ class WrappedParameters:
             if other is not low and other.wrapped and other.module == low.module
         ]
         if len(fits) > 1 or any(_fits(other, self._shape(n)) for other in siblings for n in fits):
-            raise self._untold(low, f"which of {', '.join(there)} it is of cannot be told")
+            raise self._untold(
+                low,
+                f"fits {' and '.join(there)}, so its shape does not tell which of them it changes",
+            )
         return next(iter(fits or there or low.names))
 
     def added(
@@ -78,7 +81,8 @@ class WrappedParameters:
             if len(orders) == 1:
                 return orders.pop()
         raise self._untold(
-            low, "its matrices are square, and whether they are [in, out] cannot be told"
+            low,
+            "its matrices are square, so their shape does not tell whether they are stored [in, out]",
         )
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -88,8 +92,8 @@ class WrappedParameters:
     def _untold(self, low: LowRankUpdate, why: str) -> SourceError:
         return SourceError(
             "CKM322",
-            f"{self.adapter.path}: {low.a.fqn} {list(low.a.shape)}: {why} by shapes",
-            "merge it with peft itself, or leave the module out with --leave",
+            f"{self.adapter.path}: {low.a.fqn} {list(low.a.shape)}: {why}",
+            f"merge it with peft (model.merge_and_unload()), or leave it out: --leave '{low.module}'",
         )
 
 

@@ -102,7 +102,9 @@ def items_of(ckpt: Checkpoint, folder: str, fresh: bool) -> tuple[list[UploadIte
     left = [name for name in names.values() if LOCAL_ONLY.fullmatch(name)]
     items = [_item(file, name, folder, sha256) for file, name in names.items() if name not in left]
     if not items:
-        raise DestinationError("CKM715", f"{place}: holds no file to publish", "check the path")
+        raise DestinationError(
+            "CKM715", f"{place}: holds no file to publish", "give the directory that convert wrote"
+        )
     return items, [f"left behind: {name}" for name in left]
 
 

@@ -77,7 +77,7 @@ def pull(
     if not is_hub(src):
         raise SourceError(
             "CKM701",
-            f"{src}: is no place on the Hub",
+            f"{src}: is not a place on the Hub",
             "write hf://org/name, or use ckptmap convert",
         )
     mirror, place = mirrored(parse(src))
@@ -163,9 +163,13 @@ def _prove(written: Path, ckpt: Checkpoint) -> None:
             }
     except CkptmapError as error:
         raise RunError(
-            "CKM709", f"{ckpt.origin}: what was fetched does not open: {error}", "run it again"
+            "CKM709",
+            f"{ckpt.origin}: what was fetched does not open: {error}",
+            "run the same command again",
         ) from error
     if not same:
         raise RunError(
-            "CKM709", f"{ckpt.origin}: what was fetched holds other tensors", "run it again"
+            "CKM709",
+            f"{ckpt.origin}: what was fetched holds other tensors",
+            "run the same command again",
         )

@@ -131,7 +131,9 @@ def push(
     started = time.monotonic()
     name = _name(repo, revision, pr)
     if not has_token():
-        raise DestinationError("CKM707", f"{name}: there is no token to push with", "hf auth login")
+        raise DestinationError(
+            "CKM707", f"{name}: there is no token to push with", "log in first: hf auth login"
+        )
     source, made_plan = str(src) if is_hub(src) else src, None
     if to is not None:
         made_plan = plan(source, to, **options)
@@ -158,13 +160,13 @@ def _name(repo: str, revision: str, pr: bool) -> HubName:
     name = parse(repo if is_hub(repo) else SCHEME + repo)
     if revision and name.revision not in ("", revision):
         raise DestinationError(
-            "CKM715", f"{name}: names another revision than {revision!r}", "give one of them"
+            "CKM715", f"{name}: names another revision than {revision!r}", "name the revision once"
         )
     branch = name.revision or revision or MAIN
     if branch.startswith("refs/") or (pr and branch != MAIN):
         raise DestinationError(
             "CKM715",
-            f"{name}: pull requests are made by push itself, and against main, found {branch!r}",
+            f"{name}: --pr opens a pull request against main, expected no other revision, found {branch!r}",
             "leave out --pr or --revision",
         )
     return HubName(name.repo, branch, name.path)
@@ -220,7 +222,7 @@ def _publish(
     if not content.is_in(after.tree):
         raise RunError(
             "CKM713",
-            f"{name}: does not hold what was merged, somebody may have written at the same time",
+            f"{name}: does not hold the files of this push; somebody may have written at the same time",
             "look at its history on the Hub, then run the same command again",
         )
     _alone(after, content, name)
@@ -238,7 +240,7 @@ def _alone(now: Target, content: Content, name: HubName) -> None:
     if rivals:
         raise RunError(
             "CKM714",
-            f"{name}: holds {rivals[0]} since somebody wrote it meanwhile ({len(rivals)} such), and"
+            f"{name}: holds {rivals[0]} which somebody wrote during this push ({len(rivals)} such), and"
             " a loader could take it for these weights",
             "run the same command again: these weights then take its place",
         )

@@ -43,7 +43,7 @@ def read_small(stored: StoredTensor, files: Files, where: str) -> bytes:
         raise SourceError(
             "CKM115",
             f"{where}: expected a few numbers, found {stored.info}",
-            "the checkpoint is damaged; save it again",
+            "the checkpoint is damaged: copy it again, or save it again",
         )
     data = bytearray(stored.info.nbytes)
     fill(files, stored, Box.whole(stored.info.shape), memoryview(data))

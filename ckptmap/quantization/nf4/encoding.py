@@ -279,7 +279,7 @@ class NF4Encoder:
                 "CKM309",
                 f"{bad} block scales overflow {self._info.dtype}, the largest absolute value is "
                 f"{float(absmax.amax()):.6g}",
-                "convert to a wider dtype first, or leave this tensor unquantized",
+                "convert to a wider dtype first (--to hf-fp32), or leave it as it is with --no-encode",
             )
         self.sign_flips += int(((decoded <= 0) & (absmax > 0)).sum())
 

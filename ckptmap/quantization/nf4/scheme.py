@@ -46,7 +46,7 @@ class NF4Scheme(LinearLayerScheme):
             raise SourceError(
                 "CKM115",
                 f"{fqn}: only {sum(are_nf4)} of {len(are_nf4)} ranks hold an NF4Tensor",
-                "these ranks are not from one save",
+                "copy the files of all ranks of one save here",
             )
         return adopt_cut(fqn, leaf)
 

@@ -80,7 +80,9 @@ def _said(error: BaseException, where: str, kind: Kind, doing: str) -> CkptmapEr
         )
     if isinstance(seen, hub.HFValidationError):
         return kind(
-            "CKM701", f"{where}: is no name that the Hub takes: {first_line(seen)}", "check it"
+            "CKM701",
+            f"{where}: is not a name that the Hub takes: {first_line(seen)}",
+            "write hf://org/name",
         )
     if doing and isinstance(seen, OSError | ValueError | RuntimeError):
         # huggingface_hub and hf_xet raise these if an answer breaks the protocol.
@@ -130,7 +132,7 @@ def _not_found(where: str, kind: Kind) -> CkptmapError:
         return kind(
             "CKM702",
             f"{where}: is not there, or is private and this token may not see it",
-            "check the name; who you are: hf auth whoami",
+            "check the name, and who you are: hf auth whoami",
         )
     return kind(
         "CKM702",
@@ -144,7 +146,9 @@ def _answered(error: BaseException, where: str, kind: Kind, doing: str) -> Ckptm
     if status == 401 and not has_token():
         return _not_found(where, kind)
     if status == 401:
-        return kind("CKM707", f"{where}: the Hub does not take this token", "hf auth login")
+        return kind(
+            "CKM707", f"{where}: the Hub does not take this token", "log in again: hf auth login"
+        )
     if status == 403:
         return kind(
             "CKM707",

@@ -97,7 +97,7 @@ class Mirror:
             except OSError as error:
                 raise SourceError(
                     "CKM716",
-                    f"{self.origin}/{path}: cannot have a place on this machine: {error.strerror}",
+                    f"{self.origin}/{path}: cannot be given a file on this machine: {error.strerror}",
                     "set TMPDIR to another file system, or fetch it with huggingface_hub",
                 ) from error
             self._files[str(file)] = _File(str(file), entry)

@@ -62,7 +62,9 @@ class Repo:
                 raise _no_revision(name) from error
         if not info.sha:
             raise SourceError(
-                "CKM704", f"{name}: has no commit yet", "push something into it first"
+                "CKM704",
+                f"{name}: has no commit yet",
+                "push a checkpoint into it first: ckptmap push",
             )
         renamed = name.repo if info.id.lower() != name.repo.lower() else ""
         return cls(info.id, info.sha, name.revision, renamed)

@@ -35,7 +35,11 @@ def locate(path: str | os.PathLike[str]) -> Located:
     """
     argument_checks.path("path", path)
     if not os.fspath(path):
-        raise SourceError("CKM101", "the path of a checkpoint is empty", "is a variable not set?")
+        raise SourceError(
+            "CKM101",
+            "the path of a checkpoint is empty",
+            "give a path; perhaps a variable of the shell is not set",
+        )
     if not is_hub(path):
         return Located(Path(path))
     from ckptmap.storage.hub.mirror import mirrored

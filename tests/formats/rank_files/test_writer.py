@@ -194,8 +194,8 @@ def test_live_models_load_them(world: int, corpus: Any, plan_file: Path, tmp_pat
 @pytest.mark.parametrize(
     ("asked", "code", "match"),
     [
-        ({"to": "fsdp2", "mesh": "shard"}, "CKM204", "'shard' is no NAME=SIZE"),
-        ({"to": "fsdp2", "mesh": "shard=0"}, "CKM204", "'shard=0' is no NAME=SIZE"),
+        ({"to": "fsdp2", "mesh": "shard"}, "CKM204", "'shard' is not NAME=SIZE"),
+        ({"to": "fsdp2", "mesh": "shard=0"}, "CKM204", "'shard=0' is not NAME=SIZE"),
         ({"to": "fsdp2", "mesh": "shard=2,shard=2"}, "CKM204", "expected one of each kind"),
         ({"to": "fsdp2", "mesh": "dp=2,fsdp=2"}, "CKM204", "expected one of each kind"),
         ({"to": "fsdp2", "mesh": "shard=2,replicate=2"}, "CKM204", "expected replicate, then"),

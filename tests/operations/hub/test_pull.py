@@ -115,7 +115,7 @@ def test_pull_replaces_only_checkpoints_and_only_if_asked(
     (tmp_path / "mine/letter.txt").write_text("dear")
     with pytest.raises(DestinationError, match="holds no checkpoint"):
         ckptmap.pull("hf://org/m", tmp_path / "mine", overwrite=True)
-    with pytest.raises(SourceError, match="is no place on the Hub"):
+    with pytest.raises(SourceError, match="is not a place on the Hub"):
         ckptmap.pull(str(model), tmp_path / "x")
 
 

@@ -82,7 +82,7 @@ def test_a_token_that_is_none(hub: Hub, large: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HF_TOKEN", "hf_expired")
     with pytest.raises(SourceError, match="the Hub does not take this token") as caught:
         ckptmap.open("hf://org/m")
-    assert caught.value.code == "CKM707" and caught.value.hint == "hf auth login"
+    assert caught.value.code == "CKM707" and caught.value.hint == "log in again: hf auth login"
 
 
 def test_offline(hub: Hub, large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_tree_of_nonsense_is_refused(hub: Hub, large: Path) -> None:
     assert caught.value.code == "CKM716"
     entry |= {"oid": "0" * 40, "path": "x" * 300}
     hub.faults.append(Fault("GET .*/tree/", status=200, body=json.dumps([entry]).encode()))
-    with pytest.raises(SourceError, match=r"cannot have a place on this machine: File name too"):
+    with pytest.raises(SourceError, match=r"cannot be given a file on this machine: File name too"):
         ckptmap.open("hf://org/m")
 
 

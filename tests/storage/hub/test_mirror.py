@@ -167,7 +167,7 @@ def test_a_body_cut_short_is_refused(hub: Hub, large: Path, tmp_path: Path) -> N
 
 def test_the_hub_is_no_destination_of_convert(large: Path) -> None:
     with pytest.raises(
-        DestinationError, match=r"^hf://org/m: is no path on this machine"
+        DestinationError, match=r"^hf://org/m: is not a path on this machine"
     ) as caught:
         ckptmap.convert(large, "hf://org/m", to="hf")
     assert "ckptmap push" in caught.value.hint
