@@ -57,7 +57,7 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when first used: `import ckptmap` costs nothing."""
+    """Import a public name when it is first used: `import ckptmap` costs nothing."""
     if name not in _HOMES and name not in _ROOMS:
         raise AttributeError(f"module 'ckptmap' has no attribute {name!r}")
     import importlib

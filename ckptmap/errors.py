@@ -28,7 +28,7 @@ class CkptmapError(Exception):
         return f"{self.message}; {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[type[CkptmapError], tuple[str, str, str]]:
-        """Ranks send each other what went wrong."""
+        """Return how to pickle the error: ranks send it to each other."""
         return type(self), (self.code, self.message, self.hint)
 
 

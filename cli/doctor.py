@@ -182,7 +182,7 @@ def _version(name: str) -> str | None:
 
 
 def _devices() -> list[str]:
-    """`["cpu", "cuda:0 NVIDIA H200 (139.8 GB)"]`; empty where torch is not installed."""
+    """Return the devices: `["cpu", "cuda:0 NVIDIA H200 (139.8 GB)"]`; empty where torch is not installed."""
     try:
         import torch
     except ImportError:

@@ -16,7 +16,7 @@ MIN_MEMORY = 2 << 20
 
 
 def parse_nbytes(text: str) -> int:
-    """`"64MiB"` -> 67108864, `"2GB"` -> 2000000000, `"4096"` -> 4096."""
+    """Return bytes: `"64MiB"` -> 67108864, `"2GB"` -> 2000000000, `"4096"` -> 4096."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in UNITS:
         raise typer.BadParameter(f"{text!r} is no size; write for example 64MiB, 2GB or 4096")

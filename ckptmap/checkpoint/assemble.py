@@ -1,4 +1,4 @@
-"""A Checkpoint put together from the leaves of a state dict: names, stored parts, optimizer state."""
+"""Build a Checkpoint from the leaves of a state dict: plain names, stored parts, optimizer state."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _model(
         listed = [Weight(fqn, info) for fqn, info in weights.items()]
         return Model(listed, {fqn: fqn for fqn in weights}, keeps_order)
     listed = []
-    if roles.optimizer:  # nobody else asks for them
+    if roles.optimizer:  # only the optimizer state needs them
         listed = [Weight(fqn, group.info, share_of(group)) for fqn, group in groups.items()]
     return Model(listed, plain, keeps_order)
 
@@ -99,12 +99,12 @@ def _model(
 def _all_in_order(
     groups: LogicalTensors, keeps_order: Callable[[StoredTensor], bool] | None
 ) -> bool:
-    """Do all weights stand where the dict that was saved had them?"""
+    """Return whether all weights are listed in the order of the dict that was saved."""
     parts = (part for group in groups.values() for part in group.parts.values())
     return keeps_order is not None and all(map(keeps_order, parts))
 
 
 def share_of(group: Group) -> object:
-    """Return what is equal for two tensors that are one view of one storage; None: nothing is."""
+    """Return a key that two tensors share if they are the same view of one storage, else None."""
     stored = group.parts.get("")
     return stored.share if stored is not None else None

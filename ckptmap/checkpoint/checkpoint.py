@@ -1,4 +1,4 @@
-"""The value that a path opens as: weights by plain FQN, optimizer state, and what lies beside them.
+"""A checkpoint that was opened: weights by plain FQN, optimizer state, and all other values.
 
 A `Checkpoint` is made from headers alone, by `ckptmap.checkpoint.assemble`, and never changes. What
 derives one from another, such as new names or a merged adapter, returns a new value over the same
@@ -97,7 +97,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return fqn in self.groups
 
     def infos(self) -> dict[str, TensorInfo]:
-        """What the weights are, no group made."""
+        """Return shape and dtype of every weight by FQN, without reading any of them."""
         return self.groups.infos()
 
     def group(self, fqn: str) -> Group:
@@ -112,12 +112,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return {fqn: held for fqn, held in dense.items() if fqn not in self.translation.decoded}
 
     def sharing(self) -> list[tuple[str, ...]]:
-        """Names of weights that the file itself says are one tensor."""
+        """Return the weights that share one storage in the file, one tuple of FQNs a storage."""
         return self.groups.sharing()
 
     @property
     def origins(self) -> Mapping[str, tuple[str, ...]]:
-        """The weights that have other names in the file: FQN -> the keys there."""
+        """Weights that have another name in the file: FQN -> the keys there."""
         if self.translation is not None:
             return self.translation.origins
         return {fqn: (key,) for fqn, key in self.names.items() if key != fqn}
@@ -137,7 +137,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return replace(self, groups=self.groups.with_groups(groups), index=index)
 
     def find(self, role: str, fqn: str) -> LazyTensor | None:
-        """A tensor by the role and name that a plan gives it."""
+        """Return a tensor by the role and the name that a plan gives it; None: there is none."""
         if role == "model":
             return self.get(fqn)
         if role == "other":
@@ -174,7 +174,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def optimizer_by_index(self) -> bool:
-        """Is the state keyed by index, and neither the file nor the user says which is which?"""
+        """Whether the state is keyed by index, and neither the file nor the user names the indices."""
         return self.optimizer_reader.by_index
 
     def with_optimizer_order(

@@ -1,4 +1,4 @@
-"""Two logical tensors, compared box by box in bounded memory."""
+"""Comparison of two tensors, box by box, so that neither is held in memory as a whole."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _wide(values: torch.Tensor) -> torch.Tensor:
 
 
 def holds(lazy: LazyTensor, write: Write) -> bool:
-    """Does a flat range of a stored part hold these values, bit for bit?"""
+    """Return whether a stored part holds these values in a flat range, bit for bit."""
     import torch
 
     stored, box = lazy.parts[write.part].info, write.box

@@ -1,4 +1,7 @@
-"""The plain values of two checkpoints compared: step, schedulers, hyper-parameters, step counts."""
+"""Comparison of the values of two checkpoints that are no tensors.
+
+These are the step, schedulers, hyper-parameters of the optimizer, and its step counts.
+"""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def _by_first(leaves: Mapping[Path, Leaf]) -> dict[Path, dict[Path, Leaf]]:
 
 
 def _stays(leaf: Leaf) -> bool:
-    """Is there an object of a class that is never called, or one value a rank?"""
+    """Return whether a leaf holds an object of a foreign class, or a value of its own for each rank."""
     return any(isinstance(value, Opaque | PerRank) for value in within(leaf))
 
 

@@ -1,4 +1,4 @@
-"""Stored tensors put together to logical tensors: payload and scales of a quantized weight are one.
+"""Group stored tensors into weights: the codes and the scales of a quantized weight are one group.
 
 fc.weight, fc.weight.absmax, fc.weight.quant_map  ->  fc.weight, a Group of encoding bnb-nf4
 """
@@ -25,7 +25,7 @@ VALUES = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "c
 
 @dataclass(frozen=True)
 class RefusedLeaf:
-    """A leaf that no plan can carry: shown, and refused unless dropped by key."""
+    """A leaf that cannot be converted: a plan lists it, and is refused unless `--drop` names its key."""
 
     key: str
     reason: str
@@ -118,7 +118,7 @@ def _adopted(key: str, leaf: Leaf, refused: list[RefusedLeaf]) -> Group | None:
 
 
 def _is_plain(infos: Iterable[TensorInfo]) -> bool:
-    """Are all of them values of 16 bits or more? Codes are not, so then there is none."""
+    """Return whether all dtypes have 16 bits or more: no tensor can be codes of a quantized one."""
     return all(info.dtype in VALUES for info in infos)
 
 

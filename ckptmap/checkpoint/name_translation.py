@@ -66,8 +66,8 @@ def _file(scheme: NamingScheme | None) -> dict[str, str] | None:
     return None if scheme is None else {"title": scheme.title, "text": scheme.text}
 
 
-def _plain(value: Any) -> object:
-    """A fraction as the number that JSON has."""
+def _plain(value: Any) -> Any:
+    """Return a fraction as an int or a float, for JSON; any other value as it is."""
     if hasattr(value, "denominator") and not isinstance(value, bool | int):
         return int(value) if value.denominator == 1 else float(value)
     return value

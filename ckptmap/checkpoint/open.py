@@ -75,13 +75,13 @@ def open(
 
 
 def open_as(path: str | os.PathLike[str], directory: Directory) -> Checkpoint:
-    """A directory as `directory` reads it, which may be one of several checkpoints in it."""
+    """Open a directory as this framework's, where it holds several checkpoints."""
     place = look(locate(path).path)
     return _opened(place, merged(directory, place), None, _own(place))
 
 
 def _own(place: Place) -> Callable[[], Like] | None:
-    """Our own outputs say themselves what lies flat in them."""
+    """Return a reader of the shapes in our own manifest; None: the place has no manifest."""
     if MANIFEST not in place.names:
         return None
     return partial(like_manifest, FilePath(place.path) / MANIFEST)
@@ -105,7 +105,7 @@ def _opened(
 
 
 def read_like(path: str | os.PathLike[str]) -> Like:
-    """Names and shapes of the model that a checkpoint, or a config.json, is of.
+    """Return names and shapes of the model that a checkpoint, or a config.json, describes.
 
     A checkpoint that lists its tensors in no order of the model's (safetensors, DCP of replicas)
     gets the order from the config.json beside it, where there is one that transformers knows.
@@ -138,7 +138,7 @@ def read_like(path: str | os.PathLike[str]) -> Like:
 
 
 def _joined(key: str, leaf: Leaf) -> Leaf:
-    """Parts that ranks hold as one tensor, by the first layout that knows them."""
+    """Return the parts that ranks hold as one tensor, joined by the first layout that knows them."""
     values: Sequence[Leaf]
     if isinstance(leaf, PerRank):
         values = leaf.values

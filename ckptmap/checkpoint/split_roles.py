@@ -1,4 +1,4 @@
-"""The leaves of a saved state dict by role: weights, optimizer state, the rest.
+"""Find out which leaves of a saved dict are weights, which are optimizer state, and the rest.
 
 {"model": {...}, "optimizer": {...}, "step": 7}     weights at ("model",)
 {"app": {"model": {...}, "optim": {...}}}           weights at ("app", "model")
@@ -53,12 +53,15 @@ def is_tensor(leaf: Leaf) -> bool:
 
 
 def is_spoken_for(name: str) -> bool:
-    """Does a dict of this name hold no weights where we choose the names?"""
+    """Return whether our own outputs keep no weights in a dict of this name."""
     return name == EXTRA_KEY or name in OPTIMIZER_KEYS
 
 
 def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Roles:
-    """Raises SourceError CKM205 where several dicts could be the weights, CKM206 where none is."""
+    """Return the leaves by role.
+
+    Raises SourceError CKM205 where several dicts could be the weights, CKM206 where none is.
+    """
     if isinstance(leaves, PlainTensors) and leaves and root is None:
         return Roles((), leaves, None, {}, {})
     _require_dict(leaves, root, where)
@@ -144,7 +147,10 @@ def _require_dict(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> 
 
 
 def _is_an_optimizer(leaves: Mapping[Path, Leaf]) -> bool:
-    """Is it what `optimizer.state_dict()` returns? For nearly all other files the first leaf says no."""
+    """Return whether the leaves are what `optimizer.state_dict()` returns.
+
+    For nearly all other files the first leaf tells that they are not.
+    """
     first = next(iter(leaves), ())
     return first[:1] in _OF_AN_OPTIMIZER and {path[:1] for path in leaves} == _OF_AN_OPTIMIZER
 

@@ -31,7 +31,7 @@ def in_order(path: str, index: Index, groups: Mapping[str, Group]) -> list[str]:
 
 
 def is_traversal(names: Sequence[str]) -> bool:
-    """Could a module's `state_dict` list the names so?
+    """Return whether `state_dict()` of a module could list the names in this order.
 
     It lists a module's own tensors before those of its submodules, and nothing of a module after
     the first tensor of the next one.

@@ -1,4 +1,4 @@
-"""A checkpoint with the names of another naming scheme.
+"""Rename the weights of a checkpoint from one naming scheme to another: Meta's to Hugging Face's.
 
     Checkpoint (meta names) --choose, resolve--> Checkpoint (hf names)
 

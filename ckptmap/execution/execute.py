@@ -158,7 +158,7 @@ class _Run:
         self.has_torch = threading.Event()
 
     def all(self, units: Iterator[_Unit], threads: int, buffer_nbytes: int) -> None:
-        """Execute every unit; the first error stops the other threads and is raised.
+        """Run every unit of work; the first error stops the other threads and is raised.
 
         CoarseScales errors are collected over all encodings and raised together.
         """

@@ -50,7 +50,7 @@ def _are_counts(value: object) -> TypeGuard[list[int]]:
 
 
 def _is_inside(name: object) -> bool:
-    """Is `name` a path below the directory of the manifest?"""
+    """Return whether `name` is a path below the directory of the manifest."""
     return isinstance(name, str) and _leads_inside(name)
 
 
@@ -104,7 +104,7 @@ def _is_conversion(value: object) -> bool:
 
 
 def _are_names(value: object) -> bool:
-    """Is it absent, or the record of a translation of names with its mapping files?"""
+    """Return whether the value is absent, or a record of translated names with its mapping files."""
     if value is None:
         return True
     return (

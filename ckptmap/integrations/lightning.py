@@ -50,6 +50,6 @@ class Hooks:
 
 
 def hooks(model: torch.nn.Module, *, config: object = None, max_memory: int = MAX_MEMORY) -> Hooks:
-    """Hooks for `model` as its `load_state_dict` will be called; for the optimizer's state see
+    """Return hooks for `model` as its `load_state_dict` will be called; for the optimizer's state see
     `ckptmap.hooks.install(model, optimizer)`."""
     return Hooks(model, config, max_memory)

@@ -24,7 +24,7 @@ HOLE = "{}"
 
 
 def skeleton(key: str) -> tuple[str, tuple[int, ...]]:
-    """`"layers.12.w"` -> (`"layers.{}.w"`, (12,)). `"01"` stays text: as a number it would come back as 1."""
+    """Split numbers off a name: `"layers.12.w"` -> (`"layers.{}.w"`, (12,)). `"01"` stays text: as a number it would come back as 1."""
     parts = _NUMBER.split(key)
     if len(parts) == 1:
         return key, ()
@@ -32,7 +32,7 @@ def skeleton(key: str) -> tuple[str, tuple[int, ...]]:
 
 
 def tail(shape: str) -> tuple[str, int] | None:
-    """`"experts.weight12"` -> (`"experts.weight{}"`, 12), a skeleton whose last segment ends so."""
+    """Split a number off the end: `"experts.weight12"` -> (`"experts.weight{}"`, 12), a skeleton whose last segment ends so."""
     match = _TAIL.search(shape)
     return None if match is None else (shape[: match.start()] + HOLE, int(match[0]))
 
@@ -92,7 +92,7 @@ class NamePattern:
 
 
 def parse_names(text: str, where: str) -> tuple[NamePattern, ...]:
-    """`"a.{n} | b.{n}"` -> its alternatives. Raises PlanError CKM601."""
+    """Parse `"a.{n} | b.{n}"` into its alternatives. Raises PlanError CKM601."""
     names = tuple(_one(part.strip(), where) for part in text.split("|"))
     if len({frozenset(name.captures) for name in names}) > 1:
         raise PlanError(

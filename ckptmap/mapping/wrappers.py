@@ -82,7 +82,7 @@ def _pattern(key: Sequence[str], fqn: Sequence[str]) -> str:
 
 
 def wrap_prefix(wrappers: Sequence[str]) -> str:
-    """`("ddp", "compile")`, outermost first -> `"module._orig_mod."`."""
+    """Return the prefix of wrappers: `("ddp", "compile")`, outermost first -> `"module._orig_mod."`."""
     unknown = [name for name in wrappers if name not in SEGMENTS]
     if unknown:
         raise PlanError(

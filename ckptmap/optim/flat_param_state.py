@@ -52,7 +52,10 @@ def by_unit(optimizer: Optimizer, unit_of: UnitOf, weights: Mapping[str, LazyTen
 
 
 def _is_vector(leaf: StateLeaf, shape: tuple[int, ...]) -> bool:
-    """Is the state cut as its weight is? A scalar is not."""
+    """Return whether the state is cut as its weight is; a scalar is not.
+
+    Raises PlanError CKM504 for state of another shape.
+    """
     value = leaf.value
     if not isinstance(value, LazyTensor) or value.shape == ():
         return False

@@ -86,7 +86,7 @@ class IndexMeaning:
         return replace(self, members=dict(_behind_each_other(infos)))
 
     def _is_again(self, key: str) -> bool:
-        """Does the tensor hold the bytes of another one of its shape?"""
+        """Return whether the tensor holds the same bytes as another one of its shape."""
         assert self.weights is not None
         mine = self.weights[key]
         return any(
@@ -207,7 +207,7 @@ def is_cut(leaf: Leaf) -> bool:
 
 
 def are_whole(weights: Mapping[str, Leaf]) -> bool:
-    """Is every weight whole? NO_SHARD saves them so, and FSDP1 of one rank always does."""
+    """Return whether every weight is whole, as NO_SHARD and FSDP1 of one rank save them."""
     return not any(
         is_cut(leaf) or isinstance(getattr(leaf, "share", None), InUnit | Slices)
         for leaf in weights.values()

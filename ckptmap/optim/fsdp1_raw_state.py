@@ -146,7 +146,7 @@ def _cut(leaf: Leaf) -> bool:
 
 
 def _is_flat(leaves: Mapping[Path, Leaf], keys: StateKeys, weights: Mapping[str, Leaf]) -> bool:
-    """Is the state made of plain one-dim tensors, and no DTensor, beside weights that are cut?"""
+    """Return whether the state is plain one-dim tensors, no DTensor, beside weights that are cut."""
     values = [value for path in keys.state for value in by_rank(leaves[path])]
     stored = [value for value in values if isinstance(value, StoredTensor)]
     if len(stored) != sum(isinstance(value, StoredTensor | Opaque) for value in values):

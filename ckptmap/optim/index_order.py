@@ -95,7 +95,7 @@ def _unreadable(path: str | os.PathLike[str], what: str) -> SourceError:
 
 
 def check_given(optimizer: Optimizer, order: Order, where: str) -> None:
-    """Raises SourceError CKM207 where an order given by the user does not count as the groups."""
+    """Raise SourceError CKM207 if the user's order has not as many names as the groups parameters."""
     expected = [len(group[PARAMS]) for group in optimizer.groups]
     given = [len(names) for names in order]
     if expected == given:
@@ -183,7 +183,7 @@ def state_shapes(optimizer: Optimizer) -> dict[str, Shapes]:
 
 
 def fits(name: str, state: tuple[int, ...], weight: tuple[int, ...]) -> bool:
-    """Can a weight of this shape have such a state: its own shape or, where the name says that it
+    """Return whether a weight of this shape can have such a state: its own shape or, where the name says that it
     is a row or a column of a factored moment, with a dim taken out or reduced to 1."""
     if state == weight:
         return True

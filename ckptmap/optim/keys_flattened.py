@@ -69,7 +69,7 @@ class Flattened:
 
 
 def _split(path: Path) -> tuple[str, str, str]:
-    """("state.layers.0.weight.exp_avg",) -> ("state", "layers.0.weight", "exp_avg")"""
+    """Split a flattened key: ("state.layers.0.weight.exp_avg",) -> ("state", "layers.0.weight", "exp_avg")"""
     if len(path) == 1 and isinstance(path[0], str):
         kind, _, tail = path[0].partition(".")
         key, _, name = tail.rpartition(".")

@@ -60,7 +60,7 @@ def _gathered(leaves: Mapping[Path, object]) -> Mapping[Path, object]:
 
 
 def _is_part(path: Path, leaves: Mapping[Path, object]) -> bool:
-    """Is the leaf the scale or table of a state beside it?"""
+    """Return whether the leaf is the scale or the code table of a state beside it."""
     name = str(path[-1])
     known = name[:-1] in ("absmax", "qmap") and name[-1] in "12"
     return known and (*path[:-1], f"state{name[-1]}") in leaves

@@ -115,7 +115,7 @@ class AdamFp8(_TorchaoState):
 
 
 def _is_plain(leaf: Opaque) -> bool:
-    """Is this a plain tensor among subclass objects, as `as_inert` makes it?"""
+    """Return whether this is a plain tensor among subclass objects, as `as_inert` makes it."""
     return leaf.class_name == "torch.Tensor" and isinstance(state_of(leaf).get(""), StoredTensor)
 
 

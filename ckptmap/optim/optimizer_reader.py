@@ -240,7 +240,7 @@ class OptimizerReader:
 
 
 def _is_pickled(path: Path, leaf: Leaf) -> bool:
-    """Has the leaf an integer key, or is it a whole list of groups? Pickles keep both, DCP neither."""
+    """Return whether the leaf has an integer key, or is a list of groups: pickles keep both."""
     if path == (GROUPS,):
         return bool(leaf)
     return len(path) > 1 and path[0] == STATE and isinstance(path[1], int)

@@ -61,17 +61,17 @@ class KeyForm(Protocol):
     """True: it holds only in one file of whole tensors, where integer keys stay integers."""
 
     def read(self, leaves: Mapping[Path, Leaf]) -> StateKeys | None:
-        """Whose state these leaves, `expanded`, are; None: they are not keyed in this form."""
+        """Return the keys of these leaves, `expanded`; None: they are not keyed in this form."""
 
-    def write(self, optimizer: Optimizer) -> list[tuple[Path, StateValue]]:
-        """Where every state entry and hyper-parameter goes, by path below the optimizer's root:
+    def write(self, optimizer: Optimizer) -> list[tuple[Path, Any]]:
+        """Return the place of every state entry and hyper-parameter goes, by path below the optimizer's root:
         LazyTensors and plain values.
 
         Raises PlanError CKM207 where the form cannot name one of them."""
 
 
 def key_forms() -> tuple[KeyForm, ...]:
-    """Every key form that is registered, in the order in which they are asked."""
+    """Return every key form that is registered, in the order in which they are asked."""
     return registry.key_forms()
 
 

@@ -38,7 +38,7 @@ class CopiedFiles:
     notes: Sequence[str] = ()
 
     def holds(self, path: LeafPath) -> bool:
-        """Is the value at this path of the source in one of the files?"""
+        """Return whether the value at this path of the source is in one of the files."""
         return str(path[0]) in self.sources
 
     def source_notes(self, ckpt: Checkpoint, carried: Collection[str]) -> list[str]:

@@ -98,7 +98,7 @@ def _takes(scheme: Scheme, lazy: LazyTensor, options: Options) -> bool:
 
 
 def matches(fqn: str, patterns: tuple[str, ...]) -> bool:
-    """Does the FQN match one of the glob patterns?"""
+    """Return whether the FQN matches one of the glob patterns."""
     return any(fnmatchcase(fqn, pattern) for pattern in patterns)
 
 

@@ -273,7 +273,7 @@ def _unchanged(role: str, info: TensorInfo) -> Conversion:
 
 
 def _is_rearranged(stored: StoredTensor) -> bool:
-    """Are its bytes written in another order than they are stored in?"""
+    """Return whether the bytes are written in another order than they are stored in."""
     if isinstance(stored, Assembled):
         return True
     if type(stored.place) in (Extent, RowChunks):

@@ -27,7 +27,7 @@ class BufferEvidence:
         self._ckpt = ckpt
 
     def is_buffer(self, fqn: str) -> bool:
-        """Is the tensor certainly a buffer?
+        """Return whether the tensor is certainly a buffer.
 
         It is one if the ranks left it whole and cut others, or if the optimizer lists all parameters
         and not this tensor. A tensor of a single row is judged by flat parameters alone: only they
@@ -86,7 +86,7 @@ class BufferEvidence:
 
 
 def _is_cut(group: Group) -> bool:
-    """Is it cut over ranks, or in a flat parameter, of which one rank may hold all of a small one?"""
+    """Return whether it is cut over ranks, or in a flat parameter, of which one rank may hold all of a small one?"""
     return any(len(stored.chunks) > 1 or _is_flat(stored) for stored in _stored(group))
 
 

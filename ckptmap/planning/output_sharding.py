@@ -39,7 +39,7 @@ class UnitLayout(Layout, Protocol):
 
 
 def has_units(setup: Setup) -> bool:
-    """Does the setup join parameters in flat ones?"""
+    """Return whether the setup joins parameters into flat ones."""
     return isinstance(registry.layout(setup.layout), UnitLayout)
 
 

@@ -75,7 +75,7 @@ class Outdates(Protocol):
     as it reads them now."""
 
     def outdated(self, config: Mapping[str, object]) -> bool:
-        """Does the library no longer read this config?"""
+        """Return whether the library no longer reads this config."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class WrittenWeights:
             )
 
     def _is_outdated(self, present: Mapping[str, object], encoded: Collection[str]) -> bool:
-        """Does the library of an encoding no longer read the source's config?"""
+        """Return whether the library of an encoding no longer reads the source's config."""
         if self.foreign:  # only the source's config tells of parts that move as bytes
             return False
         schemes = [self.schemes.get(name) for name in encoded]

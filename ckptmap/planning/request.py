@@ -58,7 +58,7 @@ class Request:
         return self._dropped(key, ("",))
 
     def dropped_whole(self, key: str) -> str | None:
-        """Like `dropped`, but a pattern also matches all keys below the entry that it names."""
+        """Return what `dropped` returns, but a pattern also matches all keys below the entry that it names."""
         return self._dropped(key, ("", ".*"))
 
     def _dropped(self, key: str, below: tuple[str, ...]) -> str | None:

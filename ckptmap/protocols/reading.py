@@ -26,7 +26,7 @@ class Container(Protocol):
     name: str
 
     def claims(self, place: Place) -> bool:
-        """Is the file or directory of this format, by its structure? Never by file extension alone."""
+        """Return whether the file or directory has this format's structure, not its extension alone."""
 
     def index(self, place: Place) -> Index:
         """Return everything it holds, from headers only. Raises SourceError where it is malformed."""
@@ -77,7 +77,7 @@ class Directory(Protocol):
     name: str
 
     def claims(self, place: Place) -> bool:
-        """Has the directory entries that only this framework names so? Never by its own name alone."""
+        """Return whether the directory has entries that only this framework names so."""
 
     def members(self, place: Place) -> Members:
         """Return the checkpoints in the directory. Raises SourceError where names contradict each other."""

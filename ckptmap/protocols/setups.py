@@ -144,7 +144,7 @@ class Setup:
         return self.wrap[0] if self.wrap else ""
 
     def has_place_for(self, path: Path, tensor: bool = False) -> bool:
-        """Is there a place for this extra value?"""
+        """Return whether there is a place for this extra value."""
         if self.filing is not None:
             name = self.filing.file_of(str(path[0]))
             return name is not None and not (tensor and name.endswith(".json"))

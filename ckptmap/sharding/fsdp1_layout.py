@@ -60,12 +60,12 @@ class FlatCut:
 
 
 def _modules(fqn: str) -> list[str]:
-    """`a.b.weight` -> a, a.b"""
+    """Yield the modules around a tensor: `a.b.weight` -> a, a.b."""
     parts = fqn.split(".")[:-1]
     return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Does the pattern match segment by segment? `layers.*` does not match `layers.0.mlp`."""
+    """Return whether the pattern matches segment by segment: `layers.*` does not match `layers.0.mlp`."""
     wanted, segments = pattern.split("."), module.split(".")
     return len(wanted) == len(segments) and all(map(fnmatchcase, segments, wanted))

@@ -37,7 +37,7 @@ class Sharded:
 
 
 def is_sharded(leaf: Leaf) -> TypeGuard[Opaque]:
-    """Is it a torch.distributed ShardedTensor?"""
+    """Return whether the value is a pickled torch.distributed ShardedTensor."""
     return isinstance(leaf, Opaque) and leaf.class_name == CLASS
 
 

@@ -66,7 +66,7 @@ class ContainerKit(Workbench):
     # ------------------------------------------------------------------ checks
 
     def agrees(self) -> None:
-        """Reader, writer and setup name one format; the writer of a variant adds a suffix: `accelerate-full`."""
+        """Check that reader, writer and setup name one format; the writer of a variant adds a suffix: `accelerate-full`."""
         names = (self.container.name, self.writer.name, self.setup.writer)
         form = f"{names[1]}-".startswith(f"{names[0]}-")
         expect(
@@ -80,7 +80,7 @@ class ContainerKit(Workbench):
         )
 
     def slots(self) -> None:
-        """Slots do not overlap, lie inside their files, and hold every element; files stay in the destination."""
+        """Check that slots do not overlap, lie inside their files, and hold every element; files stay in the destination."""
         for world_size in (1, 2, 3) if self.setup.sharded else (1,):
             options = {"world_size": world_size} if self.setup.sharded else {}
             made = self.planned(self.source, **options)
@@ -98,7 +98,7 @@ class ContainerKit(Workbench):
                 )
 
     def seals(self) -> None:
-        """Slots and seal together write every byte of a file, and the file has the announced size."""
+        """Check that slots and seal together write every byte of a file, and the file has the announced size."""
         made = self.planned(self.source)
         _, _, files = self.seen(made)
         tensors = self.held(made)
@@ -119,7 +119,7 @@ class ContainerKit(Workbench):
                 )
 
     def round_trips(self) -> None:
-        """Tensors, names, ties and plain values are read back; the files hold the planned bytes."""
+        """Check that tensors, names, ties and plain values are read back; the files hold the planned bytes."""
         made = self.planned(self.source)
         _, _, files = self.seen(made)
         tensors = self.held(made)
@@ -148,7 +148,7 @@ class ContainerKit(Workbench):
         ReaderKit(self.container, out, tensors, self.tmp_path / f"{name}_read").values()
 
     def dtypes(self) -> None:
-        """Every dtype is stored bit for bit, or refused by PlanError before a byte is written."""
+        """Check that every dtype is stored bit for bit, or refused by PlanError before a byte is written."""
         accepted: dict[str, torch.Tensor] = {}
         for dtype in samples.dtypes():
             tensors = samples.of_dtype(dtype)
@@ -163,11 +163,11 @@ class ContainerKit(Workbench):
         self._round_trip("dtypes", accepted)
 
     def reads(self) -> None:
-        """The output passes every check of `check_reader`."""
+        """Check that the output passes every check of `check_reader`."""
         run_all(ReaderKit(self.container, self.output, self.tensors, self.tmp_path / "reading"))
 
     def deterministic(self) -> None:
-        """A second run writes the same bytes, with any number of threads."""
+        """Check that a second run writes the same bytes, with any number of threads."""
         first = contents(self.output)
         for threads in (1, 4):
             again = contents(self.converted(self.source, f"threads_{threads}", threads=threads))
@@ -175,7 +175,7 @@ class ContainerKit(Workbench):
             expect(not differ, f"{self.setup.name}: {threads} threads: {differ[:1]} differs")
 
     def names(self) -> None:
-        """An odd name is stored, or refused by PlanError before a byte is written."""
+        """Check that an odd name is stored, or refused by PlanError before a byte is written."""
         wrong = {}
         for number, key in enumerate(samples.ODD_KEYS):
             tensors = {key: samples.bits((2, 3), "float32", number), "other": self.one}
@@ -189,13 +189,13 @@ class ContainerKit(Workbench):
             expect(False, f"{self.setup.name}: {key!r:.40} ({len(wrong)} such names): {text}")
 
     def empties(self) -> None:
-        """Tensors without elements, and without dims, keep their shapes."""
+        """Check that tensors without elements, and without dims, keep their shapes."""
         shapes = ((), (0,), (0, 3), (3, 0), (1, 0, 2))
         tensors = {f"e{i}.weight": samples.bits(s, "float32", i) for i, s in enumerate(shapes)}
         self._round_trip("empties", {**tensors, "other": self.one})
 
     def records(self) -> None:
-        """Records of encodings are read back from the files, without a manifest.
+        """Check that records of encodings are read back from the files, without a manifest.
 
         A format that cannot store records raises PlanError, or its setup is `dense`.
         """
@@ -223,7 +223,7 @@ class ContainerKit(Workbench):
         expect(key in keys, f"{self.setup.name}: without a manifest {key} is not read")
 
     def duplicates(self) -> None:
-        """A tensor path that occurs twice is refused by PlanError, as is a plain value at a tensor's path."""
+        """Check that a tensor path that occurs twice is refused by PlanError, as is a plain value at a tensor's path."""
         made = self.planned(self.source)
         state, name, _ = self.seen(made)
         tensor = next(t for t in state.tensors if t.alias_of is None)
@@ -247,7 +247,7 @@ class ContainerKit(Workbench):
     # ------------------------------------------------------------------ faults
 
     def crashes(self) -> None:
-        """If sealing fails, nothing is published, and the same command continues the run."""
+        """Check that, if sealing fails, nothing is published, and the same command continues the run."""
 
         def full() -> None:
             raise OSError(errno.ENOSPC, "no space, says the kit")
@@ -255,7 +255,7 @@ class ContainerKit(Workbench):
         self._interrupted("crashed", full)
 
     def killed(self) -> None:
-        """If the process is killed, nothing is published, and the same command continues the run."""
+        """Check that, if the process is killed, nothing is published, and the same command continues the run."""
         if hasattr(os, "fork"):
             self._interrupted("killed", None)
 
@@ -291,7 +291,7 @@ class ContainerKit(Workbench):
         expect(not differ, f"{self.setup.name}: {name}, continued, and {differ[:1]} differs")
 
     def headers_only(self) -> None:
-        """Opening reads no more of a large checkpoint than of a small one: headers only."""
+        """Check that opening reads no more of a large checkpoint than of a small one: headers only."""
         import torch
 
         counts = []

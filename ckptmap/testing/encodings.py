@@ -61,50 +61,50 @@ class SchemeKit:
         return [_Try(self.scheme, encoding, info) for encoding, info in pairs if encoding]
 
     def takes(self) -> None:
-        """A target takes some tensors, and refuses the others with a reason."""
+        """Check that a target takes some tensors, and refuses the others with a reason."""
         name, suffix = self.scheme.name, self.scheme.suffix
         expect(name, "a scheme needs a name")
         expect(self.tries or not suffix, f"{name}: is a target, but refuses every tensor")
 
     def describes(self) -> None:
-        """The encoder writes the parts that `parts()` announces: names, shapes, dtypes, each element once."""
+        """Check that the encoder writes the parts that `parts()` announces: names, shapes, dtypes, each element once."""
         for each in self.tries:
             for name, part in each.parts.items():
                 info = info_of(part)
                 expect(info == each.described[name], f"{each.what}: part {name!r} is {info}")
 
     def pieces(self) -> None:
-        """The size of the pieces in which values are fed does not change a bit."""
+        """Check that the size of the pieces in which values are fed does not change a bit."""
         for each in self.tries:
             each.pieces_make_no_difference()
 
     def values(self) -> None:
-        """Decoded values equal torch's cast, or are near it where the encoding is lossy, each time."""
+        """Check that decoded values equal torch's cast, or are near it where the encoding is lossy, each time."""
         for each in self.tries:
             each.values_survive()
 
     def boxes(self) -> None:
-        """A decoded box equals that box of the whole, given only the parts' boxes that `part_box` names."""
+        """Check that a decoded box equals that box of the whole, given only the parts' boxes that `part_box` names."""
         for each in self.tries:
             each.boxes(empty=False)
 
     def empty_boxes(self) -> None:
-        """Empty boxes can be decoded like any other, at the end of the tensor too."""
+        """Check that empty boxes can be decoded like any other, at the end of the tensor too."""
         for each in self.tries:
             each.boxes(empty=True)
 
     def codes(self) -> None:
-        """Codes that another encoding could keep are as announced, and the encoding takes its own."""
+        """Check that codes that another encoding could keep are as announced, and the encoding takes its own."""
         for each in self.tries:
             check_codes(each.what, each.encoding, each.info, each.parts)
 
     def recognised(self) -> None:
-        """`group()` finds the tensor again among others, by its record after a trip through JSON."""
+        """Check that `group()` finds the tensor again among others, by its record after a trip through JSON."""
         for each in self.tries:
             each.recognised()
 
     def strangers(self) -> None:
-        """The scheme leaves tensors and objects of others alone."""
+        """Check that the scheme leaves tensors and objects of others alone."""
         name, dense = self.scheme.name, TensorInfo((4, 4), "float32")
         plain = {key: stored(dense) for key in ("a.weight", "b.bias")}
         expect(self.scheme.group(plain, {}) == [], f"{name}: groups plain tensors")
@@ -113,7 +113,7 @@ class SchemeKit:
         expect(self.scheme.adopt("w", stranger) is None, f"{name}: adopts an unknown class")
 
     def untouched(self) -> None:
-        """A tensor for which `target()` is None passes through a conversion bit for bit."""
+        """Check that a tensor for which `target()` is None passes through a conversion bit for bit."""
         import torch
 
         if not self.scheme.suffix:

@@ -220,11 +220,11 @@ class MappingKit:
     # ------------------------------------------------------------------ checks
 
     def check_proof(self) -> None:
-        """The file loads, which proves it."""
+        """Check that the file loads, which proves its rules."""
         self._scheme = load_scheme(self.path)
 
     def check_round_trip(self, dtype: str) -> None:
-        """The state dict comes back bit for bit.
+        """Check that the state dict comes back bit for bit.
 
         Values that a value operation changes are excepted: rounding may lose bits. The golden table checks
         them.
@@ -249,7 +249,7 @@ class MappingKit:
                 expect(False, f"{key}: {_first_difference(tensor, back[key])}")
 
     def check_golden(self) -> None:
-        """The state dict under the scheme's names equals the golden table."""
+        """Check that the state dict under the scheme's names equals the golden table."""
         rows, made = read_table(self.golden), table(self.there(self.source()))
         for key, row in rows.items():
             expect(key in made, f"{key}: is in {self.golden.name} and is not made")
@@ -263,7 +263,7 @@ class MappingKit:
             expect(key in rows, f"{key}: is made and is not in {self.golden.name}")
 
     def check_refuses(self, number: str) -> None:
-        """A faulty state dict or config raises the error code that the file states."""
+        """Check that a faulty state dict or config raises the error code that the file states."""
         case = self.refused()[int(number)]
         state = {str(case.get("prefix", "")) + k: v for k, v in self._spoilt(case).items()}
         kit = MappingKit(self.path, {**self.config, **case.get("config", {})})

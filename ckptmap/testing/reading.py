@@ -78,7 +78,7 @@ class ReaderKit:
     # ------------------------------------------------------------------ checks
 
     def claims(self) -> None:
-        """The reader claims the checkpoint, and no path that is not a checkpoint."""
+        """Check that the reader claims the checkpoint, and no path that is not a checkpoint."""
         expect(claims(self.container, self.path), f"{self.name}: does not claim {self.path.name}")
         folder = self.tmp_path / "strangers"
         folder.mkdir()
@@ -87,7 +87,7 @@ class ReaderKit:
             expect(not wrong, f"{self.name}: claims {stranger.name}, which is not its own")
 
     def indexes(self) -> None:
-        """Files are absolute, chunks tile their tensors, and regions lie inside their files."""
+        """Check that files are absolute, chunks tile their tensors, and regions lie inside their files."""
         with opened(self.path, self.container) as ckpt:
             container = ckpt.index.container
             expect(
@@ -108,7 +108,7 @@ class ReaderKit:
                     )
 
     def values(self) -> None:
-        """Exactly the given tensors are read, bit for bit, under their plain FQNs."""
+        """Check that exactly the given tensors are read, bit for bit, under their plain FQNs."""
         with opened(self.path, self.container) as ckpt:
             lost, new = set(self.tensors) - set(ckpt), set(ckpt) - set(self.tensors)
             expect(not lost, f"{self.name}: {sorted(lost)[:1]} is not read")
@@ -118,7 +118,7 @@ class ReaderKit:
                 expect(same(ckpt[fqn].read(), tensor), f"{self.name}: {fqn} has other values")
 
     def boxes(self) -> None:
-        """A random box equals that slice of the tensor."""
+        """Check that a random box equals that slice of the tensor."""
         draw = random.Random(5)
         with opened(self.path, self.container) as ckpt:
             for fqn, tensor in self.tensors.items():
@@ -128,7 +128,7 @@ class ReaderKit:
                     expect(same(values, cut(tensor, box)), f"{self.name}: {fqn} at {box} differs")
 
     def truncated(self) -> None:
-        """A truncated file is refused by SourceError, or all values read from it are right."""
+        """Check that a truncated file is refused by SourceError, or all values read from it are right."""
         copy = self._copied("truncated")
         for name in _some(self.own_files):
             content = (copy / name).read_bytes()
@@ -138,7 +138,7 @@ class ReaderKit:
             (copy / name).write_bytes(content)
 
     def outside(self) -> None:
-        """A name inside the format that leads out of the directory is never followed."""
+        """Check that a name inside the format that leads out of the directory is never followed."""
         if self.path.is_file():
             return
         for holder, name, evil in _named(self.path, self.own_files):
@@ -160,7 +160,7 @@ class ReaderKit:
                 target.unlink(missing_ok=True)
 
     def without_torch(self) -> None:
-        """Opening imports no torch, in a new process; not checked for a class defined in a function."""
+        """Check that opening imports no torch, in a new process; not checked for a class defined in a function."""
         kind = type(self.container)
         if "<locals>" in kind.__qualname__ or kind.__module__ == "__main__":
             return

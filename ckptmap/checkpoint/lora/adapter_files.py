@@ -1,4 +1,4 @@
-"""Adapters as peft saves them: each tensor assigned to the module and the half that it is of.
+"""Read an adapter that peft saved: assign each tensor to its module, as half A or half B.
 
     base_model.model.model.layers.0.mlp.up_proj.lora_A.weight -> A of model.layers.0.mlp.up_proj
 

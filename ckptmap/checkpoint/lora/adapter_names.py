@@ -1,4 +1,4 @@
-"""Names of an adapter's tensors in the base, if it was trained on another wrapping of the model."""
+"""Translate an adapter's names to the base's, if it was trained with another prefix of names."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def merge_adapter(
     config_from: str | os.PathLike[str] | None = None,
     untied: Mapping[str, str] | None = None,
 ) -> Checkpoint:
-    """The checkpoint at `base` with the adapter merged in, as it is to be written for `to`.
+    """Return the checkpoint at `base` with the adapter merged in, ready to be written for `to`.
 
     Merged tensors have the base's dtype; where `to` casts them, they are fp32, so that they are
     rounded once. `leave`: patterns of modules and tensors of the adapter that are not merged.
@@ -325,7 +325,7 @@ class _Merger:
         yield tied.head, self._base(self._own())
 
     def _has_head(self) -> bool:
-        """Does the adapter change the head, or bring one?"""
+        """Return whether the adapter changes the head, or holds one."""
         modules = (f"{low.module}.weight" for low in self.adapter.lows.values())
         return any(map(is_head, (*self.adapter.trained, *self.adapter.left, *modules)))
 

@@ -1,4 +1,4 @@
-"""A weight and what an adapter adds to it, as one tensor: decoded, it is the merged weight.
+"""Encodings of merged LoRA weights: each reads a base weight, and adds the adapter's product to it.
 
     W [out, in] any encoding, A [r, in], B [out, r]  ->  W + s (B @ A)
     DoRA, with a magnitude m [out]                   ->  m / |W + s (B @ A)| (W + s (B @ A))
@@ -41,10 +41,10 @@ NORM_NUMEL = 1 << 18
 
 @runtime_checkable
 class WritesAfresh(Protocol):
-    """An encoding that holds how a file was found, which new values are not written like."""
+    """An encoding with details of the file that it was read from, which new files do not repeat."""
 
     def afresh(self) -> Encoding:
-        """The same codes and blocks, in the form of today."""
+        """Return the same codes and blocks in the form that new files have."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Over:
     def decode(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box, out: torch.Tensor
     ) -> None:
-        """Raises RunError CKM324 where a result is not finite."""
+        """Write the merged values of the box to `out`. Raises RunError CKM324 if one is not finite."""
         out.copy_(self.changed(info, parts, box))
         bad = int(out.isfinite().logical_not_().sum()) if out.numel() else 0
         if bad:
@@ -92,7 +92,7 @@ class Over:
     def changed(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box
     ) -> torch.Tensor:
-        """The box with the adapter's change, fp32 or wider."""
+        """Return the box with the adapter's change added, in fp32 or wider."""
         raise NotImplementedError
 
     def base_info(self, info: TensorInfo) -> TensorInfo:
@@ -101,7 +101,7 @@ class Over:
     def base_values(
         self, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box
     ) -> torch.Tensor:
-        """The box of the base, decoded to its own dtype, then fp32 or wider."""
+        """Return the box of the base, decoded to the base's dtype, then cast to fp32 or wider."""
         import torch
 
         device = next(iter(parts.values())).device
@@ -116,7 +116,7 @@ class Over:
         return None
 
     def repaired(self) -> Encoding:
-        """What it is written as where nothing else is asked for: the base's encoding."""
+        """Return the encoding that it is written in unless another is asked for: the base's."""
         repaired = self.base.repaired() if isinstance(self.base, Repairs) else None
         base = repaired or self.base
         return base.afresh() if isinstance(base, WritesAfresh) else base
@@ -164,7 +164,7 @@ class Merged(Over):
     def _add(
         self, turned: torch.Tensor, info: TensorInfo, parts: Mapping[str, torch.Tensor], box: Box
     ) -> None:
-        """Tile by tile, each whole, so that its bits do not depend on the box."""
+        """Add the product to the box, computed in whole tiles so that no bit depends on the box."""
         a, b = parts[A].float(), parts[B].float()
         (row, rows), (column, columns) = self._aligned(info, box)
         (top, left), (high, wide) = _turned(box.offsets, self.flip), _turned(TILE, self.flip)
@@ -177,7 +177,7 @@ class Merged(Over):
                 turned[y : y + tile.shape[0], x : x + tile.shape[1]] += tile
 
     def _aligned(self, info: TensorInfo, box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(start, count) of the rows of B and of the columns of A that whole tiles need."""
+        """Return (start, count) of the rows of B and of the columns of A that whole tiles need."""
         shape = _turned(info.shape, self.flip)
         spans = []
         offsets, sizes = _turned(box.offsets, self.flip), _turned(box.sizes, self.flip)
@@ -226,7 +226,7 @@ class Stacked(Merged):
 
 
 def _one(info: TensorInfo, box: Box) -> tuple[TensorInfo, Box]:
-    """Of one matrix of the stack."""
+    """Return the shape and the box of one matrix of the stack."""
     return TensorInfo(info.shape[1:], info.dtype), Box(box.offsets[1:], box.sizes[1:])
 
 
@@ -278,8 +278,10 @@ class Norms:
             return self._norms
 
     def _computed(self) -> torch.Tensor:
-        """Whole rows at a time as torch does it; where a row is a column of the base, its squares
-        are summed in fp64."""
+        """Return the norm of every row, from whole rows as torch computes it.
+
+        Where a row is a column of the base, its squares are summed in fp64.
+        """
         import torch
 
         encoding = self._group.encoding
@@ -301,7 +303,7 @@ class Norms:
 
 
 def dora(group: Group, magnitude: StoredTensor, files: Files) -> Group:
-    """A merged matrix with its rows scaled to these magnitudes."""
+    """Return the merged matrix with its rows scaled to these magnitudes."""
     encoding = group.encoding
     assert isinstance(encoding, Merged), f"{group.fqn}: {encoding.name} is no merged matrix"
     scaled = replace(encoding, norms=Norms(group, files))
@@ -309,7 +311,7 @@ def dora(group: Group, magnitude: StoredTensor, files: Files) -> Group:
 
 
 def untouched(lazy: LazyTensor) -> LazyTensor:
-    """The base of a merged tensor, as if there were no adapter."""
+    """Return the base of a merged tensor, without the adapter."""
     encoding = lazy.encoding_
     assert isinstance(encoding, Over), f"{lazy.fqn}: {lazy.encoding} is not merged"
     parts = {name: part for name, part in lazy.parts.items() if name not in (A, B, MAGNITUDE, BIAS)}
@@ -318,13 +320,15 @@ def untouched(lazy: LazyTensor) -> LazyTensor:
 
 
 def codes_part(lazy: LazyTensor) -> str:
-    """The part that takes most of its bytes."""
+    """Return the name of the part that takes most of the bytes."""
     return max(lazy.parts, key=lambda part: lazy.parts[part].info.nbytes)
 
 
 def proven(base: Group, part: str, copy: StoredTensor) -> Group:
-    """The base's own codes, which the adapter's checkpoint repeats: a replica that must hold the
-    same bytes."""
+    """Return the base with a copy of one of its parts as a replica, which must hold the same bytes.
+
+    `copy` is from the adapter's checkpoint, which repeats codes of the base.
+    """
     packed = base.parts[part]
     replicas = (*packed.replicas, *copy.chunks)
     same = StoredTensor(packed.info, packed.place, replicas, packed.share)

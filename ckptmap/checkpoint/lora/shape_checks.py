@@ -1,4 +1,4 @@
-"""What an adapter must agree with its base on: shapes, dtypes, and which way a matrix is stored."""
+"""Check that a LoRA adapter fits its base: shapes, dtypes, and whether a matrix is transposed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ShapeChecks:
             )
 
     def is_flipped(self, low: LowRankUpdate) -> bool:
-        """Is the base's matrix stored [in, out], as GPT-2's Conv1D stores it?
+        """Return whether the base's matrix is stored [in, out], as GPT-2's Conv1D stores it.
 
         Its shape tells. A square matrix is as those of modules with the same last name, else as
         `fan_in_fan_out` says. That setting is one for all modules, and peft changes it with each
@@ -93,7 +93,7 @@ class ShapeChecks:
         return orders.pop()
 
     def _turned(self, low: LowRankUpdate) -> bool | None:
-        """Is the base's matrix the transpose of B @ A? None: it is square, or has neither shape."""
+        """Return whether the base's matrix is the transpose of B @ A; None if the shapes do not tell."""
         fqn = self.named(f"{low.module}.weight")
         shape = self.ckpt.group(fqn).info.shape if fqn in self.ckpt else ()
         made = (*low.b.shape[:1], *low.a.shape[1:])

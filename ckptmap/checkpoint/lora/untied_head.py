@@ -1,4 +1,4 @@
-"""A head that an adapter gives to a model whose output layer is its input embedding.
+"""The output layer (head) that an adapter adds to a model whose head is tied to its embedding.
 
     base: model.embed_tokens.weight, tied    adapter: lm_head (LoRA, or trained as a whole)
       -> lm_head.weight of its own beside the embedding, tie_word_embeddings false in config.json
@@ -65,7 +65,8 @@ def tied_in(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None = None)
 def may_be_tied(
     ckpt: Checkpoint, fqn: str, config_from: str | os.PathLike[str] | None = None
 ) -> bool:
-    """Could this embedding be tied to a head? The base has no head and no config.json that tells."""
+    """Return whether a head could be tied to this embedding: the base has no head, and no config.json
+    that tells."""
     return stem(fqn) in EMBEDDINGS and _is_headless(ckpt) and _config(ckpt, config_from) is None
 
 
@@ -74,7 +75,7 @@ def _is_headless(ckpt: Checkpoint) -> bool:
 
 
 def _is_of_words(lazy: LazyTensor, config: Mapping[str, object]) -> bool:
-    """Is it a matrix with a row a word?"""
+    """Return whether the tensor is a matrix with one row for each word of the vocabulary."""
     return len(lazy.shape) == 2 and lazy.shape[0] == _inner(config).get("vocab_size")
 
 
@@ -111,7 +112,7 @@ def _config(
 
 
 def _has_head(config: Mapping[str, object]) -> bool:
-    """Does the config give the model a head that is tied to its embedding?"""
+    """Return whether the config gives the model a head that is tied to its embedding."""
     said = config.get("architectures")
     names = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
     tied = config.get(TIED, _inner(config).get(TIED, True))
@@ -119,7 +120,7 @@ def _has_head(config: Mapping[str, object]) -> bool:
 
 
 def _names_head(name: str) -> bool:
-    """Does the class have a head of words? `GPT2LMHeadModel` does, `GPT2Model` does not."""
+    """Return whether the class has an output layer over words, as `GPT2LMHeadModel` has."""
     bare = name.endswith("Model") and not name.endswith(("LMHeadModel", "DoubleHeadsModel"))
     return not bare and not any(word in name for word in _HEADLESS)
 

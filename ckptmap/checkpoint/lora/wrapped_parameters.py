@@ -65,7 +65,7 @@ class WrappedParameters:
         return stacked, (rank * experts, columns), (rows, rank * experts)
 
     def _is_flipped(self, low: LowRankUpdate, shape: tuple[int, ...]) -> bool:
-        """Is the stack of experts stored [e, in, out]?
+        """Return whether the stack of experts is stored [e, in, out].
 
         A stack of square matrices is as the others of its module; without others, as those of all
         modules. Raises SourceError CKM322 where shapes do not tell.

@@ -136,13 +136,13 @@ def _digest(origin: str, wanted: Mapping[str, Entry]) -> str:
 
 
 def _has(target: Path, wanted: Mapping[str, Entry], one_file: bool) -> bool:
-    """Is it there already? A run may have been killed just after it published."""
+    """Return whether the destination is complete already. A run may have been killed just after it published."""
     files = {target if one_file else target / name: entry for name, entry in wanted.items()}
     return all(file.is_file() and entry.is_in(file) for file, entry in files.items())
 
 
 def _fetch(mirror: Mirror, wanted: Mapping[str, Entry], work: WorkDirectory) -> None:
-    """Each file where it will be published from; what an earlier run brought is kept."""
+    """Download each file to where it is published from; keep those of an earlier run."""
     coming = work.path / "coming"
     for name, entry in wanted.items():
         file = work.out_dir / (work.dst.name if work.one_file else name)
@@ -155,7 +155,7 @@ def _fetch(mirror: Mirror, wanted: Mapping[str, Entry], work: WorkDirectory) -> 
 
 
 def _prove(written: Path, ckpt: Checkpoint) -> None:
-    """What came opens, and holds the tensors that the headers on the Hub announced."""
+    """Check that the download opens, and holds the tensors that the headers on the Hub listed."""
     try:
         with named_as_asked(), open(written) as mine:
             same = {fqn: mine.group(fqn).info for fqn in mine} == {

@@ -72,7 +72,7 @@ class ScaleLevels:
     divides: bool
 
     def fitted(self, scales: torch.Tensor) -> Fitted:
-        """scales [m] f32 -> centre [] T, sizes [ceil(m/unit)] T."""
+        """Fit the levels: scales [m] f32 -> centre [] T, sizes [ceil(m/unit)] T."""
         centre = scales.median().to(self.dtype)
         sizes = _joined([self._sizes(part, centre) for part in self._parts(scales, centre)])
         coarse = int(sizes.argmin() if self.divides else sizes.argmax())
@@ -83,7 +83,7 @@ class ScaleLevels:
         return self._recovered(scales, unit) or (centre, sizes)
 
     def coded(self, scales: torch.Tensor, centre: torch.Tensor, sizes: torch.Tensor) -> ScaleCodes:
-        """scales [m] f32, sizes [ceil(m/unit)] T -> the codes [m] that decode nearest.
+        """Encode scales [m] f32, sizes [ceil(m/unit)] T -> the codes [m] that decode nearest.
 
         The outermost scale of a unit gets the outermost level, unless another level is exact.
         """
@@ -138,7 +138,7 @@ class ScaleLevels:
     # ------------------------------------------------------------------ units
 
     def _blocks(self, scales: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-        """[m] -> [ceil(m/unit), unit]; a short unit is padded with the centre."""
+        """Cut into units: [m] -> [ceil(m/unit), unit]; a short unit is padded with the centre."""
         import torch
 
         short = -scales.numel() % self.unit

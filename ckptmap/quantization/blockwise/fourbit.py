@@ -91,7 +91,7 @@ class FourBitQuantizer:
         return sum(b.numel() * b.element_size() for b in held)
 
     def run(self, values: torch.Tensor, absmax: torch.Tensor, packed: torch.Tensor) -> None:
-        """values [m] T -> absmax [ceil(m/block)] f32, packed [ceil(m/2)] u8.
+        """Quantize values [m] T -> absmax [ceil(m/block)] f32, packed [ceil(m/2)] u8.
 
         The last block may be short, in the last call only.
         """
@@ -138,7 +138,7 @@ class FourBitQuantizer:
 
 
 def pack(codes: torch.Tensor, spare: torch.Tensor, packed: torch.Tensor) -> None:
-    """codes [n] u8, each below 16 -> packed [n/2] u8, the first of two in the high nibble.
+    """Pack codes [n] u8, each below 16 -> packed [n/2] u8, the first of two in the high nibble.
 
     `spare` [n] i32 is overwritten.
     """
@@ -154,7 +154,7 @@ def pack(codes: torch.Tensor, spare: torch.Tensor, packed: torch.Tensor) -> None
 
 
 def pairs(values: torch.Tensor) -> torch.Tensor:
-    """values [16] f32 -> [256] i64, the two float32 values of each byte side by side."""
+    """Return a table of pairs: values [16] f32 -> [256] i64, the two float32 values of each byte side by side."""
     import torch
 
     byte = torch.arange(256, device=values.device)
@@ -170,7 +170,7 @@ class FourBitDequantizer:
         self._values = values.new_empty(numel)
 
     def run(self, packed: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
-        """packed [ceil(m/2)] u8, scale [ceil(m/block)] f32 -> values [m] f32, m even.
+        """Dequantize packed [ceil(m/2)] u8, scale [ceil(m/block)] f32 -> values [m] f32, m even.
 
         The values are valid until the next call.
         """
@@ -195,12 +195,12 @@ class ZeroBlocks:
     """
 
     def __init__(self, kind: str, step: int) -> None:
-        """`step` is the number of code bytes per block."""
+        """Prepare for blocks of `step` code bytes each."""
         self._zeros, self._step = ZERO_PAIR[kind], step
         self._found: list[torch.Tensor] = []
 
     def feed(self, offset: int, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """codes u8 from flat `offset` on, scales of the whole tensor -> codes to store.
+        """Clear blocks of zeros: codes u8 from flat `offset` on, scales of the whole tensor -> codes to store.
 
         In a block whose scale is 0 every code becomes the code of zero.
         """

@@ -52,7 +52,7 @@ def absmax_of(
 
 
 def quantize_rows(values: torch.Tensor, rule: RoundingRule) -> QuantizedBlocks:
-    """values [r, w] T, a block a row -> codes [r, w], scales [r]."""
+    """Quantize values [r, w] T, a block a row -> codes [r, w], scales [r]."""
     import torch
 
     rows, width = values.shape
@@ -106,7 +106,7 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
 def quantize_tiles(
     values: torch.Tensor, block: tuple[int, int], rule: RoundingRule
 ) -> QuantizedBlocks:
-    """values [r, w] T -> codes [r, w], scales [ceil(r/p), ceil(w/q)].
+    """Quantize values [r, w] T -> codes [r, w], scales [ceil(r/p), ceil(w/q)].
 
     The last tile of a dim may be short.
     """

@@ -28,7 +28,7 @@ class RoundingRule(Protocol):
     """The largest absolute value that a code stands for, as a multiple of the stored scale."""
 
     def scales(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """absmax [...] T -> (scale as stored, fp32 operand of `apply`), both [...]."""
+        """Return scales: absmax [...] T -> (scale as stored, fp32 operand of `apply`), both [...]."""
 
     def apply(self, values: torch.Tensor, operand: torch.Tensor) -> None:
         """Change fp32 values in place, so that a cast to `codes_dtype` gives the codes."""

@@ -39,7 +39,7 @@ def dynamic_map() -> torch.Tensor:
 
 
 def quantize(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """absmax [m] f32 -> q [m] u8, scale [ceil(m/256)] f32, offset, as bitsandbytes computes them."""
+    """Quantize absmax [m] f32 -> q [m] u8, scale [ceil(m/256)] f32, offset, as bitsandbytes computes them."""
     import torch
 
     offset = float(absmax.mean())
@@ -85,7 +85,7 @@ def dequantize(
     first: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """codes [m] u8 -> absmax [m] f32.
+    """Dequantize codes [m] u8 -> absmax [m] f32.
 
     The first code is number `first` within the first scale's block. Products are rounded to `dtype`
     before the offset is added.

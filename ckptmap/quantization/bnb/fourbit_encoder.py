@@ -74,7 +74,7 @@ def _scale_writes(
     needed: torch.Tensor,
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, float]],
 ) -> Iterator[Write]:
-    """absmax [blocks] f32 -> every part but the codes.
+    """Yield every part but the codes, from absmax [blocks] f32.
 
     `needed` is 0 where the sign of a scale does not matter; `quantize` is the double quantization to use.
     """
@@ -125,7 +125,7 @@ class FourBitEncoder:
         self.state_nbytes = 4 * self._absmax.numel() + self._quantizer.nbytes
 
     def feed(self, offset: int, values: torch.Tensor) -> Iterable[Write]:
-        """values [m] T -> codes u8 [ceil(m/2)]; `offset` is a multiple of the block, m too but at the end."""
+        """Encode values [m] T -> codes u8 [ceil(m/2)]; `offset` is a multiple of the block, m too but at the end."""
         import torch
 
         numel, first = values.numel(), offset // self.step

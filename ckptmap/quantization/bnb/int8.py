@@ -88,7 +88,7 @@ class BnbInt8(ScaledEncoding):
             out.copy_(values.transpose(0, 1))
 
     def grid(self, info: TensorInfo) -> CodeGrid | None:
-        """None where the codes lie across: a grid's are those of the weight as it is."""
+        """Return the grid of the codes; None where they lie across: a grid's are those of the weight as it is."""
         return None if self.transposed else super().grid(info)
 
     def refusal(self, info: TensorInfo) -> Refusal | None:

@@ -219,7 +219,7 @@ class Packing:
         return low, self.words(start + count) - low
 
     def unpacked(self, words: torch.Tensor, start: int, count: int) -> torch.Tensor:
-        """words i32 [r, n], the first of which holds code `start` -> codes i8 [r, count]."""
+        """Unpack words i32 [r, n], the first of which holds code `start` -> codes i8 [r, count]."""
         import torch
 
         if self.bits == 8:
@@ -243,7 +243,7 @@ class Packing:
 
 
 def packed_rows(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """codes i8 [m], whole rows of `width` -> words i32 [m / width * ceil(width / 4)]."""
+    """Pack codes i8 [m], whole rows of `width` -> words i32 [m / width * ceil(width / 4)]."""
     import torch
 
     turned = codes.view(torch.uint8) ^ 0x80

@@ -58,7 +58,7 @@ class Plain(ScaledEncoding):
         return f"{key}_{part}" if part else key
 
     def scale_shape(self, info: TensorInfo) -> tuple[int, ...]:
-        """One scale is stored as [1], where it was not found otherwise."""
+        """Return the stored shape of the scales: [1] for one scale, unless its file has another."""
         if self.block_of(info) != info.shape:
             return super().scale_shape(info)
         return (1,) if self.scale_stored is None else self.scale_stored

@@ -133,7 +133,7 @@ class NF4Quantizer:
         return sum(b.numel() * b.element_size() for b in buffers)
 
     def run(self, values: torch.Tensor, absmax: torch.Tensor, packed: torch.Tensor) -> None:
-        """values [m] T -> absmax [m/block] T, packed [m/2] u8, the first of two in the high nibble.
+        """Quantize values [m] T -> absmax [m/block] T, packed [m/2] u8, the first of two in the high nibble.
 
         m is a multiple of the block.
         """
@@ -239,7 +239,7 @@ def one_thread() -> Iterator[None]:
 def quantize_scalers(
     absmax: torch.Tensor, mean: torch.Tensor, scaler_block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """absmax [m] T -> scalers [m] i8, factor [m/scaler_block] T.
+    """Quantize absmax [m] T -> scalers [m] i8, factor [m/scaler_block] T.
 
     m is a multiple of the scaler block; any split at such a multiple gives the same bits.
     """
@@ -257,7 +257,7 @@ def quantize_scalers(
 def scales(
     scalers: torch.Tensor, factor: torch.Tensor, mean: torch.Tensor, scaler_block: int, first: int
 ) -> torch.Tensor:
-    """scalers [m] i8 -> the scale of each block [m] T.
+    """Dequantize scalers [m] i8 -> the scale of each block [m] T.
 
     The first scaler is number `first` within the first factor's scaler block.
     """
@@ -271,7 +271,7 @@ def scales(
 
 
 def pair_table(table: torch.Tensor) -> torch.Tensor:
-    """table [16] T -> [256] integers as wide as two T, the two values of each byte side by side."""
+    """Return a table of pairs: table [16] T -> [256] integers as wide as two T, the two values of each byte side by side."""
     import torch
 
     byte = torch.arange(256, device=table.device)
@@ -293,7 +293,7 @@ class NF4Dequantizer:
     def run(
         self, packed: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """packed [m/2] u8, scale [m/block] T -> values [m] T.
+        """Dequantize packed [m/2] u8, scale [m/block] T -> values [m] T.
 
         They are in `out` where it is given, which must begin at an even element; else they are valid
         until the next call.

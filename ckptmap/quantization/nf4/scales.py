@@ -34,7 +34,7 @@ CHUNK = 1 << 16
 
 
 def exact_scalers(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """scales [m] f32 -> scalers [m] i8, factor [m] f32, with `scaler / factor == scale` in float32.
+    """Return an exact quotient: scales [m] f32 -> scalers [m] i8, factor [m] f32, with `scaler / factor == scale` in float32.
 
     Raises RunError CKM309 where no such pair exists.
     """
