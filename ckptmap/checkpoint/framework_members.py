@@ -1,4 +1,4 @@
-"""A framework's directory of several checkpoints read as one Index.
+"""Read a framework's directory, which holds several checkpoints, as one checkpoint.
 
 The directory's files or folders, its members, are checkpoints of their own: weights, optimizer
 state, schedulers. The container that claims a member reads it; its leaves then go below `model`,

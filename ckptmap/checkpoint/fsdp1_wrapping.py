@@ -1,4 +1,4 @@
-"""The modules that FSDP1 wraps in a model, taken from another checkpoint of it (`--like`).
+"""Read from another checkpoint of a model (`--like`) which of its modules FSDP1 wraps.
 
 The target `fsdp1-local`, and raw optimizer state beside weights that do not tell, need them. A
 LOCAL_STATE_DICT names them by their flat parameters, `layers.0._flat_param`; rank files of the other

@@ -1,4 +1,4 @@
-"""Leaves outside the weights: each is a tensor that is read later, a plain value, or refused.
+"""Read the leaves that are no weights: each is a lazy tensor, a plain value, or refused.
 
 A `LeafReader` has no reference to the Checkpoint that it is made for. Without a cycle, a checkpoint
 that nobody refers to is freed at once and its open files with it; Python's collector would find a

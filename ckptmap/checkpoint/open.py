@@ -1,8 +1,8 @@
-"""open(): any checkpoint as a mapping of plain FQN -> LazyTensor, from headers alone.
+"""open(): present any checkpoint as a mapping of plain FQN -> LazyTensor, from headers alone.
 
     path -> container -> index -> layouts join ranks -> roles -> schemes group parts -> plain names
 
-Every room is visited once and named by protocol only.
+No format is named here: the registry finds the container, the layouts and the schemes.
 """
 
 from __future__ import annotations

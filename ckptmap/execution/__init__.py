@@ -1,1 +1,1 @@
-"""A plan is carried out: bytes are copied, compared and encoded, files are sealed."""
+"""Carry out a plan: copy, compare and encode bytes, then write headers and the manifest."""

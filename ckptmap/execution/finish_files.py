@@ -1,4 +1,4 @@
-"""The end of a run: headers, indexes and the manifest are written, and files get their final length."""
+"""Finish the output files of a run: write headers, indexes and the manifest, set final lengths."""
 
 from __future__ import annotations
 

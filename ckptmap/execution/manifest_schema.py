@@ -1,4 +1,4 @@
-"""The check of a manifest that is read: types, ranges and names of every entry.
+"""Check a manifest when it is read: types, ranges and names of every entry.
 
 A manifest is a file like any other, and may have been cut, edited or made by somebody else; nothing
 in it is used before this check has passed.

@@ -1,4 +1,4 @@
-"""The files of one model, of several that accelerate has prepared and saved together.
+"""Find the files of one model where accelerate has saved several models together.
 
     accelerator.prepare(m1, m2, o1, o2)  ->  (0, m1, 0, o1), (1, m2, 1, o2)
     out/model.safetensors, optimizer.bin           number 0

@@ -1,1 +1,1 @@
-"""Optimizer state: key forms (one file each), the order behind an index, what a plan carries."""
+"""Optimizer state: read under the keys that a file uses, and keyed by parameter name."""

@@ -1,4 +1,4 @@
-"""Groups of an optimizer matched to the model's parameters by order and shape, if one way fits.
+"""Match the parameters of an optimizer's groups to those of the model, by order and shape.
 
 groups [[A, C], [B]], sequence A B C  ->  group 0 takes places 0 and 2, group 1 place 1
 """
@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 MAX_STATES = 2000
-"""Readings followed at once; real models have one or two. More mean that shapes tell nothing."""
+"""Ways to match that are followed at once; real models have one or two. More mean that shapes tell nothing."""
 
 SORTED_TOO = "the shapes allow the model's order, and that of sorted names (10 before 2)"
 DO_NOT_FIT = "the shapes do not fit its order"

@@ -1,4 +1,4 @@
-"""Parameter groups made anew for a target that groups otherwise; hyper-parameters go along."""
+"""Regroup the optimizer's parameters for a target that groups them in another way."""
 
 from __future__ import annotations
 

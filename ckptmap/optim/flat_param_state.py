@@ -1,4 +1,4 @@
-"""Optimizer state in the form that FSDP1 can hold: cut as its flat parameters are.
+"""Bring optimizer state into the form that FSDP1 can hold: cut as its flat parameters are.
 
 With `use_orig_params=False` a flat parameter is the optimizer's one parameter: one step count for
 all that lies in it, and one set of hyper-parameters.

@@ -1,4 +1,4 @@
-"""What an index of FSDP1's raw optimizer state can mean: a flat parameter, or one parameter.
+"""The possible meanings of an index in FSDP1's optimizer state: a flat parameter, or a single one.
 
 A flat parameter's tensors lie in it as the model's dict lists them: given by the weights where they
 were flat themselves (`InUnit`), else by the modules that FSDP1 wraps, which a raw dict still lists.

@@ -1,4 +1,4 @@
-"""Raw `optimizer.state_dict()` of FSDP1, one file a rank: state is cut as flat parameters are.
+"""Read what `optimizer.state_dict()` returns under FSDP1: flat shards of state, one file a rank.
 
     use_orig_params=False   {0: {exp_avg: [ceil(numel / N)]}}   an index a FlatParameter, padded
     use_orig_params=True    {0: {exp_avg: [n]}, 3: ...}         an index a parameter, its slice of

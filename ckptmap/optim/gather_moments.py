@@ -1,4 +1,4 @@
-"""Codes and scales of quantized moments put together to one Group, before keys are read.
+"""Group the codes and the scales of each quantized moment, before the keys of the state are read.
 
 state.W.exp_avg.codes, .scale, .qmap and their record  ->  state.W.exp_avg, a Group
 """

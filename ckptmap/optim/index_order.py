@@ -1,4 +1,4 @@
-"""The parameter that an index means, in files that key optimizer state by index.
+"""Find the parameter that an index means, in files that key optimizer state by index.
 
 The first of these sources that can tell is used: an order given by the user; `param_names` in the
 groups; the order of the weights, if it is that of the saved dict; a transformers class built from

@@ -1,4 +1,4 @@
-"""Moments of low-bit optimizers: codes of 8 or 4 bits, one scale a block, a table of values.
+"""Encodings of optimizer moments in 8 or 4 bits: codes, one scale a block, a table of values.
 
     exp_avg [shape] -> codes, scale f32 [n/block], qmap f32 [256]      value = qmap[code] * scale
 
@@ -232,7 +232,7 @@ def joined(cells: Sequence[LowBitCell], shape: Sequence[int], block: int) -> tup
     return ()
 
 
-# ------------------------------------------------------------------------------- as found
+# ------------------------------------------------------------------------------- as read
 
 
 class LowBitScheme:

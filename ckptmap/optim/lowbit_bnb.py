@@ -1,4 +1,4 @@
-"""bitsandbytes' blockwise 8-bit optimizer state: three tensors that are one moment.
+"""Read bitsandbytes' blockwise 8-bit optimizer state, where three tensors are one moment.
 
     state1 u8 [shape], absmax1 f32 [ceil(n/256)], qmap1 f32 [256]  ->  exp_avg
     state2, absmax2, qmap2                                         ->  exp_avg_sq

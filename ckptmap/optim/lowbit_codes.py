@@ -1,4 +1,4 @@
-"""The arithmetic of low-bit moments: values to codes as torchao makes them, and codes to values.
+"""Quantize moments of an optimizer to 8 or 4 bits as torchao does, and compute values from codes.
 
     m [n] f32 -> scale [n/block], codes [n] u8, or [n/2] with the first of two in the high nibble
     m'[i] = qmap[code[i]] * scale[i / block]

@@ -1,4 +1,4 @@
-"""torchao's optimizer states: OptimState8bit, OptimState4bit, OptimStateFp8, whole or cut.
+"""Read torchao's optimizer states: OptimState8bit, OptimState4bit, OptimStateFp8, whole or cut.
 
 A pickled one is never built: its attributes are taken as the parts. The class moved between
 releases (`torchao.prototype.low_bit_optim.subclass_*` up to 0.9, `torchao.optim.subclass_*` since

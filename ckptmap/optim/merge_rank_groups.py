@@ -1,5 +1,4 @@
-"""Parameter groups that differ from rank to rank, merged: as a pipeline stage's optimizer has
-only its own parameters.
+"""Merge parameter groups that differ between ranks: a pipeline stage has only its own parameters.
 
 rank 0 [{"lr": 0.1, "params": ["a"]}], rank 1 [{"lr": 0.1, "params": ["b"]}]
     -> [{"lr": 0.1, "params": ["a", "b"]}]

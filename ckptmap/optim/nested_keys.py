@@ -1,4 +1,4 @@
-"""Nested optimizer state, read and written alike for keys that are indices and keys that are FQNs.
+"""Read and write optimizer state as nested dicts, whether its keys are indices or FQNs.
 
 {"state": {key: {name: t}}, "param_groups": [{"params": [key, ...], "lr": 0.1}, ...]}
 """

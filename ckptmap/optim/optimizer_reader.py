@@ -1,4 +1,4 @@
-"""Optimizer state of one checkpoint: read as the file keys it, then keyed by plain FQN.
+"""Read the optimizer state of one checkpoint as the file keys it, then key it by plain FQN.
 
 The names behind indices are looked up when first asked for. A transformers class, which needs torch,
 is built only when the state itself is asked for: `inspect` runs without torch.

@@ -1,4 +1,4 @@
-"""The part of the optimizer state that goes along with the weights of a plan."""
+"""Select the optimizer state that belongs to the weights of a plan."""
 
 from __future__ import annotations
 

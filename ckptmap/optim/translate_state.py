@@ -1,4 +1,4 @@
-"""Optimizer state under the names of another naming scheme: moments follow their weights.
+"""Rename optimizer state together with its weights, from one naming scheme to another.
 
 A moment has the shape of its weight and is split, fused and permuted with it. A step count goes
 to every tensor made of its weight; tensors that are put together must have the same one.

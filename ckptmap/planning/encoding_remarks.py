@@ -1,4 +1,4 @@
-"""What the user is told of encodings: weights that stay as they are, and patterns that match nothing."""
+"""Notes for the user about encodings: weights that stay as they are, and patterns without a match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metadata of quantized tensors that cannot be decoded here, and move as bytes.
+"""Carry the metadata of quantized tensors that cannot be decoded here, and are copied as bytes.
 
 torchao's safetensors files describe each flattened tensor in their header. A tensor of a class that
 no scheme here decodes keeps its entry, since nobody could read its parts without it.

@@ -1,4 +1,4 @@
-"""Which leaves of the source go into the output: weights, other tensors, plain values, optimizer state.
+"""Select the leaves of the source that go into the output: weights, other tensors, plain values, optimizer state.
 
 A leaf that does not go along is tied to a weight that does, dropped with a reason, or unresolved.
 """

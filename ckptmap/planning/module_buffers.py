@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are parameters and which are buffers, as far as the checkpoint shows.
+"""Tell parameters from buffers among the tensors of a checkpoint, as far as the checkpoint shows.
 
 No format says so: a state dict holds both alike. It matters because FSDP cuts every parameter and no
 buffer, and an optimizer lists parameters alone, though not all of them where some are frozen.

@@ -1,4 +1,4 @@
-"""Under which names and paths the output holds what was selected.
+"""Decide the names and paths under which the output holds the selected tensors and values.
 
 A path is the way through the nested state dict: ("model", "layers.0.weight"). The options --wrap and
 --names-like decide the name of a weight, --root the dict that holds the weights.

@@ -1,4 +1,4 @@
-"""How the output is cut over ranks: the world size, and the chunks of each tensor.
+"""Decide how the output is cut over ranks: the world size, and the chunks of each tensor.
 
 The setup names a layout (whole tensors, `Shard(0)`, flat parameters of FSDP1). With --mesh or
 --tp-plan the chunks are those of DTensors on a device mesh.

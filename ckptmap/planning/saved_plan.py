@@ -1,4 +1,4 @@
-"""A plan made again: from the file that `Plan.save` wrote, or with exact scales for some tensors.
+"""Make a plan again: from the file that `Plan.save` wrote, or with exact scales for some tensors.
 
 A saved plan is not executed as it stands: it is planned again from its options, and the result must
 be what the file says.

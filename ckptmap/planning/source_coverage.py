@@ -1,4 +1,4 @@
-"""Proof, from headers alone, that the source holds every byte of the tensors that are converted.
+"""Prove, from headers alone, that the source holds every byte of the tensors that are converted.
 
 The chunks of a tensor tile it exactly once, and each lies inside its file. What several ranks hold
 alike is returned as comparisons, which the run makes while it reads.

@@ -1,4 +1,4 @@
-"""Every selected tensor put into one `TensorLayout`: weights, then optimizer state, then others."""
+"""Collect every selected tensor in one `TensorLayout`: weights, then optimizer state, then others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A range of flat elements of a tensor as boxes, as FSDP1 cuts its flat parameters.
+"""Describe a range of flat elements of a tensor as boxes: FSDP1 cuts flat parameters into ranges.
 
 Elements [start, stop) of a matrix that do not begin and end on rows are up to three boxes: the end
 of the first row, whole rows, and the start of the last row.

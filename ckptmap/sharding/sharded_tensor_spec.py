@@ -1,4 +1,4 @@
-"""A pickled ShardedTensor, read without torch: its shape, and the shards that this rank holds.
+"""Read a pickled ShardedTensor without torch: its shape, and the shards that this rank holds.
 
 torch/distributed/_shard/sharded_tensor/api.py `ShardedTensor.__getstate__`:
 (local_shards, metadata, ProcessGroupState, sharding_spec, init_rrefs). FSDP1 writes it for

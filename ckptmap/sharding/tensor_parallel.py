@@ -1,4 +1,4 @@
-"""Plain tensors that tensor parallelism cut, one part a rank, joined to the whole tensor.
+"""Join plain tensors that tensor parallelism cut, one part a rank, to the whole tensor.
 
     N x [rows / N, cols], along 0               -> [rows, cols]
     N x [gate / N; up / N], along 0, 2 sections -> [gate; up]

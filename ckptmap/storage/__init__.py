@@ -1,1 +1,1 @@
-"""Files: opened, locked, written, journaled and published."""
+"""Read, write, lock, journal and publish files, on the local disk or on the Hugging Face Hub."""

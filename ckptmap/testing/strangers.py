@@ -1,4 +1,4 @@
-"""Paths that are nobody's checkpoint: an adapter that claims one would take it from its owner."""
+"""Paths that belong to no adapter: one that claims them would take other formats' checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The common ground of the checks of a format: a source checkpoint, its plan, and its conversion."""
+"""What all checks of a format share: a source checkpoint, its plan, and its conversion."""
 
 from __future__ import annotations
 

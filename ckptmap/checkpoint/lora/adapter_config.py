@@ -1,4 +1,4 @@
-"""adapter_config.json as peft writes it: the ranks and scales by which an adapter is merged.
+"""Read the adapter_config.json that peft writes: ranks and scales by which an adapter is merged.
 
 Defaults and formulas are those of peft's LoraConfig, 0.21. A setting that changes what an adapter
 adds to its base, in a way that is not a product of two matrices, is refused by name.

@@ -1,4 +1,4 @@
-"""A LoRA adapter merged into its base checkpoint: W + scale * B @ A, computed when W is read.
+"""Merge a LoRA adapter into its base checkpoint: W + scale * B @ A, computed when W is read.
 
     Checkpoint (base), Adapter  --names matched, shapes proven-->  Checkpoint
 

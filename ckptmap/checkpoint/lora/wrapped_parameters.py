@@ -1,4 +1,4 @@
-"""The base parameter that a low-rank update belongs to, where peft has wrapped parameters.
+"""Find the base parameter that a low-rank update changes, where peft wrapped single parameters.
 
     mlp.experts.base_layer.lora_A [e r, h], lora_B [2 i, e r]  ->  mlp.experts.gate_up_proj [e, 2 i, h]
     mlp.experts.lora_A            [e r, i], lora_B [h, e r]    ->  mlp.experts.down_proj    [e, h, i]

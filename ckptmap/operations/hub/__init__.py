@@ -1,1 +1,1 @@
-"""Publishing to the Hugging Face Hub, and fetching from it as it is."""
+"""Publish checkpoints on the Hugging Face Hub, and fetch them from it unchanged."""
