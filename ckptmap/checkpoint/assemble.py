@@ -8,7 +8,7 @@ from operator import is_not
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.framework_members import left_behind
+from ckptmap.checkpoint.framework_members import unread_note
 from ckptmap.checkpoint.group_parts import RefusedLeaf, encoding_notes, group_parts, string_records
 from ckptmap.checkpoint.leaf_reader import LeafReader
 from ckptmap.checkpoint.logical_tensors import LogicalTensors
@@ -19,7 +19,7 @@ from ckptmap.optim.index_order import Weight
 from ckptmap.optim.optimizer_reader import Model, OptimizerReader
 from ckptmap.optim.state import key_forms
 from ckptmap.protocols import Group, Index
-from ckptmap.quantization.unsupported_schemes import naked_note
+from ckptmap.quantization.unsupported_schemes import missing_scales_note
 from ckptmap.storage.files import Files
 from ckptmap.tensors import StoredTensor, TensorInfo
 
@@ -52,9 +52,9 @@ def assemble(
     reader = OptimizerReader(
         moments, key_forms(), read.optimizer, model, path, index.sidecar_dir
     )  # fmt: skip
-    notes = [*index.notes, *left_behind(index.unread_files)]
+    notes = [*index.notes, *unread_note(index.unread_files)]
     notes += encoding_notes(groups.encoded())
-    notes += naked_note(groups.infos())
+    notes += missing_scales_note(groups.infos())
     if reader.form is None and reader.why:
         notes.append(f"optimizer state cannot be read: {reader.why}")
     other = {

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.module_extra_state import plainly, state_at
+from ckptmap.checkpoint.module_extra_state import plain_paths, state_at
 from ckptmap.core.state_paths import TENSOR, join, unequal
 from ckptmap.optim.state import GROUPS, NAMES, PARAMS
 from ckptmap.storage.lazy_tensor import LazyTensor
@@ -28,7 +28,7 @@ def unequal_values(a: Checkpoint, b: Checkpoint) -> tuple[int, dict[str, tuple[o
     The description of the run itself is not compared.
     """
     count, differences = 0, {}
-    mine, theirs, _ = beside_pair(a, b)
+    mine, theirs, _ = extra_value_pair(a, b)
     kept = [{path: held[path] for path in held if path[0] != RECORD} for held in (mine, theirs)]
     for mine, theirs, depth in ((kept[0], kept[1], 1), *optimizer_pairs(a, b)):
         agree, differ = unequal(mine, theirs, depth)
@@ -41,21 +41,21 @@ Pair: TypeAlias = tuple[dict[Path, object], dict[Path, object], int]
 """Values by path of two checkpoints, and how many segments name an entry."""
 
 
-def beside_pair(a: Checkpoint, b: Checkpoint, dropped: Container[str] = ()) -> Pair:
+def extra_value_pair(a: Checkpoint, b: Checkpoint, dropped: Container[str] = ()) -> Pair:
     """Return the values of both that are neither weights nor optimizer state.
 
     Extra state of modules goes by plain key. What was dropped from the first is left out.
     """
-    mine, theirs = matched(a, b)
+    mine, theirs = match_extra_state(a, b)
     return _kept(a, mine, dropped), _kept(b, theirs), 1
 
 
-def matched(a: Checkpoint, b: Checkpoint) -> tuple[dict[Path, Path], dict[Path, Path]]:
+def match_extra_state(a: Checkpoint, b: Checkpoint) -> tuple[dict[Path, Path], dict[Path, Path]]:
     """Return the extra state of modules of both: stored path -> the path to compare it under.
 
     That is the plain key; where both checkpoints have the dict at the same place, paths stay.
     """
-    one, two = (plainly({**c.plain, **c.other}, c.roles.model_root) for c in (a, b))
+    one, two = (plain_paths({**c.plain, **c.other}, c.roles.model_root) for c in (a, b))
     heads = [{path[: _key_at(path)] for path in {**c.plain, **c.other}} for c in (a, b)]
     shared = heads[0] & heads[1]
     mine, theirs = (
@@ -65,9 +65,9 @@ def matched(a: Checkpoint, b: Checkpoint) -> tuple[dict[Path, Path], dict[Path, 
     return mine, theirs
 
 
-def named_beside(a: Checkpoint, b: Checkpoint) -> dict[str, str]:
+def matched_extra_tensors(a: Checkpoint, b: Checkpoint) -> dict[str, str]:
     """Return the names of a's tensors beside the weights -> the names of the same tensors in b."""
-    mine, theirs = matched(a, b)
+    mine, theirs = match_extra_state(a, b)
     there = {theirs.get(path, path): lazy.fqn for path, lazy in b.other.items()}
     ours = {lazy.fqn: mine.get(path, path) for path, lazy in a.other.items()}
     return {fqn: there[path] for fqn, path in ours.items() if path in there}

@@ -95,7 +95,7 @@ def merged(directory: Directory, place: Place) -> Index:
     )
 
 
-def left_behind(left: Sequence[str]) -> list[str]:
+def unread_note(left: Sequence[str]) -> list[str]:
     """Return a note that names files and values that go nowhere; none if there are none."""
     return [f"left behind: {', '.join(left)}"] if left else []
 

@@ -60,7 +60,8 @@ def as_live(value: object) -> object:
     return made
 
 
-def noted(values: Mapping[Path, object]) -> list[str]:
+def buffer_notes(values: Mapping[Path, object]) -> list[str]:
+    """Return a note for the user if some values are io.BytesIO, which torch.load refuses by default."""
     buffers = [".".join(map(str, path)) for path, v in values.items() if isinstance(v, Instance)]
     if not buffers:
         return []
@@ -94,10 +95,10 @@ class States:
         return ("extra", int(path[0]) if isinstance(path[0], ListIndex) else path[0], *path[1:])
 
 
-NONE = States({}, {})
+NO_STATES = States({}, {})
 
 
-def found_in(paths: Collection[Path], root: Path) -> tuple[dict[Path, int], dict[str, str]]:
+def extra_state_keys(paths: Collection[Path], root: Path) -> tuple[dict[Path, int], dict[str, str]]:
     """Return the paths of extra state with the index of their key, and the plain name of each key.
 
     It lies in the dict of the model at `root`, or where `ckptmap.save` keeps it. What another
@@ -115,11 +116,11 @@ def found_in(paths: Collection[Path], root: Path) -> tuple[dict[Path, int], dict
     return key_at, strip_wrappers(taken, "state dict") if taken else {}
 
 
-def plainly(paths: Collection[Path], root: Path) -> dict[Path, Path]:
+def plain_paths(paths: Collection[Path], root: Path) -> dict[Path, Path]:
     """Return the paths of extra state -> the paths by plain key, the same however the model was
     wrapped. Empty where two keys differ in wrappers only."""
     try:
-        key_at, plain = found_in(paths, root)
+        key_at, plain = extra_state_keys(paths, root)
     except CkptmapError:
         return {}
     return {path: (plain[str(path[at])], *path[at + 1 :]) for path, at in key_at.items()}
@@ -131,7 +132,7 @@ def states_of(paths: Collection[Path], root: Path, names: Mapping[str, str], pre
     `names` are those of the weights, plain -> in the output; `prefix` stands before the key of a
     module that has no weight.
     """
-    key_at, plain = found_in(paths, root)
+    key_at, plain = extra_state_keys(paths, root)
     return States(key_at, {key: _output_key(fqn, names, prefix) for key, fqn in plain.items()})
 
 

@@ -38,7 +38,7 @@ from ckptmap.sharding.reference_model import (
     unflatteners,
 )
 from ckptmap.storage.files import Files
-from ckptmap.storage.hub.resolve import locate, named_as_asked
+from ckptmap.storage.hub.resolve import errors_by_given_path, locate
 from ckptmap.storage.source_changes import fingerprints
 from ckptmap.tensors import Leaf, Opaque, PerRank, StoredTensor
 
@@ -64,7 +64,7 @@ def open(
     """
     located = locate(path)
     like = None if like is None else locate(like).path
-    with named_as_asked(), paused_gc():
+    with errors_by_given_path(), paused_gc():
         place, notes = find(look(located.path), registry.knows)
         known = partial(read_like, like) if like is not None else _own(place)
         index = index_of(place)

@@ -52,7 +52,7 @@ def is_tensor(leaf: Leaf) -> bool:
     return isinstance(leaf, _TENSORS) or (isinstance(leaf, Opaque) and bool(leaf.info))
 
 
-def is_spoken_for(name: str) -> bool:
+def is_reserved_name(name: str) -> bool:
     """Return whether our own outputs keep no weights in a dict of this name."""
     return name == EXTRA_KEY or name in OPTIMIZER_KEYS
 

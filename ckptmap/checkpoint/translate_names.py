@@ -30,7 +30,7 @@ from ckptmap.mapping.resolve import MappedTensor, Resolution
 from ckptmap.mapping.scheme_to_scheme import translate
 from ckptmap.optim.translate_state import translate_state
 from ckptmap.protocols import Group
-from ckptmap.quantization.unsupported_schemes import RESTORE, naked_payloads
+from ckptmap.quantization.unsupported_schemes import RESTORE, payloads_without_scales
 from ckptmap.tensors import StoredTensor
 
 
@@ -141,7 +141,7 @@ def translated_as(ckpt: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
     return _applied(ckpt, SchemeChoice(source, target), record["config"], record["left"])
 
 
-def named_alike(
+def translated_like_output(
     ckpt: Checkpoint, record: Mapping[str, object], weights: Iterable[str]
 ) -> Checkpoint:
     """Return `ckpt` translated as an output was.
@@ -157,7 +157,7 @@ def named_alike(
         return ckpt
 
 
-def tied_away(
+def left_out_as_tied(
     ckpt: Checkpoint, record: Mapping[str, Any] | None, known: Collection[str]
 ) -> set[str]:
     """Return the keys of `ckpt` that the schemes of a translation tie to one of the `known` keys and
@@ -187,7 +187,9 @@ def _applied(
     try:
         resolution = translate(infos, choice.source, choice.target, config, left=left)
     except PlanError as error:
-        if error.code == "CKM606" and naked_payloads(infos):  # its shape is that of packed codes
+        if error.code == "CKM606" and payloads_without_scales(
+            infos
+        ):  # its shape is that of packed codes
             error.hint = RESTORE + error.hint
         raise
     if not resolution.made and infos:

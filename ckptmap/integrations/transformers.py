@@ -137,7 +137,7 @@ class _TrainerLoader:
         args = self._trainer.args
         checkpoint, _ = peft.open_base_or_adapter(self._path, self._trainer.model, True)
         with checkpoint:
-            known, step = _told(checkpoint.extra)
+            known, step = _saved_state(checkpoint.extra)
         if step is None:
             raise LoadError(
                 "CKM517",
@@ -303,11 +303,11 @@ def resumed(
             other = [*other, "the checkpoint has no scheduler: its schedule begins anew"]
             scheduler = None
         report = load(checkpoint, model, optimizer, scheduler, **options)
-        _, step = _told(checkpoint.extra)
+        _, step = _saved_state(checkpoint.extra)
     return replace(report, names=named.names, inexact=(*report.inexact, *other)), step
 
 
-def _told(extra: Mapping[str, object]) -> tuple[dict[str, object], int | None]:
+def _saved_state(extra: Mapping[str, object]) -> tuple[dict[str, object], int | None]:
     """Return (Trainer's own state, the step) of a checkpoint, each where it has one."""
     state = extra.get("trainer_state")
     known = dict(state) if isinstance(state, Mapping) else {}

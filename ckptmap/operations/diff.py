@@ -9,7 +9,7 @@ from itertools import islice
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import difference, same_parts
-from ckptmap.checkpoint.compare_values import matched, unequal_values
+from ckptmap.checkpoint.compare_values import match_extra_state, unequal_values
 from ckptmap.checkpoint.open import open
 from ckptmap.core.formatting import counted
 from ckptmap.core.state_paths import join
@@ -97,7 +97,7 @@ def diff(
     """
     one, two = (x if isinstance(x, Checkpoint) else open(x) for x in (a, b))
     mine, theirs = _tensors(one), _tensors(two)
-    beside, others = map(_beside, (one, two), matched(one, two))
+    beside, others = map(_beside, (one, two), match_extra_state(one, two))
     both_hold = beside.keys() & others.keys()
     mine.update({name: lazy for name, lazy in beside.items() if name in both_hold})
     theirs.update({name: lazy for name, lazy in others.items() if name in both_hold})

@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import difference, holds, same_bytes, same_parts, worst
-from ckptmap.checkpoint.compare_values import beside_pair, named_beside, optimizer_pairs
+from ckptmap.checkpoint.compare_values import (
+    extra_value_pair,
+    matched_extra_tensors,
+    optimizer_pairs,
+)
 from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
 from ckptmap.checkpoint.open import open
-from ckptmap.checkpoint.translate_names import named_alike, tied_away
+from ckptmap.checkpoint.translate_names import left_out_as_tied, translated_like_output
 from ckptmap.core.formatting import counted
 from ckptmap.core.state_paths import differing, role_and_fqn
 from ckptmap.errors import AnswerNo, CkptmapError, SourceError
@@ -205,7 +209,7 @@ def _against(
     errors: dict[str, float] = {}
     if document.get("merged") is not None and source.merged is None:
         return ["an adapter was merged into it: give that, too, with --adapter"], {}
-    beside = named_beside(source, ckpt)
+    beside = matched_extra_tensors(source, ckpt)
     weights = [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
     for name, entry in document["logical"].items():
         role, fqn = role_and_fqn(name)
@@ -224,14 +228,14 @@ def _against(
                 wrong = str(error)
             problems += [f"{name}: {wrong}"] if wrong else []
     known = {*weights, *document["dropped"], *document["tied"]}
-    known |= tied_away(source, document.get("names"), known)
+    known |= left_out_as_tied(source, document.get("names"), known)
     problems += [f"{fqn}: is in {source.path} only" for fqn in source if fqn not in known]
     return problems, errors
 
 
 def _plain_problems(ckpt: Checkpoint, source: Checkpoint, dropped: Container[str]) -> Iterator[str]:
     """Yield differences of plain values: beside the weights, and settings of the optimizer."""
-    theirs, mine, depth = beside_pair(source, ckpt, dropped)
+    theirs, mine, depth = extra_value_pair(source, ckpt, dropped)
     yield from differing(mine, theirs, depth)
     for theirs, mine, depth in optimizer_pairs(source, ckpt) if ckpt.optimizer_groups else ():
         yield from differing(mine, theirs, depth)
@@ -244,7 +248,7 @@ def _named_as(ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any])
     if document.get("names") is None:
         return source
     weights = [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
-    return named_alike(source, document["names"], weights)
+    return translated_like_output(source, document["names"], weights)
 
 
 def _stored_otherwise(name: str, source: LazyTensor, mine: LazyTensor) -> Iterator[str]:

@@ -22,7 +22,9 @@ _APART = (
 )
 
 
-def by_unit(optimizer: Optimizer, unit_of: UnitOf, weights: Mapping[str, LazyTensor]) -> Optimizer:
+def flatten_by_unit(
+    optimizer: Optimizer, unit_of: UnitOf, weights: Mapping[str, LazyTensor]
+) -> Optimizer:
     """Return the state with one step count a flat parameter; the others must equal it (`same`).
 
     Raises PlanError CKM504 where FSDP1 cannot hold state of such a shape, or parameters of one unit

@@ -29,7 +29,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 MODEL_ORDER = "the order of the saved model dict"
-"""The source of an order that `from_model` found, as reports name it."""
+"""The source of an order of `from_model`, as reports name it."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _LARGEST_FP8 = 448.0
 _ULPS = 128
 """Units in the last place around the middle of two values in which a threshold is searched."""
 
-_counters: dict[tuple[bytes, str], FineBucketizer] = {}
+_bucketizers: dict[tuple[bytes, str], FineBucketizer] = {}
 
 
 # ------------------------------------------------------------------------------- encoding
@@ -44,8 +44,8 @@ def encode(
     `codes` are u8, two to a byte if `qmap` has 16 values; float8 without a `qmap`. Return False,
     with nothing written, where the table is not ascending and so has no thresholds.
     """
-    counter = None if qmap is None else _counter(qmap)
-    if qmap is not None and counter is None:
+    bucketizer = None if qmap is None else _bucketizer(qmap)
+    if qmap is not None and bucketizer is None:
         return False
     flat, out = values.reshape(-1), codes.view(-1)
     packed = _packed(qmap)
@@ -54,14 +54,14 @@ def encode(
         part = flat.narrow(0, start, min(step, flat.numel() - start))
         peaks = scale.narrow(0, start // block, part.numel() // block)
         place = out.narrow(0, start // packed, part.numel() // packed)
-        _encode(part, block, counter, place, peaks)
+        _encode(part, block, bucketizer, place, peaks)
     return True
 
 
 def _encode(
     values: torch.Tensor,
     block: int,
-    counter: FineBucketizer | None,
+    bucketizer: FineBucketizer | None,
     codes: torch.Tensor,
     scale: torch.Tensor,
 ) -> None:
@@ -69,15 +69,15 @@ def _encode(
 
     blocks = values.view(-1, block)
     scale.copy_(blocks.abs().amax(1).clamp_(min=LEAST))
-    if counter is None:
+    if bucketizer is None:
         codes.copy_(torch.div(blocks, scale.div_(_LARGEST_FP8).unsqueeze(1)).view(-1))
         return
     quotient = torch.div(blocks, scale.unsqueeze(1)).view(-1)
-    both = codes.numel() < values.numel()
-    one_each = codes.new_empty(values.numel()) if both else codes
-    counter.bucketize(quotient, torch.empty_like(quotient), one_each)
-    if both:
-        torch.bitwise_or(one_each[::2] << 4, one_each[1::2], out=codes)
+    packs_two = codes.numel() < values.numel()
+    unpacked = codes.new_empty(values.numel()) if packs_two else codes
+    bucketizer.bucketize(quotient, torch.empty_like(quotient), unpacked)
+    if packs_two:
+        torch.bitwise_or(unpacked[::2] << 4, unpacked[1::2], out=codes)
 
 
 def _packed(qmap: torch.Tensor | None) -> int:
@@ -85,13 +85,13 @@ def _packed(qmap: torch.Tensor | None) -> int:
     return 2 if qmap is not None and qmap.numel() == 16 else 1
 
 
-def _counter(qmap: torch.Tensor) -> FineBucketizer | None:
+def _bucketizer(qmap: torch.Tensor) -> FineBucketizer | None:
     key = qmap.cpu().numpy().tobytes(), str(qmap.device)
-    bucketizer = _counters.get(key)
+    bucketizer = _bucketizers.get(key)
     if bucketizer is None:
         limits = thresholds(qmap.cpu())
         if limits is not None:
-            bucketizer = _counters[key] = FineBucketizer(limits.to(qmap.device))
+            bucketizer = _bucketizers[key] = FineBucketizer(limits.to(qmap.device))
     return bucketizer
 
 

@@ -47,7 +47,8 @@ def contradiction(leaves: Mapping[Path, Leaf]) -> str:
     """Return why groups that differ from rank to rank are not one optimizer's; "": none differ."""
     if any(path[0] == GROUPS and isinstance(leaf, PerRank) for path, leaf in leaves.items()):
         return (
-            "its ranks have param_groups of their own, by numbers, or set one parameter otherwise"
+            "its ranks have different param_groups that are keyed by index, or that set other"
+            " hyper-parameters for one parameter"
         )
     return ""
 
@@ -73,9 +74,10 @@ def _united(leaf: PerRank) -> list[_United] | None:
 def _each(leaf: PerRank) -> Iterator[tuple[int, Leaf]]:
     """Yield (number, group) of every rank that has groups; (0, value) for a value that is no list."""
     for groups in by_rank(leaf):
-        yield from enumerate(
-            groups if isinstance(groups, list) else [groups] * (groups is not None)
-        )
+        if isinstance(groups, list):
+            yield from enumerate(groups)
+        elif groups is not None:
+            yield 0, groups
 
 
 def _settings(group: Mapping[str, object]) -> dict[str, object]:

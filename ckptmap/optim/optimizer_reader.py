@@ -43,7 +43,7 @@ class Model:
 
     weights  in stored order
     stored   key as stored -> plain FQN
-    ordered  is the stored order that of the dict that was saved?
+    ordered  returns whether the stored order is that of the dict that was saved
     """
 
     weights: Sequence[Weight]
@@ -52,7 +52,12 @@ class Model:
 
 
 class OptimizerReader:
-    """`form` is the name of the key form, None where none fits; `raw` the state in its own keys."""
+    """Reads the optimizer state of a checkpoint, and names it when asked.
+
+    form  the name of the key form; None: no form fits
+    raw   the state in the keys of the file
+    why   why the state cannot be read or named; "": it can
+    """
 
     def __init__(
         self,
@@ -109,21 +114,21 @@ class OptimizerReader:
         """Return a copy that has looked for no names yet."""
         reader = copy(self)
         reader._named, reader._tried, reader._order = None, False, ""
-        reader.__dict__.pop("_cheap", None)
+        reader.__dict__.pop("_order_in_file", None)
         return reader
 
     # ------------------------------------------------------------------ by name
 
     @property
     def by_index(self) -> bool:
-        """Is the state keyed by index, with nothing in the checkpoint that says what an index means?"""
+        """Whether the state is keyed by index, and nothing in the checkpoint names the indices."""
         if not self._by_index or self._named is not None:
             return False
-        return self._tried or isinstance(self._cheap, str)
+        return self._tried or isinstance(self._order_in_file, str)
 
     @property
     def order(self) -> str:
-        """Where the names behind indices came from; "": there are no indices, or no source of names."""
+        """The source of the names behind indices; "": there are no indices, or no source of names."""
         self.named()
         return self._order or self._told.order
 
@@ -158,7 +163,7 @@ class OptimizerReader:
         return reader
 
     def _named_by_order(self) -> Optimizer | None:
-        guess = self._cheap
+        guess = self._order_in_file
         if isinstance(guess, str):
             self.why = guess
             guess = self._by_class() or guess
@@ -168,7 +173,7 @@ class OptimizerReader:
         return self.raw.named(self._keyed(order))
 
     @cached_property
-    def _cheap(self) -> tuple[str, Order] | str:
+    def _order_in_file(self) -> tuple[str, Order] | str:
         """(source, order) from what the user gave or the checkpoint holds; else why there is none."""
         if self.given is not None:
             orders.check_given(self.raw, self.given, self._where)
@@ -179,7 +184,7 @@ class OptimizerReader:
             self._check(named, known=False)
             return BY_GROUPS, named
         if not (self._pickled and self._model.ordered()):
-            return "nothing in the checkpoint says which is which"
+            return "nothing in the checkpoint tells which parameter an index means"
         order = orders.from_model(self.raw, self._model.weights)
         return order if isinstance(order, str) else (orders.MODEL_ORDER, order)
 
@@ -258,4 +263,4 @@ def _stripped(key: str) -> Iterator[str]:
 def _several(leaves: Iterable[Path]) -> str:
     """Return why a list of several optimizers, as Lightning saves it, is not read; "": there is one."""
     count = len({path[0] for path in leaves if len(path) > 1 and isinstance(path[0], int)})
-    return f"it is the state of {count} optimizers, and one is carried" if count > 1 else ""
+    return f"it is the state of {count} optimizers, and ckptmap carries one" if count > 1 else ""

@@ -1,11 +1,11 @@
-"""Optimizer state as values: first in the keys of a file, then by parameter name.
+"""Optimizer state as frozen values: in the keys of its file first, then by parameter name.
 
     {"state": {0: {"exp_avg": t}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-        -> Keys       which leaf is whose state, in the file's own keys
+        -> StateKeys  the parameter that each leaf belongs to, in the file's own keys
         -> Optimizer  the same as LazyTensors and plain values, then by plain FQN
 
-A key form is one way to say whose state a leaf is: by name, by name inside one dotted key, by
-index. `registry.py` lists them.
+A key form is a way to key the state of a parameter: by name, by a dotted key that contains the
+name, by index. `registry.py` lists them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ParamGroup: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StateKeys:
-    """Whose state each leaf is. Keys of parameters are strings here, also where they count.
+    """The parameter or the group that each leaf belongs to. Parameters' keys are strings, indices too.
 
     state   leaf path -> (parameter, path of the state's name); an empty name: it has no state
     hyper   leaf path -> (group, path of the hyper-parameter's name); the first path of several
@@ -64,10 +64,11 @@ class KeyForm(Protocol):
         """Return the keys of these leaves, `expanded`; None: they are not keyed in this form."""
 
     def write(self, optimizer: Optimizer) -> list[tuple[Path, Any]]:
-        """Return the place of every state entry and hyper-parameter goes, by path below the optimizer's root:
-        LazyTensors and plain values.
+        """Return every state entry and hyper-parameter with its path below the optimizer's root.
 
-        Raises PlanError CKM207 where the form cannot name one of them."""
+        Values are LazyTensors and plain values. Raises PlanError CKM207 where the form cannot name
+        one of them.
+        """
 
 
 def key_forms() -> tuple[KeyForm, ...]:
@@ -96,7 +97,10 @@ class Same(NamedTuple):
 
     kept: LazyTensor
     other: LazyTensor
-    hint: str = "both say what one value is: find out which is right, or --optimizer drop"
+    hint: str = (
+        "the two are copies of one value: save the checkpoint again, or leave the optimizer behind"
+        " with --optimizer drop"
+    )
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ def _renamed(name: str, value: object, params: list[str]) -> object:
 
 
 REFUSED = object()
-"""Stands for a leaf of a class that is never called."""
+"""Marks a leaf of a foreign class, which cannot be carried into an output."""
 
 
 def expanded(leaves: Mapping[Path, Leaf]) -> dict[Path, Leaf]:

@@ -22,7 +22,8 @@ STAYS = ("add", "cast")
 """Value ops that do not change a gradient, and so not its moments."""
 
 _PARTS = (
-    "the two become parts of one parameter, which has one: leave both behind with --optimizer drop"
+    "both become parts of one parameter, which has a single value: leave the optimizer behind with"
+    " --optimizer drop"
 )
 
 
@@ -37,10 +38,12 @@ def translate_state(
     State of weights that become nothing is left out. Raises PlanError CKM611 where a moment cannot
     follow its weight.
     """
-    return _Moving(optimizer, resolution, infos, dense).optimizer()
+    return _StateTranslation(optimizer, resolution, infos, dense).optimizer()
 
 
-class _Moving:
+class _StateTranslation:
+    """Makes the state of each target tensor from the state of its sources."""
+
     def __init__(
         self,
         stored: Optimizer,
@@ -85,7 +88,7 @@ class _Moving:
                 for source, state in states.items()
                 if not state or frozenset(state) != max(kinds, key=len)
             )
-            raise self._stuck(made, f"{lacking} has not the state that the others have")
+            raise self._stuck(made, f"{lacking} lacks state that the other sources have")
         for title in next(iter(having.values())):
             parts = {source: state[title] for source, state in having.items()}
             yield StateLeaf(name, title, self._value(name, made, title, parts))
@@ -119,7 +122,7 @@ class _Moving:
     ) -> LazyTensor:
         changed = next((op for op, _ in made.ops if op.split()[0] not in STAYS), None)
         if changed is not None:
-            raise self._stuck(made, f"moments under the value op {changed!r} are not known")
+            raise self._stuck(made, f"how the value op {changed!r} changes moments is not known")
         dtypes = {lazy.dtype for lazy in tensors.values()}
         if len(dtypes) > 1:
             raise self._stuck(made, f"its moments have the dtypes {', '.join(sorted(dtypes))}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.framework_members import left_behind
+from ckptmap.checkpoint.framework_members import unread_note
 from ckptmap.core.state_paths import join
 from ckptmap.protocols import CarriedFile, Setup
 from ckptmap.storage.safe_names import blobs_of, inside
@@ -48,9 +48,9 @@ class CopiedFiles:
         """
         names = {*(Path(file).name for file in self.sources.values()), *carried}
         left = [name for name in ckpt.index.unread_files if name.rpartition(" of ")[2] not in names]
-        old = left_behind(ckpt.index.unread_files)
+        old = unread_note(ckpt.index.unread_files)
         notes = [note for note in ckpt.notes if note not in old]
-        return [*notes, *left_behind(left), *self.notes]
+        return [*notes, *unread_note(left), *self.notes]
 
 
 def copied_files(

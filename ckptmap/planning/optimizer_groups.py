@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.optim.change_groups import regrouped
-from ckptmap.optim.flat_param_state import by_unit
+from ckptmap.optim.flat_param_state import flatten_by_unit
 from ckptmap.optim.state import PARAMS, Optimizer
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.protocols import Setup
@@ -30,7 +30,7 @@ def arranged(
     notes: list[str] = []
     if cutter.by_order:
         before = len(optimizer.leaves)
-        optimizer = by_unit(optimizer, lambda fqn: cutter.unit(fqn, ckpt[fqn].info), ckpt)
+        optimizer = flatten_by_unit(optimizer, lambda fqn: cutter.unit(fqn, ckpt[fqn].info), ckpt)
         if before > len(optimizer.leaves):
             notes.append(
                 f"a flat parameter has one step count: {before - len(optimizer.leaves)} more of its"

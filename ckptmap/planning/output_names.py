@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptmap.checkpoint.module_extra_state import NONE, States, states_of
+from ckptmap.checkpoint.module_extra_state import NO_STATES, States, states_of
 from ckptmap.checkpoint.open import open
-from ckptmap.checkpoint.split_roles import is_spoken_for
+from ckptmap.checkpoint.split_roles import is_reserved_name
 from ckptmap.core.state_paths import join
 from ckptmap.errors import PlanError
 from ckptmap.mapping.wrappers import HEAD, wrap_prefix
@@ -76,7 +76,7 @@ def _wrapper_prefix(request: Request) -> str:
 def _module_state(request: Request, weights: Mapping[str, str]) -> States:
     setup, ckpt = request.setup, request.ckpt
     if ckpt.translation is not None or setup.places or setup.filing:
-        return NONE
+        return NO_STATES
     paths = {**ckpt.plain, **ckpt.other}
     return states_of(paths, ckpt.roles.model_root, weights, _wrapper_prefix(request))
 
@@ -99,7 +99,7 @@ def _root(request: Request, nested: bool) -> Path:
             "leave --root out, or choose a setup that nests, for example --to full",
         )
     root = tuple(given.split("/")) if given else ()
-    if reserved := next((name for name in root if is_spoken_for(name)), None):
+    if reserved := next((name for name in root if is_reserved_name(name)), None):
         raise PlanError(
             "CKM205",
             f"--root {given}: readers take no tensor below {reserved!r} for a weight",

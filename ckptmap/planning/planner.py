@@ -14,7 +14,7 @@ from typing import Unpack
 
 from ckptmap import setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.module_extra_state import noted
+from ckptmap.checkpoint.module_extra_state import buffer_notes
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.signatures import spelled_out
 from ckptmap.planning.carried_files import carried_files
@@ -34,7 +34,7 @@ from ckptmap.planning.source import PlanSource, open_source
 from ckptmap.planning.tensor_layout import tensor_layout
 from ckptmap.planning.weight_encodings import weight_encodings
 from ckptmap.storage.file_systems import MOUNTS
-from ckptmap.storage.hub.resolve import named_as_asked
+from ckptmap.storage.hub.resolve import errors_by_given_path
 
 
 @spelled_out(Options)
@@ -54,7 +54,7 @@ def plan(
     options = options or options_from(to, keywords, "plan()")
     aim = setups.parse(to)
     located = options.located()
-    with named_as_asked():
+    with errors_by_given_path():
         here = with_units(located, aim.setup)
         opened = open_source(source, here)
         with paused_gc():
@@ -76,7 +76,7 @@ def _planned(source: PlanSource, request: Request) -> Plan:
         optimizer = optimizer_state(request, sharding, selection.remarks.dropped)
     layout = tensor_layout(request, sharding, names, selection, encodings, optimizer)
     remarks = selection.remarks + encodings.remarks + optimizer.remarks
-    remarks += Remarks(notes=noted(selection.values))
+    remarks += Remarks(notes=buffer_notes(selection.values))
     carried = carried_files(request, selection, names, encodings, layout, remarks)
     remarks += carried.remarks
     remarks += encoding_remarks(request, layout, encodings, remarks.dropped, layout.tied)

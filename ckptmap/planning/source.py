@@ -16,7 +16,7 @@ from ckptmap.errors import PlanError
 from ckptmap.planning.file_plan import Compare
 from ckptmap.planning.options import Options
 from ckptmap.planning.restored_scales import restored
-from ckptmap.storage.hub.resolve import named_as_asked
+from ckptmap.storage.hub.resolve import errors_by_given_path
 
 UNNAMED = "names stay as they are without --names, which says into which scheme"
 
@@ -45,7 +45,7 @@ def open_source(source: str | os.PathLike[str] | Checkpoint, options: Options) -
     source = source.with_optimizer_order(options.param_order, options.like or options.config_from)
     compares: Sequence[Compare] = ()
     notes: Sequence[str] = ()
-    with named_as_asked():
+    with errors_by_given_path():
         if options.base is not None:
             source, compares, notes = restored(source, options.base)
         if options.names is not None:

@@ -16,7 +16,12 @@ from ckptmap.planning.options import Options
 from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
 from ckptmap.protocols import Encoding, Refusal, Scheme
-from ckptmap.quantization.unsupported_schemes import NAKED, NAKED_INT8, RESTORE, foreign_tensors
+from ckptmap.quantization.unsupported_schemes import (
+    INT8_WITHOUT_SCALES,
+    RESTORE,
+    WITHOUT_SCALES,
+    foreign_tensors,
+)
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import TensorInfo
 
@@ -102,7 +107,7 @@ def _foreign_part(request: Request, fqn: str, scheme: str) -> list[Unresolved]:
     """Return the part of a quantized tensor as unresolved, unless the user asks to keep its bytes."""
     if any(fnmatchcase(fqn, pattern) for pattern in request.options.no_encode):
         return []
-    restore = RESTORE if scheme in (NAKED, NAKED_INT8) else ""
+    restore = RESTORE if scheme in (WITHOUT_SCALES, INT8_WITHOUT_SCALES) else ""
     return [
         Unresolved(
             fqn,

@@ -94,12 +94,12 @@ SCHEMES = (
 )  # fmt: skip
 
 
-NAKED = "bitsandbytes 4-bit, without its scales"
-NAKED_INT8 = "int8, without its scales"
+WITHOUT_SCALES = "bitsandbytes 4-bit, without its scales"
+INT8_WITHOUT_SCALES = "int8, without its scales"
 RESTORE = "restore its scales with --base PATH, the quantized checkpoint it was loaded from; or "
 
 
-def naked_payloads(infos: Mapping[str, TensorInfo]) -> list[str]:
+def payloads_without_scales(infos: Mapping[str, TensorInfo]) -> list[str]:
     """Return weights that are packed codes without scales, as FSDP2 saves those of bitsandbytes.
 
     They have one column. In uint8 no other weight has. In floats a linear layer with one input looks the
@@ -123,7 +123,7 @@ def naked_payloads(infos: Mapping[str, TensorInfo]) -> list[str]:
     return packed + (floats if len(floats) > 1 else [])
 
 
-def naked_int8(infos: Mapping[str, TensorInfo]) -> list[str]:
+def int8_without_scales(infos: Mapping[str, TensorInfo]) -> list[str]:
     """Return int8 matrices without scales, as FSDP2 saves the weights of LLM.int8."""
     if all(info.dtype != "int8" for info in distinct(infos.values()).values()):
         return []
@@ -134,7 +134,7 @@ def naked_int8(infos: Mapping[str, TensorInfo]) -> list[str]:
     ]
 
 
-def naked_note(infos: Mapping[str, TensorInfo]) -> list[str]:
+def missing_scales_note(infos: Mapping[str, TensorInfo]) -> list[str]:
     """Return the notes about codes without scales, empty weights and foreign schemes."""
     notes = []
     empty = sum(each(infos.values(), lambda info: 0 in info.shape))
@@ -143,7 +143,10 @@ def naked_note(infos: Mapping[str, TensorInfo]) -> list[str]:
             f"{empty} of {len(infos)} weights have no elements: DeepSpeed ZeRO-3 leaves such where"
             " they were not gathered"
         )
-    for names, name in ((naked_payloads(infos), NAKED), (naked_int8(infos), NAKED_INT8)):
+    for names, name in (
+        (payloads_without_scales(infos), WITHOUT_SCALES),
+        (int8_without_scales(infos), INT8_WITHOUT_SCALES),
+    ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             said = f"{names[0]}{more}: {name}: FSDP2 does not save them; --base PATH restores them"
@@ -157,7 +160,7 @@ def foreign_notes(infos: Mapping[str, TensorInfo]) -> list[str]:
         return []  # the usual case
     schemes: dict[str, list[str]] = {}
     for key, name in foreign_tensors(infos).items():
-        if name not in (NAKED, NAKED_INT8):
+        if name not in (WITHOUT_SCALES, INT8_WITHOUT_SCALES):
             schemes.setdefault(name, []).append(key)
     notes = []
     for name, keys in schemes.items():
@@ -186,9 +189,9 @@ def foreign_tensors(infos: Mapping[str, TensorInfo]) -> dict[str, str]:
     for stem in _coded(infos):
         if stem.rpartition(".")[0] not in modules:
             modules.setdefault(stem, "foreign quantized")
-    naked = dict.fromkeys(naked_payloads(infos), NAKED)
-    naked |= dict.fromkeys(naked_int8(infos), NAKED_INT8)
-    return {**naked, **_below(modules, infos), **schemes}
+    without_scales = dict.fromkeys(payloads_without_scales(infos), WITHOUT_SCALES)
+    without_scales |= dict.fromkeys(int8_without_scales(infos), INT8_WITHOUT_SCALES)
+    return {**without_scales, **_below(modules, infos), **schemes}
 
 
 def _coded(infos: Mapping[str, TensorInfo]) -> list[str]:

@@ -35,19 +35,19 @@ from ckptmap.checkpoint.lora.merged_tensor import (
 from ckptmap.checkpoint.lora.shape_checks import ShapeChecks
 from ckptmap.checkpoint.lora.untied_head import (
     Tied,
-    changed_alike,
     is_head,
     may_be_tied,
-    noted,
     stem,
+    tied_change_note,
     tied_in,
+    untied_notes,
 )
 from ckptmap.checkpoint.lora.wrapped_parameters import WrappedParameters, per_expert
 from ckptmap.checkpoint.open import open
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group, Scheme
 from ckptmap.quantization.unsupported_schemes import foreign_tensors
-from ckptmap.storage.hub.resolve import named_as_asked
+from ckptmap.storage.hub.resolve import errors_by_given_path
 from ckptmap.storage.lazy_tensor import LazyTensor
 from ckptmap.tensors import TensorInfo
 
@@ -80,7 +80,7 @@ def _merged_into(
             f"merged: {len(adapter.lows)} modules of {adapter.path}{whole}",
             *(f"{key}: left in the adapter, {why}" for key, why in adapter.left.items()),
             *(f"{adapter.path}/{name}: is another adapter, not merged" for name in adapter.others),
-            *noted(untied),
+            *untied_notes(untied),
             *notes,
         ],
     )
@@ -104,7 +104,7 @@ def merge_adapter(
     """
     ckpt = base if isinstance(base, Checkpoint) else open(base)
     scheme = setups.parse(to).scheme if to is not None else None
-    with named_as_asked():
+    with errors_by_given_path():
         if not isinstance(adapter, Adapter):
             adapter = open_adapter(adapter, adapter_config)
         adapter = adapter.without(leave)
@@ -178,7 +178,7 @@ class _Merger:
                 self._stack(low, name, base, tensors) if low.wrapped else self._low(low, base)
             )
             if self.tied is not None and fqn == self.tied.embedding and not self._has_head():
-                self.alike.append(changed_alike(fqn, "its head"))
+                self.alike.append(tied_change_note(fqn, "its head"))
             if low.bias is not None:
                 bias = self._known(f"{low.module}.bias", low.bias)
                 made[bias] = self._bias(low, low.bias, made.get(bias) or self.ckpt.group(bias))
@@ -215,7 +215,7 @@ class _Merger:
         for fqn in self.ckpt if shared else ():
             group = shared.get(_share(self.ckpt.group(fqn)))
             if group is not None and fqn not in made:
-                self.alike.append(changed_alike(group.fqn, fqn))
+                self.alike.append(tied_change_note(group.fqn, fqn))
                 yield fqn, group._replace(fqn=fqn)
 
     # ------------------------------------------------------------------ one tensor

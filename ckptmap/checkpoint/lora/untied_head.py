@@ -131,7 +131,8 @@ def _inner(config: Mapping[str, object]) -> Mapping[str, object]:
     return inner if isinstance(inner, dict) else config
 
 
-def noted(untied: Mapping[str, str]) -> list[str]:
+def untied_notes(untied: Mapping[str, str]) -> list[str]:
+    """Return a note for each head that is no longer tied to its embedding."""
     return [
         f"{head} is a tensor of its own, no longer tied to {embedding}: {TIED} is false in the"
         " config.json that is written, and must be in the model that this is loaded into"
@@ -139,7 +140,7 @@ def noted(untied: Mapping[str, str]) -> list[str]:
     ]
 
 
-def changed_alike(embedding: str, other: str) -> str:
+def tied_change_note(embedding: str, other: str) -> str:
     """Return a note on a product that is added to two tied tensors."""
     return (
         f"{embedding}: the base ties {other} to it, which changes with it as in peft's"

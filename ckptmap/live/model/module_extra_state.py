@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.module_extra_state import OWN as KEY
-from ckptmap.checkpoint.module_extra_state import SEGMENT, found_in, is_extra_state
+from ckptmap.checkpoint.module_extra_state import SEGMENT, extra_state_keys, is_extra_state
 from ckptmap.core.state_paths import nest, opaques
 from ckptmap.mapping.wrappers import strip_wrappers
 from ckptmap.tensors import Path
@@ -53,7 +53,7 @@ def recorded(checkpoint: Checkpoint) -> dict[str, object]:
     an object of an unknown class is left out: the rest of it would be another state."""
     found: dict[str, object] = {k: checkpoint[k] for k in checkpoint if is_extra_state(k)}
     values = {**checkpoint.plain, **checkpoint.other}
-    places, keys = found_in(values, checkpoint.roles.model_root)
+    places, keys = extra_state_keys(values, checkpoint.roles.model_root)
     leaves: dict[str, dict[Path, object]] = {}
     for path, at in places.items():
         leaves.setdefault(str(path[at]), {})[path[at:]] = values[path]
@@ -65,5 +65,5 @@ def recorded(checkpoint: Checkpoint) -> dict[str, object]:
 
 def without(values: Mapping[Path, object], checkpoint: Checkpoint) -> dict[Path, object]:
     """Return the extra values that are no state of the model's modules."""
-    states, _ = found_in(values, checkpoint.roles.model_root)
+    states, _ = extra_state_keys(values, checkpoint.roles.model_root)
     return {path: value for path, value in values.items() if path not in states}

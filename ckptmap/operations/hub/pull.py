@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.framework_members import left_behind
+from ckptmap.checkpoint.framework_members import unread_note
 from ckptmap.checkpoint.open import open
 from ckptmap.core.formatting import human
 from ckptmap.errors import CkptmapError, RunError, SourceError
@@ -19,7 +19,7 @@ from ckptmap.operations.overwrite import refuse_stranger
 from ckptmap.storage.destination import named_place
 from ckptmap.storage.hub.entry import Entry
 from ckptmap.storage.hub.mirror import Mirror, mirrored
-from ckptmap.storage.hub.resolve import named_as_asked
+from ckptmap.storage.hub.resolve import errors_by_given_path
 from ckptmap.storage.hub.uri import is_hub, parse
 from ckptmap.storage.publish import WorkDirectory, clear_published, sync_tree
 
@@ -83,7 +83,7 @@ def pull(
     mirror, place = mirrored(parse(src))
     with open(src) as ckpt:
         wanted, left = _chosen(ckpt, mirror, place)
-    said = left_behind(
+    said = unread_note(
         ckpt.index.unread_files
     )  # what is fetched is no longer left, the rest is told below
     notes = [
@@ -157,7 +157,7 @@ def _fetch(mirror: Mirror, wanted: Mapping[str, Entry], work: WorkDirectory) -> 
 def _prove(written: Path, ckpt: Checkpoint) -> None:
     """Check that the download opens, and holds the tensors that the headers on the Hub listed."""
     try:
-        with named_as_asked(), open(written) as mine:
+        with errors_by_given_path(), open(written) as mine:
             same = {fqn: mine.group(fqn).info for fqn in mine} == {
                 fqn: ckpt.group(fqn).info for fqn in ckpt
             }

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.errors import DestinationError, RunError
 from ckptmap.operations.hub.content import Content
-from ckptmap.storage.hub.errors import told
+from ckptmap.storage.hub.errors import hub_errors
 from ckptmap.storage.hub.repo import Repo, Tree
 from ckptmap.storage.hub.uri import HubName
 
@@ -93,7 +93,7 @@ class Stage:
         return nbytes
 
     def _commit(self, adds: list[CommitOperationAdd], gone: list[str], head: str) -> str:
-        with told(self.target.repo, RunError, "uploading"):
+        with hub_errors(self.target.repo, RunError, "uploading"):
             api().preupload_lfs_files(self.target.repo, adds, revision=self.ref)
             done = api().create_commit(
                 self.target.repo, [*adds, *_deletions(gone)], commit_message=self.title,
@@ -136,7 +136,7 @@ class Stage:
 def open_pull(target: Target, content: Content, what: str) -> Stage:
     """Return the pull request of an earlier run of this push, or a new one as a draft."""
     title = f"{what} (ckptmap {content.change})"
-    with told(target.repo, RunError, "looking for its pull request"):
+    with hub_errors(target.repo, RunError, "looking for its pull request"):
         pulls = [d for d in api().get_repo_discussions(target.repo) if _is_ours(d, content)]
     notes = []
     for pull in sorted(pulls, key=lambda d: d.num):
@@ -149,7 +149,7 @@ def open_pull(target: Target, content: Content, what: str) -> Stage:
             stage.notes.append(f"continued pull request {pull.num}")
             return stage
         notes.append(f"pull request {pull.num} is not continued: {strange[0]} differs from main")
-    with told(target.repo, RunError, "opening a pull request"):
+    with hub_errors(target.repo, RunError, "opening a pull request"):
         made = api().create_pull_request(target.repo, title, description=_description(content))
     return Stage(target, content, f"refs/pr/{made.num}", title, made.num, notes)
 
@@ -178,7 +178,7 @@ def merge_pull(stage: Stage) -> None:
     assert stage.pull is not None
     ready(stage)
     repo = stage.target.repo
-    with told(repo, RunError, "merging"):
+    with hub_errors(repo, RunError, "merging"):
         try:
             api().merge_pull_request(repo, stage.pull)
         except HfHubHTTPError as error:
@@ -195,7 +195,7 @@ def merge_pull(stage: Stage) -> None:
 def ready(stage: Stage) -> None:
     """Mark the pull request as ready: a draft cannot be merged."""
     assert stage.pull is not None
-    with told(stage.target.repo, RunError, "opening its pull request for merging"):
+    with hub_errors(stage.target.repo, RunError, "opening its pull request for merging"):
         details = api().get_discussion_details(stage.target.repo, stage.pull)
         if details.status == "draft":
             api().change_discussion_status(stage.target.repo, stage.pull, "open")
@@ -215,7 +215,7 @@ def open_branch(target: Target, content: Content, what: str) -> Stage:
     ref = f"ckptmap-{content.id}"
     stage = Stage(target, content, ref, f"{what} (ckptmap {content.id})")
     at = _at(target.repo, ref)
-    with told(target.repo, RunError, "making a branch"):
+    with hub_errors(target.repo, RunError, "making a branch"):
         if at is not None and stage.foreign(at.tree(kind=RunError)):
             api().delete_branch(target.repo, branch=ref)
             at = None
@@ -229,7 +229,7 @@ def open_branch(target: Target, content: Content, what: str) -> Stage:
 def advance_branch(stage: Stage) -> None:
     """Move the target to the content of the work branch in one step; delete the work branch."""
     target, content = stage.target, stage.content
-    with told(target.repo, RunError, f"moving {target.revision}"):
+    with hub_errors(target.repo, RunError, f"moving {target.revision}"):
         if not target.exists:
             head, _ = stage.tree()
             api().create_branch(target.repo, branch=target.revision, revision=head)
@@ -247,7 +247,7 @@ def advance_branch(stage: Stage) -> None:
 def sweep(target: Target) -> None:
     """Remove work branches that hold what the target holds. A run leaves one that is stopped right
     after it published."""
-    with told(target.repo, RunError, "removing work branches"):
+    with hub_errors(target.repo, RunError, "removing work branches"):
         for ref in api().list_repo_refs(target.repo).branches:
             if _WORK_BRANCH.fullmatch(ref.name) is None:
                 continue
@@ -262,7 +262,7 @@ def _at(repo: str, revision: str) -> Repo | None:
     """Return the repository at a revision; None where there is no such revision."""
     from huggingface_hub.errors import RevisionNotFoundError
 
-    with told(repo, RunError):
+    with hub_errors(repo, RunError):
         try:
             info = api().model_info(repo, revision=revision)
         except RevisionNotFoundError:
@@ -295,7 +295,7 @@ def found_or_made(name: HubName, private: bool) -> Repo:
     from huggingface_hub.constants import ENDPOINT
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    with told(name.repo, DestinationError, "making it"):
+    with hub_errors(name.repo, DestinationError, "making it"):
         try:
             info = api().model_info(name.repo)
         except GatedRepoError:

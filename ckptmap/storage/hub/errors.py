@@ -19,8 +19,8 @@ Kind = type[CkptmapError]
 
 
 @contextmanager
-def told(repo: str, kind: Kind = SourceError, doing: str = "") -> Iterator[None]:
-    """Turn any failure of huggingface_hub in the block into a `kind` about `repo`.
+def hub_errors(repo: str, kind: Kind = SourceError, doing: str = "") -> Iterator[None]:
+    """Turn any error of huggingface_hub in the block into a `kind` of error about `repo`.
 
     `doing` is the step for the text of the error: "listing its files". Other errors pass unchanged.
     """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckptmap.errors import RunError, SourceError
 from ckptmap.storage.hub.entry import Entry
-from ckptmap.storage.hub.errors import Kind, told
+from ckptmap.storage.hub.errors import Kind, hub_errors
 from ckptmap.storage.hub.resume_download import continued, over_http
 from ckptmap.storage.hub.uri import HubName
 
@@ -55,7 +55,7 @@ class Repo:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import RevisionNotFoundError
 
-        with _with_cached(name), told(name.repo):
+        with _with_cached(name), hub_errors(name.repo):
             try:
                 info = HfApi().model_info(name.repo, revision=name.revision or None)
             except RevisionNotFoundError as error:
@@ -77,7 +77,7 @@ class Repo:
         """
         from huggingface_hub import HfApi
 
-        with told(self.id, kind, "listing its files"):
+        with hub_errors(self.id, kind, "listing its files"):
             items = list(
                 HfApi().list_repo_tree(self.id, path or None, recursive=True, revision=self.commit)
             )
@@ -87,7 +87,7 @@ class Repo:
         """Return the file at `path`; None for a folder. Raises SourceError CKM705 for neither."""
         from huggingface_hub import HfApi
 
-        with told(self.id):
+        with hub_errors(self.id):
             items = HfApi().get_paths_info(self.id, path, revision=self.commit)
         if not items:
             raise SourceError(
@@ -112,7 +112,7 @@ class Repo:
 
         url = hf_hub_url(self.id, entry.path, revision=self.commit)
         asked = {"Range": f"bytes={offset}-{offset + nbytes - 1}", "Accept-Encoding": "identity"}
-        with told(self.id, doing=f"reading {entry.path}"):
+        with hub_errors(self.id, doing=f"reading {entry.path}"):
             answer = http_backoff(
                 "GET", url, headers={**build_hf_headers(), **asked}, timeout=HF_HUB_DOWNLOAD_TIMEOUT,
                 retry_on_status_codes=RETRIED,
@@ -145,7 +145,7 @@ class Repo:
         killed run began may be continued. A damaged copy is fetched once more. Raises RunError
         CKM709 if that is damaged, too, and CKM702 to 710 if the file cannot be fetched.
         """
-        with told(self.id, RunError, f"fetching {entry.path}"):
+        with hub_errors(self.id, RunError, f"fetching {entry.path}"):
             for force in (False, True):
                 path = self._fetched(entry, local_dir, force)
                 if entry.is_in(path):
@@ -191,7 +191,7 @@ def _no_revision(name: HubName) -> SourceError:
     """Return the error for a missing revision; it lists the branches and tags of the repository."""
     from huggingface_hub import HfApi
 
-    with told(name.repo):
+    with hub_errors(name.repo):
         refs = HfApi().list_repo_refs(name.repo)
     known = [ref.name for ref in (*refs.branches, *refs.tags)]
     return SourceError(

@@ -66,7 +66,7 @@ def silence() -> None:
 
 
 @contextmanager
-def named_as_asked() -> Iterator[None]:
+def errors_by_given_path() -> Iterator[None]:
     """Rewrite errors of a command that writes nothing.
 
     They name files as the user does (hf://...), not by their path in the mirror, and a failed fetch
