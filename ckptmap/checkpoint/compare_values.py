@@ -47,7 +47,7 @@ def extra_value_pair(a: Checkpoint, b: Checkpoint, dropped: Container[str] = ())
     Extra state of modules goes by plain key. What was dropped from the first is left out.
     """
     mine, theirs = match_extra_state(a, b)
-    return _kept(a, mine, dropped), _kept(b, theirs), 1
+    return _extra_values(a, mine, dropped), _extra_values(b, theirs), 1
 
 
 def match_extra_state(a: Checkpoint, b: Checkpoint) -> tuple[dict[Path, Path], dict[Path, Path]]:
@@ -85,12 +85,16 @@ def optimizer_pairs(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
     mine, others = a.optimizer_groups, b.optimizer_groups
     for number, other in _group_pairs(mine, others):
         head = (OPTIMIZER, GROUPS, str(number))
-        yield _settings(head, mine[number]), _settings(head, others[other]), len(head) + 1
+        yield (
+            _hyper_parameters(head, mine[number]),
+            _hyper_parameters(head, others[other]),
+            len(head) + 1,
+        )
     theirs = b.optimizer_values
     for fqn, values in a.optimizer_values.items():
         if fqn in theirs:
-            yield _values(fqn, values), _values(fqn, theirs[fqn]), 2
-    yield _rest(a), _rest(b), 2
+            yield _state_values(fqn, values), _state_values(fqn, theirs[fqn]), 2
+    yield _other_values(a), _other_values(b), 2
 
 
 def _group_pairs(
@@ -109,7 +113,7 @@ def _group_pairs(
     return pairs
 
 
-def _kept(
+def _extra_values(
     ckpt: Checkpoint, names: Mapping[Path, Path], dropped: Container[str] = ()
 ) -> dict[Path, object]:
     held = {**ckpt.plain, **dict.fromkeys(ckpt.other, TENSOR)}
@@ -118,7 +122,7 @@ def _kept(
     }
 
 
-def _settings(head: Path, group: Mapping[str, object]) -> dict[Path, object]:
+def _hyper_parameters(head: Path, group: Mapping[str, object]) -> dict[Path, Any]:
     return {
         (*head, name): _read(value)
         for name, value in group.items()
@@ -133,11 +137,11 @@ def _read(value: object) -> object:
     return value
 
 
-def _values(fqn: str, values: Mapping[str, object]) -> dict[Path, object]:
+def _state_values(fqn: str, values: Mapping[str, object]) -> dict[Path, object]:
     return {(OPTIMIZER, f"{fqn}.{name}"): value for name, value in values.items()}
 
 
-def _rest(ckpt: Checkpoint) -> dict[Path, object]:
+def _other_values(ckpt: Checkpoint) -> dict[Path, object]:
     rest = ckpt.optimizer_reader.named().rest if ckpt.optimizer_reader.present else {}
     return {
         (OPTIMIZER, *path): value

@@ -52,13 +52,13 @@ def index_of(place: Place) -> Index:
     """Return the Index that the framework of a directory makes, else that of the claiming container."""
     directory = registry.directory_for(place)
     if directory is not None:
-        return merged(directory, place)
+        return merge_members(directory, place)
     container = registry.container_for(place)
     assert container is not None, f"{place.path}: no container claims it"
     return container.index(place)
 
 
-def merged(directory: Directory, place: Place) -> Index:
+def merge_members(directory: Directory, place: Place) -> Index:
     """Return one Index of all members.
 
     Raises SourceError where a member is malformed, CKM111 where two hold the same role.
@@ -71,7 +71,7 @@ def merged(directory: Directory, place: Place) -> Index:
         elif member.role in merge.seen:
             _add_copy(merge, member)
         else:
-            _add(merge, member)
+            _add_member(merge, member)
     for key, name in members.documents.items():
         file = FilePath(place.path).absolute() / name
         merge.leaves["extra", key] = _document(file)
@@ -100,7 +100,7 @@ def unread_note(left: Sequence[str]) -> list[str]:
     return [f"left behind: {', '.join(left)}"] if left else []
 
 
-def _opened(member: Member) -> Index | None:
+def _member_index(member: Member) -> Index | None:
     """Return the member's own Index; None: no container knows it.
 
     Raises SourceError CKM104 for an empty file, which no framework writes.
@@ -118,8 +118,8 @@ def _opened(member: Member) -> Index | None:
     return None if container is None else container.index(place)
 
 
-def _required(merge: _Merge, member: Member) -> Index:
-    index = _opened(member)
+def _required_index(merge: _Merge, member: Member) -> Index:
+    index = _member_index(member)
     if index is None:
         why = refuse_place(look(FilePath(member.path)), registry.knows)
         what = why.message.removeprefix(f"{member.path}: ").removeprefix("is ")
@@ -133,9 +133,9 @@ def _required(merge: _Merge, member: Member) -> Index:
     return index
 
 
-def _add(merge: _Merge, member: Member) -> None:
+def _add_member(merge: _Merge, member: Member) -> None:
     """Add weights or optimizer state; leaves outside the member's root become extra values."""
-    index = _required(merge, member)
+    index = _required_index(merge, member)
     merge.seen[member.role] = _name(member)
     merge.world = max(merge.world, index.world)
     if member.role in ("model", "all"):
@@ -146,7 +146,7 @@ def _add(merge: _Merge, member: Member) -> None:
         merge.units |= index.units
         return
     for path, leaf in index.leaves.items():
-        merge.leaves[_place(member, path)] = leaf
+        merge.leaves[_path_in_index(member, path)] = leaf
     depth = len(member.root)
     for path, units in index.units.items():
         if path[:depth] == member.root:
@@ -157,7 +157,7 @@ def _add(merge: _Merge, member: Member) -> None:
         merge.records[f"{member.role}.{bare}"] = record
 
 
-def _place(member: Member, path: Path) -> Path:
+def _path_in_index(member: Member, path: Path) -> Path:
     depth = len(member.root)
     if path[:depth] == member.root and len(path) > depth:
         return (member.role, *path[depth:])
@@ -176,8 +176,8 @@ def _add_copy(merge: _Merge, member: Member) -> None:
             "keep the one that belongs to this save, and move the other one away",
         )
     count = 0
-    for path, other in _required(merge, member).leaves.items():
-        target = _place(member, path)
+    for path, other in _required_index(merge, member).leaves.items():
+        target = _path_in_index(member, path)
         both = _with_replica(merge.leaves.get(target), other)
         if both is not None:
             count += 1
@@ -200,7 +200,7 @@ def _with_replica(mine: Leaf, other: Leaf) -> StoredTensor | None:
 
 def _add_extra(merge: _Merge, member: Member) -> None:
     """Add plain values, one leaf a key; values of foreign classes or that differ by rank stay unread."""
-    index = _opened(member)
+    index = _member_index(member)
     if member.key and not member.names:
         merge.file_of[member.key] = str(FilePath(member.path).absolute())
     if index is None:
@@ -208,7 +208,7 @@ def _add_extra(merge: _Merge, member: Member) -> None:
         return
     merge.files |= dict.fromkeys(index.files)
     values = index.leaves.values()
-    if not member.key or any(map(holds_tensor, values)) or any(map(_stays, values)):
+    if not member.key or any(map(holds_tensor, values)) or any(map(_is_unreadable, values)):
         groups = _by_first(index.leaves)
     else:
         groups = {(): dict(index.leaves)}
@@ -217,7 +217,7 @@ def _add_extra(merge: _Merge, member: Member) -> None:
         at = (*top, *head)
         if at == ("extra",):
             merge.unread_files += [_name(member)] if any(leaves.values()) else []
-        elif any(map(_stays, leaves.values())):
+        elif any(map(_is_unreadable, leaves.values())):
             inside = f"{head[0]} of " if head else ""
             merge.unread_files.append(inside + _name(member))
         elif any(map(holds_tensor, leaves.values())):
@@ -234,7 +234,7 @@ def _by_first(leaves: Mapping[Path, Leaf]) -> dict[Path, dict[Path, Leaf]]:
     return groups
 
 
-def _stays(leaf: Leaf) -> bool:
+def _is_unreadable(leaf: Leaf) -> bool:
     """Return whether a leaf holds an object of a foreign class, or a value of its own for each rank."""
     return any(isinstance(value, Opaque | PerRank) for value in within(leaf))
 

@@ -17,7 +17,7 @@ from ckptmap import registry
 from ckptmap.checkpoint.assemble import assemble, share_of
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.compare_tensors import same_parts
-from ckptmap.checkpoint.framework_members import index_of, merged
+from ckptmap.checkpoint.framework_members import index_of, merge_members
 from ckptmap.checkpoint.fsdp1_wrapping import LikeUnits
 from ckptmap.checkpoint.split_roles import split_roles
 from ckptmap.checkpoint.stored_order import in_order
@@ -77,7 +77,7 @@ def open(
 def open_as(path: str | os.PathLike[str], directory: Directory) -> Checkpoint:
     """Open a directory as this framework's, where it holds several checkpoints."""
     place = look(locate(path).path)
-    return _opened(place, merged(directory, place), None, _own(place))
+    return _opened(place, merge_members(directory, place), None, _own(place))
 
 
 def _own(place: Place) -> Callable[[], Like] | None:

@@ -70,10 +70,10 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
         raise _no_tensors(leaves, where)
     states = _states_of_optimizers(leaves)
     if root is None:
-        free = [path for path in tensors if not _is_in(path, states)] if states else tensors
+        free = [path for path in tensors if not _is_below_any(path, states)] if states else tensors
         model_root = _find_root(free, (), where)
     else:
-        model_root = _given(tensors, root, where)
+        model_root = _given_root(tensors, root, where)
     has_root = bool(model_root) or root is not None
     optimizer_root = _find_optimizer(leaves, model_root, states)
     alone = optimizer_root is None and len(tensors) == len(leaves)  # weights and nothing else
@@ -85,7 +85,11 @@ def split_roles(leaves: Mapping[Path, Leaf], root: str | None, where: str) -> Ro
     depth = len(model_root)
     for path, leaf in leaves.items():
         # An "optimizer": None, at the root itself, is no state.
-        if optimizer_root is not None and _under(path, optimizer_root) and path != optimizer_root:
+        if (
+            optimizer_root is not None
+            and _is_below(path, optimizer_root)
+            and path != optimizer_root
+        ):
             optimizer[path[len(optimizer_root) :]] = leaf
         elif (
             path[:depth] == model_root
@@ -178,13 +182,13 @@ def _no_tensors(leaves: Mapping[Path, Leaf], where: str) -> SourceError:
     )
 
 
-def _under(path: Path, root: Path) -> bool:
+def _is_below(path: Path, root: Path) -> bool:
     return path[: len(root)] == root
 
 
-def _given(tensors: Sequence[Path], root: str, where: str) -> Path:
+def _given_root(tensors: Sequence[Path], root: str, where: str) -> Path:
     prefix: Path = tuple(root.split("/")) if root else ()
-    if not any(_under(path, prefix) for path in tensors):
+    if not any(_is_below(path, prefix) for path in tensors):
         there = list(dict.fromkeys(str(path[0]) for path in tensors if len(path) > 1))
         listed = ", ".join(there[:SHOWN]) + (", ..." if len(there) > SHOWN else "")
         raise SourceError(
@@ -199,7 +203,7 @@ def _given(tensors: Sequence[Path], root: str, where: str) -> Path:
 
 def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
     depth = len(prefix)
-    inside = [path for path in tensors if _under(path, prefix)] if prefix else tensors
+    inside = [path for path in tensors if _is_below(path, prefix)] if prefix else tensors
     dicts = list(dict.fromkeys(path[depth] for path in inside if len(path) > depth + 1))
     for name in MODEL_KEYS:
         if name in dicts:
@@ -229,16 +233,16 @@ def _find_root(tensors: list[Path], prefix: Path, where: str) -> Path:
 def _states_of_optimizers(leaves: Mapping[Path, Leaf]) -> set[Path]:
     """Return the paths of dicts that hold what `optimizer.state_dict()` returns and nothing else."""
     roots = {path[: path.index(GROUPS)] for path in leaves if GROUPS in path[1:]}
-    return {root for root in roots if _held(leaves, root) == _OF_AN_OPTIMIZER}
+    return {root for root in roots if _keys_at(leaves, root) == _OF_AN_OPTIMIZER}
 
 
-def _held(paths: Iterable[Path], root: Path) -> set[Path]:
+def _keys_at(paths: Iterable[Path], root: Path) -> set[Path]:
     """Return the keys of the dict at `root`, each as a path of one segment."""
     depth = len(root)
     return {path[depth : depth + 1] for path in paths if path[:depth] == root}
 
 
-def _is_in(path: Path, roots: Collection[Path]) -> bool:
+def _is_below_any(path: Path, roots: Collection[Path]) -> bool:
     return any(path[: len(root)] == root for root in roots)
 
 
@@ -257,16 +261,18 @@ def _find_optimizer(
         names = {path[depth] for path in deep}
         for name in OPTIMIZER_KEYS:
             if name in names:
-                return _only_one((*level, name), [path for path in deep if path[depth] == name])
-    beside = [root for root in states if _under(model_root, root[:-1])]
+                return _single_optimizer(
+                    (*level, name), [path for path in deep if path[depth] == name]
+                )
+    beside = [root for root in states if _is_below(model_root, root[:-1])]
     return beside[0] if len(beside) == 1 else None
 
 
-def _only_one(root: Path, inside: Sequence[Path]) -> Path:
+def _single_optimizer(root: Path, inside: Sequence[Path]) -> Path:
     """Return the path of the single optimizer in a list, or in a dict by class name as Composer saves
     it; else `root` itself."""
     first = inside[0][len(root)]
     alone = (*root, first)
-    if not all(_under(path, alone) for path in inside):
+    if not all(_is_below(path, alone) for path in inside):
         return root
-    return alone if first == 0 or _held(inside, alone) == _OF_AN_OPTIMIZER else root
+    return alone if first == 0 or _keys_at(inside, alone) == _OF_AN_OPTIMIZER else root

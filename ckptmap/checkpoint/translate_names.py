@@ -45,9 +45,9 @@ def _translated(
     decoded: dict[str, DerivedTensor] = {}
     groups: dict[str, Group | StoredTensor] = {}
     for name, made in resolution.made.items():
-        groups[name] = _held(base, made, decoded)
+        groups[name] = _renamed_or_derived(base, made, decoded)
     keys = {n: [base.names[key] for key in m.sources] for n, m in resolution.made.items()}
-    notes = [*base.notes, f"names: {choice.text}", *_remarks(decoded)]
+    notes = [*base.notes, f"names: {choice.text}", *_decoding_notes(decoded)]
     dropped = {**left, **resolution.dropped}
     reader = base.optimizer_reader
     if reader.present and reader.form is not None and not reader.by_index:
@@ -56,7 +56,7 @@ def _translated(
         reader = reader.named_as(lambda state: translate_state(state, resolution, infos, DENSE))
         values = (leaf.value for leaf in reader.named().leaves)
         moments = {lazy.fqn: lazy for lazy in values if isinstance(lazy, DerivedTensor)}
-        notes += [f"optimizer: {note}" for note in _remarks(moments)]
+        notes += [f"optimizer: {note}" for note in _decoding_notes(moments)]
     return replace(
         base,
         groups=LogicalTensors(groups),
@@ -87,7 +87,7 @@ def _state_left(base: Checkpoint, resolution: Resolution) -> dict[str, str]:
     }
 
 
-def _held(
+def _renamed_or_derived(
     base: Checkpoint, made: MappedTensor, decoded: dict[str, DerivedTensor]
 ) -> Group | StoredTensor:
     """Return the stored parts of a weight under its new name; one that must be decoded first is
@@ -102,7 +102,7 @@ def _held(
     return woven
 
 
-def _remarks(pulled: Mapping[str, DerivedTensor]) -> Iterator[str]:
+def _decoding_notes(pulled: Mapping[str, DerivedTensor]) -> Iterator[str]:
     """Yield one note for all tensors that are decoded for the same reason."""
     by_reason: dict[str, list[str]] = {}
     for name, lazy in pulled.items():
@@ -129,7 +129,7 @@ def translated(
         left = {key: why for key in ckpt if (why := leave(key)) is not None}
         infos = {key: info for key, info in ckpt.infos().items() if key not in left}
         choice = choose(infos, names, names_from, config)
-        return _applied(ckpt, choice, config, left)
+        return _apply_choice(ckpt, choice, config, left)
 
 
 def translated_as(ckpt: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
@@ -138,7 +138,7 @@ def translated_as(ckpt: Checkpoint, record: Mapping[str, Any]) -> Checkpoint:
         None if record[side] is None else parse_scheme(record[side]["text"], record[side]["title"])
         for side in ("from", "to")
     )
-    return _applied(ckpt, SchemeChoice(source, target), record["config"], record["left"])
+    return _apply_choice(ckpt, SchemeChoice(source, target), record["config"], record["left"])
 
 
 def translated_like_output(
@@ -177,7 +177,7 @@ def left_out_as_tied(
     return tied
 
 
-def _applied(
+def _apply_choice(
     ckpt: Checkpoint,
     choice: SchemeChoice,
     config: Mapping[str, object] | None,

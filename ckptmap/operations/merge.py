@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ckptmap import setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
 from ckptmap.checkpoint.lora.merge_adapter import merge_adapter
-from ckptmap.checkpoint.lora.merged_tensor import Merged, untouched
+from ckptmap.checkpoint.lora.merged_tensor import Merged, without_adapter
 from ckptmap.checkpoint.open import open
 from ckptmap.core.signatures import spelled_out
 from ckptmap.errors import ArgumentError, PlanError
@@ -213,7 +213,7 @@ def _estimate(step: Encode) -> Survival | None:
 
 def measured(step: Encode, written: Callable[[Box, torch.Tensor], torch.Tensor]) -> Survival:
     """Return the survival on a sample; `written(box, merged)` gives the written values of a box."""
-    tensor, base = step.tensor, untouched(step.tensor)
+    tensor, base = step.tensor, without_adapter(step.tensor)
     squares = errors = along = 0.0
     for box in _sample(tensor.shape):
         before = base.read(box.offsets, box.sizes).double()

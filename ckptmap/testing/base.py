@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from ckptmap import registry
 from ckptmap.checkpoint.checkpoint import Checkpoint
-from ckptmap.checkpoint.framework_members import merged
+from ckptmap.checkpoint.framework_members import merge_members
 from ckptmap.checkpoint.open import open as open_checkpoint
 from ckptmap.formats.detect import look
 from ckptmap.optim.state import KeyForm
@@ -136,7 +136,7 @@ def indexed(reader: Container | Directory, path: Path) -> Index:
     """Return the index that the reader itself gives for a path."""
     place = look(path)
     with registered(reader):
-        return reader.index(place) if hasattr(reader, "index") else merged(reader, place)
+        return reader.index(place) if hasattr(reader, "index") else merge_members(reader, place)
 
 
 def opened(path: str | os.PathLike[str], *adapters: Adapter) -> Checkpoint:

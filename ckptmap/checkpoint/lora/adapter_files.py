@@ -135,7 +135,7 @@ def open_adapter(
     file = _config_file(place, config)
     ckpt = open(weights)
     settings = read_config(file)
-    lows, trained, left = _sorted_out(ckpt, settings)
+    lows, trained, left = _assign_tensors(ckpt, settings)
     files = (*ckpt.index.files, str(file.absolute()))
     return Adapter(str(path), settings, lows, trained, left, files, ckpt, tuple(several))
 
@@ -158,7 +158,7 @@ def _config_file(place: Path, given: str | os.PathLike[str] | None) -> Path:
 # --------------------------------------------------------------------------------- tensors
 
 
-def _sorted_out(
+def _assign_tensors(
     ckpt: Checkpoint, config: LoraConfig
 ) -> tuple[dict[str, LowRankUpdate], dict[str, LazyTensor], dict[str, str]]:
     halves: dict[str, dict[str, LazyTensor]] = {}
@@ -194,11 +194,14 @@ def _sorted_out(
             f"{ckpt.path}: holds the adapters {', '.join(named)}, expected one",
             f"save one of them alone: model.save_pretrained(DIR, selected_adapters=[{named[0]!r}])",
         )
-    lows = {module: _low(ckpt, config, module, half, embeddings) for module, half in halves.items()}
+    lows = {
+        module: _low_rank_update(ckpt, config, module, half, embeddings)
+        for module, half in halves.items()
+    }
     return lows, trained, left
 
 
-def _low(
+def _low_rank_update(
     ckpt: Checkpoint,
     config: LoraConfig,
     module: str,

@@ -30,7 +30,7 @@ from ckptmap.checkpoint.lora.merged_tensor import (
     Replaced,
     codes_part,
     dora,
-    proven,
+    with_replica,
 )
 from ckptmap.checkpoint.lora.shape_checks import ShapeChecks
 from ckptmap.checkpoint.lora.untied_head import (
@@ -114,7 +114,7 @@ def merge_adapter(
             tied = next((Tied(embedding, head) for head, embedding in untied.items()), None)
         merger = _Merger(ckpt, adapter, scheme, names_in_base(adapter, ckpt, tied), tied)
         groups = merger.groups()
-        notes = [*_left(merger.copies), *merger.alike]
+        notes = [*_copies_note(merger.copies), *merger.alike]
         if untied is None:
             notes += [
                 f"{fqn}: is the adapter's; where the model ties its head to it, the head should stay"
@@ -125,7 +125,7 @@ def merge_adapter(
         return _merged_into(ckpt, adapter, groups, leave, merger.untied, notes)
 
 
-def _left(copies: Sequence[LazyTensor]) -> list[str]:
+def _copies_note(copies: Sequence[LazyTensor]) -> list[str]:
     if not copies:
         return []
     more = f" and {len(copies) - 1} more are" if len(copies) > 1 else " is"
@@ -164,32 +164,40 @@ class _Merger:
             raise SourceError("CKM320", f"{self.where}: holds no tensor", "save the adapter again")
         made: dict[str, Group] = {}
         for name, lazy in self.adapter.trained.items():
-            fqn = self._known(name, lazy)
+            fqn = self._base_name(name, lazy)
             made |= self._untie(fqn, lazy)
-            group = self._frozen(fqn, lazy) if _is_frozen(lazy) else self._trained(fqn, lazy)
+            group = (
+                self._repeat_frozen(fqn, lazy)
+                if _is_frozen(lazy)
+                else self._replace_tensor(fqn, lazy)
+            )
             if group is not None:
                 made[fqn] = group
         tensors = WrappedParameters(self.adapter, self.ckpt, self.named)
         for key, low in self.adapter.lows.items():
             name = tensors.name(key)
-            fqn = self._known(name, low.a)
+            fqn = self._base_name(name, low.a)
             base = made.get(fqn) or self._base(fqn)
             made[fqn] = (
-                self._stack(low, name, base, tensors) if low.wrapped else self._low(low, base)
+                self._merge_parameter(low, name, base, tensors)
+                if low.wrapped
+                else self._merge_matrix(low, base)
             )
             if self.tied is not None and fqn == self.tied.embedding and not self._has_head():
                 self.alike.append(tied_change_note(fqn, "its head"))
             if low.bias is not None:
-                bias = self._known(f"{low.module}.bias", low.bias)
-                made[bias] = self._bias(low, low.bias, made.get(bias) or self.ckpt.group(bias))
+                bias = self._base_name(f"{low.module}.bias", low.bias)
+                made[bias] = self._merge_bias(
+                    low, low.bias, made.get(bias) or self.ckpt.group(bias)
+                )
         return {**made, **dict(self._ties(made))}
 
-    def _known(self, name: str, lazy: LazyTensor) -> str:
+    def _base_name(self, name: str, lazy: LazyTensor) -> str:
         fqn = self.named(name)
         if fqn in self.ckpt:
             return fqn
         if self.tied is not None and self.tied.head and is_head(fqn):
-            return self._own()
+            return self._untied_head()
         near, low = difflib.get_close_matches(fqn, list(self.ckpt), n=1), name.rpartition(".")[0]
         raise SourceError(
             "CKM321",
@@ -220,7 +228,7 @@ class _Merger:
 
     # ------------------------------------------------------------------ one tensor
 
-    def _low(self, low: LowRankUpdate, base: Group) -> Group:
+    def _merge_matrix(self, low: LowRankUpdate, base: Group) -> Group:
         self.checks.check_base(low, base)
         config = self.adapter.config
         rank = config.rank(low.module)
@@ -243,7 +251,7 @@ class _Merger:
         self.checks.check_shape(low.magnitude, (rows,), base)
         return dora(group, self.checks.dense(low.magnitude), self.ckpt.files)
 
-    def _stack(
+    def _merge_parameter(
         self, low: LowRankUpdate, name: str, base: Group, tensors: WrappedParameters
     ) -> Group:
         """Return the merged form of a parameter that was targeted itself: a matrix, or one an expert."""
@@ -255,19 +263,19 @@ class _Merger:
         parts = {**base.parts, A: self.checks.dense(low.a), B: self.checks.dense(low.b)}
         return Group(base.fqn, info, encoding, parts)
 
-    def _bias(self, low: LowRankUpdate, bias: LazyTensor, base: Group) -> Group:
+    def _merge_bias(self, low: LowRankUpdate, bias: LazyTensor, base: Group) -> Group:
         self.checks.check_base(low, base, ndim=1)
         self.checks.check_shape(bias, base.info.shape, base)
         encoding = Biased(base.encoding, base.info.dtype, self.adapter.config.scale(low.module))
         info = TensorInfo(base.info.shape, self._dtype(base))
         return Group(base.fqn, info, encoding, {**base.parts, BIAS: self.checks.dense(bias)})
 
-    def _trained(self, fqn: str, lazy: LazyTensor) -> Group:
+    def _replace_tensor(self, fqn: str, lazy: LazyTensor) -> Group:
         """Return a whole tensor of the adapter in the base's dtype; its own bytes if it has that dtype."""
         base = self._base(fqn)
         packed = base.parts.get("")
         if base.encoding != DENSE and packed is not None and lazy.info == packed.info:
-            return proven(base, "", self.checks.dense(lazy))
+            return with_replica(base, "", self.checks.dense(lazy))
         self.checks.check_shape(lazy, base.info.shape, base)
         stored = self.checks.dense(lazy)
         if lazy.dtype == base.info.dtype and base.encoding == DENSE:
@@ -275,7 +283,7 @@ class _Merger:
         info = TensorInfo(base.info.shape, self._dtype(base))
         return Group(fqn, info, Replaced(base.encoding, base.info.dtype), {"": stored})
 
-    def _frozen(self, fqn: str, lazy: LazyTensor) -> Group | None:
+    def _repeat_frozen(self, fqn: str, lazy: LazyTensor) -> Group | None:
         """Return a frozen quantized weight of the base that a checkpoint of QLoRA repeats.
 
         Where the base holds the same codes, the repeated ones become a replica. None: the base's
@@ -288,7 +296,7 @@ class _Merger:
         if packed is None or packed.info != lazy.parts[codes].info:
             self.copies.append(lazy)
             return None
-        return proven(base, codes, lazy.parts[codes])
+        return with_replica(base, codes, lazy.parts[codes])
 
     def _dtype(self, base: Group) -> str:
         """Return the dtype of merged values: fp32 if the target casts them, so that they are rounded once."""
@@ -322,14 +330,14 @@ class _Merger:
                 "save the base with its head (tie_word_embeddings false) and give that as BASE, or"
                 " merge with peft (model.merge_and_unload())",
             )
-        yield tied.head, self._base(self._own())
+        yield tied.head, self._base(self._untied_head())
 
     def _has_head(self) -> bool:
         """Return whether the adapter changes the head, or holds one."""
         modules = (f"{low.module}.weight" for low in self.adapter.lows.values())
         return any(map(is_head, (*self.adapter.trained, *self.adapter.left, *modules)))
 
-    def _own(self) -> str:
+    def _untied_head(self) -> str:
         """Return the name of the head that the base does not store, and note that it is untied."""
         assert self.tied is not None, "asked of a base that ties it"
         self.untied[self.tied.head] = self.tied.embedding

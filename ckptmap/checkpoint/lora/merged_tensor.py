@@ -48,7 +48,7 @@ class WritesAfresh(Protocol):
 
 
 @dataclass(frozen=True)
-class Over:
+class ChangedTensor:
     """A tensor of a base in encoding `base` and logical dtype `dtype`, changed by an adapter."""
 
     base: Encoding
@@ -65,7 +65,7 @@ class Over:
     @property
     def quantized(self) -> bool:
         """Has the base stored it as codes?"""
-        if isinstance(self.base, Over):
+        if isinstance(self.base, ChangedTensor):
             return self.base.quantized
         return self.base.name != "dense"
 
@@ -123,7 +123,7 @@ class Over:
 
 
 @dataclass(frozen=True)
-class Merged(Over):
+class Merged(ChangedTensor):
     """A matrix with the product of two low-rank halves added.
 
     rank     the dim that A and B share
@@ -205,8 +205,8 @@ class Stacked(Merged):
 
     def part_box(self, info: TensorInfo, part: str, box: Box) -> Box | None:
         if part not in (A, B):
-            return Over.part_box(self, info, part, box)
-        rows, columns = self._aligned(*_one(info, box))
+            return ChangedTensor.part_box(self, info, part, box)
+        rows, columns = self._aligned(*_matrix_of_stack(info, box))
         if part == A:
             first, count = box.offsets[0] * self.rank, box.sizes[0] * self.rank
             return Box((first, columns[0]), (count, columns[1]))
@@ -220,18 +220,18 @@ class Stacked(Merged):
         for i, matrix in enumerate(values):
             b = parts[B][:, box.offsets[0] + i :: self.experts]
             turned = matrix.t() if self.flip else matrix
-            one, of_one = _one(info, box)
+            one, of_one = _matrix_of_stack(info, box)
             self._add(turned, one, {A: a[i], B: b.contiguous()}, of_one)
         return values
 
 
-def _one(info: TensorInfo, box: Box) -> tuple[TensorInfo, Box]:
+def _matrix_of_stack(info: TensorInfo, box: Box) -> tuple[TensorInfo, Box]:
     """Return the shape and the box of one matrix of the stack."""
     return TensorInfo(info.shape[1:], info.dtype), Box(box.offsets[1:], box.sizes[1:])
 
 
 @dataclass(frozen=True)
-class Biased(Over):
+class Biased(ChangedTensor):
     """A bias with that of an adapter's second half added: b + s c."""
 
     scale: float
@@ -247,7 +247,7 @@ class Biased(Over):
 
 
 @dataclass(frozen=True)
-class Replaced(Over):
+class Replaced(ChangedTensor):
     """A tensor that was trained as a whole, stored in another dtype than the base's."""
 
     @property
@@ -310,10 +310,10 @@ def dora(group: Group, magnitude: StoredTensor, files: Files) -> Group:
     return group._replace(encoding=scaled, parts={**group.parts, MAGNITUDE: magnitude})
 
 
-def untouched(lazy: LazyTensor) -> LazyTensor:
+def without_adapter(lazy: LazyTensor) -> LazyTensor:
     """Return the base of a merged tensor, without the adapter."""
     encoding = lazy.encoding_
-    assert isinstance(encoding, Over), f"{lazy.fqn}: {lazy.encoding} is not merged"
+    assert isinstance(encoding, ChangedTensor), f"{lazy.fqn}: {lazy.encoding} is not merged"
     parts = {name: part for name, part in lazy.parts.items() if name not in (A, B, MAGNITUDE, BIAS)}
     group = Group(lazy.fqn, encoding.base_info(lazy.info), encoding.base, parts)
     return LazyTensor(lazy.fqn, group, lazy.files)
@@ -324,7 +324,7 @@ def codes_part(lazy: LazyTensor) -> str:
     return max(lazy.parts, key=lambda part: lazy.parts[part].info.nbytes)
 
 
-def proven(base: Group, part: str, copy: StoredTensor) -> Group:
+def with_replica(base: Group, part: str, copy: StoredTensor) -> Group:
     """Return the base with a copy of one of its parts as a replica, which must hold the same bytes.
 
     `copy` is from the adapter's checkpoint, which repeats codes of the base.

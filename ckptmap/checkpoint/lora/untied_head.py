@@ -56,7 +56,7 @@ def tied_in(ckpt: Checkpoint, config_from: str | os.PathLike[str] | None = None)
         return None
     stems = {fqn: stem(fqn) for fqn in ckpt if fqn.endswith(".weight")}
     embeddings = [fqn for fqn, name in stems.items() if name in EMBEDDINGS]
-    embeddings = embeddings or [fqn for fqn in stems if _is_of_words(ckpt[fqn], config)]
+    embeddings = embeddings or [fqn for fqn in stems if _has_vocabulary_rows(ckpt[fqn], config)]
     if len(embeddings) != 1:
         return None
     return Tied(embeddings[0], _head(embeddings[0], config))
@@ -74,9 +74,9 @@ def _is_headless(ckpt: Checkpoint) -> bool:
     return not any(map(is_head, ckpt))
 
 
-def _is_of_words(lazy: LazyTensor, config: Mapping[str, object]) -> bool:
+def _has_vocabulary_rows(lazy: LazyTensor, config: Mapping[str, object]) -> bool:
     """Return whether the tensor is a matrix with one row for each word of the vocabulary."""
-    return len(lazy.shape) == 2 and lazy.shape[0] == _inner(config).get("vocab_size")
+    return len(lazy.shape) == 2 and lazy.shape[0] == _language_config(config).get("vocab_size")
 
 
 def stem(fqn: str) -> str:
@@ -115,7 +115,7 @@ def _has_head(config: Mapping[str, object]) -> bool:
     """Return whether the config gives the model a head that is tied to its embedding."""
     said = config.get("architectures")
     names = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
-    tied = config.get(TIED, _inner(config).get(TIED, True))
+    tied = config.get(TIED, _language_config(config).get(TIED, True))
     return tied is not False and any(map(_names_head, names))
 
 
@@ -125,7 +125,7 @@ def _names_head(name: str) -> bool:
     return not bare and not any(word in name for word in _HEADLESS)
 
 
-def _inner(config: Mapping[str, object]) -> Mapping[str, object]:
+def _language_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the config of the language model where a config has several."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config

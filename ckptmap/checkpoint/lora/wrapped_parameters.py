@@ -42,7 +42,7 @@ class WrappedParameters:
             if other is not low and other.wrapped and other.module == low.module
         ]
         if len(fits) > 1 or any(_fits(other, self._shape(n)) for other in siblings for n in fits):
-            raise self._untold(
+            raise self._undecided(
                 low,
                 f"fits {' and '.join(there)}, so its shape does not tell which of them it changes",
             )
@@ -80,7 +80,7 @@ class WrappedParameters:
             orders = {way.pop() for way in ways if len(way) == 1}
             if len(orders) == 1:
                 return orders.pop()
-        raise self._untold(
+        raise self._undecided(
             low,
             "its matrices are square, so their shape does not tell whether they are stored [in, out]",
         )
@@ -89,7 +89,7 @@ class WrappedParameters:
         fqn = self.named(name)
         return self.ckpt.group(fqn).info.shape if fqn in self.ckpt else ()
 
-    def _untold(self, low: LowRankUpdate, why: str) -> SourceError:
+    def _undecided(self, low: LowRankUpdate, why: str) -> SourceError:
         return SourceError(
             "CKM322",
             f"{self.adapter.path}: {low.a.fqn} {list(low.a.shape)}: {why}",
