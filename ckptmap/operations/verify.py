@@ -1,6 +1,4 @@
-"""verify(): check that an output is complete, that its bytes are those that were written, and that
-its values are the source's.
-"""
+"""verify(): check that an output is complete and undamaged, and that its values are the source's."""
 
 from __future__ import annotations
 
@@ -129,9 +127,9 @@ def verify(
                     source, adapter, document["setup"], leave=merged.get("leave", ()),
                     untied=merged.get("untied"),
                 )  # fmt: skip
-            source = _named_as(ckpt, source, document)
+            source = _source_named_like(ckpt, source, document)
             with one_torch_thread(source.merged is not None):  # as it was merged, to the bit
-                values, errors = _against(ckpt, source, document)
+                values, errors = _compare_with_source(ckpt, source, document)
             problems += [*values, *_plain_problems(ckpt, source, document["dropped"])]
             checks.append(f"values against {source.shown}")
         nbytes = sum(chunk[2] for _, chunk in chunks_of(document))
@@ -141,6 +139,7 @@ def verify(
 
 
 def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
+    """Return the manifest of an output. Raises AnswerNo CKM403 where there is none."""
     data = None if ckpt.index.manifest is None else ckpt.index.manifest()
     file = Path(ckpt.path) / manifests.NAME
     if data is None and file.is_file():
@@ -148,7 +147,7 @@ def read_manifest(ckpt: Checkpoint) -> dict[str, Any]:
     if data is None:
         raise AnswerNo(
             "CKM403",
-            f"{ckpt.path}: has no manifest, ckptmap did not write it",
+            f"{ckpt.path}: has no manifest, so ckptmap did not write it",
             "compare two checkpoints with `ckptmap diff A B --values`",
         )
     return manifests.parse(data, ckpt.path)
@@ -202,13 +201,14 @@ def sha256_of(file: Path) -> str:
 # --------------------------------------------------------------------------------- values
 
 
-def _against(
+def _compare_with_source(
     ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, float]]:
+    """Return the problems of the values, and the error of every lossy tensor by FQN."""
     problems: list[str] = []
     errors: dict[str, float] = {}
     if document.get("merged") is not None and source.merged is None:
-        return ["an adapter was merged into it: give that, too, with --adapter"], {}
+        return ["an adapter was merged into it: give that adapter with --adapter PATH"], {}
     beside = matched_extra_tensors(source, ckpt)
     weights = [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
     for name, entry in document["logical"].items():
@@ -218,12 +218,12 @@ def _against(
         if mine is None or theirs is None:
             problems.append(f"{name}: is not in {ckpt.path if mine is None else source.path}")
         elif mine.info.shape != theirs.info.shape:
-            problems += _stored_otherwise(name, theirs, mine)
+            problems += _payload_problems(name, theirs, mine)
         else:
             try:
                 wrong = CHECKS[entry["fidelity"]](theirs, mine, errors)
             except CkptmapError as error:
-                if error.code == SHORT:  # nothing is said of the values
+                if error.code == SHORT:  # this process is short of memory or files: no verdict
                     raise
                 wrong = str(error)
             problems += [f"{name}: {wrong}"] if wrong else []
@@ -241,17 +241,19 @@ def _plain_problems(ckpt: Checkpoint, source: Checkpoint, dropped: Container[str
         yield from differing(mine, theirs, depth)
 
 
-def _named_as(ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any]) -> Checkpoint:
+def _source_named_like(
+    ckpt: Checkpoint, source: Checkpoint, document: Mapping[str, Any]
+) -> Checkpoint:
     """Return the source with the names of the output, and its indices as the output's groups."""
     if source.optimizer_by_index:
-        source = _ordered_as(ckpt, source)
+        source = _source_ordered_like(ckpt, source)
     if document.get("names") is None:
         return source
     weights = [fqn for role, fqn in map(role_and_fqn, document["logical"]) if role == "model"]
     return translated_like_output(source, document["names"], weights)
 
 
-def _stored_otherwise(name: str, source: LazyTensor, mine: LazyTensor) -> Iterator[str]:
+def _payload_problems(name: str, source: LazyTensor, mine: LazyTensor) -> Iterator[str]:
     """Yield a problem unless the source holds this payload; its scales then came from --base."""
     here, there = mine.parts.get(""), source.parts.get("")
     if here is None or there is None or here.info != there.info:
@@ -260,7 +262,7 @@ def _stored_otherwise(name: str, source: LazyTensor, mine: LazyTensor) -> Iterat
         yield f"{name}: its payload differs from the source's"
 
 
-def _ordered_as(ckpt: Checkpoint, source: Checkpoint) -> Checkpoint:
+def _source_ordered_like(ckpt: Checkpoint, source: Checkpoint) -> Checkpoint:
     """Return the source with the parameters that an index means named as in the output, which has
     the source's groups. The source stays as it is where parameters were left behind: then the
     state cannot be compared, and that is reported."""
@@ -289,13 +291,13 @@ def _quantized(source: LazyTensor, mine: LazyTensor, errors: dict[str, float]) -
     """Encode the source once more: every part must be equal bit for bit. No error is judged."""
     encoder = mine.encoding_.encoder(source.info, "cpu")
     feeds = (encoder.feed(*values) for values in _steps(source, encoder.step))
-    for write in chain.from_iterable(chain(feeds, _after(encoder.finish))):
+    for write in chain.from_iterable(chain(feeds, _when_exhausted(encoder.finish))):
         if not holds(mine, write):
             return f"{write.part} differ from an encoding of the source"
     return _measure(source, mine, errors)
 
 
-def _after(finish: Callable[[], Iterable[Write]]) -> Iterator[Iterable[Write]]:
+def _when_exhausted(finish: Callable[[], Iterable[Write]]) -> Iterator[Iterable[Write]]:
     """Call `finish` only when the iterators before it in a chain are exhausted."""
     yield finish()
 

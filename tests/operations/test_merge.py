@@ -389,7 +389,7 @@ def boxed(ckpt: ckptmap.Checkpoint, flip: bool, scaled: bool) -> LazyTensor:
 def test_every_tensor_is_on_the_device(device: Device) -> None:
     """Scaled by the norms of a pass that was made on the CPU."""
     norms = Norms(Group("w", TensorInfo((45, 4999), "float32"), DENSE, {}), Files())
-    norms._found = torch.ones(45)
+    norms._norms = torch.ones(45)
     encoding = Merged(DENSE, "bfloat16", 5, 0.25, norms=norms)
     info, box = TensorInfo((45, 4999), "bfloat16"), Box((3, 7), (20, 4990))
     if device.fake:
@@ -621,7 +621,7 @@ def test_the_manifest_says_what_was_merged(folder: Path, tmp_path: Path) -> None
 def test_verify_wants_the_adapter_too(folder: Path, tmp_path: Path) -> None:
     merge(folder / "base", folder / "adapter", tmp_path / "out")
     alone = ckptmap.verify(tmp_path / "out", against=folder / "base")
-    assert alone.problems == ("an adapter was merged into it: give that, too, with --adapter",)
+    assert alone.problems == ("an adapter was merged into it: give that adapter with --adapter PATH",)
     change(folder / "adapter", lora_alpha=32)
     other = ckptmap.verify(
         tmp_path / "out", against=merge_adapter(folder / "base", folder / "adapter", "hf")

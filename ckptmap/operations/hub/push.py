@@ -202,7 +202,7 @@ def _publish(
         target = Target.look(name.repo, name.revision)
         items, more = _with_card(items, target, ckpt, made, name, to, base)
     content = Content(items, replaced(target.tree, items, name.path))
-    notes = [*made.notes, *notes, *more, *_others(target, content)]
+    notes = [*made.notes, *notes, *more, *_leftover_note(target, content)]
     if target.exists and content.is_in(target.tree):
         sweep(target)
         notes.append("was published already")
@@ -216,7 +216,7 @@ def _publish(
         ready(stage)
         return _report(page(stage), target, content, sent, started, notes, stage, merged=False)
     if target.exists:
-        _alone(Target.look(name.repo, name.revision), content, name)
+        _refuse_rivals(Target.look(name.repo, name.revision), content, name)
     (merge_pull if stage.pull is not None else advance_branch)(stage)
     after = Target.look(name.repo, name.revision)
     if not content.is_in(after.tree):
@@ -225,11 +225,11 @@ def _publish(
             f"{name}: does not hold the files of this push; somebody may have written at the same time",
             "look at its history on the Hub, then run the same command again",
         )
-    _alone(after, content, name)
+    _refuse_rivals(after, content, name)
     return _report(target.repo, after, content, sent, started, notes, stage)
 
 
-def _alone(now: Target, content: Content, name: HubName) -> None:
+def _refuse_rivals(now: Target, content: Content, name: HubName) -> None:
     """Raise RunError CKM714 where somebody has published other weights meanwhile.
 
     After a merge both would be there, and a loader might take either.
@@ -240,7 +240,7 @@ def _alone(now: Target, content: Content, name: HubName) -> None:
     if rivals:
         raise RunError(
             "CKM714",
-            f"{name}: holds {rivals[0]} which somebody wrote during this push ({len(rivals)} such), and"
+            f"{name}: holds {rivals[0]}, which somebody wrote during this push ({len(rivals)} such), and"
             " a loader could take it for these weights",
             "run the same command again: these weights then take its place",
         )
@@ -297,7 +297,7 @@ def _library(folder: Path) -> str | None:
     return "transformers" if any(folder.glob("model*.safetensors")) else None
 
 
-def _others(target: Target, content: Content) -> list[str]:
+def _leftover_note(target: Target, content: Content) -> list[str]:
     """Return a note on weights of the repository that this push does not replace."""
     mine = {item.path for item in content.items} | set(content.deleted)
     kinds = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
