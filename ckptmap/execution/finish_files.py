@@ -31,12 +31,14 @@ def seal(
             for offset, piece in item.out.seal(crcs, data if item.out.holds_manifest else None):
                 output.write_at(offset, memoryview(piece), direct=False)
                 end = max(end, offset + len(piece))
-            for offset, piece in _apart(item.out, crcs, [u[1:] for u in joined if u[0] == index]):
+            for offset, piece in _bytes_between(
+                item.out, crcs, [u[1:] for u in joined if u[0] == index]
+            ):
                 output.write_at(offset, memoryview(piece), direct=False)
             output.truncate(end)
 
 
-def _apart(
+def _bytes_between(
     out: OutFile, crcs: Sequence[int], joined: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, bytes) of what lies between slots that were not written as one span.

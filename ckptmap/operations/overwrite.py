@@ -24,8 +24,8 @@ from ckptmap.execution import manifest as manifests
 from ckptmap.formats.detect import look
 from ckptmap.operations.verify import read_manifest
 
-HINT = "--overwrite replaces checkpoints only; remove it yourself, or choose another"
-FOREIGN = "--overwrite would delete that; move it elsewhere, or choose another destination"
+HINT = "--overwrite replaces checkpoints only: remove it yourself, or choose another destination"
+FOREIGN = "--overwrite would delete them: move them elsewhere, or choose another destination"
 COMPANION = re.compile(
     r"README(\.md)?|LICENSE.*|NOTICE.*|USE_POLICY.*|\.git(attributes|ignore)|\.DS_Store"
     r"|(\w+_)?config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json|modules\.json"
@@ -77,7 +77,7 @@ def refuse_stranger(target: Path, written: Collection[str] = ()) -> None:
     if foreign:
         more = f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
         raise _refusal(
-            f"{target}: holds files that are no part of its checkpoint: {', '.join(foreign[:SHOWN])}{more}",
+            f"{target}: holds files that do not belong to its checkpoint: {', '.join(foreign[:SHOWN])}{more}",
             FOREIGN,
         )
 

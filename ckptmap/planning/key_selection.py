@@ -29,13 +29,13 @@ UNITS_SHOWN = 4
 
 @dataclass(frozen=True)
 class Selection:
-    """What goes into the output.
+    """The leaves of the source that go into the output.
 
     weights    FQNs in the order in which they are written, tied ones among them
     ties       FQN of a weight that is not written -> FQN of the weight that it must equal
     others     tensors that are neither weights nor optimizer state, by path in the source
-    values     what is no tensor, by path in the source
-    optimizer  is optimizer state written?
+    values     values that are no tensors, by path in the source
+    optimizer  whether optimizer state is written
     copied     files of the source that are copied whole
     """
 
@@ -84,7 +84,7 @@ def select(request: Request, sharding: OutputSharding) -> Selection:
 
 
 def _refused(request: Request) -> Remarks:
-    """Return the leaves of classes that are never called: dropped if the user says so."""
+    """Return the objects of foreign classes: dropped if the user says so, else unresolved."""
     dropped: dict[str, str] = {}
     unresolved: list[Unresolved] = []
     for item in request.ckpt.refused:
@@ -94,8 +94,8 @@ def _refused(request: Request) -> Remarks:
             continue
         option = f"--drop {shlex.quote(item.key)}" if item.droppable else ""
         hint = f"leave it behind with {option}" if option else (
-            "save it as plain tensors, which weight.dequantize() makes of a quantized one; ckptmap "
-            "never calls a class that it does not know"
+            "save it as a plain tensor: weight.dequantize() makes one of a quantized tensor; ckptmap "
+            "never builds objects of a class that it does not know"
         )  # fmt: skip
         unresolved.append(Unresolved(item.key, item.reason, hint, option))
     return Remarks(dropped, unresolved)

@@ -1,7 +1,7 @@
-"""Optimizer state in the groups and order that the loader of a setup expects.
+"""Bring optimizer state into the groups and the order that the loader of a setup expects.
 
-Some loaders know a parameter by its place in the optimizer's groups alone. And a flat parameter of FSDP1
-has one step count, where its parameters have one each.
+Some loaders, such as that of transformers' Trainer, know a parameter only by its place in the groups.
+A flat parameter of FSDP1 has one step count in place of one for each parameter in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckptmap.planning.options import Options
 
 
-def arranged(
+def arrange_for_loader(
     optimizer: Optimizer, ckpt: Checkpoint, setup: Setup, cutter: OutputSharding, options: Options
 ) -> tuple[Optimizer, list[str]]:
     """Return the state, keyed by FQN, and notes on what was changed.
@@ -37,16 +37,16 @@ def arranged(
                 " parameters are compared with it"
             )
     if setup.grouping is not None and optimizer.groups:
-        optimizer, more = _grouped(optimizer, ckpt, setup, options)
+        optimizer, more = _grouped_for_loader(optimizer, ckpt, setup, options)
         notes += more
     return optimizer, notes
 
 
-def _grouped(
+def _grouped_for_loader(
     optimizer: Optimizer, ckpt: Checkpoint, setup: Setup, options: Options
 ) -> tuple[Optimizer, list[str]]:
     """Return the state in the groups of the loader, and notes."""
-    assert setup.grouping is not None, "asked for where there is one"
+    assert setup.grouping is not None, "only called for a setup with groups"
     listed = [fqn for group in optimizer.groups for fqn in group[PARAMS]]
     infos = {fqn: ckpt[fqn].info for fqn in listed if fqn in ckpt}
     config = find_config(ckpt.index.sidecar_dir or ckpt.path, options.config_from or options.like)

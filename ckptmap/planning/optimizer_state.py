@@ -11,7 +11,7 @@ from ckptmap.optim.optimizer_reader import OptimizerReader
 from ckptmap.optim.select_state import select_state
 from ckptmap.optim.state import KeyForm, Optimizer, Same, key_forms
 from ckptmap.planning.encoding_choice import encoding_for
-from ckptmap.planning.optimizer_groups import arranged
+from ckptmap.planning.optimizer_groups import arrange_for_loader
 from ckptmap.planning.output_sharding import OutputSharding
 from ckptmap.planning.remarks import Remarks, Unresolved
 from ckptmap.planning.request import Request
@@ -84,7 +84,7 @@ def optimizer_state(
         )
         for fqn in kept.strangers
     ]
-    optimizer, notes = arranged(kept.optimizer, ckpt, request.setup, sharding, options)
+    optimizer, notes = arrange_for_loader(kept.optimizer, ckpt, request.setup, sharding, options)
     remarks = Remarks(kept.dropped, strangers, notes)
     return _by_path(form, optimizer, request, remarks)
 

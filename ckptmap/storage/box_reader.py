@@ -1,9 +1,9 @@
 """Read a box of a stored tensor into a buffer, however its chunks lie in the files.
 
 Each piece of the box is a strided region of one file, and fills a rectangle of the output. Runs of
-bytes are read directly into the output (preadv into many buffers; small gaps go into one junk
-buffer). Single elements, as of a transposed view, are read in dense spans of bounded size and copied
-by strided memoryviews, so neither torch nor numpy is needed.
+bytes are read directly into the output, by preadv into many buffers at once; the small gaps between
+them go into a buffer that nobody reads. Single elements, as of a transposed view, are read in dense
+spans of bounded size and copied by strided memoryviews, so neither torch nor numpy is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptmap.storage.files import Files
 from ckptmap.tensors import Box, Extent, Region, StoredTensor, contiguous_strides
 
 SCRATCH = 1 << 20
-"""Bytes of source read at once where elements must be spread one by one."""
+"""Bytes of the source that are read at once where single elements must be copied."""
 MAX_GAP = 16 << 10
 """Bytes between two runs that are cheaper to read and drop than a second system call."""
 MIN_RUN = 64
@@ -29,7 +29,7 @@ MIN_RUN = 64
 IOV_MAX = 1024
 """Buffers that one preadv takes on Linux."""
 
-_JUNK = memoryview(bytearray(MAX_GAP))
+_DISCARDED = memoryview(bytearray(MAX_GAP))
 _FORMATS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 Dims: TypeAlias = tuple["Dim", ...]
@@ -62,7 +62,7 @@ def fill(files: Files, stored: StoredTensor, box: Box, out: memoryview) -> None:
     assert out.nbytes == nbytes, f"buffer of {out.nbytes} bytes for a box of {nbytes}"
     filled = 0
     if isinstance(stored, Rearranged):
-        filled = _weave(files, stored, box, out)
+        filled = _fill_rearranged(files, stored, box, out)
     elif type(held := stored.place) is RowChunks and box.sizes[1:] == stored.info.shape[1:]:
         reads = held.reads(box.offsets[0], box.sizes[0], out)
         files.read_each(reads)
@@ -77,7 +77,7 @@ def fill(files: Files, stored: StoredTensor, box: Box, out: memoryview) -> None:
                 files.read_into(region.file, region.offset, [out[start:end]])
                 filled += end - start
             else:
-                _land(files, region, place, box.sizes, out)
+                _read_region(files, region, place, box.sizes, out)
                 filled += region.nbytes
     if filled != nbytes:
         raise SourceError(
@@ -134,23 +134,25 @@ def _indices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 # ------------------------------------------------------------------------- one piece
 
 
-def _weave(files: Files, stored: Rearranged, box: Box, out: memoryview) -> int:
+def _fill_rearranged(files: Files, stored: Rearranged, box: Box, out: memoryview) -> int:
     """Fill `out` with a box of a rearranged tensor. Return the number of bytes read."""
     filled, itemsize = 0, stored.info.itemsize
     for file, offset, start, dims, nbytes in stored.copies(box):
         axes = sorted(dims, key=lambda axis: axis[2], reverse=True)
         sizes, src, dst = (tuple(axis[i] for axis in axes) for i in range(3))
-        collapsed = _collapse(sizes, src, dst)
+        collapsed = _merge_dims(sizes, src, dst)
         if file == ZEROS:
             out[start : start + itemsize] = bytes(itemsize)
-            _repeat(out, start, collapsed, (), itemsize)
+            _repeat_expanded(out, start, collapsed, (), itemsize)
         else:
-            _move(files, file, offset, collapsed, out, start, itemsize)
+            _read_strided(files, file, offset, collapsed, out, start, itemsize)
         filled += nbytes
     return filled
 
 
-def _land(files: Files, region: Region, place: Box, sizes: Sequence[int], out: memoryview) -> None:
+def _read_region(
+    files: Files, region: Region, place: Box, sizes: Sequence[int], out: memoryview
+) -> None:
     """Read one region into the box `place` of the output, a row-major tensor of `sizes`."""
     itemsize = region.itemsize
     if place.sizes == sizes and region.is_contiguous and region.file != ZEROS:
@@ -158,18 +160,18 @@ def _land(files: Files, region: Region, place: Box, sizes: Sequence[int], out: m
         return
     strides = contiguous_strides(sizes, itemsize)
     start = sum(o * s for o, s in zip(place.offsets, strides, strict=True))
-    dims = _collapse(region.sizes, region.strides, strides)
-    still = tuple(dim for dim in dims if dim.src == 0)
-    moving = tuple(dim for dim in dims if dim.src != 0)
+    dims = _merge_dims(region.sizes, region.strides, strides)
+    expanded = tuple(dim for dim in dims if dim.src == 0)
+    strided = tuple(dim for dim in dims if dim.src != 0)
     if region.file == ZEROS:
         out[start : start + itemsize] = bytes(itemsize)
     else:
-        _move(files, region.file, region.offset, moving, out, start, itemsize)
-    if still:
-        _repeat(out, start, still, moving, itemsize)
+        _read_strided(files, region.file, region.offset, strided, out, start, itemsize)
+    if expanded:
+        _repeat_expanded(out, start, expanded, strided, itemsize)
 
 
-def _collapse(sizes: Sequence[int], src: Sequence[int], dst: Sequence[int]) -> Dims:
+def _merge_dims(sizes: Sequence[int], src: Sequence[int], dst: Sequence[int]) -> Dims:
     """Return the fewest dims that visit the same elements in the same order: [4, 8] contiguous on both sides -> [32]."""
     dims: list[Dim] = []
     for n, s, d in zip(sizes, src, dst, strict=True):
@@ -182,22 +184,23 @@ def _collapse(sizes: Sequence[int], src: Sequence[int], dst: Sequence[int]) -> D
     return tuple(dims)
 
 
-def _move(
+def _read_strided(
     files: Files, file: str, offset: int, dims: Dims, out: memoryview, start: int, itemsize: int
 ) -> None:
+    """Read a strided region of a file to the byte `start` of the output, in runs or by elements."""
     run = itemsize
     # Ascending file order, so that the kernel reads ahead; a dim's two strides travel together.
     ordered = tuple(sorted(dims, key=lambda dim: dim.src, reverse=True))
     if ordered and ordered[-1].src == ordered[-1].dst == itemsize:
         run, ordered = ordered[-1].n * itemsize, ordered[:-1]
     if run >= MIN_RUN or not ordered:
-        _scatter(files, file, offset, ordered, out, start, run)
+        _read_runs(files, file, offset, ordered, out, start, run)
     else:
         dims = tuple(sorted(dims, key=lambda dim: dim.src, reverse=True))
-        _spread(files, file, offset, dims, out, start, itemsize)
+        _read_elements(files, file, offset, dims, out, start, itemsize)
 
 
-def _scatter(
+def _read_runs(
     files: Files, file: str, offset: int, outer: Dims, out: memoryview, start: int, run: int
 ) -> None:
     """Read runs of `run` bytes, each into its own place; runs with small gaps share one read."""
@@ -218,7 +221,7 @@ def _scatter(
         if not buffers:
             begin = src
         elif gap:
-            buffers.append(_JUNK[:gap])
+            buffers.append(_DISCARDED[:gap])
         buffers.append(out[dst : dst + run])
         cursor = src + run
     files.read_into(file, begin, buffers)
@@ -238,7 +241,7 @@ def _positions(dims: Dims, src: int, dst: int) -> Iterator[tuple[int, int]]:
         )
 
 
-def _spread(
+def _read_elements(
     files: Files, file: str, offset: int, dims: Dims, out: memoryview, start: int, itemsize: int
 ) -> None:
     """Read single elements: dense spans of at most SCRATCH bytes, copied with strides.
@@ -251,7 +254,7 @@ def _spread(
     if not dims or (span <= SCRATCH and not sparse):
         scratch = memoryview(bytearray(span))
         files.read_into(file, offset, [scratch])
-        _copy(scratch, 0, out, start, dims, itemsize)
+        _copy_strided(scratch, 0, out, start, dims, itemsize)
         return
     first, rest = dims[0], dims[1:]
     inner = span - (first.n - 1) * first.src
@@ -260,10 +263,10 @@ def _spread(
         n = min(count, first.n - index)
         head = (Dim(n, first.src, first.dst),) if n > 1 else ()
         at, to = offset + index * first.src, start + index * first.dst
-        _spread(files, file, at, (*head, *rest), out, to, itemsize)
+        _read_elements(files, file, at, (*head, *rest), out, to, itemsize)
 
 
-def _copy(
+def _copy_strided(
     source: memoryview, src: int, out: memoryview, dst: int, dims: Dims, itemsize: int
 ) -> None:
     """Copy elements between two buffers; strides and starts are in bytes."""
@@ -279,14 +282,16 @@ def _copy(
         b[d : d + (n - 1) * b_step + 1 : b_step] = a[s : s + (n - 1) * a_step + 1 : a_step]
 
 
-def _repeat(out: memoryview, start: int, still: Dims, filled: Dims, itemsize: int) -> None:
-    """Fill expanded dims (file stride 0): copy what is there, twice as much each time."""
+def _repeat_expanded(
+    out: memoryview, start: int, expanded: Dims, filled: Dims, itemsize: int
+) -> None:
+    """Fill expanded dims (file stride 0): copy the bytes that are filled, twice as many each time."""
     done = tuple(Dim(dim.n, dim.dst, dim.dst) for dim in filled)
-    for dim in still:
+    for dim in expanded:
         have = 1
         while have < dim.n:
             n = min(have, dim.n - have)
             block = (*done, Dim(n, dim.dst, dim.dst)) if n > 1 else done
-            _copy(out, start, out, start + have * dim.dst, block, itemsize)
+            _copy_strided(out, start, out, start + have * dim.dst, block, itemsize)
             have += n
         done = (*done, Dim(dim.n, dim.dst, dim.dst))

@@ -167,7 +167,7 @@ def test_overwrite_keeps_other_checkpoints_and_files_of_others(
     for name in ("notes.txt", "runs/events.out", "README.md", "config.json", ".cache/hub/x"):
         (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "out" / name).write_text(config)
-    says = r"no part of its checkpoint: notes\.txt, runs/events\.out; --overwrite would delete that"
+    says = r"do not belong to its checkpoint: notes\.txt, runs/events\.out; --overwrite would delete them"
     with pytest.raises(ckptmap.CkptmapError, match=says):
         ckptmap.convert(source, tmp_path / "out", to="hf-bf16", overwrite=True)
     assert (tmp_path / "out" / "notes.txt").read_text() == config

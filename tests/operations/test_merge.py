@@ -621,7 +621,9 @@ def test_the_manifest_says_what_was_merged(folder: Path, tmp_path: Path) -> None
 def test_verify_wants_the_adapter_too(folder: Path, tmp_path: Path) -> None:
     merge(folder / "base", folder / "adapter", tmp_path / "out")
     alone = ckptmap.verify(tmp_path / "out", against=folder / "base")
-    assert alone.problems == ("an adapter was merged into it: give that adapter with --adapter PATH",)
+    assert alone.problems == (
+        "an adapter was merged into it: give that adapter with --adapter PATH",
+    )
     change(folder / "adapter", lora_alpha=32)
     other = ckptmap.verify(
         tmp_path / "out", against=merge_adapter(folder / "base", folder / "adapter", "hf")

@@ -217,7 +217,7 @@ def test_what_a_head_is_no_longer_tied_to_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "code", "said"),
     [
-        ("shared", "CKM322", r"shared.weight takes the place .* ties to its head"),
+        ("shared", "CKM322", r"shared.weight replaces .* ties to its head"),
         ("lm_head", "CKM321", r"the base has no lm_head.weight"),
     ],
 )

@@ -48,9 +48,9 @@ def test_a_root_of_any_name_is_found_beside_tensors_in_extra(to: str, tmp_path: 
 @pytest.mark.parametrize(
     ("to", "root", "says"),
     [
-        ("full", "optimizer", "what lies below 'optimizer' is not read as weights"),
-        ("fsdp2", "app/optim", "what lies below 'optim' is not read as weights"),
-        ("full", "extra", "what lies below 'extra' is not read as weights"),
+        ("full", "optimizer", "readers take no tensor below 'optimizer' for a weight"),
+        ("fsdp2", "app/optim", "readers take no tensor below 'optim' for a weight"),
+        ("full", "extra", "readers take no tensor below 'extra' for a weight"),
         ("hf", "model", "hf holds names at its top level only, no dicts"),
         ("dcp-hf", "app/net", "dcp-hf holds names at its top level only, no dicts"),
     ],

@@ -163,10 +163,16 @@ def _name(repo: str, revision: str, pr: bool) -> HubName:
             "CKM715", f"{name}: names another revision than {revision!r}", "name the revision once"
         )
     branch = name.revision or revision or MAIN
-    if branch.startswith("refs/") or (pr and branch != MAIN):
+    if branch.startswith("refs/"):
         raise DestinationError(
             "CKM715",
-            f"{name}: --pr opens a pull request against main, expected no other revision, found {branch!r}",
+            f"{name}: expected a branch, found {branch!r}",
+            "name a branch with --revision, or open a pull request with --pr",
+        )
+    if pr and branch != MAIN:
+        raise DestinationError(
+            "CKM715",
+            f"{name}: --pr opens a pull request against main, expected no other branch, found {branch!r}",
             "leave out --pr or --revision",
         )
     return HubName(name.repo, branch, name.path)

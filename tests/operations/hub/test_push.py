@@ -477,7 +477,7 @@ def test_another_model_that_comes_meanwhile(hub: Hub, model: Path, late: bool) -
             repo.commit(MAIN, {**repo.tree(), **theirs})
 
     hub.hooks.append(hook)
-    with pytest.raises(RunError, match=r"holds model\.safetensors since somebody wrote") as caught:
+    with pytest.raises(RunError, match=r"holds model\.safetensors, which somebody wrote") as caught:
         ckptmap.push(model, "org/m")
     assert caught.value.code == "CKM714" and holds(repo.tree(), model) == late
     done = ckptmap.push(model, "org/m")
@@ -530,8 +530,15 @@ def test_refusals(hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     refused("CKM715", "expected a local checkpoint and no options", "hf://org/now", "org/m")
     refused("CKM715", "expected a local checkpoint and no options", model, "org/m", drop=("x",))
     refused("CKM715", "names another revision", model, "hf://org/m@a", revision="b")
-    refused("CKM715", "against main, found 'dev'", model, "org/m", revision="dev", pr=True)
-    refused("CKM715", "found 'refs/pr/1'", model, "org/m", revision="refs/pr/1")
+    refused(
+        "CKM715",
+        "against main, expected no other branch, found 'dev'",
+        model,
+        "org/m",
+        revision="dev",
+        pr=True,
+    )
+    refused("CKM715", "expected a branch, found 'refs/pr/1'", model, "org/m", revision="refs/pr/1")
     monkeypatch.setenv("HF_TOKEN", "")
     refused("CKM707", "there is no token to push with", model, "org/m")
     monkeypatch.setenv("HF_TOKEN", "hf_reader")
