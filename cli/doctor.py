@@ -92,7 +92,7 @@ def holding(source: str | None, to: str | None) -> list[dict[str, object]]:
     ]
 
 
-def _row(setup: str, encoding: str, support: LiveSupport, dense: bool) -> dict[str, Any]:
+def _row(setup: str, encoding: str, support: LiveSupport, dense: bool) -> dict[str, object]:
     how, nearest, lacks = support.how, support.nearest, _lacking(support.needs)
     if support.ok and dense:
         how, nearest = (

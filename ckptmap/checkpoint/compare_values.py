@@ -122,7 +122,7 @@ def _extra_values(
     }
 
 
-def _hyper_parameters(head: Path, group: Mapping[str, object]) -> dict[Path, Any]:
+def _hyper_parameters(head: Path, group: Mapping[str, object]) -> dict[Path, object]:
     return {
         (*head, name): _read(value)
         for name, value in group.items()

@@ -78,7 +78,7 @@ def _plain(module: str) -> str:
 
 
 def _has_views(index: Index, flat: dict[Key, Leaf]) -> bool:
-    """Do other tensors lie in the bytes of the flat parameters, as `use_orig_params=True` saves them?"""
+    """Return whether other tensors are views of the flat parameters, as `use_orig_params=True` saves."""
     spans: dict[str, list[tuple[int, int]]] = {}
     for key, leaf in flat.items():
         for value in by_rank(leaf):

@@ -79,7 +79,10 @@ def group_parts(
 
 
 def string_records(rest: Mapping[Path, object], root: Path) -> dict[str, str]:
-    """Return the strings in a model's dict by key: bitsandbytes 0.38 to 0.42 names so the order of its codes."""
+    """Return the strings in a model's dict by key.
+
+    bitsandbytes 0.38 to 0.42 names the order of its int8 codes by such a string.
+    """
     depth = len(root)
     return {
         join(path[depth:]): leaf

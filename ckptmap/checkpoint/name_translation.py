@@ -48,7 +48,7 @@ class NameTranslation:
 
     @property
     def in_hub_names(self) -> bool:
-        """Are the new names those of models on the Hugging Face Hub?"""
+        """Whether the new names are those of models on the Hugging Face Hub."""
         target = self.choice.target
         return target is None or target.is_hub
 
@@ -66,7 +66,7 @@ def _file(scheme: NamingScheme | None) -> dict[str, str] | None:
     return None if scheme is None else {"title": scheme.title, "text": scheme.text}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     """Return a fraction as an int or a float, for JSON; any other value as it is."""
     if hasattr(value, "denominator") and not isinstance(value, bool | int):
         return int(value) if value.denominator == 1 else float(value)

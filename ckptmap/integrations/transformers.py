@@ -248,8 +248,8 @@ def _callback_class() -> Any:
             if self._resume_from is None:
                 return
             outcome = resumed(
-                self._resume_from, kwargs["model"], kwargs.get("optimizer"),
-                kwargs.get("lr_scheduler"), max_memory=self._max_memory, **self._load_options,
+                self._resume_from, model, optimizer, lr_scheduler,
+                max_memory=self._max_memory, **self._load_options,
             )  # fmt: skip
             self.report, step = outcome
             if step is not None:

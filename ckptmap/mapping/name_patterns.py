@@ -24,7 +24,10 @@ HOLE = "{}"
 
 
 def skeleton(key: str) -> tuple[str, tuple[int, ...]]:
-    """Split numbers off a name: `"layers.12.w"` -> (`"layers.{}.w"`, (12,)). `"01"` stays text: as a number it would come back as 1."""
+    """Split numbers off a name: `"layers.12.w"` -> (`"layers.{}.w"`, (12,)).
+
+    `"01"` stays text: as a number it would come back as 1.
+    """
     parts = _NUMBER.split(key)
     if len(parts) == 1:
         return key, ()
@@ -32,7 +35,7 @@ def skeleton(key: str) -> tuple[str, tuple[int, ...]]:
 
 
 def tail(shape: str) -> tuple[str, int] | None:
-    """Split a number off the end: `"experts.weight12"` -> (`"experts.weight{}"`, 12), a skeleton whose last segment ends so."""
+    """Split a number off the last segment: `"experts.weight12"` -> (`"experts.weight{}"`, 12)."""
     match = _TAIL.search(shape)
     return None if match is None else (shape[: match.start()] + HOLE, int(match[0]))
 

@@ -201,7 +201,7 @@ def _parameters(weights: Mapping[str, Leaf]) -> Iterator[tuple[str, TensorInfo, 
 
 
 def is_cut(leaf: Leaf) -> bool:
-    """Do the ranks hold parts of the weight, as a ShardedTensor or a DTensor?"""
+    """Return whether the ranks hold parts of the weight, as a ShardedTensor or a DTensor."""
     values = leaf.values if isinstance(leaf, PerRank) else (leaf,)
     return any(isinstance(value, Opaque) and value.info is not None for value in values)
 
@@ -227,7 +227,10 @@ def _behind_each_other(
 
 
 def _same(one: Leaf, other: Leaf) -> bool:
-    """Do both weights hold the same bytes on every rank? Checksums of the files say so if there are any."""
+    """Return whether both weights hold the same bytes on every rank.
+
+    Checksums in the files are compared in place of the bytes, where the files have them.
+    """
     mine, others = _shards(one), _shards(other)
     if not mine or [part.info for part in mine] != [part.info for part in others]:
         return False

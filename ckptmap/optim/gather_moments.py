@@ -45,7 +45,9 @@ def gather_moments(
     paths = {
         ".".join(map(str, p)): p for p, leaf in leaves.items() if isinstance(leaf, StoredTensor)
     }
-    stored = {key: leaves[path] for key, path in paths.items()}
+    stored = {
+        key: leaf for key, path in paths.items() if isinstance(leaf := leaves[path], StoredTensor)
+    }
     gathered = dict(leaves)
     for scheme in schemes:
         for group, consumed in scheme.group(stored, mine):

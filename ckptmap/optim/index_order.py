@@ -183,8 +183,11 @@ def state_shapes(optimizer: Optimizer) -> dict[str, Shapes]:
 
 
 def fits(name: str, state: tuple[int, ...], weight: tuple[int, ...]) -> bool:
-    """Return whether a weight of this shape can have such a state: its own shape or, where the name says that it
-    is a row or a column of a factored moment, with a dim taken out or reduced to 1."""
+    """Return whether a weight of this shape can have such a state.
+
+    The state has the weight's shape. If its name says that it is a row or a column of a factored
+    moment, a dim may be missing or reduced to 1.
+    """
     if state == weight:
         return True
     if not ("row" in name or "col" in name) or len(weight) < 2:

@@ -48,7 +48,7 @@ class Flattened:
 
         Raises PlanError CKM207 for nested state, which one dotted key cannot name.
         """
-        leaves: list[tuple[Path, Any]] = []
+        leaves: list[tuple[Path, StateValue]] = []
         for leaf in optimizer.leaves:
             if len(leaf.name) > 1:
                 raise PlanError(

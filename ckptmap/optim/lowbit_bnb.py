@@ -138,8 +138,11 @@ def _groups(leaves: Mapping[Path, object]) -> list[Mapping[object, object]]:
 
 
 def _algorithm(group: Mapping[object, Any]) -> str:
-    """Return the algorithm by how bitsandbytes fills Adam's fields: SGD (momentum, dampening) and eps 0, RMSprop
-    (alpha, momentum), Adagrad zeros, Lion two betas and eps 0."""
+    """Return the algorithm of a group, by how bitsandbytes fills Adam's fields; "": it is not known.
+
+    SGD has (momentum, dampening) for betas and eps 0, RMSprop (alpha, momentum), Adagrad zeros, Lion
+    two betas and eps 0.
+    """
     betas, eps = group.get("betas"), group.get("eps")
     numbers = isinstance(betas, list | tuple) and all(isinstance(b, int | float) for b in betas)
     if not numbers or len(betas) != 2 or not isinstance(eps, int | float):  # type: ignore[arg-type]

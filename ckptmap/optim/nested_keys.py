@@ -56,7 +56,7 @@ def write_nested(
 ) -> list[tuple[Path, StateValue]]:
     """Return the leaves to write: state under `key(fqn)`, and groups as one list, or leaf by leaf if
     one holds a tensor."""
-    leaves: list[tuple[Path, object]] = [
+    leaves: list[tuple[Path, StateValue]] = [
         ((STATE, key(leaf.key), *leaf.name), leaf.value) for leaf in optimizer.leaves
     ]
     if not leaves:

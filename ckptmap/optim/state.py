@@ -63,7 +63,7 @@ class KeyForm(Protocol):
     def read(self, leaves: Mapping[Path, Leaf]) -> StateKeys | None:
         """Return the keys of these leaves, `expanded`; None: they are not keyed in this form."""
 
-    def write(self, optimizer: Optimizer) -> list[tuple[Path, Any]]:
+    def write(self, optimizer: Optimizer) -> list[tuple[Path, StateValue]]:
         """Return every state entry and hyper-parameter with its path below the optimizer's root.
 
         Values are LazyTensors and plain values. Raises PlanError CKM207 where the form cannot name
@@ -135,14 +135,9 @@ class Optimizer:
     @cached_property
     def values(self) -> dict[str, dict[str, object]]:
         """Parameter -> state name -> value that is no tensor."""
-        return self._by_key(lambda leaf: not isinstance(leaf.value, LazyTensor))
-
-    def _by_key(self, wanted: Callable[[StateLeaf], bool]) -> dict[str, dict[str, Any]]:
-        by_key: dict[str, dict[str, Any]] = {}
-        for leaf in self.leaves:
-            if leaf.name and wanted(leaf):
-                by_key.setdefault(leaf.key, {})[leaf.title] = leaf.value
-        return by_key
+        return _by_key(
+            (leaf, leaf.value) for leaf in self.leaves if not isinstance(leaf.value, LazyTensor)
+        )
 
     @cached_property
     def named_tensors(self) -> dict[str, LazyTensor]:
@@ -169,11 +164,11 @@ class Optimizer:
 
 def _by_key(entries: Iterable[tuple[StateLeaf, _Value]]) -> dict[str, dict[str, _Value]]:
     """Return parameter -> state name -> value."""
-    found: dict[str, dict[str, _Value]] = {}
+    by_key: dict[str, dict[str, _Value]] = {}
     for leaf, value in entries:
         if leaf.name:
-            found.setdefault(leaf.key, {})[leaf.title] = value
-    return found
+            by_key.setdefault(leaf.key, {})[leaf.title] = value
+    return by_key
 
 
 def _settings(group: Mapping[Any, object]) -> Iterator[object]:

@@ -52,7 +52,7 @@ class _StateTranslation:
         dense: Encoding,
     ) -> None:
         self.stored, self.infos, self.dense = stored, infos, dense
-        self.states: dict[str, dict[Path, object]] = {}
+        self.states: dict[str, dict[Path, StateValue]] = {}
         for leaf in stored.leaves:
             self.states.setdefault(leaf.key, {})[leaf.name] = leaf.value
         self.made = {

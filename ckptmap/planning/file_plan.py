@@ -55,7 +55,7 @@ class Sources(Columns[StoredTensor | None]):
         return cls(infos, files, offsets, crcs, [None] * len(files))
 
     def is_copied(self, index: int) -> bool:
-        """Do the bytes of slot `index` move as they are?"""
+        """Return whether the bytes of slot `index` are copied unchanged."""
         return bool(self.files[index]) or self.others[index] is not None
 
 

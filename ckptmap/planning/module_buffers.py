@@ -50,7 +50,7 @@ class BufferEvidence:
 
     @cached_property
     def _flat(self) -> bool:
-        """Does some tensor lie in a flat parameter?"""
+        """Whether some tensor lies in a flat parameter."""
         return any(
             _is_flat(stored) for fqn in self._cut for stored in _stored(self._ckpt.group(fqn))
         )

@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def one_file(self) -> bool:
-        """Is the output one file that holds its own manifest?"""
+        """Whether the output is one file that holds its own manifest."""
         return len(self.files) == 1 and self.files[0].out.holds_manifest
 
     def _digest(self) -> str:

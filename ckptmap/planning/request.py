@@ -50,7 +50,7 @@ class Request:
 
     @property
     def takes_all(self) -> bool:
-        """Do the options leave out no weight?"""
+        """Whether the options leave out no weight."""
         return not (self.options.include or self.options.exclude or self.options.drop)
 
     def dropped(self, key: str) -> str | None:
@@ -58,7 +58,7 @@ class Request:
         return self._dropped(key, ("",))
 
     def dropped_whole(self, key: str) -> str | None:
-        """Return what `dropped` returns, but a pattern also matches all keys below the entry that it names."""
+        """Return the option that drops the key, by itself or with the entry that it lies in, else None."""
         return self._dropped(key, ("", ".*"))
 
     def _dropped(self, key: str, below: tuple[str, ...]) -> str | None:

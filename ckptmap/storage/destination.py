@@ -76,8 +76,10 @@ def check_destination(dst: Path, one_file: bool, overwrite: bool) -> None:
 
 
 def _check_replaceable(dst: Path) -> None:
-    """Raise DestinationError CKM304 for a directory that must not be replaced by a checkpoint: a home
-    directory, a working directory, a mount point."""
+    """Raise DestinationError CKM304 for a directory that must not be replaced by a checkpoint.
+
+    It is a home directory, a working directory or a mount point.
+    """
     lived_in = {"the home directory": Path.home(), "the working directory": Path.cwd()}
     for what, place in lived_in.items():
         if dst.resolve() in (place.resolve(), *place.resolve().parents):

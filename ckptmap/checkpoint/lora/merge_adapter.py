@@ -98,9 +98,13 @@ def merge_adapter(
     """Return the checkpoint at `base` with the adapter merged in, ready to be written for `to`.
 
     Merged tensors have the base's dtype; where `to` casts them, they are fp32, so that they are
-    rounded once. `leave`: patterns of modules and tensors of the adapter that are not merged.
-    Whether the base ties its head says its config.json, or that in `config_from`, or, of an earlier
-    merge, `untied`: the head that it had made, and its embedding. Raises SourceError CKM320 to CKM322 where the two do not fit together.
+    rounded once.
+
+    leave        patterns of modules and tensors of the adapter that are not merged
+    config_from  the config.json that tells whether the base ties its head; default: the base's own
+    untied       the head that an earlier merge untied -> its embedding, in place of a config.json
+
+    Raises SourceError CKM320 to CKM322 where adapter and base do not fit together.
     """
     ckpt = base if isinstance(base, Checkpoint) else open(base)
     scheme = setups.parse(to).scheme if to is not None else None

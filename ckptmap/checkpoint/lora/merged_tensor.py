@@ -64,7 +64,7 @@ class ChangedTensor:
 
     @property
     def quantized(self) -> bool:
-        """Has the base stored it as codes?"""
+        """Whether the base stores the tensor as codes."""
         if isinstance(self.base, ChangedTensor):
             return self.base.quantized
         return self.base.name != "dense"

@@ -136,7 +136,7 @@ def _digest(origin: str, wanted: Mapping[str, Entry]) -> str:
 
 
 def _has(target: Path, wanted: Mapping[str, Entry], one_file: bool) -> bool:
-    """Return whether the destination is complete already. A run may have been killed just after it published."""
+    """Return whether the destination is complete: a run may have been killed after it published."""
     files = {target if one_file else target / name: entry for name, entry in wanted.items()}
     return all(file.is_file() and entry.is_in(file) for file, entry in files.items())
 

@@ -105,7 +105,7 @@ class ScaleLevels:
     def _nearest(
         self, blocks: torch.Tensor, centre: torch.Tensor, sizes: torch.Tensor
     ) -> ScaleCodes:
-        """blocks [u, unit] f32, sizes [u] T."""
+        """Return the nearest codes of blocks [u, unit] f32, for sizes [u] T."""
         import torch
 
         level, peak = self._peaks(blocks, centre)
@@ -234,7 +234,7 @@ class ScaleLevels:
     def _gives_back(
         self, blocks: torch.Tensor, centre: torch.Tensor, sizes: torch.Tensor
     ) -> torch.Tensor:
-        """[u, unit] -> [u]: which units decode to themselves."""
+        """Return which units decode to themselves: [u, unit] -> [u]."""
         return (self._nearest(blocks, centre, sizes).decoded.float() == blocks).all(1)
 
     def _recovered(self, scales: torch.Tensor, unit: torch.Tensor) -> Fitted | None:
@@ -286,7 +286,7 @@ class ScaleLevels:
         return centre if bool(((line - scales).abs() <= 2 * rounding).all()) else None
 
     def _exact_sizes(self, blocks: torch.Tensor, centre: torch.Tensor) -> torch.Tensor | None:
-        """[u, unit] -> sizes [u] T with which each scale decodes to itself, None where a unit has none."""
+        """Return sizes: [u, unit] -> sizes [u] T with which each scale decodes to itself, None where a unit has none."""
         import torch
 
         sizes = self._sizes(blocks, centre)
