@@ -507,7 +507,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str, str]] = {
     "parameters": (
         {"target_parameters": "w"},
         "CKM320",
-        "target_parameters is 'w', expected names",
+        "target_parameters is 'w', expected a list of names",
     ),
     "no number": ({"r": "8"}, "CKM320", "r is '8', expected int"),
     "nothing": ({"lora_alpha": 0}, "CKM320", "lora_alpha is 0, expected int or float"),
