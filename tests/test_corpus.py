@@ -69,7 +69,7 @@ def test_stored_names_carry_the_wrappers_that_the_spec_names(corpus: Corpus, nam
 
 
 @pytest.mark.parametrize("name", [n for n in names(root=bool, encoding="dense") if n in ALONE])
-def test_what_lies_beside_the_model_is_what_the_spec_names(corpus: Corpus, name: str) -> None:
+def test_extra_values_are_those_of_the_spec(corpus: Corpus, name: str) -> None:
     spec = corpus[name].spec
     tree = load(spec, corpus[name].path)
     rest = {k: v for k, v in tree.items() if k not in (spec.root[0], "optimizer")}

@@ -125,7 +125,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert not below, f"in circles, or above one: {sorted(below)}"
 
 
-def test_what_plans_and_runs_names_no_format() -> None:
+def test_planning_and_execution_import_no_adapter() -> None:
     named = {
         (name, other)
         for name, other in edges()

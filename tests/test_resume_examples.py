@@ -19,7 +19,7 @@ STORIES = {
 
 
 @pytest.mark.parametrize("name", STORIES)
-def test_story(name: str, tmp_path: Path) -> None:
+def test_example_resumes_on_two_ranks(name: str, tmp_path: Path) -> None:
     places = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, places))}
     outputs = run_ranks(name, 2, [str(tmp_path / "out")], timeout=400, env=env)

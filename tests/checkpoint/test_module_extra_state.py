@@ -121,7 +121,7 @@ def test_it_is_loaded_into_a_live_model_and_another_models_stays_where_it_is(
     assert all(map(same, VALUES, [module.value for module in fresh.children()]))
 
 
-def test_what_has_no_place_is_said(tmp_path: Path) -> None:
+def test_extra_state_that_safetensors_cannot_hold_is_listed_as_dropped(tmp_path: Path) -> None:
     plain(tmp_path / "in")
     dropped = ckptmap.plan(tmp_path / "in", "hf").dropped
     assert {"0._extra_state.a", "1._extra_state.deep.t", "5._extra_state"} <= {*dropped}

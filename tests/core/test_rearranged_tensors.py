@@ -78,7 +78,7 @@ def test_any_box_of_a_rearranged_tensor(tmp_path: Path, data: st.DataObject) -> 
     assert read(as_boxes, box) == read(tensor, box)
 
 
-def test_what_no_piece_fills_is_zero(tmp_path: Path) -> None:
+def test_elements_that_no_piece_fills_are_zero(tmp_path: Path) -> None:
     source = stored(tmp_path, "s", (5, 3), 4, 2)
     whole = StridedBox.of_box(Box((0, 0), (5, 3)))
     info = TensorInfo((8, 3), "int32")

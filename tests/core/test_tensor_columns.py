@@ -88,7 +88,7 @@ def test_entries_as_long_with_numbers_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["tie", "view", "value", "nested", "transposed", "twice"])
-def test_what_is_not_alike_is_read_one_by_one(what: str, tmp_path: Path) -> None:
+def test_tensors_that_are_not_alike_are_read_one_by_one(what: str, tmp_path: Path) -> None:
     state: dict[str, Any] = dict(many())
     if what == "tie":
         state["z"] = state["layers.5.w"]
@@ -180,9 +180,7 @@ def test_a_tensor_of_columns_is_made_when_asked_for(container: str, tmp_path: Pa
 
 @pytest.mark.parametrize("to", ["hf", "full"])
 @pytest.mark.parametrize("change", ["offset", "name", "shape", "more"])
-def test_the_look_at_columns_finds_what_lies_elsewhere(
-    change: str, to: str, tmp_path: Path
-) -> None:
+def test_a_changed_output_is_found_by_its_columns(change: str, to: str, tmp_path: Path) -> None:
     """The structure of an output is compared with its plan, column by column and one by one."""
     torch.save(many(), tmp_path / "m.pt")
     plan = ckptmap.plan(tmp_path / "m.pt", to)

@@ -72,7 +72,7 @@ def system_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 # ----------------------------------------------------------------------------- many tensors
 
 
-def test_what_is_between_small_slots_is_written_with_them(
+def test_gaps_between_small_slots_are_written_with_them(
     tmp_path: Path, system_calls: dict[str, int]
 ) -> None:
     state = small_tensors()
@@ -88,7 +88,7 @@ def test_what_is_between_small_slots_is_written_with_them(
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_what_is_between_large_slots_and_spans(tmp_path: Path, threads: int) -> None:
+def test_slots_of_every_size_are_written(tmp_path: Path, threads: int) -> None:
     """Slots of every size, empty ones too, so that units of all kinds meet."""
     numels = [3, 0, 400_000, 5, 7, 0, 300_000, 280_000, 1, *[30_000] * 60, 2]
     state = {f"t{i}": torch.arange(n, dtype=torch.float32) + i for i, n in enumerate(numels)}

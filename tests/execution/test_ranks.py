@@ -309,7 +309,7 @@ def test_a_file_is_one_ranks_where_there_are_enough(source: Path) -> None:
         assert sum(bool(share.slots[file]) for share in shares) == bool(item.out.slots)
 
 
-def test_what_needs_the_whole_tensor_stays_together(source: Path) -> None:
+def test_a_tensor_that_is_encoded_whole_stays_on_one_rank(source: Path) -> None:
     plan = plan_of(source, "fsdp2-nf4")
     shares = split(plan.files, plan.encodes, plan.compares, 4)
     names = [name for share in shares for name, _ in share.encodes]

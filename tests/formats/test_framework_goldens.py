@@ -71,7 +71,7 @@ def assert_moments(ckpt: ckptmap.Checkpoint, run: Run) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.folder)
-def test_what_training_saved(run: Run) -> None:
+def test_weights_and_moments_are_those_of_the_run(run: Run) -> None:
     with ckptmap.open(run.source) as ckpt:
         assert ckpt.index.container == run.container
         assert_weights(ckpt, truth.weights(GOLDEN / run.folder))
@@ -136,7 +136,7 @@ def test_two_optimizers_are_refused_and_the_weights_go_along(tmp_path: Path) -> 
         assert ckpt.extra["global_step"] == 4
 
 
-def test_what_stands_beside_lightnings_shards() -> None:
+def test_meta_pt_of_lightning_is_extra() -> None:
     with ckptmap.open(RUNS[2].source) as ckpt:
         meta = torch.load(RUNS[2].source / "meta.pt", weights_only=False)
         for key in ("epoch", "global_step", "loops", "lr_schedulers"):
@@ -147,7 +147,7 @@ def test_what_stands_beside_lightnings_shards() -> None:
 
 
 @pytest.mark.parametrize("run", RUNS[4:6], ids=lambda run: run.folder)
-def test_what_composer_keeps_beside(run: Run) -> None:
+def test_composers_state_and_random_states_are_kept(run: Run) -> None:
     """All but the random states lies in `state`, the optimizer under its class's name."""
     with ckptmap.open(run.source) as ckpt:
         assert ckpt.extra["state"]["run_name"] == "golden" and "rng" in ckpt.extra

@@ -112,7 +112,9 @@ def test_config_is_found_where_the_framework_puts_it(
 # ------------------------------------------------------------------------------- the rest
 
 
-def test_what_accelerate_keeps_beside(framework_directories: Path) -> None:
+def test_accelerates_scheduler_and_custom_checkpoints_are_extra(
+    framework_directories: Path,
+) -> None:
     for name in ("accelerate_w1", "accelerate_bin_w2", "accelerate_fsdp2_w2"):
         case = sample(framework_directories, name)
         with ckptmap.open(case.path) as ckpt:
@@ -128,7 +130,9 @@ def test_what_accelerate_keeps_beside(framework_directories: Path) -> None:
             assert ckpt.refused == []
 
 
-def test_what_trainer_keeps_beside(framework_directories: Path, tmp_path: Path) -> None:
+def test_trainers_state_and_scheduler_are_extra(
+    framework_directories: Path, tmp_path: Path
+) -> None:
     path = inner(sample(framework_directories, "trainer_ddp_w2"))
     with ckptmap.open(path) as ckpt:
         state = json.loads((path / "trainer_state.json").read_text())

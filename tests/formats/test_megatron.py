@@ -83,7 +83,7 @@ def test_other_numbers_of_ranks(grid: Grid, tmp_path: Path) -> None:
         assert fc1[40:70].equal(state["decoder.layers.1.mlp.linear_fc1.weight"][40:70])
 
 
-def test_what_lies_beside_the_model(tmp_path: Path) -> None:
+def test_iteration_scheduler_and_arguments_are_extra(tmp_path: Path) -> None:
     with ckptmap.open(write_megatron(tmp_path / "in", whole("llama"), SMALL)) as ckpt:
         assert ckpt.extra["iteration"] == 100
         assert ckpt.extra["opt_param_scheduler"] == {"max_lr": 0.1, "num_steps": 3200}

@@ -106,7 +106,7 @@ def test_numbers_of_numpy_are_exactly_what_they_were(protocol: int) -> None:
     assert [value.name for value in inert] == ["scalar"] * len(others)
 
 
-def test_what_is_called_a_number_and_is_none_stays_inert() -> None:
+def test_malformed_numpy_scalars_stay_inert() -> None:
     scalar, dtype = Global("numpy._core.multiarray", "scalar"), Global("numpy", "dtype")
     for args in ((), (1, b"x"), (Call(dtype, ("f8",)), b"12345678"), (Call(dtype, ()), b"")):
         assert isinstance(load(dump(Call(scalar, args)), "here"), Opaque)
@@ -273,7 +273,7 @@ def test_plain_values_are_written_as_pickle_reads_them(value: Any) -> None:
     assert dump(value) == data
 
 
-def test_what_is_written_torch_reads() -> None:
+def test_torch_reads_the_pickles_that_are_written() -> None:
     ordered = collections.OrderedDict(a=1)
     ordered._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
     value = {
@@ -369,7 +369,7 @@ def test_encrypted_and_overlapping_members_are_refused(tmp_path: Path, files: Fi
         read_records(files, str(tmp_path / "over.pt"))
 
 
-def test_what_zip_tools_packed_again_is_read(tmp_path: Path, files: Files) -> None:
+def test_a_repacked_archive_is_read(tmp_path: Path, files: Files) -> None:
     """Other paddings, no descriptors, a folder entry: members are still stored."""
     torch.save({"w": torch.arange(5)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as archive:

@@ -536,7 +536,7 @@ def test_settings_of_others_that_change_nothing_are_taken(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("text", [b"", b"[1]", b"\xff\xfe{", b'{"peft_type": 3}'])
-def test_what_is_no_config_is_refused(folder: Path, tmp_path: Path, text: bytes) -> None:
+def test_a_malformed_adapter_config_is_refused(folder: Path, tmp_path: Path, text: bytes) -> None:
     (folder / "adapter" / "adapter_config.json").write_bytes(text)
     with refused(SourceError, "CKM320", "adapter_config.json: "):
         merge(folder / "base", folder / "adapter", tmp_path / "out")
@@ -569,7 +569,7 @@ def test_codes_without_scales_are_no_base(ranks: Path, tmp_path: Path) -> None:
         merge(tmp_path / "naked.safetensors", ranks / "nf4-peft", tmp_path / "out")
 
 
-def test_what_is_not_finite_is_not_published(folder: Path, tmp_path: Path) -> None:
+def test_a_merge_that_makes_nan_publishes_nothing(folder: Path, tmp_path: Path) -> None:
     def spoil(tensors: dict[str, Tensor]) -> None:
         tensors[next(key for key in tensors if "lora_A" in key)][0, 3] = float("nan")
 
@@ -591,7 +591,7 @@ def test_options_that_would_undo_it_are_refused(folder: Path) -> None:
         plan_merge(folder / "base", folder / "adapter", names="meta")
 
 
-def test_what_is_left_out_on_demand_is_told(folder: Path, tmp_path: Path) -> None:
+def test_adapter_tensors_left_out_on_demand_are_reported(folder: Path, tmp_path: Path) -> None:
     rewrite(folder / "adapter", add_stranger)
     with refused(SourceError, "CKM321", "the base has no") as caught:
         merge(folder / "base", folder / "adapter", tmp_path / "out")

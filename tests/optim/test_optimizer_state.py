@@ -613,7 +613,9 @@ def test_trainer_directory(trainer: Any) -> None:
         assert_state(ckpt, truth)
 
 
-def test_another_class_tells_nothing(trainer: Any, tmp_path: Path) -> None:
+def test_a_config_of_another_model_class_leaves_the_order_unknown(
+    trainer: Any, tmp_path: Path
+) -> None:
     path = one_file(trainer[0], tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for change in (

@@ -60,7 +60,7 @@ def plain_ones(path: Path) -> set[str]:
     }
 
 
-def test_what_the_optimizer_does_not_list_is_a_buffer(tmp_path: Path) -> None:
+def test_a_tensor_without_optimizer_state_is_a_buffer(tmp_path: Path) -> None:
     source = save_trained(tmp_path / "a.pt")
     ckptmap.convert(source, tmp_path / "ranks", to="fsdp2-ranks", world_size=2)
     assert plain_ones(tmp_path / "ranks") == BUFFERS
@@ -70,15 +70,15 @@ def test_what_the_optimizer_does_not_list_is_a_buffer(tmp_path: Path) -> None:
     assert [found[name].info.shape for name in sorted(BUFFERS)] == [(1, 6), (4, 2)]
 
 
-def test_what_is_not_listed_may_be_frozen(tmp_path: Path) -> None:
-    """Then names alone tell, and these tell nothing."""
+def test_a_frozen_parameter_is_not_taken_for_a_buffer(tmp_path: Path) -> None:
+    """The optimizer lists no frozen parameter, so only names could tell a buffer, and these do not."""
     source = save_trained(tmp_path / "a.pt", frozen=True)
     ckptmap.convert(source, tmp_path / "ranks", to="fsdp2-ranks", world_size=2, optimizer="drop")
     assert plain_ones(tmp_path / "ranks") == set()
 
 
 @pytest.mark.parametrize("orig", [True, False])
-def test_what_lies_in_a_flat_parameter_is_a_parameter(orig: bool, tmp_path: Path) -> None:
+def test_a_tensor_inside_a_flat_parameter_is_no_buffer(orig: bool, tmp_path: Path) -> None:
     """`gate` lies in the shard of one rank, whole as a buffer does; to DTensors and back to FSDP1."""
     source = save_trained(tmp_path / "a.pt")
     made: dict[str, Any] = {

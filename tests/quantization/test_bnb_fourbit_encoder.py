@@ -218,7 +218,7 @@ def test_a_tied_head_that_no_file_holds_stays_dense(to: str, tmp_path: Path) -> 
     assert (logits(found) - logits(model)).norm() < 0.3 * logits(model).norm()
 
 
-def test_what_bitsandbytes_cannot_hold_is_named(tmp_path: Path) -> None:
+def test_float64_cannot_become_bnb_nf4(tmp_path: Path) -> None:
     save_file({"fc.weight": torch.zeros(64, 64, dtype=torch.float64)}, tmp_path / "m.safetensors")
     with refused(PlanError, "CKM203", match="fc.weight: cannot be bnb-nf4: .*found float64"):
         ckptmap.plan(tmp_path / "m.safetensors", "hf-bnb-nf4", encode=("fc.weight",))

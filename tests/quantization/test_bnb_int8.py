@@ -152,7 +152,7 @@ def test_quantized_bit_equal_to_bitsandbytes(dtype: torch.dtype, kind: str) -> N
     ("value", "dtype"),
     [(1e5, torch.bfloat16), (1e-8, torch.float32), (torch.nan, torch.float32), (torch.inf, torch.float16)],
 )  # fmt: skip
-def test_what_does_not_fit_float16_is_refused(value: float, dtype: torch.dtype) -> None:
+def test_rows_that_do_not_fit_float16_are_refused(value: float, dtype: torch.dtype) -> None:
     """bitsandbytes casts to it first: 1e5 becomes infinite, a row of 1e-8 all zero."""
     w = weights((64, 64), dtype)
     w[11] = 0

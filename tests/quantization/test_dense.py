@@ -106,7 +106,7 @@ def test_infinities_and_nan_of_the_source_are_not_overflow() -> None:
 @pytest.mark.parametrize(
     "dtype", ["int8", "uint8", "int64", "bool", "complex64", "float8_e8m0fnu", "float4_e2m1fn_x2"]
 )
-def test_what_is_no_plain_float_is_left_alone(cast: Scheme, dtype: str) -> None:
+def test_a_cast_leaves_other_dtypes_alone(cast: Scheme, dtype: str) -> None:
     info = TensorInfo((4,), dtype)
     assert cast.target("w", info) is None
     assert isinstance(cast.encoding(info), Refusal)

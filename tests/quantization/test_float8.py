@@ -249,7 +249,7 @@ def test_transformers_loads_what_we_write(dtype: torch.dtype, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("encoding", [Float8((1, 128)), Fp8((128, 128))], ids=lambda e: e.name)
-def test_what_is_not_finite_is_refused(encoding: Any) -> None:
+def test_nan_and_infinity_are_refused(encoding: Any) -> None:
     w = weights((256, 128), torch.bfloat16)
     w[200, 5] = torch.inf
     with pytest.raises(RunError, match="expected finite values, found NaN or infinity in 1 blocks"):

@@ -139,7 +139,7 @@ def test_a_constant_magnitude_decodes_exactly(dtype: torch.dtype, value: float) 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_not_finite_is_refused_with_its_place(dtype: torch.dtype, bad: float) -> None:
+def test_nan_and_infinity_are_refused_with_their_block(dtype: torch.dtype, bad: float) -> None:
     w = weights((64, 64), dtype)
     w[3, 5] = w[9, 0] = bad
     with pytest.raises(RunError, match=r"in 2 blocks of 64, .* elements 192 to 255") as caught:

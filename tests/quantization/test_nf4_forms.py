@@ -320,7 +320,9 @@ def test_embeddings_heads_norms_and_routers_are_left(fqn: str) -> None:
         ((0, 64), "bfloat16", "0 elements"),
     ],
 )
-def test_what_nf4_cannot_hold_or_does_not_take(shape: Any, dtype: str, reason: str | None) -> None:
+def test_a_tensor_that_nf4_does_not_target_is_encoded_or_refused_where_forced(
+    shape: Any, dtype: str, reason: str | None
+) -> None:
     info = TensorInfo(shape, dtype)
     assert SCHEME.target("a.weight", info) is None
     forced = SCHEME.encoding(info)

@@ -143,7 +143,7 @@ def test_a_block_size_that_bitsandbytes_has_not_is_requantized(tmp_path: Path) -
     assert ckptmap.plan(tmp_path / "ao.pt", "hf-bnb-nf4").fidelities() == {"requantize": 1}
 
 
-def test_what_bitsandbytes_would_not_load_is_refused_by_name(tmp_path: Path) -> None:
+def test_layers_that_bitsandbytes_does_not_load_are_refused_by_name(tmp_path: Path) -> None:
     theirs = to_nf4(calm((64, 64), torch.bfloat16), 64, 64)
     for fqn in ("h.0.attn.c_attn.weight", "model.embed_tokens.weight"):
         torch.save({fqn: theirs}, tmp_path / "ao.pt")
@@ -288,7 +288,7 @@ def test_outliers_never_turn_the_sign_of_a_block(tmp_path: Path) -> None:
         assert bool((ckpt["fc.weight"].read().sign() * w.sign() >= 0).all())
 
 
-def test_what_has_exact_scales_moves_as_bytes_when_they_are_needed(tmp_path: Path) -> None:
+def test_exact_scales_move_as_bytes_beside_a_tensor_that_is_recoded(tmp_path: Path) -> None:
     """Single quantization to double: if most blocks dwarf the rest, it stays, beside one that does not."""
     w = torch.randn(128, 1024, generator=torch.Generator().manual_seed(5)) * 0.02
     w[:, 64:] *= 60000

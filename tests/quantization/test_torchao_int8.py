@@ -186,7 +186,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_is_refused_by_name(bad: float, tmp_path: Path) -> None:
+def test_nan_and_infinity_are_refused_by_name(bad: float, tmp_path: Path) -> None:
     w = weights((64, 64), torch.bfloat16)
     w[9, 3] = bad
     with pytest.raises(RunError, match="NaN or infinity in 1 blocks, first in row 9"):
@@ -204,7 +204,7 @@ def test_what_is_not_finite_is_refused_by_name(bad: float, tmp_path: Path) -> No
      PlainFp8((1, 64), "float16")],
     ids=str,
 )  # fmt: skip
-def test_what_would_decode_to_infinity_is_refused(encoding: ScaledEncoding, split: int) -> None:
+def test_scales_that_overflow_float16_are_refused(encoding: ScaledEncoding, split: int) -> None:
     """torchao's own scales are rounded up there, and it makes infinities of finite values."""
     w = weights((64, 64), torch.float16)
     w[9, 40] = -65280 if encoding.codes_dtype == "int8" else -65504
@@ -294,7 +294,7 @@ def test_torchaos_safetensors_are_read(dtype: torch.dtype, tmp_path: Path) -> No
                 assert torch.equal(ckpt[key].read(), wanted), key
 
 
-def test_what_torchao_0_14_flattened_is_read(tmp_path: Path) -> None:
+def test_safetensors_of_torchao_0_14_are_read(tmp_path: Path) -> None:
     """`1.weight:qdata`, `1.bias:_data`, and no list of parts."""
     source, truth = (
         GOLDEN_FILES / "0.14-int6x-v2.safetensors",

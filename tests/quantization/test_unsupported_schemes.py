@@ -47,7 +47,9 @@ def assert_same_files(first: Path, second: Path) -> None:
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
-def test_what_compressed_tensors_writes(name: str, tmp_path: Path) -> None:
+def test_unsupported_compressed_tensors_move_as_bytes_or_are_refused(
+    name: str, tmp_path: Path
+) -> None:
     scheme, form, called, parts = COMPRESSED[name]
     compressed(tmp_path / "in", scheme, form)
     plan = ckptmap.plan(tmp_path / "in", "hf-bf16")

@@ -251,7 +251,7 @@ def test_cast_that_is_not_torchs() -> None:
         SchemeKit(Truncating()).values()
 
 
-def test_scheme_that_touches_what_it_leaves_alone() -> None:
+def test_scheme_that_changes_a_tensor_it_does_not_target() -> None:
     class Fickle(CastBf16):
         """Takes an embedding when the plan asks, and says later that it does not."""
 

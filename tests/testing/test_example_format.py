@@ -125,7 +125,9 @@ def test_entry_points(tmp_path: Path) -> None:
     assert "fc.weight" in done.stdout and "toy" in done.stdout
 
 
-def test_what_is_installed_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_formats_are_asked_before_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As `registered` puts it: a format that is a zip of its own could not be read else."""
 
     class OwnZip:

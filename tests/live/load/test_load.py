@@ -294,7 +294,7 @@ def test_the_dense_model_is_never_materialised(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- held elsewhere
 
 
-def test_what_holds_a_parameter_on_meta_keeps_it(folder: Path) -> None:
+def test_optimizers_hooks_and_weak_references_keep_a_meta_parameter(folder: Path) -> None:
     """An optimizer, hooks and weak references."""
     model = meta_net()
     trained = [param for param in model.parameters() if param.requires_grad]

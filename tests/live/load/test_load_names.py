@@ -34,7 +34,9 @@ def equal(one: Any, two: Any) -> bool:
 
 
 @pytest.mark.parametrize("family", STACKED)
-def test_what_transformers_saves(family: str, tmp_path: Path) -> None:
+def test_a_model_saved_by_transformers_loads_under_its_names_in_memory(
+    family: str, tmp_path: Path
+) -> None:
     source, live = TINY[family].build(), emptied(TINY[family].build())
     source.save_pretrained(tmp_path / "saved")
     assert set(source.state_dict()) != set(load_file(tmp_path / "saved" / "model.safetensors"))

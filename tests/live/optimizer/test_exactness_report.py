@@ -91,7 +91,7 @@ INEXACT: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", INEXACT)
-def test_what_is_inexact(name: str, saved: Path) -> None:
+def test_an_inexact_resume_is_reported(name: str, saved: Path) -> None:
     build, options, reason = INEXACT[name]
     report = ckptmap.load(saved, *build(), **options)
     assert any(reason in text for text in report.inexact), report.inexact

@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_stored(name: str, folder: Path) -> None:
+def test_codes_are_stored_whatever_the_world_size(name: str, folder: Path) -> None:
     """A weight that both ranks hold in codes is one run of blocks, whatever the world size was; one
     that a rank holds plain is stored as it is held."""
     with ckptmap.open(folder / f"{name}-2") as ckpt:

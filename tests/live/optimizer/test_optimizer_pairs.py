@@ -160,7 +160,7 @@ def test_one_algorithm_in_the_words_of_two_libraries(
     assert report.state is not None and len(report.state.settings) == 2, report.state.settings
 
 
-def test_what_bitsandbytes_has_no_word_for_is_said(tmp_path: Path) -> None:
+def test_nesterov_momentum_into_bitsandbytes_is_reported(tmp_path: Path) -> None:
     model, _ = run("sgd")
     options: Any = {"lr": 1e-2, "momentum": 0.9, "nesterov": True}
     optimizer = torch.optim.SGD(model.parameters(), **options)
@@ -252,5 +252,5 @@ def test_moments_are_not_cast_to_the_parameters_dtype_where_they_need_not_be(fol
     } == {torch.float32}
 
 
-def test_every_pair_is_in() -> None:
+def test_every_optimizer_is_in_the_tables() -> None:
     assert {*ADAM, *OTHERS} == set(ALL) == {*TORCH, *ROUNDING, *BNB, *BNB_OTHERS}

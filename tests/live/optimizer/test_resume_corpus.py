@@ -42,7 +42,7 @@ def test_state_of_every_case(name: str, corpus: Corpus) -> None:
     optimizer.step()
 
 
-def test_there_are_many() -> None:
+def test_the_corpus_has_optimizer_state_of_several_containers() -> None:
     writers = {CASES[name].container for name in WITH_STATE}
     assert len(WITH_STATE) > 10 and {"torch", "dcp"} <= writers
 
@@ -60,7 +60,9 @@ SCHEDULED = {"accelerate_fsdp2_w2": 7, "verl_w2": 0}
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_what_accelerate_and_trainer_saved(name: str, framework_directories: Path) -> None:
+def test_directories_of_accelerate_and_trainer_resume(
+    name: str, framework_directories: Path
+) -> None:
     """The directory as they leave it, into a live model and its AdamW."""
     case = sample(framework_directories, name)
     model = live(case, "cpu")

@@ -41,7 +41,7 @@ def test_values_are_those_of_the_checkpoint(folder: Path) -> None:
         assert torch.equal(model[0].weight.dequantize(), ckpt["0.weight"].read())
 
 
-def test_on_meta(folder: Path) -> None:
+def test_a_meta_model_is_loaded(folder: Path) -> None:
     with torch.device("meta"):
         model = net()
     load(folder / "int8.pt", model)

@@ -26,7 +26,7 @@ def run(name: str = "adamw", seed: int = 0) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def test_what_comes_back(tmp_path: Path) -> None:
+def test_a_saved_run_comes_back_whole(tmp_path: Path) -> None:
     """Weights, state, scheduler, step, extra values and tensors, random streams."""
     model, optimizer = run()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
@@ -192,7 +192,7 @@ def test_the_destination_is_complete_or_as_it_was(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_strange_optimizers_and_reserved_names_are_refused(tmp_path: Path) -> None:
     model, _ = run()
     stranger = torch.optim.AdamW(nn.Linear(3, 3).parameters())
     with pytest.raises(LoadError, match=r"parameter 0 \(3, 3\) is not the model's"):

@@ -50,7 +50,7 @@ def test_training_goes_on_as_it_was() -> None:
     assert train(other, theirs, 3, 6) == train(model, optimizer, 3, 6)
 
 
-def test_what_fits_goes_through_torch_alone() -> None:
+def test_a_state_dict_that_fits_is_loaded_by_torch_alone() -> None:
     model = net(1)
     with ckptmap.hooks.install(model) as handle:
         model.load_state_dict(net(0).state_dict())

@@ -313,7 +313,7 @@ def test_moves_fill_every_want_once_within_the_budget(
             assert torch.equal(outs[rank, number], truth[spot])
 
 
-def test_what_is_here_is_not_sent() -> None:
+def test_a_rank_copies_its_own_replica_and_sends_none() -> None:
     """Of replicas the rank's own; of others' the one that has least to send."""
     path: Path = ("w",)
     whole = Box((0,), (8,))
@@ -324,7 +324,7 @@ def test_what_is_here_is_not_sent() -> None:
     assert sorted(ways) == [(0, 0), (0, 2), (1, 1), (1, 2)]
 
 
-def test_a_hole_is_told() -> None:
+def test_elements_that_no_rank_holds_are_an_error() -> None:
     path: Path = ("w",)
     sources = {path: (TensorInfo((8,), "float32"), [(0, Box((0,), (5,)))])}
     with pytest.raises(CkptmapError, match=r"no rank holds \[5\]\+\[3\], which rank 0 needs"):
@@ -355,7 +355,7 @@ def test_ranks_that_plan_otherwise_are_told() -> None:
         odd.run([], LiveReader(live.checkpoint.files, 1 << 10, live.memory))
 
 
-def test_rounds_of_nothing() -> None:
+def test_no_transfers_make_no_rounds() -> None:
     assert list(rounds(iter(()), 64)) == []
 
 
