@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from ckptmap.errors import PlanError
+from ckptmap.formats.huggingface.tied_embeddings import TIED, states_tied
 from ckptmap.mapping.expressions import Expr, Unknown, Value
 
 MAX_NUMBER = 1 << 63
@@ -95,10 +96,7 @@ class Dims:
     def _of_config(self, name: str) -> Value:
         if self._config is None:
             raise Unknown(name)
-        entry = _looked_up(self._config, name.split("."))
-        text = self._config.get("text_config")
-        if entry is None and isinstance(text, Mapping):
-            entry = _looked_up(text, name.split("."))
+        entry = self._entry(self._config, name)
         if isinstance(entry, float) and entry == entry and abs(entry) < MAX_NUMBER:
             entry = Fraction(repr(entry))
         elif isinstance(entry, int) and not isinstance(entry, bool):
@@ -109,6 +107,16 @@ class Dims:
         else:
             self.used[name] = value
         return value
+
+    def _entry(self, config: Mapping[str, object], name: str) -> object:
+        """Return a config value, that of the text model where the outermost config has none."""
+        if name == TIED:
+            return states_tied(config)
+        entry = _looked_up(config, name.split("."))
+        text = config.get("text_config")
+        if entry is None and isinstance(text, Mapping):
+            return _looked_up(text, name.split("."))
+        return entry
 
     def needed(self, axis: str) -> list[str]:
         """Return the config values that an axis depends on, or the axis itself if `[dims]` lacks it."""

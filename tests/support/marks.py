@@ -32,6 +32,7 @@ SLOW = frozenset(
         "execution/test_many_tensors.py::test_inspect_holds_little",
         "formats/dcp/test_metadata_compaction.py::test_damage_is_read_as_in_full",
         "formats/huggingface/test_model_families.py::test_transformers_loads_and_runs_it",
+        "formats/huggingface/test_tied_embeddings.py",
         "formats/test_frameworks.py::test_trainer_goes_on_from_other_groups",
         "formats/test_frameworks.py::test_trainer_goes_on_from_what_is_written",
         "formats/test_pickle_and_zip.py::test_more_members_than_16_bits_count",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmap.checkpoint.checkpoint import Checkpoint
+from ckptmap.formats.huggingface.tied_embeddings import TIED, states_tied
 from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.lazy_tensor import LazyTensor
 
@@ -24,7 +25,6 @@ EMBEDDINGS = frozenset(
     | {"tok_embeddings", "embeddings"}
 )
 HEADS = frozenset({"lm_head", "embed_out", "output", "proj_out", "decoder"})
-TIED = "tie_word_embeddings"
 _TOWER = "language_model."
 _HEAD_OF = {
     "embed_tokens": "lm_head", "wte": "lm_head", "embed_in": "embed_out", "tokens_embed": "lm_head",
@@ -115,8 +115,7 @@ def _has_head(config: Mapping[str, object]) -> bool:
     """Return whether the config gives the model a head that is tied to its embedding."""
     said = config.get("architectures")
     names = [name for name in said if isinstance(name, str)] if isinstance(said, list) else []
-    tied = config.get(TIED, _language_config(config).get(TIED, True))
-    return tied is not False and any(map(_names_head, names))
+    return states_tied(config) is not False and any(map(_names_head, names))
 
 
 def _names_head(name: str) -> bool:

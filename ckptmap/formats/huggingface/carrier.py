@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface import tied_heads
+from ckptmap.formats.huggingface.tied_embeddings import TIED, states_tied
 from ckptmap.formats.safetensors.file import LFS_MAGIC
 from ckptmap.protocols import CarriedFile, Declared
 from ckptmap.storage.file_systems import local_copy
@@ -21,7 +22,6 @@ from ckptmap.tensors import TensorInfo
 
 CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
-TIED = "tie_word_embeddings"
 OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight")
 INPUT_EMBEDDINGS = (
     "embed_tokens.weight",
@@ -84,10 +84,7 @@ class HfCarrier:
         self, infos: Mapping[str, TensorInfo], siblings: Sequence[str], beside: str | None
     ) -> dict[str, str]:
         """Return output embedding -> input embedding, if config.json ties them and both are stored."""
-        config = _config(_files(siblings, beside))
-        text = config.get("text_config")
-        texts = (config, text if isinstance(text, dict) else {})
-        if not any(c.get(TIED) for c in texts):
+        if not states_tied(_config(_files(siblings, beside))):
             return {}
         outputs = [fqn for fqn in infos if fqn.endswith(OUTPUT_EMBEDDINGS)]
         inputs = [fqn for fqn in infos if fqn.endswith(INPUT_EMBEDDINGS)]

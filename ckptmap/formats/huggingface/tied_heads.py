@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
+from ckptmap.formats.huggingface.tied_embeddings import states_tied
+
 _EVERYWHERE = "lm_head"
 _OF_TYPE: Mapping[str, str] = {
     "biogpt": "output_projection", "convbert": "generator_lm_head",
@@ -29,8 +31,7 @@ _WITHIN: Mapping[str, str] = {
 
 def of_config(config: Mapping[str, object]) -> tuple[str, ...]:
     """Return the heads of a model of this config; none if the config states that they are not tied."""
-    text = config.get("text_config")
-    if any(c.get("tie_word_embeddings") is False for c in (config, text) if isinstance(c, Mapping)):
+    if states_tied(config) is False:
         return ()
     kind = _OF_TYPE.get(str(config.get("model_type")))
     more = ("proj_out",) if config.get("is_encoder_decoder") is True else ()
