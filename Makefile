@@ -10,9 +10,13 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 # Test processes side by side; each test file stays with one of them, the longest first.
 WORKERS ?= 2
+# How many mutants the torture makes, and the seed that its cases are drawn by.
+N ?= 10000
+SEED ?= 1
+TORTURE := torture
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint bench format clean
+.PHONY: help demo test test-fast torture lint bench format clean
 
 help:  ## What there is to make
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1  \t/p' $(MAKEFILE_LIST)
@@ -25,6 +29,13 @@ test: lint  ## Lint, types, and every test
 
 test-fast: $(STAMP)  ## The quick tests, which start no ranks: under 2 minutes on 2 cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --hypothesis-profile=fast -m "not ranks and not slow"
+
+torture: $(STAMP)  ## Attack the promise: N=10000 damaged sources, failing calls, power cuts, flipped bits
+	@mkdir -p $(TORTURE)
+	@for kind in mutants:$(N) flips:$$(($(N)/5)) faults:$$(($(N)/5)) power:$$(($(N)/5)); do \
+	  $(BIN)/python -m tests.torture $${kind%%:*} --seed $(SEED) -n $${kind#*:} --corpus $(TORTURE)/corpus \
+	    --findings $(TORTURE)/$${kind%%:*}.json 2> $(TORTURE)/stderr || failed=1; \
+	done; test -z "$$failed"
 
 lint: $(STAMP)  ## Style and types
 	$(BIN)/ruff check .
@@ -39,7 +50,7 @@ bench: $(STAMP)  ## Measure against cp and against other tools
 	$(BIN)/python benchmarks/run.py
 
 clean:  ## Remove what was made, the environment too
-	rm -rf $(VENV) build dist demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo torture *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch first and pinned: what follows finds it there and asks for no other build.
 $(STAMP): pyproject.toml constraints.txt

@@ -51,17 +51,21 @@ def linear4bit(
 
 
 def truth(layer: bnb.nn.Linear4bit) -> Tensor:
-    """What bitsandbytes decodes: its generic formula, because its AVX512 kernel is wrong where
-    rows are no multiple of the block (facts: quantized.md 1.4)."""
-    state: Any = layer.weight.quant_state
+    """What bitsandbytes decodes of a layer."""
+    return decoded(layer.weight.data, layer.weight.quant_state)
+
+
+def decoded(packed: Tensor, state: Any) -> Tensor:
+    """bitsandbytes' generic formula, because its AVX512 kernel is wrong where rows are no multiple
+    of the block (facts: quantized.md 1.4)."""
     absmax = state.absmax
     if state.nested:
         absmax = bnb.functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
-    packed = layer.weight.data.view(-1).view(torch.uint8)
     with torch.compiler.set_stance("force_eager"):
         found: Tensor = _dequantize_4bit_compute(
-            packed, absmax.float(), state.code, state.blocksize, state.shape, state.dtype
-        )
+            packed.view(-1).view(torch.uint8), absmax.float(), state.code, state.blocksize,
+            state.shape, state.dtype,
+        )  # fmt: skip
     return found.view(state.shape)
 
 

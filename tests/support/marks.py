@@ -64,6 +64,7 @@ SLOW = frozenset(
         "test_output_digests.py::test_outputs_are_the_recorded_bytes[hf]",
         "testing/test_conformance.py::test_container",
         "testing/test_conformance.py::test_scheme",
+        "torture/test_torture.py",
     }
 )
 """Tests that take longer than `SLOW_S`, and those whose many cases take several times as long together:

@@ -1,0 +1,42 @@
+"""Findings that an open issue describes: counted, and told apart from new ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.torture.runner import Outcome
+
+
+@dataclass(frozen=True)
+class Open:
+    """An open point, in its issue's words, and the findings that are of it: result and a pattern."""
+
+    words: str
+    result: str
+    pattern: str
+
+    def fits(self, outcome: Outcome) -> bool:
+        told = f"{outcome.subject}: {outcome.label}: {outcome.text}"
+        return outcome.result == self.result and re.search(self.pattern, told) is not None
+
+
+BYTES = "digest the bytes that are no tensor, and let the manifest carry its own checksum"
+LISTING = "before publishing, the listing of out/ is exactly plan + carried + manifest"
+SWEPT = "no lock file is left behind, also by a kill at the last unlink (swept by the next run)"
+CHECKSUMS = "a flipped byte in a source is converted in silence; our manifest's digests count, too"
+CONTRADICTIONS = (
+    "contradictions are decoded in silence: every statement that is made twice is compared"
+)
+KNOWN_OPEN: Sequence[Open] = (
+    Open(BYTES, "missed", ""),
+    Open(BYTES, "unnamed", "manifest.json"),
+    Open(LISTING, "silent", "^work directory: "),
+    Open("FIFOs are refused, never waited for", "hang", "fifo|link"),
+    Open("JSON nested 1,500 deep", "internal", "RecursionError"),
+    Open(SWEPT, "left", ""),
+    Open(CHECKSUMS, "silent", "is not that of its CRC-32|^ours-"),
+    Open(CONTRADICTIONS, "silent", "^(ct-|bnb-|float8_|lora)"),
+)
+"""What closes a point takes its lines away here: then the torture finds it, should it come back."""

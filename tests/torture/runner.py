@@ -1,0 +1,241 @@
+"""Run seeded cases, each in a forked process with limits, and count their outcomes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from ckptmap.error_codes import CODES
+from ckptmap.errors import CkptmapError
+
+CPU_S, IDLE_S = 30, 10
+"""A case hangs that needs more of the processor's time, or none of it for so long twice: the machine
+may be busy."""
+GROWTH = 1 << 30
+"""Bytes that a case may need beyond those of the process that forks it."""
+ADDRESS_SPACE = 4 << 30
+_GROUP = os.getpgrp()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended: `result` is among the good ones of its program, or is the kind of finding."""
+
+    result: str
+    subject: str
+    label: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An outcome that breaks a promise; `replay` runs its case again. `known` names an open issue."""
+
+    outcome: Outcome
+    replay: str
+    known: str = ""
+
+
+class Program(Protocol):
+    """One kind of torture."""
+
+    name: str
+    good: frozenset[str]
+
+    def case(self, draw: random.Random, folder: Path) -> Iterator[Outcome]:
+        """Run one case in an empty folder; it is called in a process of its own.
+
+        Yields what is about to be done, for the case that the process ends, and then the outcome.
+        """
+
+
+class Known(Protocol):
+    """A point that an issue describes."""
+
+    words: str
+
+    def fits(self, outcome: Outcome) -> bool:
+        """Return whether an outcome is of it."""
+
+
+@dataclass
+class Tally:
+    """The outcomes of a run."""
+
+    program: str
+    seed: int
+    results: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def new(self) -> list[Finding]:
+        """The findings that no open issue explains."""
+        return [finding for finding in self.findings if not finding.known]
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{n} {result}" for result, n in sorted(self.results.items()))
+        known = len(self.findings) - len(self.new)
+        said = f"{len(self.new)} findings" + (f" and {known} known" if known else "")
+        return f"{self.program}: {self.results.total()} cases, seed {self.seed}: {counts}; {said}"
+
+    def to_json(self) -> list[dict[str, object]]:
+        return [asdict(finding) for finding in self.findings]
+
+
+def run(
+    program: Program,
+    seed: int,
+    cases: Sequence[int],
+    folder: Path,
+    known_open: Sequence[Known] = (),
+    flags: str = "",
+    tell: Callable[[str], None] = lambda line: None,
+) -> Tally:
+    """Run the cases and return what was found.
+
+    flags  those of the command line that a case depends on, for replays
+    tell   is given a line for each finding
+    """
+    tally = Tally(program.name, seed)
+    for number in cases:
+        place = folder / f"case-{number}"
+        place.mkdir()
+        try:
+            outcome = forked(lambda: program.case(draw(program, seed, number), place))  # noqa: B023
+        finally:
+            remove(place)
+        tally.results[outcome.result] += 1
+        if outcome.result in program.good:
+            continue
+        known = next((point.words for point in known_open if point.fits(outcome)), "")
+        replay = f"python -m tests.torture {program.name} --seed {seed} --case {number}{flags}"
+        tally.findings.append(Finding(outcome, replay, known))
+        tell(
+            f"{replay}: {outcome.result}: {outcome.subject}: {outcome.label}: {outcome.text[:600]}"
+        )
+    return tally
+
+
+def draw(program: Program, seed: int, number: int) -> random.Random:
+    return random.Random(f"{program.name}:{seed}:{number}")
+
+
+def remove(place: Path) -> None:
+    for path in [place, *place.rglob("*")]:
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(0o700)
+    shutil.rmtree(place)
+
+
+# ------------------------------------------------------------------------------- processes
+
+
+def forked(work: Callable[[], Iterator[Outcome]]) -> Outcome:
+    """Return the last outcome that `work` yields in a child process, or what became of the child."""
+    sys.stdout.flush()
+    receive, send = os.pipe()
+    pid = fork()
+    if pid == 0:
+        os.close(receive)
+        if os.getpgrp() == _GROUP:  # else within a case, whose group ends as one
+            os.setpgid(0, 0)
+        _limit()
+        with os.fdopen(send, "w") as stream:
+            for outcome in _worked(work):
+                print(json.dumps(asdict(outcome)), file=stream, flush=True)
+        os._exit(0)
+    os.close(send)
+    with os.fdopen(receive, "rb") as stream:
+        lines = b"".join(_until_end(stream.fileno(), pid)).splitlines()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    last = Outcome(**json.loads(lines[-1])) if lines else Outcome("", "", "")
+    if status == 0:
+        return last
+    hung = status in (-signal.SIGXCPU, -signal.SIGKILL)
+    return replace(last, result="hang" if hung else "died", text=f"its process ended with {status}")
+
+
+def fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of torch
+        return os.fork()
+
+
+def _limit() -> None:
+    """Bound the processor's time and the memory of this process; silence what libraries print."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    space = pages * resource.getpagesize() + ADDRESS_SPACE
+    for limit, most in ((resource.RLIMIT_CPU, CPU_S), (resource.RLIMIT_AS, space)):
+        resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(quiet, fd)
+
+
+def _worked(work: Callable[[], Iterator[Outcome]]) -> Iterator[Outcome]:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    outcome = Outcome("", "", "")
+    try:
+        for outcome in work():
+            yield outcome
+    except BaseException:
+        yield replace(outcome, result="torture-error", text=traceback.format_exc()[-400:])
+        return
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    if grown > GROWTH:
+        yield replace(outcome, result="memory", text=f"{grown} bytes; {outcome.text}")
+
+
+def _until_end(fd: int, pid: int) -> Iterator[bytes]:
+    """Yield what the child sends. One that waits for something, and for too long, is killed."""
+    used = -1
+    while True:
+        ready, _, _ = select.select([fd], [], [], IDLE_S if os.getpgid(pid) == pid else IDLE_S / 2)
+        if not ready:
+            before, used = used, _used(os.getpgid(pid))
+            if used != before:
+                continue
+            os.killpg(pid, signal.SIGKILL) if os.getpgid(pid) == pid else os.kill(
+                pid, signal.SIGKILL
+            )
+            return
+        data = os.read(fd, 1 << 16)
+        if not data:
+            return
+        yield data
+
+
+def _used(group: int) -> int:
+    """Return the processor's time that the processes of a group have used, in ticks."""
+    total = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            values = file.read_text().rpartition(")")[2].split()  # from field 3 of proc(5) on
+            total += (int(values[2]) == group) * (int(values[11]) + int(values[12]))
+    return total
+
+
+# ------------------------------------------------------------------------------- errors
+
+
+def refusal(error: BaseException) -> tuple[str, str]:
+    """Return ("refused", text) for an expected error, ("internal", text) for any other."""
+    if isinstance(error, CkptmapError) and error.code in CODES:
+        return "refused", f"{error.code} {error}"
+    trace = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in trace)
+    return "internal", f"{type(error).__name__}{where}: {str(error)[:300]}"

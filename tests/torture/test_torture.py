@@ -1,0 +1,72 @@
+"""A share of the torture: few cases of each kind, by seeds that do not change. `make torture` runs more."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ckptmap
+from tests.corpus import Corpus
+from tests.torture.known import KNOWN_OPEN, Open
+from tests.torture.programs import program
+from tests.torture.runner import Outcome, run
+
+SHARE = {"mutants": 60, "flips": 50, "faults": 40, "power": 40}
+SEED = 16
+
+
+@pytest.mark.parametrize("kind", SHARE)
+def test_nothing_new_is_found(kind: str, corpus: Corpus, tmp_path: Path) -> None:
+    made = program(kind, corpus, tmp_path, worlds=(1,))
+    tally = run(made, SEED, range(SHARE[kind]), tmp_path, KNOWN_OPEN, " --alone")
+    assert tally.new == [], tally
+    assert tally.results.total() == SHARE[kind]
+
+
+def test_a_verify_that_finds_nothing_is_found(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = program("flips", corpus, tmp_path, worlds=(1,))
+    ok = ckptmap.verify(made.paths[0])  # type: ignore[attr-defined]
+    monkeypatch.setattr(ckptmap, "verify", lambda path: ok)
+    tally = run(made, SEED, range(3), tmp_path)
+    assert tally.results == {"missed": 3}
+    assert tally.findings[0].replay == f"python -m tests.torture flips --seed {SEED} --case 0"
+
+
+class Kind:
+    """Ends in a way that is no outcome."""
+
+    name = "kind"
+    good = frozenset({"fine"})
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def case(self, draw: random.Random, folder: Path) -> Iterator[Outcome]:
+        yield Outcome("begun", "subject", "label")
+        if self.how == "died":
+            os._exit(3)
+        if self.how == "memory":
+            bytearray(b"x" * (64 << 20))
+        if self.how == "torture-error":
+            raise KeyError("x")
+        while self.how == "hang":
+            pass
+        yield Outcome("fine", "subject", "label")
+
+
+@pytest.mark.parametrize("how", ["fine", "died", "memory", "torture-error", "hang"])
+def test_a_case_that_does_not_end_well_is_a_finding(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.torture.runner.CPU_S", 1)
+    monkeypatch.setattr("tests.torture.runner.GROWTH", 32 << 20)
+    tally = run(Kind(how), 1, [0], tmp_path, [Open("an issue", "died", "^subject: label")])
+    assert tally.results == {how: 1}
+    assert len(tally.findings) == (how != "fine")
+    assert len(tally.new) == (how not in ("fine", "died"))
