@@ -20,7 +20,7 @@ from ckptmap.quantization.deepseek_fp8 import Fp8
 from ckptmap.quantization.torchao.float8 import Float8
 from ckptmap.quantization.torchao.int8 import Int8
 from ckptmap.quantization.torchao.subclass_reader import as_json
-from ckptmap.tensors import Opaque, StoredTensor, TensorInfo
+from ckptmap.tensors import Box, Chunk, Opaque, Region, StoredTensor, TensorInfo
 from ckptmap.testing.parts import stored
 from tests.support.examples import examples
 
@@ -48,25 +48,37 @@ def group(found: Mapping[str, StoredTensor], records: Mapping[str, Any]) -> int:
     return count
 
 
-def parts_of(encoding: Any) -> dict[str, StoredTensor]:
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> StoredTensor:
+    """The part `weight_shape`, whose bytes are read and compared with the record."""
+    file = tmp_path_factory.mktemp("shape") / "shape"
+    file.write_bytes(b"".join(size.to_bytes(8, "little") for size in INFO.shape))
+    region = Region.contiguous(str(file), 0, (2,), 8)
+    return StoredTensor(TensorInfo((2,), "int64"), [Chunk(Box((0,), (2,)), region)])
+
+
+def parts_of(encoding: Any, shape: StoredTensor) -> dict[str, StoredTensor]:
     parts = encoding.parts(INFO)
     assert not isinstance(parts, Refusal)
-    return {part_key(encoding, "a.weight", name): stored(part) for name, part in parts.items()}
+    return {
+        part_key(encoding, "a.weight", name): shape if name == "shape" else stored(part)
+        for name, part in parts.items()
+    }
 
 
 @pytest.mark.parametrize("encoding", MADE, ids=lambda e: f"{e.scheme}")
-def test_a_record_that_was_not_touched_is_read(encoding: Any) -> None:
+def test_a_record_that_was_not_touched_is_read(encoding: Any, shape: StoredTensor) -> None:
     record = json.loads(json.dumps(encoding.record(INFO)))
-    assert group(parts_of(encoding), {"a.weight": record}) == 1
+    assert group(parts_of(encoding, shape), {"a.weight": record}) == 1
 
 
 @examples(60)
-@given(st.sampled_from(MADE), st.data())
-def test_records_that_lie(encoding: Any, data: st.DataObject) -> None:
+@given(encoding=st.sampled_from(MADE), data=st.data())
+def test_records_that_lie(shape: StoredTensor, encoding: Any, data: st.DataObject) -> None:
     record = json.loads(json.dumps(encoding.record(INFO)))
     key = data.draw(st.sampled_from(sorted(set(record) - {"scheme"})))
     record[key] = data.draw(JSON)
-    found = parts_of(encoding)
+    found = parts_of(encoding, shape)
     if data.draw(st.booleans()):
         found.pop(data.draw(st.sampled_from(sorted(found))))
     try:
@@ -80,7 +92,7 @@ def test_records_that_lie(encoding: Any, data: st.DataObject) -> None:
 @given(JSON, JSON, st.sampled_from(["Int8Tensor", "Float8Tensor", "IntxUnpackedToInt8Tensor"]))
 def test_torchao_metadata_that_lies(data: Any, names: Any, kind: str) -> None:
     record = {"scheme": "torchao", "kind": kind, "data": data, "names": names}
-    found = parts_of(Int8((1, 16)))
+    found = parts_of(Int8((1, 16)), stored(INFO))
     try:
         group(found, {"a.weight": record})
     except CkptmapError as error:

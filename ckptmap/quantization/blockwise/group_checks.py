@@ -12,6 +12,40 @@ INCOMPLETE = "a quantized tensor needs its codes and all its scales in one check
 DAMAGED = "the checkpoint's metadata is damaged; convert again from its source"
 
 
+CONTRADICTORY = (
+    "one of the two is damaged or of another save: copy both again from where they were saved,"
+    " or save the checkpoint again"
+)
+
+
+def file_of(stored: StoredTensor) -> str:
+    """Return the path of the first file that holds the tensor, "" for a tensor without elements."""
+    chunk = next(iter(stored.chunks), None)
+    return "" if chunk is None else chunk.region.file
+
+
+def contradiction(fqn: str, stated: str, shown: str, stored: StoredTensor) -> SourceError:
+    """Return SourceError CKM115 for two statements about `fqn` that cannot both hold.
+
+    `shown` is the one of `stored`, whose file the message names.
+    """
+    return malformed(fqn, f"{stated}, but {shown}: {file_of(stored)}", CONTRADICTORY)
+
+
+def refuse_unstated(
+    fqn: str, what: str, keys: Mapping[str, str], stored: Mapping[str, StoredTensor]
+) -> None:
+    """Raise SourceError CKM115 where a part is stored that the metadata of the tensor does not state.
+
+    what   names the metadata
+    keys   part -> its stored key, of the parts that are not stated
+    """
+    for part, key in keys.items():
+        if key in stored:
+            shown = f"{key} {stored[key].info} is stored"
+            raise contradiction(fqn, f"{what} states no part {part!r}", shown, stored[key])
+
+
 def malformed(fqn: str, message: str, hint: str = INCOMPLETE) -> SourceError:
     """Return SourceError CKM115 for the quantized tensor `fqn`."""
     return SourceError("CKM115", f"{fqn}: {message}", hint)
@@ -37,7 +71,11 @@ def check_parts(
                 "save it as a plain tensor",
             )
         if part.info != want:
-            raise malformed(fqn, f"{what} part {name!r}, expected {want}, found {part.info}")
+            raise malformed(
+                fqn,
+                f"{what} part {name!r}, expected {want}, found {part.info} in {file_of(part)}",
+                CONTRADICTORY,
+            )
         parts[name] = part
     return parts
 

@@ -134,9 +134,15 @@ def _group(key: Key, targets: list[str]) -> dict[str, object]:
 
 
 def weights_said(config: Mapping[str, object], module: str = "") -> list[Mapping[str, object]]:
-    """Return how config.json says that weights are quantized, group by group.
+    """Return how config.json says that weights are quantized, for each group of `groups_said`."""
+    said = [group.get("weights") for group in groups_said(config, module)]
+    return [weights for weights in said if isinstance(weights, Mapping)]
 
-    Where some of several groups name the `module`, only those are returned.
+
+def groups_said(config: Mapping[str, object], module: str = "") -> list[Mapping[str, object]]:
+    """Return the groups of config.json that may describe the `module`.
+
+    Where some of several groups name it, only those are returned.
     """
     groups = config.get("config_groups")
     candidates = list(groups.values()) if isinstance(groups, Mapping) else []
@@ -145,8 +151,7 @@ def weights_said(config: Mapping[str, object], module: str = "") -> list[Mapping
         candidates = [
             group for group in candidates if _names(group.get("targets"), module)
         ] or candidates
-    said = [group.get("weights") for group in candidates]
-    return [weights for weights in said if isinstance(weights, Mapping)]
+    return candidates
 
 
 def _names(targets: object, module: str) -> bool:

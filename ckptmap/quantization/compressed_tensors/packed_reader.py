@@ -11,10 +11,19 @@ from typing import Any
 
 from ckptmap.protocols import Group, Refusal
 from ckptmap.quantization.blockwise import block_geometry
-from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
+from ckptmap.quantization.blockwise.group_checks import (
+    CONTRADICTORY,
+    DAMAGED,
+    check_parts,
+    contradiction,
+    file_of,
+    malformed,
+    refuse_unstated,
+)
 from ckptmap.quantization.blockwise.read_config import quantization_config, read_small
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES
 from ckptmap.quantization.blockwise.scaled_record import read_record
+from ckptmap.quantization.compressed_tensors.config_agreement import Stored, require_agreement
 from ckptmap.quantization.compressed_tensors.config_json import (
     block_found,
     version_said,
@@ -24,6 +33,7 @@ from ckptmap.quantization.compressed_tensors.packed import WORD, Packed, Packing
 from ckptmap.storage.files import Files
 from ckptmap.tensors import StoredTensor, TensorInfo
 
+_OPTIONAL = ("zero_point", "g_idx")
 SPILLS_SINCE = (0, 18)
 """The first release of compressed-tensors whose codes may span two words."""
 
@@ -33,23 +43,56 @@ def find_packed(
 ) -> Iterator[tuple[Group, Sequence[str]]]:
     """Yield the groups of records, then those of other writers. Raises SourceError CKM115."""
     mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Packed.scheme}
-    for fqn, record in mine.items():
-        read = read_record(fqn, record, "ct-packed")
-        encoding = Packed(
-            read.block, read.scale_dtype, read.dtype("zero_dtype"), bits=read.count("bits", 8),
-            ordered=bool(record.get("ordered")), aligned=bool(record.get("aligned")),
-        )  # fmt: skip
-        yield _group(fqn, read.info, encoding, stored)
     files = Files()
     config: Mapping[str, object] | None = None
     try:
+        for fqn, record in mine.items():
+            group, keys = _recorded(fqn, record, stored, files)
+            config = quantization_config(group.parts["packed"]) if config is None else config
+            _require_agreement(group, config)
+            yield group, keys
         for key in [key for key in stored if key.endswith("_packed")]:
             fqn = key.removesuffix("_packed")
             if fqn not in mine and f"{fqn}_scale" in stored and stored[key].info.dtype == "int32":
                 config = quantization_config(stored[key]) if config is None else config
-                yield _found(fqn, stored, files, config)
+                group, keys = _found(fqn, stored, files, config)
+                _require_agreement(group, config)
+                yield group, keys
     finally:
         files.close()
+
+
+def _recorded(
+    fqn: str,
+    record: Mapping[str, object],
+    stored: Mapping[str, StoredTensor],
+    files: Files,
+) -> tuple[Group, Sequence[str]]:
+    read = read_record(fqn, record, "ct-packed")
+    encoding = Packed(
+        read.block, read.scale_dtype, read.dtype("zero_dtype"), bits=read.count("bits", 8),
+        ordered=bool(record.get("ordered")), aligned=bool(record.get("aligned")),
+    )  # fmt: skip
+    group, keys = _group(fqn, read.info, encoding, stored)
+    shape = _shape(fqn, stored, files)
+    if shape != read.info.shape:
+        raise contradiction(
+            fqn, f"its encoding record states shape {list(read.info.shape)}",
+            f"weight_shape is {list(shape)}", group.parts["shape"],
+        )  # fmt: skip
+    unstated = {part: f"{fqn}_{part}" for part in _OPTIONAL if part not in group.parts}
+    refuse_unstated(fqn, "its encoding record", unstated, stored)
+    return group, keys
+
+
+def _require_agreement(group: Group, config: Mapping[str, object]) -> None:
+    parts, encoding = group.parts, group.encoding
+    assert isinstance(encoding, Packed), "made above"
+    shown = Stored(
+        group.info, "int", encoding.bits, True, parts["packed"], parts["scale"],
+        parts.get("zero_point"), parts.get("g_idx"),
+    )  # fmt: skip
+    require_agreement(group.fqn, shown, config)
 
 
 def _found(
@@ -59,7 +102,9 @@ def _found(
     shape = _shape(fqn, stored, files)
     packing = _packing(fqn, shape[1], packed.shape[-1] if packed.shape else 0, config)
     if len(packed.shape) != 2 or packed.shape[0] != shape[0] or packing is None:
-        raise malformed(fqn, f"weight_packed {packed}, expected rows of {list(shape)} in words")
+        said = f"weight_packed {packed}, expected rows of {list(shape)} in words, as weight_shape"
+        file = file_of(stored[f"{fqn}_packed"])
+        raise malformed(fqn, f"{said} states: {file}", CONTRADICTORY)
     if scale.dtype not in DTYPES:
         raise malformed(fqn, f"weight_scale {scale}, expected one of {', '.join(DTYPES)}")
     info = TensorInfo(shape, scale.dtype)

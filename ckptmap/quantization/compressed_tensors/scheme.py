@@ -18,11 +18,17 @@ from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.protocols import Encoding, Group, Refusal
-from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
+from ckptmap.quantization.blockwise.group_checks import (
+    DAMAGED,
+    check_parts,
+    malformed,
+    refuse_unstated,
+)
 from ckptmap.quantization.blockwise.read_config import quantization_config
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoFloat8
 from ckptmap.quantization.blockwise.scaled_encoding import DTYPES, ScaledEncoding
 from ckptmap.quantization.blockwise.scaled_record import ScaledRecord, read_record
+from ckptmap.quantization.compressed_tensors.config_agreement import Stored, require_agreement
 from ckptmap.quantization.compressed_tensors.config_json import (
     beyond_weights,
     block_found,
@@ -157,7 +163,11 @@ class CompressedFp8(_Target):
             )
             for fqn, record in mine.items()
         ]
-        return [*groups, *_found(stored, mine)]
+        groups += _found(stored, mine)
+        config = quantization_config(groups[0][0].parts[""]) if groups else {}
+        for group, _ in groups:
+            _require_agreement(group, config)
+        return groups
 
 
 class CompressedInt8(_Target):
@@ -185,7 +195,21 @@ def _recorded(
 ) -> tuple[Group, Sequence[str]]:
     single = _single(read.count("scale_ndim", 1))
     encoding = kind(read.block, read.scale_dtype, read.dtype("zero_dtype"), read.extra(), single)
-    return _group(read.fqn, read.info, encoding, stored)
+    group, keys = _group(read.fqn, read.info, encoding, stored)
+    unstated = {
+        part: encoding.part_key(read.fqn, part)
+        for part in ("zero_point", *ACTIVATIONS)
+        if part not in group.parts
+    }
+    refuse_unstated(read.fqn, "its encoding record", unstated, stored)
+    return group, keys
+
+
+def _require_agreement(group: Group, config: Mapping[str, object]) -> None:
+    parts = group.parts
+    kind = "float" if isinstance(group.encoding, PlainFp8) else "int"
+    shown = Stored(group.info, kind, 8, False, parts[""], parts["scale"], parts.get("zero_point"))
+    require_agreement(group.fqn, shown, config)
 
 
 def _single(ndim: int) -> tuple[int, ...] | None:
