@@ -481,11 +481,11 @@ def test_the_only_checkpoint_below_is_opened_and_named(
 ) -> None:
     with ckptmap.open(framework_directories / "trainer_w1") as ckpt:
         assert ckpt.path.endswith("checkpoint-2")
-        assert ckpt.notes[0] == "opened checkpoint-2, the only one there"
+        assert ckpt.notes[0] == "opened checkpoint-2, the only checkpoint in the directory"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "global_step_2").symlink_to(framework_directories / "verl_w2")
     with ckptmap.open(tmp_path / "run") as ckpt:
-        assert ckpt.notes[0] == "opened global_step_2/actor, the only one there"
+        assert ckpt.notes[0] == "opened global_step_2/actor, the only checkpoint in the directory"
 
 
 def test_several_checkpoints_below_are_listed(framework_directories: Path, tmp_path: Path) -> None:

@@ -1,4 +1,10 @@
-"""Write DCP directories that plain `torch.distributed.checkpoint.load` reads at any world size."""
+"""Write DCP directories that plain `torch.distributed.checkpoint.load` reads at any world size.
+
+    __R_0.distcp    the chunks of rank R, each a torch.save archive that starts at a multiple of 64 bytes
+    .metadata       shape, dtype and chunks of every tensor, and the place of every chunk; last
+
+Source: torch/distributed/checkpoint/filesystem.py and default_planner.py, torch 2.3 to 2.13.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +24,11 @@ from ckptmap.tensors import Box, Path, TensorInfo
 
 RECORD_SUFFIX = ".__ckptmap__"
 _SEGMENTS = frozenset({str, ListIndex})
-"""Kinds of path segments that a DCP directory knows."""
+"""Types of path segments that `.metadata` keeps as they are; other integers become strings."""
 ROOT = "archive"
-"""The folder in each item, as torch names it when it saves to a stream."""
+"""The folder inside the zip of each item: the name that torch takes when it saves to a stream."""
 ALIGN = 64
-"""Items, and so their data, start at multiples of it (bytes). torch packs items without alignment."""
+"""Items, and the data in them, start at multiples of ALIGN bytes. torch packs items without alignment."""
 
 FSDP1 = Setup(
     "fsdp1",
@@ -43,12 +49,12 @@ FSDP2 = Setup(
 
 
 class DcpWriter:
-    """One `__R_0.distcp` a rank that has chunks, and `.metadata` last.
+    """Writes one `__R_0.distcp` for each rank that has chunks, and `.metadata` last.
 
-    Flat keys are paths joined with dots; the paths are kept beside them. Tied tensors are stored
-    under both names, as torch does. Plain values and encoding records go into rank 0's file, dicts
-    and lists of dicts among them leaf by leaf, as torch flattens them, so that
-    `dcp.load({"optimizer": optimizer.state_dict()})` finds what it looks for.
+    A flat key is a path joined with dots; `.metadata` keeps the path too. Tied tensors are stored
+    under both names, as torch stores them. Plain values and encoding records go into rank 0's file.
+    Dicts, and lists of dicts, are written leaf by leaf, as torch flattens them, so that
+    `dcp.load({"optimizer": optimizer.state_dict()})` finds its keys.
     """
 
     name = "dcp"
@@ -56,15 +62,18 @@ class DcpWriter:
     shares_storage = False
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """Raises PlanError CKM114 for two entries of one flat key or one inside another, CKM203
-        for a value that is not plain."""
+        """Return the data files in the order of ranks, then `.metadata`.
+
+        Raise PlanError CKM114 if two entries have one flat key or one entry is inside another, CKM203
+        for a value that a pickle of plain values cannot hold.
+        """
         with paused_gc():
             return _Draft().files(state)
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The torch.save archive of a contiguous tensor; `head` is the bytes before its data."""
+    """The torch.save archive of a contiguous chunk. `head` is the bytes before its data."""
 
     layout: ZipLayout
     data_nbytes: int
@@ -126,7 +135,7 @@ class _Draft:
                 f"{key!r} would be written twice: as {self._paths[key]} and as {path}",
                 "drop or rename one of them",
             )
-        # As torch does with integer keys of dicts: an integer in a path counts in a list.
+        # An integer in a stored path is an index of a list; torch turns integer keys of dicts into strings.
         known = _SEGMENTS.issuperset(map(type, path))
         self._paths[key] = path if known else tuple(str(s) if counts(s) else s for s in path)
         return key
@@ -158,7 +167,8 @@ class _Draft:
 
 
 def _require_leaves(paths: set[Path]) -> None:
-    """Nothing lies inside a tensor or a value: flat keys would hold that, torch's nested dicts not."""
+    """Raise PlanError CKM114 if a path is both a leaf and a dict around other leaves. Flat keys could
+    hold that; the nested dicts that torch loads could not."""
     above = {path[:-1] for path in paths if len(path) > 1}
     while above:
         for path in above & paths:
@@ -171,10 +181,10 @@ def _require_leaves(paths: set[Path]) -> None:
 
 
 def _flattened(path: Path, value: object) -> Iterator[tuple[Path, object]]:
-    """Leaves as torch's `traverse_state_dict` makes them, where nothing is lost by it.
+    """Yield the leaves of a value, as torch's `traverse_state_dict` does.
 
-    Kept whole, unlike there: empty dicts, which would vanish, and dicts of other keys than
-    strings, which would come back as strings.
+    Unlike there, an empty dict, which would vanish, and a dict with keys other than strings, which
+    would come back as strings, are leaves.
     """
     if isinstance(value, Mapping) and value and all(type(key) is str for key in value):
         for key, item in value.items():
@@ -203,7 +213,7 @@ def _plain(record: Mapping[str, object]) -> dict[str, object]:
 
 @lru_cache(maxsize=4096)
 def _form(dtype: str, sizes: tuple[int, ...]) -> _Form:
-    """Cached: most chunks of a model have one of a few shapes."""
+    """Return the archive of a chunk. It is cached: most chunks of a model have one of a few shapes."""
     info = TensorInfo(sizes, dtype)
     strides, step = [], 1
     for size in reversed(sizes):

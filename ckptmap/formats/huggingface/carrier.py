@@ -1,6 +1,7 @@
-"""Copy the files beside the weights of a Hugging Face directory: config, tokenizer, chat templates.
+"""Choose the files beside the weights of a Hugging Face directory that are copied to the output:
+config, tokenizer, chat templates and the like.
 
-transformers loads the output only with these files. The config also states which embeddings are
+transformers loads the output only with these files. `config.json` also states which embeddings are
 tied, and how the weights are quantized. So it is changed to describe the weights that are written.
 """
 
@@ -109,11 +110,11 @@ class HfCarrier:
         quantized   the `quantization_config` that the weights need
         untied      output embeddings that are no longer tied to the input embedding
         """
-        found = _files(siblings, beside)
-        carried = {name: Sidecar.at(file) for name, file in found.items()}
-        notes = [f"goes along as it is: {n}" for n in found if "/" in n and n.endswith(WEIGHTS)]
+        copied = _files(siblings, beside)
+        carried = {name: Sidecar.at(file) for name, file in copied.items()}
+        notes = [f"copied unchanged: {n}" for n in copied if "/" in n and n.endswith(WEIGHTS)]
         notes += [
-            f"{name}: is a Git LFS pointer, not the file itself, and goes along as it is; fetch it in the"
+            f"{name}: is a Git LFS pointer, not the file itself, and is copied unchanged; fetch it in the"
             " source: git lfs pull"
             for name, file in carried.items()
             if file.content.startswith(LFS_MAGIC)
@@ -121,9 +122,9 @@ class HfCarrier:
         if CONFIG not in carried and OPEN_CLIP in carried:
             return carried, notes
         if CONFIG not in carried:
-            notes.append("no config.json is beside the weights; give one with --config-from PATH")
+            notes.append("the weights have no config.json; give one with --config-from PATH")
             return carried, notes
-        content, before = carried[CONFIG].read(), _config(found)
+        content, before = carried[CONFIG].read(), _config(copied)
         after = _declaring(before, dtypes, quantized, bool(untied))
         if after != before:
             content = (json.dumps(after, indent=2) + "\n").encode()
@@ -148,23 +149,27 @@ def _files(siblings: Sequence[str], beside: str | None) -> dict[str, str]:
     no config.json."""
     if beside is not None and Path(beside).is_dir():
         if not (Path(beside) / CONFIG).is_file():
-            raise PlanError("CKM101", f"{beside}: has no config.json", "check --config-from")
+            raise PlanError(
+                "CKM101",
+                f"{beside}: has no config.json",
+                "give a directory with one, or the file itself: --config-from PATH",
+            )
         siblings = [str(file) for file in Path(beside).iterdir()]
-    found = {Path(file).name: file for file in sorted(siblings) if _belongs(Path(file))}
-    found |= {
+    files = {Path(file).name: file for file in sorted(siblings) if _belongs(Path(file))}
+    files |= {
         f"{TEMPLATES}/{file.name}": str(file)
         for folder in map(Path, siblings)
         if folder.name == TEMPLATES and folder.is_dir() and _is_inside(folder)
         for file in sorted(folder.iterdir())
         if _belongs(file)
     }
-    found |= _of_modules(Path(found[MODULES])) if MODULES in found else {}
+    files |= _of_modules(Path(files[MODULES])) if MODULES in files else {}
     if beside is not None and Path(beside).is_file():
-        found[CONFIG] = beside
-    code = {name for name in found if name.endswith(CODE)}
-    if code and not any(map(_names_code, found.values())):
-        found = {name: file for name, file in found.items() if name not in code}
-    return found
+        files[CONFIG] = beside
+    code = {name for name in files if name.endswith(CODE)}
+    if code and not any(map(_names_code, files.values())):
+        files = {name: file for name, file in files.items() if name not in code}
+    return files
 
 
 def weights_of_modules(root: str) -> tuple[str, ...]:
@@ -174,8 +179,8 @@ def weights_of_modules(root: str) -> tuple[str, ...]:
     Raise SourceError CKM116 for a folder that leads out of `root`.
     """
     listing = Path(root) / MODULES
-    found = _of_modules(listing) if _belongs(listing) else {}
-    return tuple(name for name in found if "/" in name and name.endswith(WEIGHTS))
+    files = _of_modules(listing) if _belongs(listing) else {}
+    return tuple(name for name in files if "/" in name and name.endswith(WEIGHTS))
 
 
 def _of_modules(listing: Path) -> dict[str, str]:
@@ -188,13 +193,13 @@ def _of_modules(listing: Path) -> dict[str, str]:
     except (ValueError, RecursionError):  # not a modules.json of sentence-transformers
         return {}
     paths = [e.get("path") for e in entries if isinstance(e, dict)] if type(entries) is list else []
-    found = {}
+    files = {}
     for path in (path for path in paths if isinstance(path, str) and path):
         for file in sorted(Path(inside(directory, path, str(listing))).rglob("*")):
             name = file.relative_to(directory).as_posix()
             if file.is_file():
-                found[name] = inside(directory, name, str(listing), blobs_of(str(file.parent)))
-    return found
+                files[name] = inside(directory, name, str(listing), blobs_of(str(file.parent)))
+    return files
 
 
 def _names_code(file: str) -> bool:
@@ -219,13 +224,13 @@ def _config(files: Mapping[str, str]) -> dict[str, object]:
     try:
         config = json.loads(content.decode("utf-8"))
     except ValueError as error:
-        raise PlanError("CKM103", f"{files[CONFIG]}: is no JSON: {error}", REPAIR) from error
+        raise PlanError("CKM103", f"{files[CONFIG]}: is not JSON: {error}", REPAIR) from error
     return config if isinstance(config, dict) else {}
 
 
 def _quantization(config: Mapping[str, object]) -> dict[str, object] | None:
-    found = config.get(QUANTIZATION)
-    return found if isinstance(found, dict) else None
+    settings = config.get(QUANTIZATION)
+    return settings if isinstance(settings, dict) else None
 
 
 def _declaring(
@@ -236,17 +241,18 @@ def _declaring(
     Their dtype replaces `dtype` or `torch_dtype`, if the config has such a key. Their
     `quantization_config` replaces the present one. With `untied`, no embedding is tied any more.
     """
-    found = dict(config)
+    changed = dict(config)
     if len(dtypes) == 1:
-        found |= dict.fromkeys({"dtype", "torch_dtype"} & found.keys(), next(iter(dtypes)))
-    present = found.get(QUANTIZATION)
-    wanted = quantized.config(_quantization(found), tied_heads.of_config(found))
+        changed |= dict.fromkeys({"dtype", "torch_dtype"} & changed.keys(), next(iter(dtypes)))
+    present = changed.get(QUANTIZATION)
+    wanted = quantized.config(_quantization(changed), tied_heads.of_config(changed))
     if wanted != present:
-        found.pop(QUANTIZATION, None)
-        found |= {} if wanted is None else {QUANTIZATION: dict(wanted)}
+        changed.pop(QUANTIZATION, None)
+        if wanted is not None:
+            changed[QUANTIZATION] = dict(wanted)
     if untied:
-        found[TIED] = False
-        inner = found.get("text_config")
+        changed[TIED] = False
+        inner = changed.get("text_config")
         if isinstance(inner, dict):
-            found["text_config"] = {**inner, TIED: False}
-    return found
+            changed["text_config"] = {**inner, TIED: False}
+    return changed

@@ -1,4 +1,4 @@
-"""Compute the names that transformers 5 gives to modules in memory, if they differ from the file's.
+"""Compute the names that transformers 5 gives to modules in memory if they differ from those on disk.
 
     language_model.model.layers.0.mlp.up_proj    -> model.language_model.layers.0.mlp.up_proj
     vit.encoder.layer.0.attention.attention.key  -> vit.layers.0.attention.k_proj
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Way:
-    """A way of renaming: `rules` (pattern, replacement) are applied one after the other, if some key
+    """A way of renaming the modules of one model family: `rules` (pattern, replacement) are applied one after the other, if some key
     of the checkpoint matches `sign`."""
 
     sign: re.Pattern[str]
@@ -71,15 +71,16 @@ WAYS = (
 
 
 def loaded_as(keys: Collection[str]) -> Callable[[str], list[str]]:
-    """Return a function for the checkpoint of these keys: name of a module -> the other names that the
-    module may have in memory."""
+    """Return a function for a checkpoint of these keys. It returns, for a module's name on disk, the
+    other names that the module may have in memory."""
     ways = [way for way in WAYS if any(map(way.sign.search, keys))]
 
     def others(module: str) -> list[str]:
-        found = {module: None}
+        """Return the other names of a module."""
+        names = {module: None}
         for way in ways:
-            found |= {way(name): None for name in found}
-        return [name for name in found if name != module]
+            names |= {way(name): None for name in names}
+        return [name for name in names if name != module]
 
     return others if ways else lambda module: []
 

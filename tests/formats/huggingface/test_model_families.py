@@ -260,7 +260,7 @@ def test_modules_behind_the_model_go_along(tmp_path: Path) -> None:
         (source / name).write_text(json.dumps(content))
     save_file({"linear.weight": torch.ones(4, 32)}, source / "2_Dense" / "model.safetensors")
     report = ckptmap.convert(source, tmp_path / "out", to="hf-bf16")
-    assert "goes along as it is: 2_Dense/model.safetensors" in report.notes
+    assert "copied unchanged: 2_Dense/model.safetensors" in report.notes
     behind = "left behind: 2_Dense/model.safetensors"
     assert behind not in report.notes
     assert behind in ckptmap.plan(source, "full").notes
