@@ -64,9 +64,9 @@ class RegisteredHfCarrier:
 
 
 def _hf_carrier() -> Carrier:
-    found = next(setup.carrier for setup in registry.setups() if setup.name == "hf")
-    assert found is not None
-    return found
+    carrier = next(setup.carrier for setup in registry.setups() if setup.name == "hf")
+    assert carrier is not None, "the setup `hf` has one"
+    return carrier
 
 
 ACCELERATE = Setup(
@@ -94,9 +94,10 @@ ACCELERATE_FULL = Setup(
 
 
 class DecayGroups:
-    """Trainer's two parameter groups: those with weight decay, and norms and biases without it."""
+    """Trainer's two parameter groups: weights with decay, and norms and biases without it."""
 
     def groups(self, config: FilePath, infos: Mapping[str, TensorInfo]) -> list[list[str]] | None:
+        """Return the FQNs of both groups, in Trainer's order; None if the config's model is unknown."""
         return decay_groups(config, infos)
 
 
@@ -171,6 +172,7 @@ class TrainerWriter(_DirectoryWriter):
     filing = TrainerFiling()
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
+        """Return the files of all parts, with a trainer_state.json in any case."""
         extra = dict(state.extra)
         if not any(path[:2] == (EXTRA, STATE) for path in extra):
             extra[EXTRA, STATE] = dict(NEW_RUN)
@@ -186,8 +188,8 @@ def _placed(
 ) -> list[OutFile]:
     """Return the files of one part.
 
-    The first `depth` segments of a path name the part. The part's writer gets paths without them,
-    and the slots of its files get the full paths of the plan back.
+    The first `depth` segments of a path name the part. The part's writer is given paths without them.
+    Then each slot of its files is given the full path again, by which the plan knows it.
     """
     paths = [(*part.root, *tensor.path[depth:]) for tensor in tensors]
     inner = dict(zip(paths, (tensor.path for tensor in tensors), strict=True))

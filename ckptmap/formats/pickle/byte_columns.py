@@ -3,8 +3,8 @@
     r\\1\\0\\0\\0 t r\\2\\0\\0\\0 R      width 12, numbers at 1 and 7
     r\\9\\0\\0\\0 t r\\10\\0\\0\\0 R     the same form: the bytes outside of the numbers are equal
 
-Opcodes are read from left to right, and none of these numbers changes the length of an opcode. So a
-piece of the same form holds the same opcodes, and its numbers are at the same offsets.
+The pieces are entries of a state dict, the numbers are memo indices and lengths. Opcodes are read
+from left to right, and none of these numbers changes the length of an opcode. So a piece of the same form holds the same opcodes, and its numbers are at the same offsets.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def alike(
     Return None if there are more than `most` groups or forms.
     """
     widths = list(map(len, pieces))
-    found: list[Alike] = []
+    groups: list[Alike] = []
     forms = 0
     left: list[Sequence[int]] = [range(len(pieces))]
     if len(set(widths)) > 1:
@@ -62,7 +62,7 @@ def alike(
         group = _blanked(indices, mine, places)
         first = dict(zip(reversed(group.forms), reversed(mine), strict=True))
         forms += len(first)
-        if forms > most or len(found) + len(left) > most:
+        if forms > most or len(groups) + len(left) > most:
             return None
         others = {form for form, piece in first.items() if places_of(piece) != places}
         if others:
@@ -71,8 +71,8 @@ def alike(
             left += [[i for i, form in pairs if form not in others]]
             forms -= len(first)
         else:
-            found.append(group)
-    return found
+            groups.append(group)
+    return groups
 
 
 def _blanked(indices: Sequence[int], pieces: Sequence[bytes], places: Places) -> Alike:

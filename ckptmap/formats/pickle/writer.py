@@ -1,6 +1,6 @@
-"""Write pickles of protocol 2 without torch, which torch.load(weights_only=True) and DCP read.
+"""Write pickles of protocol 2 that `torch.load(weights_only=True)` and DCP read, without torch.
 
-The same value gives the same bytes. Strings, globals and the constant parts of tensors are written
+The opcodes are those of Lib/pickletools.py. The same value gives the same bytes. Strings, globals and the constant parts of tensors are written
 once and then referred to. Containers are not, so a container that holds itself is refused.
 """
 
@@ -85,11 +85,14 @@ class Instance:
 
 
 def dump(value: object, *, name: str = "") -> bytes:
-    """Return the pickle of a value. It may hold None, bool, int, float, complex, str, bytes, bytearray,
+    """Return the pickle of a value.
+
+    The value may hold None, bool, int, float, complex, str, bytes, bytearray,
     list, tuple, set, frozenset, dict, OrderedDict, and the classes `StorageTensor`, `Numbered`,
     `DType`, `Device`, `Size`, `Global`, `Call`, `Instance`.
 
-    Raise TypeError for any other value. Its text begins with the path, from `name` on."""
+    Raise TypeError for any other value. Its text begins with the path of that value, below `name`.
+    """
     emitter = _Emitter()
     emitter.emit(value, (name,) if name else ())
     emitter.out += b"."
@@ -97,8 +100,11 @@ def dump(value: object, *, name: str = "") -> bytes:
 
 
 def way_out(error: TypeError) -> str:
-    """Return the hint for a value that `dump` refused. `--drop` takes names of the source, so the
-    "extra" under which outputs keep other values than weights is removed."""
+    """Return the hint for a value that `dump` refused, with the `--drop` that leaves it behind.
+
+    `--drop` takes keys of the source, so the prefix "extra", under which a plan keeps values other
+    than weights and optimizer state, is removed.
+    """
     role, _, below = str(error).partition(": ")[0].partition(".")
     if role == "optimizer":
         return "leave the optimizer behind with --optimizer drop"
@@ -133,6 +139,7 @@ class _Emitter:
         }
 
     def emit(self, value: Any, path: tuple[object, ...]) -> None:
+        """Append the opcodes of a value. `path` names it in errors."""
         kind = type(value)
         atom = _ATOMS.get(kind)
         if atom is not None:
@@ -157,7 +164,7 @@ class _Emitter:
         if handler is None:
             raise TypeError(f"{_path_text(path)}: {value!r:.200} cannot be written")
         if len(path) > MAX_DEPTH:
-            raise TypeError(f"{_path_text(path[:8])}...: nested deeper than {MAX_DEPTH}")
+            raise TypeError(f"{_path_text(path[:8])}...: nested deeper than {MAX_DEPTH} containers")
         handler(value, path)
 
     # ----------------------------------------------------------------- memoised leaves
@@ -197,7 +204,8 @@ class _Emitter:
         self._call(Global("torch", "device"), (kind, int(index)) if index else (kind,), ())
 
     def _bytes(self, data: bytes) -> None:
-        """Emit text of the same code points, which the reader encodes: protocol 2 has no bytes."""
+        """Emit text of the same code points, and a call that encodes it: protocol 2 has no opcode for
+        bytes."""
         if data:
             self._call(Global("_codecs", "encode"), (data.decode("latin-1"), "latin1"), ())
         else:
@@ -293,7 +301,7 @@ class _Emitter:
             self._add(alike[0] + _str_op(tensor.key) + alike[1])
 
     def _numbered(self, tensor: Numbered, path: tuple[object, ...]) -> None:
-        """Emit a tensor that states what it is like."""
+        """Emit a tensor, and let `_entry` emit the next ones that share its `like`."""
         self._tensor(tensor.like._replace(key=tensor.key), path)
         self._around[id(tensor.like)] = self._alike[tensor.like[1:]]
 
