@@ -215,6 +215,7 @@ class _Leaves:
     def read(
         self, metadata: Metadata
     ) -> tuple[Mapping[Path, Leaf], dict[str, Mapping[str, object]]]:
+        """Return the leaves by path, and the encoding records by FQN."""
         run = None if metadata.values or metadata.paths else Whole.of(metadata.tensors)
         if run is not None and self._is_plain(metadata, run):
             return PlainTensors(run.names, run.rows.infos, _Places(self, run)), {}
@@ -318,11 +319,13 @@ class _Places:
     run: Whole
 
     def one(self, index: int) -> Places:
+        """Return the place of the data of tensor `index`."""
         rows = self.run.rows
         item = Item(rows.files[index], rows.offsets[index], rows.lengths[index])
         return self.leaves.place(self.run.names[index], rows.infos[index], item)
 
     def all(self) -> Extents | None:
+        """Return the places of all tensors in columns; None if one is not contiguous."""
         places = list(map(self.one, range(len(self.run))))
         extents = [place for place in places if isinstance(place, Extent)]
         return Extents.of(extents) if len(extents) == len(places) else None
@@ -348,6 +351,7 @@ class _DcpTensor(StoredTensor):
 
     @property
     def place(self) -> Places:
+        """Return the place of the tensor's data. The first use reads the headers of its items."""
         place: Places | None = self._place
         if place is None:
             entry = self._entry

@@ -97,12 +97,15 @@ class _RankFile:
     values: list[tuple[int, bytes]] = field(default_factory=list)
 
     def place(self, nbytes: int) -> Item:
+        """Append an item of this size at the next multiple of ALIGN, and return its byte range."""
         start = self.nbytes + -self.nbytes % ALIGN
         self.nbytes = start + nbytes
         return Item(self.name, start, nbytes)
 
 
 class _Draft:
+    """Collects the items of all ranks, and the records of `.metadata` that list them."""
+
     def __init__(self) -> None:
         self._ranks: dict[int, _RankFile] = {}
         self._tensors: dict[str, TensorEntry] = {}
@@ -110,6 +113,7 @@ class _Draft:
         self._paths: dict[str, Path] = {}
 
     def files(self, state: OutState) -> list[OutFile]:
+        """Return the data files and `.metadata`. A draft is used once."""
         for tensor in state.tensors:
             key = self._key(tensor.path)
             cuts = [(box, self._item(rank, tensor.path, tensor.info.dtype, box))

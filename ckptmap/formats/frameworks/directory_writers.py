@@ -54,9 +54,11 @@ class RegisteredHfCarrier:
     """Passes each call on to the carrier of the `hf` setup, which the registry finds at the call."""
 
     def ties(self, *args: Any) -> Mapping[str, str]:
+        """Return what `HfCarrier.ties` returns."""
         return _hf_carrier().ties(*args)
 
     def files(self, *args: Any) -> tuple[Mapping[str, CarriedFile], list[str]]:
+        """Return what `HfCarrier.files` returns."""
         return _hf_carrier().files(*args)
 
     def stem(self, carried: Mapping[str, CarriedFile]) -> None:

@@ -1,4 +1,4 @@
-"""Write one torch.save file per rank, with the DTensor pickles that FSDP2 loads under torchrun.
+"""Write one torch.save file per rank, with DTensors that FSDP2 loads under torchrun.
 
 `model_world_size_4_rank_2.pt` holds the state dict of rank 2: DTensors with its local tensors, plain
 tensors whole, and plain values. The pickles hold the fields that torch 2.13 writes
@@ -33,7 +33,7 @@ FSDP2_RANKS = Setup(
     summary="one torch.save file a rank, DTensors on a mesh, as FSDP2 and verl save",
 )
 RANK_MAP = "ranks"
-"""Key of the storage that holds the ranks of the mesh, int32 [world size]."""
+"""Key of the storage that holds the ranks of the mesh as int32 [world size]."""
 
 
 class RankFilesWriter:
@@ -45,9 +45,10 @@ class RankFilesWriter:
     shares_storage = True
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """Return the layout of each rank's file.
+        """Return the file of each rank, in rank order.
 
-        Raise PlanError CKM202 for a value that is not plain, CKM114 if one leaf lies in another."""
+        Raise PlanError CKM202 for a value that is not plain, CKM114 if one leaf lies in another.
+        """
         assert not state.records, "a setup of dense tensors has no encoding records"
         with paused_gc():
             held = {t.path: _held(t) for t in state.tensors}
@@ -102,7 +103,8 @@ def _leaf(
 ) -> object:
     """Return the tensor of this rank's state dict: a DTensor, or `local` if it is not on a mesh.
 
-    Tensors of one mesh share one DeviceMesh object."""
+    Tensors of one mesh share one DeviceMesh object.
+    """
     placement = tensor.placement
     assert placement is not None
     if placement.shards is None:
@@ -135,7 +137,7 @@ def _laid_out(name: str, pickle: bytes, stored: Sequence[_Stored], ranks: int) -
 
 @dataclass(frozen=True)
 class _Seal:
-    """Returns the zip structure around the slots, once their CRC-32 are known.
+    """Returns the zip structure around the slots, once the CRC-32s of the slots are known.
 
     order      index of the storage that slot i fills; storages without a slot are empty, or hold
                the ranks of the mesh

@@ -236,6 +236,7 @@ class _Storages:
         return storage
 
     def grid(self, dtype: str, size: object, stride: object) -> Grid:
+        """Return the checked sizes and strides of a view, the same object for equal ones."""
         known = self.grids.get((dtype, size, stride))
         if known is None:
             known = self.grids[dtype, size, stride] = Grid.make(dtype, size, stride)

@@ -142,7 +142,7 @@ def test_a_missing_rank_is_named(four: Path, rank: int) -> None:
 def test_a_rank_of_another_world_size_is_refused(four: Path, corpus: Any) -> None:
     other = corpus["fsdp1_ranks_w2"].path / "model_world_size_2_rank_1.pt"
     shutil.copy(other, four / "shard-rank1.pt")
-    refused(four, r"shard-rank1\.pt: is of a save by 2 ranks, rank 0's file by 4")
+    refused(four, r"shard-rank1\.pt: was saved by 2 ranks, but the file of rank 0 by 4")
 
 
 def test_a_rank_of_another_model_is_refused(four: Path, corpus: Any, tmp_path: Path) -> None:
