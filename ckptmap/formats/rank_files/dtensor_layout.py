@@ -187,7 +187,7 @@ def _check_complete(
         raise SourceError(
             "CKM110",
             f"{key}: is cut over the {world} ranks of a mesh {list(parts[0][1].shape)}, found the "
-            f"parts of {len(parts)} ranks; {world - len(parts)} rank files are missing",
+            f"parts of {len(parts)}; {world - len(parts)} rank files are missing",
             "open the directory that holds the files of all ranks",
         )
     raise SourceError(

@@ -68,7 +68,7 @@ def _check_one_save(parts: Sequence[Sharded], key: str) -> None:
     if len(parts) < first.world:
         raise SourceError(
             "CKM110",
-            f"{key}: is cut over {first.world} ranks, found the parts of {len(parts)} ranks; "
+            f"{key}: is cut over {first.world} ranks, found the parts of {len(parts)}; "
             f"{first.world - len(parts)} rank files are missing",
             "open the directory that holds the files of all ranks",
         )

@@ -150,7 +150,7 @@ def test_a_rank_of_another_model_is_refused(four: Path, corpus: Any, tmp_path: P
     for rank, name in enumerate(("fsdp1_ranks_w2", "fsdp1_ranks_flat_bf16_w2")):
         source = corpus[name].path / f"model_world_size_2_rank_{rank}.pt"
         shutil.copy(source, tmp_path / "two")
-    refused(tmp_path / "two", "bfloat16.*by 2 ranks, rank 0 as .*float32")
+    refused(tmp_path / "two", "bfloat16.*by 2 ranks, but rank 0 as .*float32")
 
 
 def test_a_file_under_another_ranks_name_is_refused(four: Path) -> None:
