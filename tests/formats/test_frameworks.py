@@ -492,7 +492,9 @@ def test_several_checkpoints_below_are_listed(framework_directories: Path, tmp_p
     source = framework_directories / "trainer_w1" / "checkpoint-2"
     for step in (2, 10):
         (tmp_path / f"checkpoint-{step}").symlink_to(source)
-    with pytest.raises(SourceError, match=r"none itself: checkpoint-2, checkpoint-10") as caught:
+    with pytest.raises(
+        SourceError, match=r"is not a checkpoint, but holds some: checkpoint-2, checkpoint-10"
+    ) as caught:
         ckptmap.open(tmp_path)
     assert caught.value.code == "CKM111"
 

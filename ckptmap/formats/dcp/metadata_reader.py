@@ -141,11 +141,8 @@ def _other_root(root: object, where: str) -> SourceError:
     hint = "save again with torch.distributed.checkpoint.save, or open another directory"
     if name.startswith("bytecheckpoint."):
         hint = "ByteCheckpoint is another format; merge it with its own merge_bcp first"
-    return SourceError(
-        "CKM109",
-        f"{where}: expected a pickle of torch.distributed.checkpoint.metadata.Metadata, found {name}",
-        hint,
-    )
+    expected = "torch.distributed.checkpoint.metadata.Metadata"
+    return SourceError("CKM109", f"{where}: expected {expected}, found {name}", hint)
 
 
 class _Reader:
@@ -183,9 +180,7 @@ class _Reader:
             elif type(entry) is Bytes:
                 values[key] = self._item_of(items, key, None)
             else:
-                self._bad(
-                    f"entry {key!r}, expected the metadata of a tensor or of bytes, found {_what(entry)}"
-                )
+                self._bad(f"entry {key!r}, expected a tensor or bytes, found {_what(entry)}")
         return Metadata(tensors, values, paths)
 
     def _dict(self, value: object, name: str) -> dict[Any, object]:
@@ -197,10 +192,7 @@ class _Reader:
         items: dict[tuple[str, Offsets | None], Item] = {}
         for key, place in storage.items():
             if type(key) is not Key or type(place) is not StorageInfo:
-                self._bad(
-                    "storage_data, expected a MetadataIndex and a _StorageInfo, found"
-                    f" {_what(key)} and {_what(place)}"
-                )
+                self._bad(f"storage_data, expected an item, found {_what(key)}: {_what(place)}")
             fqn, offsets = key.fqn, key.offset
             if type(fqn) is not str:
                 self._bad(f"storage_data, expected a MetadataIndex with an FQN, found {_what(fqn)}")
@@ -267,8 +259,7 @@ class _Reader:
         file, offset, nbytes = place.relative_path, place.offset, place.length
         if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
             self._bad(
-                f"storage of {fqn!r}, expected a file name, an offset and a length, found"
-                f" {_what(file)}, {_what(offset)} and {_what(nbytes)}"
+                f"storage of {fqn!r}, expected a file, offset and length, found {_what(file)}"
             )
         if offset < 0 or nbytes < 0 or offset + nbytes > MAX_NUMEL:
             self._bad(
@@ -312,8 +303,7 @@ class _Reader:
             offsets, sizes = self._ints(chunk.offsets, key), self._ints(chunk.sizes, key)
             if len(offsets) != ndim or len(sizes) != ndim:
                 self._bad(
-                    f"chunk of {key!r}: offsets {_what(offsets)} and sizes {_what(sizes)} do not have"
-                    f" the dimensions of {info}"
+                    f"chunk of {key!r}, expected {ndim} dims: {_what(offsets)}+{_what(sizes)}"
                 )
             boxes.append((offsets, sizes))
         return info, boxes
@@ -331,10 +321,7 @@ class _Reader:
         for n in shape:
             numel *= n or 1
         if numel > MAX_NUMEL or len(shape) > MAX_DIMS:
-            self._bad(
-                f"tensor {key!r}: shape {_what(shape)}, expected at most {MAX_DIMS} dimensions and"
-                f" {MAX_NUMEL} elements"
-            )
+            self._bad(f"tensor {key!r}: shape {_what(shape)} has too many dims or elements")
         return self._infos.setdefault((name, *shape), TensorInfo(shape, name))
 
     def _ints(self, value: object, key: str) -> tuple[int, ...]:
@@ -382,10 +369,7 @@ class _Reader:
                 self._bad(f"planner_data[{key!r}], expected a path, found {_what(path)}")
             for segment in path:
                 if type(segment) is not int and not (type(segment) is str and _is_text(segment)):
-                    self._bad(
-                        f"planner_data[{key!r}], expected segments that are text or integers, found"
-                        f" {_what(segment)}"
-                    )
+                    self._bad(f"planner_data[{key!r}], expected text or int: {_what(segment)}")
             paths[key] = tuple(ListIndex(s) if type(s) is int else s for s in path)
         self._check_distinct(paths)
         return paths

@@ -141,20 +141,17 @@ def _pick_index(place: Place) -> str | None:
 
 
 def _is_stale(place: Place, where: str, shards: Sequence[str]) -> bool:
-    """Return True if the index is of an earlier save and `model.safetensors` replaced its shards:
-    save_pretrained removes the shards of an earlier save, but not their index.
-
-    Raise SourceError CKM108 if shards of the index and `model.safetensors` are both here, because
-    libraries differ in which of them they load.
-    """
+    """Return True if the index is of an earlier save: save_pretrained removes its shards, but not the
+    index. Raise SourceError CKM108 if shards of the index and `model.safetensors` are both here,
+    because libraries differ in which of them they load."""
     if ONE_FILE not in place.names or ONE_FILE in shards:
         return False
     present = [shard for shard in shards if (FilePath(place.path) / shard).is_file()]
     if present:
         raise SourceError(
             "CKM108",
-            f"{where}: expected the weights of one save, found those of two: the index lists"
-            f" {present[0]!r}, and {ONE_FILE!r}, which transformers loads, is here too",
+            f"{where}: expected one save, found two saves: the index lists {present[0]!r}, and"
+            f" {ONE_FILE!r}, which transformers loads, is here too",
             "move the weights of one save to another directory, or give the path"
             f" {quote(str(FilePath(place.path) / ONE_FILE))}",
         )
@@ -318,10 +315,8 @@ class HfWriter:
     shares_storage = False
 
     def files(self, state: OutState, name: str) -> Sequence[OutFile]:
-        """Return the shards in order, and then the index if there are several.
-
-        Raise PlanError CKM114 if two tensors have one key, CKM203 for a dtype that safetensors lacks.
-        """
+        """Return the shards in order, then the index if there are several. Raise PlanError CKM114 if two
+        tensors have one key, CKM203 for a dtype that safetensors lacks."""
         with paused_gc():
             return self._files(state)
 

@@ -85,14 +85,11 @@ class Instance:
 
 
 def dump(value: object, *, name: str = "") -> bytes:
-    """Return the pickle of a value.
-
-    The value may hold None, bool, int, float, complex, str, bytes, bytearray,
+    """Return the pickle of a value. It may hold None, bool, int, float, complex, str, bytes, bytearray,
     list, tuple, set, frozenset, dict, OrderedDict, and the classes `StorageTensor`, `Numbered`,
     `DType`, `Device`, `Size`, `Global`, `Call`, `Instance`.
 
-    Raise TypeError for any other value. Its text begins with the path of that value, below `name`.
-    """
+    Raise TypeError for any other value. Its text begins with the path of that value, below `name`."""
     emitter = _Emitter()
     emitter.emit(value, (name,) if name else ())
     emitter.out += b"."
@@ -100,11 +97,8 @@ def dump(value: object, *, name: str = "") -> bytes:
 
 
 def way_out(error: TypeError) -> str:
-    """Return the hint for a value that `dump` refused, with the `--drop` that leaves it behind.
-
-    `--drop` takes keys of the source, so the prefix "extra", under which a plan keeps values other
-    than weights and optimizer state, is removed.
-    """
+    """Return the hint for a value that `dump` refused. `--drop` takes keys of the source, so the prefix
+    "extra" is removed, under which a plan keeps values other than weights and optimizer state."""
     role, _, below = str(error).partition(": ")[0].partition(".")
     if role == "optimizer":
         return "leave the optimizer behind with --optimizer drop"
@@ -204,8 +198,7 @@ class _Emitter:
         self._call(Global("torch", "device"), (kind, int(index)) if index else (kind,), ())
 
     def _bytes(self, data: bytes) -> None:
-        """Emit text of the same code points, and a call that encodes it: protocol 2 has no opcode for
-        bytes."""
+        """Emit a call that encodes text of the same code points: protocol 2 has no opcode for bytes."""
         if data:
             self._call(Global("_codecs", "encode"), (data.decode("latin-1"), "latin1"), ())
         else:

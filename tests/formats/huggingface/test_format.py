@@ -379,7 +379,10 @@ def test_what_is_left_aside_is_noted(copy: FilePath) -> None:
     assert f"does not list 1 stored tensors: {key}" in notes
     assert "gives total_size 5, the shards hold" in notes
     assert "not read, because no index lists it: model-00009-of-00009.safetensors" in notes
-    assert "an unfinished download: model-00001-of-00002.safetensors.incomplete" in notes
+    assert (
+        "not read, because its download is unfinished: model-00001-of-00002.safetensors.incomplete"
+        in notes
+    )
 
 
 def test_weights_in_other_forms_are_named(copy: FilePath) -> None:
