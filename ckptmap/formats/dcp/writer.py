@@ -17,7 +17,7 @@ from ckptmap.core.state_paths import ListIndex, counts
 from ckptmap.errors import PlanError
 from ckptmap.formats.dcp.metadata_records import Item, Metadata, TensorEntry
 from ckptmap.formats.dcp.metadata_writer import emit_metadata
-from ckptmap.formats.pickle.writer import StorageTensor, dump, way_out
+from ckptmap.formats.pickle.writer import StorageTensor, drop_hint, dump
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
 from ckptmap.protocols import OutFile, OutState, Setup, Slot
 from ckptmap.tensors import Box, Path, TensorInfo
@@ -164,7 +164,7 @@ class _Draft:
         try:
             raw = _archive(dump(value, name=key))
         except TypeError as error:
-            raise PlanError("CKM203", str(error), way_out(error)) from error
+            raise PlanError("CKM203", str(error), drop_hint(error)) from error
         file = self._rank(0)
         item = self._values[key] = file.place(len(raw))
         file.values.append((item.offset, raw))

@@ -44,7 +44,7 @@ def number(args: Mapping[str, object], name: str) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def beside(leaves: Mapping[Path, Leaf]) -> tuple[Extra, list[str]]:
+def other_values(leaves: Mapping[Path, Leaf]) -> tuple[Extra, list[str]]:
     """Return the leaves of the index for the values beside the weights, and the keys left out.
 
     The optimizer becomes a note that its state is not read.

@@ -23,7 +23,7 @@ from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_tree import flatten
 from ckptmap.errors import SourceError
 from ckptmap.formats.dcp.reader import METADATA, Dcp
-from ckptmap.formats.megatron.common import ARGS, OPTIMIZER, beside, not_read
+from ckptmap.formats.megatron.common import ARGS, OPTIMIZER, not_read, other_values
 from ckptmap.formats.megatron.partition_rules import EXTRA_STATE
 from ckptmap.formats.torch_save.reader import load
 from ckptmap.protocols import Index, Place
@@ -61,7 +61,7 @@ class DcpMegatron:
         common = str(root / _COMMON)
         with paused_gc():
             loaded = load(Files(), common)
-            extra, left = beside(flatten(loaded.tree, common, loaded.pickle_nbytes))
+            extra, left = other_values(flatten(loaded.tree, common, loaded.pickle_nbytes))
         leaves.update(extra)
         notes += [f"left behind: {', '.join(left)} of {_COMMON}"] if left else []
         files = (*stored.files, common, str(root / _BACKEND))

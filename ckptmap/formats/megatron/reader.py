@@ -23,7 +23,14 @@ from shlex import quote
 
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.errors import SourceError
-from ckptmap.formats.megatron.common import ARGS, OPTIMIZER, arguments, beside, not_read, number
+from ckptmap.formats.megatron.common import (
+    ARGS,
+    OPTIMIZER,
+    arguments,
+    not_read,
+    number,
+    other_values,
+)
 from ckptmap.formats.megatron.partition_rules import EXTRA_STATE, layer_count, partition, renumbered
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankTree
 from ckptmap.protocols import Index, Place
@@ -100,7 +107,7 @@ class Megatron:
         stages = _stages(root, _ranks(root, names))
         tensors, notes = _Model(stages, str(root)).joined()
         first = stages[0][0]
-        extra, left = beside(_others(first))
+        extra, left = other_values(_others(first))
         if any((root / rank.name / _OPTIMIZER_FILE).exists() for rank in stages[0]):
             extra[OPTIMIZER, ARGS] = not_read()
         notes += [f"left behind: {', '.join(left)}"] if left else []

@@ -17,7 +17,7 @@ Places = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Alike:
+class PieceGroup:
     """Pieces of the same width that have numbers at the same offsets."""
 
     indices: Sequence[int]
@@ -39,15 +39,15 @@ class Alike:
         return all(column == given[i::4] for i, column in enumerate(self.numbers[place]))
 
 
-def alike(
+def group_pieces(
     pieces: Sequence[bytes], places_of: Callable[[bytes], Places], most: int
-) -> list[Alike] | None:
+) -> list[PieceGroup] | None:
     """Group pieces by width and offsets of numbers; `places_of(piece)` returns the offsets.
 
     Return None if there are more than `most` groups or forms.
     """
     widths = list(map(len, pieces))
-    groups: list[Alike] = []
+    groups: list[PieceGroup] = []
     forms = 0
     left: list[Sequence[int]] = [range(len(pieces))]
     if len(set(widths)) > 1:
@@ -75,7 +75,7 @@ def alike(
     return groups
 
 
-def _blanked(indices: Sequence[int], pieces: Sequence[bytes], places: Places) -> Alike:
+def _blanked(indices: Sequence[int], pieces: Sequence[bytes], places: Places) -> PieceGroup:
     rows, width = bytearray(b"".join(pieces)), len(pieces[0])
     none, numbers = bytes(len(pieces)), []
     for place in places:
@@ -84,4 +84,4 @@ def _blanked(indices: Sequence[int], pieces: Sequence[bytes], places: Places) ->
         for span in spans:
             rows[span] = none
     text = bytes(rows)
-    return Alike(indices, [text[i : i + width] for i in range(0, len(text), width)], numbers)
+    return PieceGroup(indices, [text[i : i + width] for i in range(0, len(text), width)], numbers)

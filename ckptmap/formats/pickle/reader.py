@@ -119,7 +119,7 @@ def stub(module: str, name: str) -> type[Inert]:
     return cast("type[Inert]", _Name("Inert", (Inert,), {"module": module, "name": name}))
 
 
-def standing_for(module: str, name: str, function: Callable[..., object]) -> object:
+def calling_stub(module: str, name: str, function: Callable[..., object]) -> object:
     """Return a stub class for `module.name` whose call returns `function(*args)`.
 
     A table for `load(allow=...)` must hold such classes and no bare functions: a pickle could set the
@@ -129,10 +129,10 @@ def standing_for(module: str, name: str, function: Callable[..., object]) -> obj
     def __new__(cls: object, *args: object) -> object:
         return function(*args)
 
-    return made_by(module, name, __new__)
+    return constructing_stub(module, name, __new__)
 
 
-def made_by(module: str, name: str, new: Callable[..., object]) -> object:
+def constructing_stub(module: str, name: str, new: Callable[..., object]) -> object:
     """Return a stub class for `module.name` whose call returns `new(cls, *args)`. It saves one call
     per object, for functions that a pickle calls 100,000 times."""
     return _Name("Inert", (Inert,), {"module": module, "name": name, "__new__": new})
@@ -267,9 +267,11 @@ def _known() -> dict[tuple[str, str], object]:
         functions[module, "__newobj__"] = _new_object
         functions[module, "__newobj_ex__"] = _new_object_ex
     known: dict[tuple[str, str], object] = {
-        key: standing_for(*key, function) for key, function in functions.items()
+        key: calling_stub(*key, function) for key, function in functions.items()
     }
-    known["collections", "OrderedDict"] = made_by("collections", "OrderedDict", _ordered_dict)
+    known["collections", "OrderedDict"] = constructing_stub(
+        "collections", "OrderedDict", _ordered_dict
+    )
     known.update({("torch", name): DType(name) for name in ITEMSIZE})
     return known
 
@@ -319,7 +321,7 @@ def load(
     where        name of the pickle in errors
     allow        (module, name) -> the class or value that stands for it. A pickle may set the state
                  of each object that it names, so a class here must refuse that, and a function must
-                 be wrapped by `standing_for`
+                 be wrapped by `calling_stub`
     of_nbytes    size of the whole pickle, if `data` consists of parts of it
 
     Raise SourceError CKM106 if the pickle is malformed, larger than MAX_NBYTES, or names something

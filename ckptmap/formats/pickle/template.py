@@ -100,7 +100,7 @@ class Template:
         assert mine is not None, "a template fits the pickle that it was made of"
         return tuple([known.get(hole, own) for hole, own in zip(self.holes, mine, strict=True)])
 
-    def punched(self) -> tuple[bytes, Callable[[object], Hole | None]]:
+    def with_persistent_ids(self) -> tuple[bytes, Callable[[object], Hole | None]]:
         """Return a pickle with a persistent id for each constant, and the function that resolves the id
         to a `Hole`. The template's pickle must have been parsed before, so that it is known to have no
         such ids itself."""

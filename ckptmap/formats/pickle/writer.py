@@ -96,7 +96,7 @@ def dump(value: object, *, name: str = "") -> bytes:
     return bytes(emitter.out)
 
 
-def way_out(error: TypeError) -> str:
+def drop_hint(error: TypeError) -> str:
     """Return the hint for a value that `dump` refused. `--drop` takes keys of the source, so the prefix
     "extra" is removed, under which a plan keeps values other than weights and optimizer state."""
     role, _, below = str(error).partition(": ")[0].partition(".")

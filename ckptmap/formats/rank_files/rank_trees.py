@@ -74,7 +74,7 @@ class Parsed:
         template = self.template.widened(data)
         if template is None:
             return False
-        pickled, holes = template.punched()
+        pickled, holes = template.with_persistent_ids()
         walk = _Walk()
         try:
             leaves = flatten(parse(self.records, pickled, holes), self.records.file, len(pickled))

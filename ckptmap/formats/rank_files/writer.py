@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ckptmap.core.gc_pause import paused_gc
 from ckptmap.core.state_tree import nest
 from ckptmap.errors import PlanError
-from ckptmap.formats.pickle.writer import StorageTensor, dump, way_out
+from ckptmap.formats.pickle.writer import StorageTensor, drop_hint, dump
 from ckptmap.formats.rank_files.dtensor_pickle import RankMesh, dtensor
 from ckptmap.formats.torch_save.writer import ZipLayout, layout_zip
 from ckptmap.protocols import OutFile, OutState, OutTensor, Placement, Setup, Slot
@@ -88,7 +88,7 @@ def _file(state: OutState, rank: int, held: dict[Path, list[Box]]) -> OutFile:
     try:
         pickle = dump(nest(leaves))
     except TypeError as error:
-        raise PlanError("CKM202", str(error), way_out(error)) from error
+        raise PlanError("CKM202", str(error), drop_hint(error)) from error
     return _laid_out(name, pickle, list(stored.values()), state.world_size if meshes else 0)
 
 

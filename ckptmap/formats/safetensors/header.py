@@ -90,10 +90,10 @@ def parse(files: Files, file: str) -> Header:
 
 def parse_header(raw: bytes, file_nbytes: int, where: str) -> Header:
     """Return the header from its JSON bytes; `where` names the file in errors."""
-    return _written(raw, file_nbytes, where) or _any(raw, file_nbytes, where)
+    return _parse_regular(raw, file_nbytes, where) or _parse_general(raw, file_nbytes, where)
 
 
-def _any(raw: bytes, file_nbytes: int, where: str) -> Header:
+def _parse_general(raw: bytes, file_nbytes: int, where: str) -> Header:
     """Parse any JSON header, entry by entry; raise an error that names the bad entry."""
     pairs = _load(raw, where)
     data_start = 8 + len(raw)
@@ -131,9 +131,9 @@ _ENTRY = re.compile(
 _ENTRY_NCHARS = len('"":{,"data_offsets":[,]},')
 
 
-def _written(raw: bytes, file_nbytes: int, where: str) -> Header | None:
+def _parse_regular(raw: bytes, file_nbytes: int, where: str) -> Header | None:
     """Return a header as safetensors itself writes it: without spaces, fields and data in order. Return
-    None for any other header, which `_any` then parses or refuses."""
+    None for any other header, which `_parse_general` then parses or refuses."""
     try:
         text = raw.decode().rstrip(" ")
         at, metadata = 1, ()

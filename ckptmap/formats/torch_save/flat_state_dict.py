@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from ckptmap.core.tensor_columns import Extents, PlainTensors, nbytes_of
 from ckptmap.errors import SourceError
-from ckptmap.formats.pickle.byte_columns import Alike, alike
+from ckptmap.formats.pickle.byte_columns import PieceGroup, group_pieces
 from ckptmap.formats.pickle.byte_columns import Places as At
 from ckptmap.formats.pickle.template import opcodes
 from ckptmap.formats.torch_save.reader import ReadTensor
@@ -174,9 +174,9 @@ class _Run:
     def take(self, entries: _Entries) -> bool:
         """Add entries. Return False if a name or key has another length than stated, if memo numbers do
         not count on, or if there are too many forms."""
-        heads = alike(entries.length, lambda _: (1,), MAX_FORMS)
-        middles = alike(entries.middle, lambda piece: (1, len(piece) - 4), MAX_FORMS)
-        tails = alike(entries.tail, self._writing.numbers, MAX_FORMS)
+        heads = group_pieces(entries.length, lambda _: (1,), MAX_FORMS)
+        middles = group_pieces(entries.middle, lambda piece: (1, len(piece) - 4), MAX_FORMS)
+        tails = group_pieces(entries.tail, self._writing.numbers, MAX_FORMS)
         if not (heads and middles and tails):
             return False
         names, keys = list(map(len, entries.name)), list(map(len, entries.key))
@@ -192,7 +192,7 @@ class _Run:
         )
         return holds and self._add(entries, list(zip(_forms(middles), _forms(tails), strict=True)))
 
-    def _counted(self, tails: Sequence[Alike], start: int) -> Sequence[int]:
+    def _counted(self, tails: Sequence[PieceGroup], start: int) -> Sequence[int]:
         """Return the memo number that the name of each entry must have; `start` is the first one's."""
         if self._next is None:
             self._next = max(start, self._given + 1)
@@ -220,7 +220,7 @@ class _Run:
         return len(self._forms) <= MAX_FORMS
 
 
-def _forms(parts: Sequence[Alike]) -> list[bytes]:
+def _forms(parts: Sequence[PieceGroup]) -> list[bytes]:
     return _in_order((part.indices, part.forms) for part in parts)
 
 

@@ -20,7 +20,7 @@ from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 from ckptmap.errors import SourceError
-from ckptmap.formats.pickle.reader import DType, Inert, made_by, standing_for, stub
+from ckptmap.formats.pickle.reader import DType, Inert, calling_stub, constructing_stub, stub
 from ckptmap.formats.pickle.reader import load as load_pickle
 from ckptmap.formats.pickle.writer import STORAGE_CLASS
 from ckptmap.formats.torch_save.foreign_archives import before_zip, other_zip
@@ -385,7 +385,7 @@ def _rebuild_wrapper_subclass(
 
 
 _ALLOW = {
-    key: standing_for(*key, function)
+    key: calling_stub(*key, function)
     for key, function in (
         (("torch._utils", "_rebuild_tensor_v3"), _rebuild_v3),
         (("torch._utils", "_rebuild_parameter"), _rebuild_parameter),
@@ -394,6 +394,6 @@ _ALLOW = {
         (("torch._tensor", "_rebuild_from_type_v2"), _rebuild_from_type),
     )
 }
-_ALLOW["torch._utils", "_rebuild_tensor_v2"] = made_by(
+_ALLOW["torch._utils", "_rebuild_tensor_v2"] = constructing_stub(
     "torch._utils", "_rebuild_tensor_v2", _rebuild_v2
 )

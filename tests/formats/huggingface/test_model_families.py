@@ -42,7 +42,7 @@ mixtral mlcd mllama musicflamingo nemotron_h olmo_hybrid paligemma phimoe pp_cha
 qwen2_5_omni_thinker qwen2_audio qwen3_5_moe_text qwen3_5_text swin video_llava videomae vipllava
 voxtral voxtral_realtime yolos
 """
-"""Model types that transformers renames and `loaded_names.WAYS` knows, or whose layers keep theirs."""
+"""Model types that transformers renames and `loaded_names.RENAMINGS` knows, or whose layers keep theirs."""
 IMAGE = dict(
     input_ids=torch.tensor([[1, 2] + [100] * 16 + [5, 6]]),
     pixel_values=torch.ones(1, 3, 32, 32, dtype=torch.bfloat16),
