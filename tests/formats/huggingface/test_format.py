@@ -361,7 +361,7 @@ def test_bad_directory(name: str, copy: FilePath) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_left_aside_is_noted(copy: FilePath) -> None:
+def test_files_that_are_not_read_are_noted(copy: FilePath) -> None:
     shutil.copy(shards_of(copy)[0], copy / "model-00009-of-00009.safetensors")
     (copy / "model-00001-of-00002.safetensors.incomplete").touch()
     edit_index(lambda tree: tree["metadata"].update(total_size=5))(copy)

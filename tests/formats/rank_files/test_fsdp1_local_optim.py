@@ -224,6 +224,11 @@ def test_more_files_without_an_optimizer_are_not_written(tmp_path: Path) -> None
 def test_a_root_is_its_own(tmp_path: Path) -> None:
     src, _, _ = source(tmp_path / "src.pt")
     assert (
-        refused("--root net: fsdp1-local has files of their own", src, tmp_path, root="net").code
+        refused(
+            "--root net: fsdp1-local writes weights and optimizer into separate files",
+            src,
+            tmp_path,
+            root="net",
+        ).code
         == "CKM205"
     )
