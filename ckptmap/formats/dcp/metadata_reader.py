@@ -215,9 +215,7 @@ class _Reader:
         keys, places = forms[::2], forms[1::2]
         kinds = [{*map(type, column)} for column in (keys, places, fqns, offsets, lengths)]
         if kinds != [{Key}, {StorageInfo}, {str}, {int}, {int}] or len(keys) != len(places):
-            self._bad(
-                "storage_data, entries of one form differ in more than FQN, offset and length"
-            )
+            self._bad("storage_data, entries of one form differ in other fields too")
         read = [
             (self._ints(key.offset, "a chunk"), self._item("a chunk", place))
             for key, place in zip(keys, places, strict=True)
@@ -226,9 +224,7 @@ class _Reader:
             (key.fqn, *item[1:3]) == MARKS for key, (_, item) in zip(keys, read, strict=True)
         )
         if not marked or any(type(key.index) is not int for key in keys):
-            self._bad(
-                "storage_data, entries of one form differ in more than FQN, offset and length"
-            )
+            self._bad("storage_data, entries of one form differ in other fields too")
         if {len(fqns), len(offsets), len(lengths)} != {len(like)} or max(like) >= len(read):
             self._bad("storage_data, columns of different lengths")
         if min(min(offsets), min(lengths)) < 0 or max(map(add, offsets, lengths)) > MAX_NUMEL:
@@ -258,13 +254,9 @@ class _Reader:
     def _item(self, fqn: str, place: StorageInfo) -> Item:
         file, offset, nbytes = place.relative_path, place.offset, place.length
         if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
-            self._bad(
-                f"storage of {fqn!r}, expected a file, offset and length, found {_what(file)}"
-            )
+            self._bad(f"storage of {fqn!r}, expected a file and its range, found {_what(file)}")
         if offset < 0 or nbytes < 0 or offset + nbytes > MAX_NUMEL:
-            self._bad(
-                f"storage of {fqn!r}, expected a byte range in 0..2**63, found {_what(nbytes)} bytes from {_what(offset)}"
-            )
+            self._bad(f"storage of {fqn!r}, impossible: {_what(nbytes)} bytes from {_what(offset)}")
         transforms = place.transform_descriptors
         if not transforms:
             return Item(file, offset, nbytes)
@@ -302,9 +294,7 @@ class _Reader:
                 self._bad(f"chunk of {key!r}, expected ChunkStorageMetadata, found {_what(chunk)}")
             offsets, sizes = self._ints(chunk.offsets, key), self._ints(chunk.sizes, key)
             if len(offsets) != ndim or len(sizes) != ndim:
-                self._bad(
-                    f"chunk of {key!r}, expected {ndim} dims: {_what(offsets)}+{_what(sizes)}"
-                )
+                self._bad(f"chunk of {key!r}, not of {ndim} dims: {_what(offsets)}+{_what(sizes)}")
             boxes.append((offsets, sizes))
         return info, boxes
 

@@ -190,8 +190,7 @@ def _reach(ends: dict[str, int], item: Item, where: str) -> None:
 
 
 def _world(used: set[str]) -> int:
-    """Return the number of ranks, from the names of data files. It is too small if the last ranks wrote
-    no file."""
+    """Return the number of ranks by the data files; too small if the last ranks wrote none."""
     ranks = [int(match[1]) for match in map(RANK_FILE.fullmatch, used) if match]
     return 1 + max(ranks, default=0)
 
