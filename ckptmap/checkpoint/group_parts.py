@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from ckptmap import registry
 from ckptmap.checkpoint.logical_tensors import LogicalTensors
@@ -51,7 +50,7 @@ def group_parts(
     stored = {join(path): leaf for path, leaf in leaves.items() if isinstance(leaf, StoredTensor)}
     infos = distinct([tensor.info for tensor in stored.values()]).values()
     if len(stored) == len(leaves) and not records and _is_plain(infos):
-        return LogicalTensors(cast("dict[str, Group | StoredTensor]", stored))
+        return LogicalTensors(stored)
     order: dict[str, Group | None] = {}
     for path, leaf in leaves.items():
         key = join(path)
