@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
-from typing import Any
 
 from ckptmap import registry
 from ckptmap.core.state_paths import within
@@ -24,7 +23,7 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.detect import look, refuse_place
 from ckptmap.protocols import Directory, Index, Member, Place
 from ckptmap.storage.file_systems import local_copy
-from ckptmap.tensors import Leaf, Opaque, Path, PerRank, StoredTensor
+from ckptmap.tensors import Leaf, Opaque, Path, PerRank, PlainValue, StoredTensor
 
 MAX_DOCUMENT_NBYTES = 256 << 20
 """A trainer's log of a long run is a few MB."""
@@ -247,12 +246,13 @@ def _name(member: Member) -> str:
     return f"{member.names[0]}{more}"
 
 
-def _document(file: FilePath) -> Any:
+def _document(file: FilePath) -> PlainValue:
     """Return the value of a JSON file. Raises SourceError CKM101 or CKM103."""
     try:
         if file.stat().st_size > MAX_DOCUMENT_NBYTES:
             raise ValueError(f"{file.stat().st_size} bytes long")
-        return json.loads(local_copy(file).read_bytes())
+        document: PlainValue = json.loads(local_copy(file).read_bytes())
+        return document
     except OSError as error:
         raise SourceError(
             "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"

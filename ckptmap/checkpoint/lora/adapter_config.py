@@ -135,9 +135,9 @@ def _refuse_variants(file: Path, text: Mapping[str, object]) -> None:
 
 
 def _value(
-    file: Path, text: Mapping[str, Any], name: str, kinds: tuple[type, ...], default: Any
+    file: Path, text: Mapping[str, object], name: str, kinds: tuple[type, ...], default: Any
 ) -> Any:
-    value = text.get(name)
+    value: Any = text.get(name)
     value = default if value is None else value
     sound = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
     if not sound or (int in kinds and not 0 < abs(value) < math.inf) or (name == "r" and value < 1):

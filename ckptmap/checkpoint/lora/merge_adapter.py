@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from ckptmap import setups
 from ckptmap.checkpoint.checkpoint import Checkpoint
@@ -357,5 +356,5 @@ def _is_frozen(lazy: LazyTensor) -> bool:
 
 
 def _share(group: Group) -> object:
-    stored: Any = group.parts.get("") if group.encoding == DENSE else None
+    stored = group.parts.get("") if group.encoding == DENSE else None
     return None if stored is None else stored.share

@@ -374,7 +374,7 @@ def _merged(state: object) -> object:
 
 
 def _rebuild_wrapper_subclass(
-    cls: object, dtype: Any, size: Any, stride: object, offset: Any = 0, *rest: object
+    cls: object, dtype: object, size: Any, stride: object, offset: object = 0, *rest: object
 ) -> Opaque:
     """Return the Opaque of a `torch._utils._rebuild_wrapper_subclass`: its outer shape and dtype. The
     pickle gives its inner tensors later, as state."""

@@ -7,7 +7,6 @@ config.json beside the file.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from ckptmap.protocols import Group, Refusal
 from ckptmap.quantization.blockwise import block_geometry
@@ -114,11 +113,13 @@ def _group(
     if isinstance(expected, Refusal):
         raise malformed(fqn, f"{encoding.name}: {expected.reason}", DAMAGED)
     shape = encoding.scale_shape(info)
-    tensors: dict[str, Any] = {part: stored.get(encoding.part_key(fqn, part)) for part in expected}
+    tensors = {part: stored.get(encoding.part_key(fqn, part)) for part in expected}
     for part in ("scale", "zero_point") if shape == (1,) else ():
-        if tensors.get(part) is not None and tensors[part].info.numel == 1:
-            tensors[part] = block_geometry.reshaped(tensors[part], shape)
-    if tensors["shape"] is not None and tensors["shape"].info == TensorInfo((2,), "int32"):
+        single = tensors.get(part)
+        if single is not None and single.info.numel == 1:
+            tensors[part] = block_geometry.reshaped(single, shape)
+    stated = tensors["shape"]
+    if stated is not None and stated.info == TensorInfo((2,), "int32"):
         raise malformed(fqn, "weight_shape is int32, expected int64", DAMAGED)
     parts = check_parts(fqn, encoding.name, expected, tensors)
     return Group(fqn, info, encoding, parts), tuple(encoding.part_key(fqn, p) for p in parts)
