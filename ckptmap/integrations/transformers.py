@@ -54,8 +54,10 @@ logger = logging.getLogger(__name__)
 class TrainingArguments(Protocol):
     """What is used of transformers' TrainingArguments."""
 
-    max_steps: int
-    ignore_data_skip: bool
+    @property
+    def max_steps(self) -> int: ...
+    @property
+    def ignore_data_skip(self) -> bool: ...
 
 
 class TrainerState(Protocol):
@@ -67,13 +69,18 @@ class TrainerState(Protocol):
 class Trainer(Protocol):
     """What is used of transformers' Trainer."""
 
-    args: TrainingArguments
-    model: torch.nn.Module
-    model_wrapped: torch.nn.Module
-    optimizer: object
-    lr_scheduler: Scheduler
-    _train_batch_size: int
-
+    @property
+    def args(self) -> TrainingArguments: ...
+    @property
+    def model(self) -> torch.nn.Module: ...
+    @property
+    def model_wrapped(self) -> torch.nn.Module: ...
+    @property
+    def optimizer(self) -> object: ...
+    @property
+    def lr_scheduler(self) -> Scheduler: ...
+    @property
+    def _train_batch_size(self) -> int: ...
     @property
     def train(self) -> Callable[..., object]: ...
 
