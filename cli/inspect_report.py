@@ -91,7 +91,9 @@ class InspectReport:
     def _schemes(self) -> list[CatalogEntry]:
         """Return the naming schemes that the keys match."""
         try:
-            config = config_beside(self.ckpt.index.sidecar_dir or self.ckpt.path)
+            config = config_beside(
+                self.ckpt.index.sidecar_dir or self.ckpt.path, self.ckpt.files.mounts
+            )
         except CkptmapError:
             config = None
         try:

@@ -16,6 +16,7 @@ from ckptmap.core.state_paths import class_of, described, join, opaques
 from ckptmap.core.tensor_columns import PlainTensors
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Group
+from ckptmap.protocols.file_systems import Mounts, through
 from ckptmap.tensors import Cut, Leaf, Opaque, Path, StoredTensor, TensorInfo
 
 VALUES = frozenset({"float16", "bfloat16", "float32", "float64", "complex64", "complex128"})
@@ -38,6 +39,7 @@ def group_parts(
     where: str,
     refused: list[RefusedLeaf],
     said: Mapping[str, str],
+    mounts: Mounts,
 ) -> LogicalTensors:
     """Return the logical tensors by stored key, in stored order; add what no scheme knows to `refused`.
 
@@ -70,7 +72,7 @@ def group_parts(
     mine = {k.removeprefix(prefix): r for k, r in records.items() if k.startswith(prefix)}
     mine |= {key: {"value": text} for key, text in said.items() if key not in mine}
     for scheme in registry.schemes():
-        for group, consumed in scheme.group(stored, mine):
+        for group, consumed in through(scheme, mounts).group(stored, mine):
             for key in consumed:
                 del stored[key]
             order[consumed[0]] = group

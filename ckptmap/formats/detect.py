@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptmap.errors import SourceError
 from ckptmap.protocols import Place
-from ckptmap.storage.file_systems import read_head
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.resource_limits import or_resource_error
 
 HEAD_NBYTES = 512
@@ -26,19 +26,20 @@ def natural(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(s)) if s.isdigit() else (1, s) for s in re.split(r"(\d+)", name)]
 
 
-def look(path: Path) -> Place:
+def look(path: Path, mounts: Mounts | None = None) -> Place:
     """Return the first bytes, or the entries, of a path. Raise SourceError CKM101 if it cannot be read."""
+    mounts = Mounts() if mounts is None else mounts
     try:
         if path.is_dir():
             names = sorted((entry.name for entry in os.scandir(path)), key=natural)
-            return Place(str(path), True, names=tuple(names))
+            return Place(str(path), True, names=tuple(names), mounts=mounts)
         if path.exists() and not path.is_file():
             raise SourceError(
                 "CKM101",
                 f"{path}: is neither a file nor a directory",
                 "give the path of a checkpoint",
             )
-        return Place(str(path), False, head=read_head(path, HEAD_NBYTES))
+        return Place(str(path), False, head=mounts.read_head(path, HEAD_NBYTES), mounts=mounts)
     except OSError as error:
         failed = SourceError(
             "CKM101", f"{path}: {(error.strerror or str(error)).lower()}", _way_to(path, error)
@@ -92,7 +93,7 @@ def find(place: Place, is_checkpoint: Callable[[Place], bool]) -> tuple[Place, t
     if place.is_dir and _mark(place) is None and not adapters_in(place):
         inside = _candidates(place, is_checkpoint)
         if len(inside) == 1:
-            only = look(Path(place.path) / inside[0])
+            only = look(Path(place.path) / inside[0], place.mounts)
             _refuse_part(only)
             return only, (
                 f"opened {inside[0]}, the only checkpoint in the directory",
@@ -304,14 +305,14 @@ def _candidates(place: Place, is_checkpoint: Callable[[Place], bool]) -> list[st
             continue
         child = Path(place.path) / name
         try:
-            seen = look(child)
+            seen = look(child, place.mounts)
             if is_checkpoint(seen):
                 names.append(name)
             elif seen.is_dir:
                 names += [
                     f"{name}/{n}"
                     for n in seen.names[:50]
-                    if not SIDE_FILES.fullmatch(n) and is_checkpoint(look(child / n))
+                    if not SIDE_FILES.fullmatch(n) and is_checkpoint(look(child / n, place.mounts))
                 ]
         except SourceError:
             continue

@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -32,6 +32,7 @@ from ckptmap.live.options import MAX_MEMORY
 from ckptmap.live.save.save import save
 from ckptmap.live.state_dict.hooks import name_by_live
 from ckptmap.operations.convert import convert
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.hub.resolve import locate
 
 if TYPE_CHECKING:
@@ -197,9 +198,10 @@ class _TrainerLoader:
 
     def _own(self, name: str) -> None:
         """Call Trainer's own method, for a checkpoint of Trainer's."""
-        place = locate(self._path).path
-        if (place / STATE).is_file():
-            getattr(type(self._trainer), name)(self._trainer, str(place))
+        with closing(Mounts()) as mounts:
+            place = locate(self._path, mounts).path
+            if (place / STATE).is_file():
+                getattr(type(self._trainer), name)(self._trainer, str(place))
 
 
 def callback(

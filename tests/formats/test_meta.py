@@ -14,6 +14,7 @@ from torch import Tensor
 import ckptmap
 from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.formats.meta.params_json import read_params
+from ckptmap.protocols.file_systems import Mounts
 from tests.golden.mappings.tables import digest, read, rows
 from tests.golden.parallel import make_meta
 from tests.mapping.test_goldens import facts
@@ -195,13 +196,13 @@ def test_a_rank_is_read_only_where_it_is_needed(llama: State, tmp_path: Path) ->
 def test_sizes_of_params_are_those_of_the_config(tmp_path: Path) -> None:
     """What names are translated by, where there is no config.json."""
     write_meta(tmp_path, {}, 0, LLAMA_PARAMS)
-    params, config = read_params(tmp_path / "params.json"), config_of("llama")
+    params, config = read_params(tmp_path / "params.json", Mounts()), config_of("llama")
     assert params is not None
     own = {key: value for key, value in params.config.items() if key != "rope_theta"}
     assert own == {key: config[key] for key in own}
     assert {"head_dim", "num_key_value_heads", "intermediate_size"} <= own.keys()
     (tmp_path / "params.json").write_text(json.dumps(config))
-    assert read_params(tmp_path / "params.json") is None
+    assert read_params(tmp_path / "params.json", Mounts()) is None
 
 
 # ------------------------------------------------------------------------- as it should not be

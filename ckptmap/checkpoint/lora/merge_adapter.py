@@ -107,9 +107,9 @@ def merge_adapter(
     """
     ckpt = base if isinstance(base, Checkpoint) else open(base)
     scheme = setups.parse(to).scheme if to is not None else None
-    with errors_by_given_path():
+    with errors_by_given_path(ckpt.files.mounts):
         if not isinstance(adapter, Adapter):
-            adapter = open_adapter(adapter, adapter_config)
+            adapter = open_adapter(adapter, ckpt.files.mounts, adapter_config)
         adapter = adapter.without(leave)
         if untied is None:
             tied = tied_in(ckpt, config_from)

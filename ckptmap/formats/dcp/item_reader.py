@@ -18,7 +18,7 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.dcp.metadata_records import Item
 from ckptmap.formats.safetensors.file import looks_like_safetensors
 from ckptmap.formats.torch_save.reader import Loaded, load
-from ckptmap.storage.file_systems import Fingerprint
+from ckptmap.protocols.file_systems import Fingerprint, Mounts
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Opaque, Region, StoredTensor, TensorInfo
 
@@ -90,8 +90,8 @@ class Items:
     last of these tensors is collected.
     """
 
-    def __init__(self) -> None:
-        self._files = Files()
+    def __init__(self, mounts: Mounts) -> None:
+        self._files = Files(mounts=mounts)
         self._block: tuple[str, int, bytes] = ("", 0, b"")
         weakref.finalize(self, self._files.close)
         self._kinds: dict[tuple[object, ...], _Kind] = {}
@@ -205,7 +205,7 @@ class Items:
 
     def _nbytes(self, file: str) -> int:
         if file not in self._sizes:
-            self._sizes[file] = Fingerprint.of(file).nbytes
+            self._sizes[file] = Fingerprint.of(file, self._files.mounts).nbytes
         return self._sizes[file]
 
 

@@ -28,7 +28,7 @@ from ckptmap.formats.dcp.item_reader import PLAIN_OVERHEAD, Items
 from ckptmap.formats.dcp.metadata_reader import read_metadata
 from ckptmap.formats.dcp.metadata_records import Item, Metadata, TensorEntry, Whole
 from ckptmap.protocols import Index, Place
-from ckptmap.storage.file_systems import local_copy
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.safe_names import inside
 from ckptmap.tensors import (
     Box,
@@ -82,9 +82,9 @@ class Dcp:
         root = str(FilePath(place.path).absolute())
         where = str(FilePath(root) / METADATA)
         with paused_gc():
-            metadata = read_metadata(_metadata_bytes(root, place.names), where)
+            metadata = read_metadata(_metadata_bytes(root, place.names, place.mounts), where)
             files = _data_files(root, metadata, where)
-            leaves, records = _Leaves(files, where).read(metadata)
+            leaves, records = _Leaves(files, where, place.mounts).read(metadata)
         used = {FilePath(file).name for file in files.values()}
         return Index(
             self.name,
@@ -112,7 +112,7 @@ def _by_first_rank(stored: StoredTensor) -> bool:
     return any(FilePath(chunk.region.file).name.startswith(FIRST_RANK) for chunk in stored.chunks)
 
 
-def _metadata_bytes(root: str, names: Sequence[str]) -> bytes:
+def _metadata_bytes(root: str, names: Sequence[str], mounts: Mounts) -> bytes:
     if METADATA not in names:
         why = "; the save died before it finished" if ".metadata.tmp" in names else ""
         raise SourceError(
@@ -129,7 +129,7 @@ def _metadata_bytes(root: str, names: Sequence[str]) -> bytes:
                 f"{path}: {nbytes} bytes, expected at most {MAX_METADATA_NBYTES}",
                 "this is not the metadata of a DCP directory; copy the directory again, or save again",
             )
-        return local_copy(path).read_bytes()
+        return mounts.local_copy(path).read_bytes()
     except OSError as error:
         raise SourceError(
             "CKM101", f"{path}: cannot be read: {error.strerror}", "check its permissions"
@@ -206,10 +206,10 @@ def _notes(names: Sequence[str], used: set[str]) -> tuple[str, ...]:
 class _Leaves:
     """Turns metadata entries into leaves; reads the few items whose contents decide the leaves."""
 
-    def __init__(self, files: Mapping[str, str], where: str) -> None:
+    def __init__(self, files: Mapping[str, str], where: str, mounts: Mounts) -> None:
         self._files = files
         self._where = where
-        self._items = Items()
+        self._items = Items(mounts)
 
     def read(
         self, metadata: Metadata

@@ -26,6 +26,7 @@ from ckptmap.formats.dcp.safetensors_ranks import Part, contradiction, is_proven
 from ckptmap.formats.safetensors.file import records_of, refuse_text
 from ckptmap.formats.safetensors.header import MAX_NUMEL, Header, parse
 from ckptmap.protocols import Index, Place
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.reference_model import MANIFEST
 from ckptmap.storage.files import Files
 from ckptmap.storage.safe_names import inside
@@ -60,7 +61,7 @@ class DcpHf:
         ranks = _check_names(names, root)
         parts: dict[str, list[tuple[str, Chunk]]] = {}
         records: dict[str, Mapping[str, object]] = {}
-        files = Files()
+        files = Files(mounts=place.mounts)
         try:
             with paused_gc():
                 paths = [inside(root, name, root) for name in names]
@@ -74,7 +75,7 @@ class DcpHf:
                 }
         finally:
             files.close()
-        notes = _check_whole(parts, leaves, ranks, root)
+        notes = _check_whole(parts, leaves, ranks, root, place.mounts)
         return Index(self.name, leaves, tuple(paths), records, world=ranks, notes=notes)
 
 
@@ -106,14 +107,14 @@ def _check_names(names: list[str], root: str) -> int:
 
 def _check_whole(
     parts: Mapping[str, Sequence[tuple[str, Chunk]]], leaves: Mapping[Path, StoredTensor], ranks: int,
-    root: str,
+    root: str, mounts: Mounts,
 ) -> tuple[str, ...]:  # fmt: skip
     """Return a note if nothing proves that the shards of all ranks are here. Raise SourceError CKM110
     if something proves that some are missing."""
     infos = {str(path[0]): leaf.info for path, leaf in leaves.items()}
-    if _is_listed(root):
+    if _is_listed(root, mounts):
         return ()
-    _check_consolidated(infos, root)
+    _check_consolidated(infos, root, mounts)
     rows = {}
     for key, chunks in parts.items():
         cut = rows_of(infos[key], [Part(_rank(c.region.file), c) for _, c in chunks], ranks)
@@ -134,11 +135,12 @@ def _check_whole(
     )
 
 
-def _is_listed(root: str) -> bool:
+def _is_listed(root: str, mounts: Mounts) -> bool:
     """Return True if ckptmap's own manifest lists shards. Raise SourceError CKM110 if a listed one is
     missing."""
     try:
-        document = json.loads((FilePath(root) / MANIFEST).read_text(encoding="utf-8"))
+        text = mounts.local_copy(FilePath(root) / MANIFEST).read_text(encoding="utf-8")
+        document = json.loads(text)
         listed = [name for name in document["files"] if NAME.fullmatch(name)]
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
         return False
@@ -148,13 +150,13 @@ def _is_listed(root: str) -> bool:
     return bool(listed)
 
 
-def _check_consolidated(infos: Mapping[str, TensorInfo], root: str) -> None:
+def _check_consolidated(infos: Mapping[str, TensorInfo], root: str, mounts: Mounts) -> None:
     """Compare the shards in a `sharded/` with the consolidated files that torch writes around it. Raise
     SourceError CKM110 if a tensor differs in shape or dtype, or has no shards."""
     folder = FilePath(root)
     if folder.name != CONSOLIDATED:
         return
-    files = Files()
+    files = Files(mounts=mounts)
     try:
         for file in sorted(folder.parent.glob("*.safetensors")):
             for key, (info, _, _) in parse(files, str(file)).tensors.items():

@@ -26,6 +26,7 @@ from ckptmap.core.state_tree import nest
 from ckptmap.errors import PlanError
 from ckptmap.formats.frameworks.extra_files import STATE, AccelerateFiling, TrainerFiling
 from ckptmap.protocols import CarriedFile, Carrier, Filing, OutFile, OutState, OutTensor, Setup
+from ckptmap.protocols.file_systems import ReadsFiles, through
 from ckptmap.sharding.transformers_param_order import decay_groups
 from ckptmap.tensors import Box, Path, TensorInfo
 
@@ -50,16 +51,16 @@ class _Part:
     root: Path = ()
 
 
-class RegisteredHfCarrier:
+class RegisteredHfCarrier(ReadsFiles):
     """Passes each call on to the carrier of the `hf` setup, which the registry finds at the call."""
 
     def ties(self, *args: Any) -> Mapping[str, str]:
         """Return what `HfCarrier.ties` returns."""
-        return _hf_carrier().ties(*args)
+        return through(_hf_carrier(), self.mounts).ties(*args)
 
     def files(self, *args: Any) -> tuple[Mapping[str, CarriedFile], list[str]]:
         """Return what `HfCarrier.files` returns."""
-        return _hf_carrier().files(*args)
+        return through(_hf_carrier(), self.mounts).files(*args)
 
     def stem(self, carried: Mapping[str, CarriedFile]) -> None:
         """Return None: Trainer reads weights under the names that the `hf` writer gives by itself."""
@@ -95,12 +96,12 @@ ACCELERATE_FULL = Setup(
 )
 
 
-class DecayGroups:
+class DecayGroups(ReadsFiles):
     """Trainer's two parameter groups: weights with decay, and norms and biases without it."""
 
     def groups(self, config: FilePath, infos: Mapping[str, TensorInfo]) -> list[list[str]] | None:
         """Return the FQNs of both groups, in Trainer's order; None if the config's model is unknown."""
-        return decay_groups(config, infos)
+        return decay_groups(config, self.mounts, infos)
 
 
 TRAINER = Setup(

@@ -19,7 +19,7 @@ from collections.abc import Collection
 
 from ckptmap import registry
 from ckptmap.formats.torch_save.reader import load
-from ckptmap.protocols import OutState
+from ckptmap.protocols import OutState, ReadsFiles
 from ckptmap.storage.files import Files
 from ckptmap.storage.sidecar import Sidecar
 
@@ -31,7 +31,7 @@ _RNG = re.compile(r"rng_state(_\d+)?")
 STEP = "step"
 
 
-class AccelerateFiling:
+class AccelerateFiling(ReadsFiles):
     """The file names of accelerate's `save_state`."""
 
     def file_of(self, key: str) -> str | None:
@@ -54,7 +54,11 @@ class AccelerateFiling:
         All ranks need the same count, because they accumulate gradients by it. A new rank gets no
         random state, since another rank's would repeat its numbers. `load_state` accepts that.
         """
-        tree = load(Files(), first).tree
+        files = Files(mounts=self.mounts)
+        try:
+            tree = load(files, first).tree
+        finally:
+            files.close()
         step = tree.get(STEP) if isinstance(tree, dict) else None
         if not isinstance(step, int):
             return None

@@ -21,6 +21,7 @@ from ckptmap.formats.huggingface.shard_index import parse_index
 from ckptmap.formats.safetensors.file import refuse_text
 from ckptmap.formats.torch_save.reader import load
 from ckptmap.protocols import Index, Place, in_saved_order
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.storage.files import Files
 from ckptmap.storage.safe_names import blobs_of, inside
 from ckptmap.tensors import Leaf, Path
@@ -50,11 +51,11 @@ class HfBin:
         root = str(FilePath(place.path).absolute())
         index = _pick_index(place)
         where = root if index is None else str(FilePath(root) / index)
-        listed = None if index is None else parse_index(where).weight_map
+        listed = None if index is None else parse_index(where, place.mounts).weight_map
         names = _complete_set(place) if listed is None else dict.fromkeys(listed.values())
         shards = [inside(root, name, where, blobs_of(root)) for name in names]
         with paused_gc():
-            leaves = _leaves(shards, listed, where)
+            leaves = _leaves(shards, listed, where, place.mounts)
         files = (*shards, where) if listed is not None else (*shards,)
         # Several shards do not keep the order of the state dict: save_pretrained puts a tensor that is
         # larger than a shard into a shard of its own, before tensors that come earlier.
@@ -94,7 +95,7 @@ def _complete_set(place: Place) -> list[str]:
 
 
 def _leaves(
-    shards: Sequence[str], listed: Mapping[str, str] | None, where: str
+    shards: Sequence[str], listed: Mapping[str, str] | None, where: str, mounts: Mounts
 ) -> dict[Path, Leaf]:
     leaves: dict[Path, Leaf] = {}
     for shard in shards:
@@ -103,8 +104,9 @@ def _leaves(
             raise SourceError(
                 "CKM108", f"{where}: the shard {name!r} is missing", "finish the download"
             )
-        refuse_text(Files(), shard)
-        loaded = load(Files(), shard)
+        files = Files(mounts=mounts)
+        refuse_text(files, shard)
+        loaded = load(files, shard)
         for path, leaf in flatten(loaded.tree, shard, loaded.pickle_nbytes).items():
             home = name if listed is None else listed.get(".".join(map(str, path)))
             if path in leaves or home != name:

@@ -15,7 +15,7 @@ from ckptmap.errors import PlanError, SourceError
 from ckptmap.formats.huggingface import tied_heads
 from ckptmap.formats.safetensors.file import LFS_MAGIC
 from ckptmap.protocols import CarriedFile, Declared
-from ckptmap.storage.file_systems import local_copy
+from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.storage.safe_names import blobs_of, inside
 from ckptmap.storage.sidecar import Sidecar
 from ckptmap.tensors import TensorInfo
@@ -74,7 +74,7 @@ def _is_inside(file: Path) -> bool:
     return bool(inside(directory, file.name, directory, blobs_of(directory)))
 
 
-class HfCarrier:
+class HfCarrier(ReadsFiles):
     """Copies the siblings of the weights, and reads from config.json which embeddings are tied.
 
     siblings   paths of the files and folders beside the source's weights
@@ -85,7 +85,7 @@ class HfCarrier:
         self, infos: Mapping[str, TensorInfo], siblings: Sequence[str], beside: str | None
     ) -> dict[str, str]:
         """Return output embedding -> input embedding, if config.json ties them and both are stored."""
-        config = _config(_files(siblings, beside))
+        config = _config(_files(siblings, beside, self.mounts), self.mounts)
         text = config.get("text_config")
         texts = (config, text if isinstance(text, dict) else {})
         if not any(c.get(TIED) for c in texts):
@@ -110,8 +110,8 @@ class HfCarrier:
         quantized   the `quantization_config` that the weights need
         untied      output embeddings that are no longer tied to the input embedding
         """
-        copied = _files(siblings, beside)
-        carried = {name: Sidecar.at(file) for name, file in copied.items()}
+        copied = _files(siblings, beside, self.mounts)
+        carried = {name: Sidecar.at(file, self.mounts) for name, file in copied.items()}
         notes = [f"copied unchanged: {n}" for n in copied if "/" in n and n.endswith(WEIGHTS)]
         notes += [
             f"{name}: is a Git LFS pointer, not the file itself, and is copied unchanged; fetch it in the"
@@ -124,7 +124,7 @@ class HfCarrier:
         if CONFIG not in carried:
             notes.append("the weights have no config.json; give one with --config-from PATH")
             return carried, notes
-        content, before = carried[CONFIG].read(), _config(copied)
+        content, before = carried[CONFIG].read(), _config(copied, self.mounts)
         after = _declaring(before, dtypes, quantized, bool(untied))
         if after != before:
             content = (json.dumps(after, indent=2) + "\n").encode()
@@ -144,7 +144,7 @@ class HfCarrier:
         return DIFFUSERS_STEM if isinstance(config, dict) and config.keys() >= DIFFUSERS else None
 
 
-def _files(siblings: Sequence[str], beside: str | None) -> dict[str, str]:
+def _files(siblings: Sequence[str], beside: str | None, mounts: Mounts) -> dict[str, str]:
     """Return name -> path of the files to copy. Raise PlanError CKM101 if the directory `beside` has
     no config.json."""
     if beside is not None and Path(beside).is_dir():
@@ -163,33 +163,33 @@ def _files(siblings: Sequence[str], beside: str | None) -> dict[str, str]:
         for file in sorted(folder.iterdir())
         if _belongs(file)
     }
-    files |= _of_modules(Path(files[MODULES])) if MODULES in files else {}
+    files |= _of_modules(Path(files[MODULES]), mounts) if MODULES in files else {}
     if beside is not None and Path(beside).is_file():
         files[CONFIG] = beside
     code = {name for name in files if name.endswith(CODE)}
-    if code and not any(map(_names_code, files.values())):
+    if code and not any(_names_code(file, mounts) for file in files.values()):
         files = {name: file for name, file in files.items() if name not in code}
     return files
 
 
-def weights_of_modules(root: str) -> tuple[str, ...]:
+def weights_of_modules(root: str, mounts: Mounts) -> tuple[str, ...]:
     """Return the weight files in the folders that modules.json of `root` lists.
 
     sentence-transformers loads them with the model, but they are not tensors of the checkpoint.
     Raise SourceError CKM116 for a folder that leads out of `root`.
     """
     listing = Path(root) / MODULES
-    files = _of_modules(listing) if _belongs(listing) else {}
+    files = _of_modules(listing, mounts) if _belongs(listing) else {}
     return tuple(name for name in files if "/" in name and name.endswith(WEIGHTS))
 
 
-def _of_modules(listing: Path) -> dict[str, str]:
+def _of_modules(listing: Path, mounts: Mounts) -> dict[str, str]:
     """Return name -> path of all files in the folders that a modules.json lists.
 
     Raise SourceError CKM116 for a path out of its directory."""
     directory = str(listing.parent)
     try:
-        entries = json.loads(local_copy(str(listing)).read_bytes())
+        entries = json.loads(mounts.local_copy(listing).read_bytes())
     except (ValueError, RecursionError):  # not a modules.json of sentence-transformers
         return {}
     paths = [e.get("path") for e in entries if isinstance(e, dict)] if type(entries) is list else []
@@ -202,19 +202,19 @@ def _of_modules(listing: Path) -> dict[str, str]:
     return files
 
 
-def _names_code(file: str) -> bool:
+def _names_code(file: str, mounts: Mounts) -> bool:
     """Return True for a config that names Python files beside it as code of the model or tokenizer.
 
     Without such a config, scripts in the directory are the user's own, and a push must not upload
     them.
     """
-    return file.endswith(CONFIG) and AUTO_MAP in local_copy(file).read_bytes()
+    return file.endswith(CONFIG) and AUTO_MAP in mounts.local_copy(file).read_bytes()
 
 
-def _config(files: Mapping[str, str]) -> dict[str, object]:
+def _config(files: Mapping[str, str], mounts: Mounts) -> dict[str, object]:
     if CONFIG not in files:
         return {}
-    content = local_copy(files[CONFIG]).read_bytes()
+    content = mounts.local_copy(files[CONFIG]).read_bytes()
     if content.startswith(LFS_MAGIC):
         raise SourceError(
             "CKM102",

@@ -29,7 +29,7 @@ from ckptmap.formats.huggingface.shard_index import (
 from ckptmap.formats.safetensors import torchao_metadata
 from ckptmap.formats.safetensors.file import RECORDS, records_of, refuse_text, stored_tensors
 from ckptmap.formats.safetensors.header import Header, emit, parse
-from ckptmap.protocols import Index, OutFile, OutState, OutTensor, Place, Setup, Slot
+from ckptmap.protocols import Index, Mounts, OutFile, OutState, OutTensor, Place, Setup, Slot
 from ckptmap.storage.files import Files
 from ckptmap.storage.safe_names import blobs_of, inside
 from ckptmap.tensors import Box
@@ -82,23 +82,24 @@ class HfDirectory:
         with paused_gc():
             if index_file is None:
                 shards = _complete_set(place)
-                leaves, records, files = _read_shards(root, shards, root)
+                leaves, records, files = _read_shards(root, shards, root, place.mounts)
             else:
-                listed = parse_index(str(FilePath(root) / index_file))
+                listed = parse_index(str(FilePath(root) / index_file), place.mounts)
                 shards = list(dict.fromkeys(listed.weight_map.values()))
                 where = str(FilePath(root) / index_file)
                 if _is_stale(place, where, shards):
                     shards = [ONE_FILE]
-                    leaves, records, files = _read_shards(root, shards, root)
+                    leaves, records, files = _read_shards(root, shards, root, place.mounts)
                     notes.append(
                         f"not read, because all shards that it lists are gone: {index_file}"
                     )
                 else:
-                    leaves, records, files = _read_shards(root, shards, where, listed.weight_map)
+                    leaves, records, files = _read_shards(
+                        root, shards, where, place.mounts, listed.weight_map)  # fmt: skip
                     notes += _compare(leaves, listed.weight_map, listed.total_nbytes, where)
                     files = (*files, where)
         notes += _unread(place.names, shards)
-        missing = weights_of_modules(root) if MODULES in place.names else ()
+        missing = weights_of_modules(root, place.mounts) if MODULES in place.names else ()
         unread = (*filter(OTHER_FORM.fullmatch, place.names), *missing)
         return Index(
             self.name,
@@ -192,8 +193,9 @@ Contents = tuple[PlainTensors, dict[str, Mapping[str, object]], tuple[str, ...]]
 
 
 def _read_shards(
-    root: str, shards: Sequence[str], where: str, weight_map: Mapping[str, str] | None = None
-) -> Contents:
+    root: str, shards: Sequence[str], where: str, mounts: Mounts,
+    weight_map: Mapping[str, str] | None = None,
+) -> Contents:  # fmt: skip
     """Return leaves, records and files of all shards; leaves are in the order of the shards."""
     also = blobs_of(root)
     paths = [inside(root, shard, where, also) for shard in shards]
@@ -201,7 +203,7 @@ def _read_shards(
     headers: list[Header] = []
     records: dict[str, Mapping[str, object]] = {}
     home: dict[str, str] = {}
-    files = Files()
+    files = Files(mounts=mounts)
     try:
         for shard, file in zip(shards, paths, strict=True):
             refuse_text(files, file)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmap.errors import SourceError
-from ckptmap.storage.file_systems import local_copy
+from ckptmap.protocols.file_systems import Mounts
 
 MAX_INDEX_NBYTES = 100_000_000
 HINT = "download the repository again, or save the model again"
@@ -30,7 +30,7 @@ class ShardIndex:
     total_nbytes: int | None = None
 
 
-def parse_index(file: str) -> ShardIndex:
+def parse_index(file: str, mounts: Mounts) -> ShardIndex:
     """Return the content of an index file. Raise SourceError CKM108 if it cannot be read, or is not an
     index."""
     path = Path(file)
@@ -40,7 +40,9 @@ def parse_index(file: str) -> ShardIndex:
             raise _bad(file, f"expected at most {MAX_INDEX_NBYTES} bytes, found {nbytes}")
         if not nbytes:
             raise _bad(file, "is empty (0 bytes), expected an index")
-        tree = json.loads(local_copy(path).read_bytes().decode("utf-8"), object_pairs_hook=_unique)
+        tree = json.loads(
+            mounts.local_copy(path).read_bytes().decode("utf-8"), object_pairs_hook=_unique
+        )
     except SourceError:
         raise
     except OSError as error:

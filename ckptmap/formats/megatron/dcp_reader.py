@@ -27,8 +27,8 @@ from ckptmap.formats.megatron.common import ARGS, OPTIMIZER, not_read, other_val
 from ckptmap.formats.megatron.partition_rules import EXTRA_STATE
 from ckptmap.formats.torch_save.reader import load
 from ckptmap.protocols import Index, Place
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.tensor_parallel import unstacked
-from ckptmap.storage.file_systems import local_copy
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Leaf, Path, StoredTensor
 
@@ -55,13 +55,17 @@ class DcpMegatron:
         errors of reading DCP and torch.save files.
         """
         root = FilePath(place.path).absolute()
-        _check_backend(root / _BACKEND)
+        _check_backend(root / _BACKEND, place.mounts)
         stored = Dcp().index(place)
         leaves, notes = _by_layer(stored.leaves)
         common = str(root / _COMMON)
-        with paused_gc():
-            loaded = load(Files(), common)
-            extra, left = other_values(flatten(loaded.tree, common, loaded.pickle_nbytes))
+        opened = Files(mounts=place.mounts)
+        try:
+            with paused_gc():
+                loaded = load(opened, common)
+                extra, left = other_values(flatten(loaded.tree, common, loaded.pickle_nbytes))
+        finally:
+            opened.close()
         leaves.update(extra)
         notes += [f"left behind: {', '.join(left)} of {_COMMON}"] if left else []
         files = (*stored.files, common, str(root / _BACKEND))
@@ -75,9 +79,9 @@ class DcpMegatron:
         )
 
 
-def _check_backend(file: FilePath) -> None:
+def _check_backend(file: FilePath, mounts: Mounts) -> None:
     try:
-        settings = json.loads(local_copy(file).read_bytes()[:_MAX_NBYTES])
+        settings = json.loads(mounts.read_head(file, _MAX_NBYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise SourceError(
             "CKM103", f"{file}: is not JSON: {error}", "copy the checkpoint again"

@@ -34,8 +34,8 @@ from ckptmap.formats.megatron.common import (
 from ckptmap.formats.megatron.partition_rules import EXTRA_STATE, layer_count, partition, renumbered
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankTree
 from ckptmap.protocols import Index, Place
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.tensor_parallel import joined
-from ckptmap.storage.file_systems import read_head
 from ckptmap.storage.files import Files
 from ckptmap.tensors import Leaf, Path, StoredTensor, TensorInfo
 
@@ -85,7 +85,11 @@ class Megatron:
         if not place.is_dir:
             named = path.name == _FILE and _RANK.fullmatch(path.absolute().parent.name)
             return bool(named) and place.head.startswith(_MAGICS)
-        return any(_is_saved(path / name / _FILE) for name in place.names if _RANK.fullmatch(name))
+        return any(
+            _is_saved(path / name / _FILE, place.mounts)
+            for name in place.names
+            if _RANK.fullmatch(name)
+        )
 
     def index(self, place: Place) -> Index:
         """Return the joined tensors below `model`, and the plain values beside them.
@@ -104,7 +108,7 @@ class Megatron:
         names = place.names if place.is_dir else (path.parent.name,)
         if not place.is_dir:
             _refuse_one_of_many(path, root)
-        stages = _stages(root, _ranks(root, names))
+        stages = _stages(root, _ranks(root, names, place.mounts))
         tensors, notes = _Model(stages, str(root)).joined()
         first = stages[0][0]
         extra, left = other_values(_others(first))
@@ -117,9 +121,9 @@ class Megatron:
         return Index(self.name, leaves, tuple(files), world=len(files), notes=tuple(notes))
 
 
-def _is_saved(path: FilePath) -> bool:
+def _is_saved(path: FilePath, mounts: Mounts) -> bool:
     try:
-        return read_head(path, len(_MAGICS[0])) in _MAGICS
+        return mounts.read_head(path, len(_MAGICS[0])) in _MAGICS
     except OSError:
         return False
 
@@ -144,9 +148,9 @@ def _others(rank: _Rank) -> dict[Path, Leaf]:
 # ------------------------------------------------------------------------------------ files
 
 
-def _ranks(root: FilePath, names: Sequence[str]) -> dict[tuple[int, int], _Rank]:
+def _ranks(root: FilePath, names: Sequence[str], mounts: Mounts) -> dict[tuple[int, int], _Rank]:
     """Return (tensor-parallel rank, pipeline stage) -> the parsed file of that rank."""
-    opened, reader = Files(), RankReader()
+    opened, reader = Files(mounts=mounts), RankReader()
     ranks: dict[tuple[int, int], _Rank] = {}
     try:
         for name in names:

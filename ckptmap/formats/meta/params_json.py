@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmap.errors import SourceError
-from ckptmap.storage.file_systems import local_copy
+from ckptmap.protocols.file_systems import Mounts
 
 PARAMS = "params.json"
 MAX_NBYTES = 1 << 20
@@ -82,14 +82,14 @@ class Params:
         return {name: value for name, value in sizes.items() if value is not None}
 
 
-def read_params(file: Path) -> Params | None:
+def read_params(file: Path, mounts: Mounts) -> Params | None:
     """Return the sizes; None if the file lacks dim, n_layers or n_heads, and so describes no model.
 
     Raise SourceError CKM101 if the file cannot be read, CKM103 if it is not a JSON object or if a size
     is not a positive integer.
     """
     where = str(file)
-    values = _object(file)
+    values = _object(file, mounts)
     if not {"dim", "n_layers", "n_heads"} <= values.keys():
         return None
     dim, heads = _size(values, "dim", where), _size(values, "n_heads", where)
@@ -108,11 +108,11 @@ def read_params(file: Path) -> Params | None:
     )
 
 
-def _object(file: Path) -> Mapping[str, object]:
+def _object(file: Path, mounts: Mounts) -> Mapping[str, object]:
     try:
         if file.stat().st_size > MAX_NBYTES:
             raise ValueError(f"expected at most {MAX_NBYTES} bytes, found {file.stat().st_size}")
-        tree = json.loads(local_copy(file).read_bytes())
+        tree = json.loads(mounts.local_copy(file).read_bytes())
     except OSError as error:
         raise SourceError(
             "CKM101", f"{file}: cannot be read: {error.strerror}", "check its permissions"

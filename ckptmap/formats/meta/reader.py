@@ -24,6 +24,7 @@ from ckptmap.formats.meta.params_json import PARAMS, Params, read_params
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.formats.zip.reader import is_zip
 from ckptmap.protocols import Index, Place
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.tensor_parallel import WHOLE, Partition, joined, whole_info
 from ckptmap.storage.files import Files
 from ckptmap.tensors import FLOATING, Leaf, Path, StoredTensor
@@ -54,8 +55,8 @@ class Consolidated:
         if not place.is_dir and not _NAME.fullmatch(path.name):
             return False
         root, names = _listed(place)
-        zips = [name for name in names if is_zip(root / name)]
-        return len(zips) > 1 or (len(zips) == 1 and _is_part(root, zips[0]))
+        zips = [name for name in names if is_zip(root / name, place.mounts)]
+        return len(zips) > 1 or (len(zips) == 1 and _is_part(root, zips[0], place.mounts))
 
     def index(self, place: Place) -> Index:
         """Return the tensors of all ranks, joined.
@@ -76,9 +77,9 @@ class Consolidated:
                 f"open the directory of all ranks: {quote(str(root))}",
             )
         _refuse_fp8(place)
-        params = _params(root)
+        params = _params(root, place.mounts)
         files = _files(root, names)
-        trees = _trees(files)
+        trees = _trees(files, place.mounts)
         _check_world(root, trees[0], len(trees), params)
         leaves = _Join(RankSet(trees), params, str(root)).leaves()
         used = (*files, params.where) if params is not None else tuple(files)
@@ -97,17 +98,17 @@ def _listed(place: Place) -> tuple[FilePath, list[str]]:
     return path.parent, sorted(name for name in names if _NAME.fullmatch(name))
 
 
-def _params(root: FilePath) -> Params | None:
-    return read_params(root / PARAMS) if (root / PARAMS).is_file() else None
+def _params(root: FilePath, mounts: Mounts) -> Params | None:
+    return read_params(root / PARAMS, mounts) if (root / PARAMS).is_file() else None
 
 
-def _is_part(root: FilePath, name: str) -> bool:
+def _is_part(root: FilePath, name: str, mounts: Mounts) -> bool:
     """Return True if the only file is that of one rank of several.
 
     Return False if the file cannot be read: the reader of single files reports that."""
     try:
         files = _files(root, [name])
-        _check_world(root, _trees(files)[0], 1, _params(root))
+        _check_world(root, _trees(files, mounts)[0], 1, _params(root, mounts))
     except SourceError as error:
         return error.code == "CKM110"
     return False
@@ -151,8 +152,8 @@ def _missing(root: FilePath, rank: int, world: int, why: str) -> SourceError:
     )
 
 
-def _trees(files: Sequence[str]) -> list[RankTree]:
-    opened, reader = Files(), RankReader()
+def _trees(files: Sequence[str], mounts: Mounts) -> list[RankTree]:
+    opened, reader = Files(mounts=mounts), RankReader()
     try:
         return [reader.read(opened, file) for file in files]
     finally:

@@ -20,6 +20,7 @@ from ckptmap.errors import SourceError
 from ckptmap.formats.rank_files.rank_trees import RankReader, RankSet, RankTree
 from ckptmap.formats.zip.reader import is_zip
 from ckptmap.protocols import Index, Place, in_saved_order
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.sharding.dtensor_spec import is_dtensor, mesh_ranks, meshes_apart
 from ckptmap.sharding.sharded_tensor_spec import check_writer, is_sharded
 from ckptmap.storage.files import Files
@@ -55,7 +56,9 @@ class RankFiles:
         if not place.is_dir:
             return False
         directory = FilePath(place.path)
-        return any(is_zip(directory / name) for name in place.names if _NAME.fullmatch(name))
+        return any(
+            is_zip(directory / name, place.mounts) for name in place.names if _NAME.fullmatch(name)
+        )
 
     def index(self, place: Place) -> Index:
         """Return the leaves of all ranks, those of the optimizer below `optimizer`.
@@ -73,7 +76,7 @@ class RankFiles:
         files: list[str] = []
         world = 1
         for prefix, group in _by_prefix(groups, place.path).items():
-            ranks = _load_all(group)
+            ranks = _load_all(group, place.mounts)
             world = max(world, len(ranks.trees))
             files += [group.files[rank] for rank in sorted(group.files)]
             leaves.update({(*prefix, *path): leaf for path, leaf in ranks.merged().items()})
@@ -89,7 +92,7 @@ def _groups(place: Place) -> list[_Group]:
     for name in place.names:
         match = _NAME.fullmatch(name)
         path = directory / name
-        if match is None or not is_zip(path):
+        if match is None or not is_zip(path, place.mounts):
             continue
         files = groups.setdefault(f"{match['stem']}rank*{match['rest']}", {})
         rank = int(match["rank"])
@@ -138,9 +141,9 @@ def _title(group: _Group) -> str:
     return stem.strip("._-") or group.name
 
 
-def _load_all(group: _Group) -> RankSet:
+def _load_all(group: _Group, mounts: Mounts) -> RankSet:
     """Return the trees of all ranks. Raise SourceError CKM110 if the set is not complete."""
-    files, reader = Files(), RankReader()
+    files, reader = Files(mounts=mounts), RankReader()
     try:
         trees = {rank: reader.read(files, group.files[rank]) for rank in sorted(group.files)}
     finally:

@@ -32,7 +32,7 @@ class SafetensorsFile:
         header, CKM115 for malformed encoding records.
         """
         file = str(FilePath(place.path).absolute())
-        files = Files()
+        files = Files(mounts=place.mounts)
         try:
             return self._index(files, file)
         finally:

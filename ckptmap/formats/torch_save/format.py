@@ -75,7 +75,7 @@ class TorchZip:
         """
         file = str(FilePath(place.path).absolute())
         with paused_gc():
-            members, data = open_zip(Files(), file)
+            members, data = open_zip(Files(mounts=place.mounts), file)
             leaves: Mapping[Path, Leaf] | None = plain_tensors(
                 members, data, partial(_part, members)
             )

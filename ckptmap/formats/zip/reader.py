@@ -25,8 +25,8 @@ from ckptmap.formats.zip.directory import (
     parse_directory,
     truncated,
 )
+from ckptmap.protocols.file_systems import Fingerprint, Mounts
 from ckptmap.storage.crc32 import crc32
-from ckptmap.storage.file_systems import Fingerprint, read_head
 from ckptmap.storage.files import Files
 
 SMALL_NBYTES = 16 << 10
@@ -51,10 +51,10 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 
 
-def is_zip(file: Path) -> bool:
+def is_zip(file: Path, mounts: Mounts) -> bool:
     """Return True if the file begins with the local header of a zip member."""
     try:
-        return read_head(file, len(_MAGIC)) == _MAGIC
+        return mounts.read_head(file, len(_MAGIC)) == _MAGIC
     except OSError:
         return False
 
@@ -104,7 +104,7 @@ class Window:
 
 def _file_nbytes(files: Files, file: str) -> int:
     try:
-        return Fingerprint.of(file).nbytes
+        return Fingerprint.of(file, files.mounts).nbytes
     except OSError as error:
         raise SourceError(
             "CKM101", f"{file}: cannot be read: {error.strerror}", "check the path"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptmap.protocols import Group, Refusal
+from ckptmap.protocols.file_systems import Mounts
 from ckptmap.quantization.blockwise import block_geometry
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
 from ckptmap.quantization.blockwise.read_config import quantization_config, read_small
@@ -28,7 +29,9 @@ SPILLS_SINCE = (0, 18)
 
 
 def find_packed(
-    stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
+    stored: Mapping[str, StoredTensor],
+    records: Mapping[str, Mapping[str, object]],
+    mounts: Mounts,
 ) -> Iterator[tuple[Group, Sequence[str]]]:
     """Yield the groups of records, then those of other writers. Raises SourceError CKM115."""
     mine = {fqn: r for fqn, r in records.items() if r.get("scheme") == Packed.scheme}
@@ -39,13 +42,14 @@ def find_packed(
             ordered=bool(record.get("ordered")), aligned=bool(record.get("aligned")),
         )  # fmt: skip
         yield _group(fqn, read.info, encoding, stored)
-    files = Files()
+    files = Files(mounts=mounts)
     config: Mapping[str, object] | None = None
     try:
         for key in [key for key in stored if key.endswith("_packed")]:
             fqn = key.removesuffix("_packed")
             if fqn not in mine and f"{fqn}_scale" in stored and stored[key].info.dtype == "int32":
-                config = quantization_config(stored[key]) if config is None else config
+                if config is None:
+                    config = quantization_config(stored[key], mounts)
                 yield _found(fqn, stored, files, config)
     finally:
         files.close()

@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from ckptmap.core.quantized_codes import CodeGrid
 from ckptmap.protocols import Encoding, Group, Refusal
+from ckptmap.protocols.file_systems import Mounts, ReadsFiles
 from ckptmap.quantization.blockwise.group_checks import DAMAGED, check_parts, malformed
 from ckptmap.quantization.blockwise.read_config import quantization_config
 from ckptmap.quantization.blockwise.rounding_rules import RoundingRule, TorchaoFloat8
@@ -91,7 +92,7 @@ class PlainFp8(Plain):
 _BY_CODES: Mapping[str, type[Plain]] = {"int8": PlainInt8, "float8_e4m3fn": PlainFp8}
 
 
-class _Target(LinearLayerScheme):
+class _Target(ReadsFiles, LinearLayerScheme):
     """The base of the two targets."""
 
     name: str
@@ -157,7 +158,7 @@ class CompressedFp8(_Target):
             )
             for fqn, record in mine.items()
         ]
-        return [*groups, *_found(stored, mine)]
+        return [*groups, *_found(stored, mine, self.mounts)]
 
 
 class CompressedInt8(_Target):
@@ -177,7 +178,7 @@ class CompressedInt8(_Target):
         self, stored: Mapping[str, StoredTensor], records: Mapping[str, Mapping[str, object]]
     ) -> list[tuple[Group, Sequence[str]]]:
         """Return the groups of packed codes. Raises SourceError CKM115 where parts do not fit."""
-        return list(find_packed(stored, records))
+        return list(find_packed(stored, records, self.mounts))
 
 
 def _recorded(
@@ -194,7 +195,7 @@ def _single(ndim: int) -> tuple[int, ...] | None:
 
 
 def _found(
-    stored: Mapping[str, StoredTensor], known: Collection[str]
+    stored: Mapping[str, StoredTensor], known: Collection[str], mounts: Mounts
 ) -> Iterator[tuple[Group, Sequence[str]]]:
     """Yield the groups of other writers, recognized by `weight_scale` beside 8-bit codes."""
     config: Mapping[str, object] | None = None
@@ -205,7 +206,7 @@ def _found(
         if codes is None or kind is None or fqn in known or scale.info.dtype not in DTYPES:
             continue
         if config is None:
-            config = quantization_config(codes)
+            config = quantization_config(codes, mounts)
         info = TensorInfo(codes.info.shape, scale.info.dtype)
         zero = stored.get(f"{fqn}_zero_point")
         stem = fqn.rpartition(".")[0]

@@ -312,13 +312,14 @@ def test_config_json_unflattens_what_fsdp1_saved(
 def test_config_json_gives_shapes_order_and_ties(tmp_path: Path) -> None:
     """The config names them as the model itself does; a class that transformers has not is refused."""
     transformers = pytest.importorskip("transformers")
+    from ckptmap.protocols.file_systems import Mounts
     from ckptmap.sharding.reference_model import like_config
 
     for tied in (False, True):
         model = tiny_llama(tied=tied)
         model.config.architectures = [type(model).__name__]  # as save_pretrained sets it
         model.config.save_pretrained(tmp_path)
-        found = like_config(tmp_path / "config.json")
+        found = like_config(tmp_path / "config.json", Mounts())
         state = {key: tuple(value.shape) for key, value in model.state_dict().items()}
         assert list(found.shapes.items()) == list(state.items())
         expected = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
@@ -330,7 +331,7 @@ def test_config_json_gives_shapes_order_and_ties(tmp_path: Path) -> None:
         SourceError,
         match=r"architecture 'os\.system', which the installed transformers does not have",
     ):
-        like_config(tmp_path / "config.json")
+        like_config(tmp_path / "config.json", Mounts())
     assert transformers is not None
 
 
