@@ -110,7 +110,7 @@ class Mirror:
     def entry(self, file: str) -> Entry:
         return self._files[file].entry
 
-    # ------------------------------------------- the FileSystem protocol of storage.file_systems
+    # ------------------------------------------- the FileSystem protocol of protocols.file_systems
 
     def fingerprint(self, file: str) -> Fingerprint | None:
         """Return a fingerprint by content, the same on every machine; None: `file` is a folder."""
