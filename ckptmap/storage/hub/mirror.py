@@ -26,7 +26,7 @@ from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.protocols.file_systems import Fingerprint, Mounts
 from ckptmap.storage.hub.entry import Entry
 from ckptmap.storage.hub.repo import READ_NBYTES, Repo
-from ckptmap.storage.hub.uri import HubName
+from ckptmap.storage.hub.uri import MIRROR_PREFIX, HubName
 
 BLOCK = 64 << 10
 """The least bytes of a range request: one request returns most safetensors headers whole."""
@@ -253,8 +253,6 @@ def _check_ranges(remote: _File, held: str, origin: str) -> None:
 
 # ----------------------------------------------------------------- where mirrors are mounted
 
-PREFIX = "ckptmap-hub-"
-
 
 def mirrored(name: HubName, mounts: Mounts) -> tuple[Mirror, Path]:
     """Return the mirror of a place on the Hub, and the local path of the place in it.
@@ -277,7 +275,8 @@ def _made(name: HubName) -> Mirror:
     entries = repo.tree(folder)
     _sweep()
     root = (
-        Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")).resolve() / repo.id.split("/")[1]
+        Path(tempfile.mkdtemp(prefix=f"{MIRROR_PREFIX}{os.getpid()}-")).resolve()
+        / repo.id.split("/")[1]
     )
     root.mkdir()
     try:
@@ -294,8 +293,8 @@ def _remove(directory: Path, maker: int) -> None:
 
 def _sweep() -> None:
     """Remove the mirrors that killed processes of this user left behind."""
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        match = re.match(rf"{PREFIX}(\d+)-", left.name)
+    for left in Path(tempfile.gettempdir()).glob(f"{MIRROR_PREFIX}*"):
+        match = re.match(rf"{MIRROR_PREFIX}(\d+)-", left.name)
         with suppress(OSError):
             if match and left.stat().st_uid == os.getuid() and not _lives(int(match[1])):
                 shutil.rmtree(left, ignore_errors=True)

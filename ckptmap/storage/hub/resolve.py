@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptmap.core import argument_checks
 from ckptmap.errors import CkptmapError, RunError, SourceError
 from ckptmap.protocols.file_systems import Mounts
-from ckptmap.storage.hub.uri import HubName, is_hub, parse
+from ckptmap.storage.hub.uri import MIRROR_PREFIX, HubName, is_hub, parse
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ def locate(path: str | os.PathLike[str], mounts: Mounts) -> Located:
             "give a path; perhaps a variable of the shell is not set",
         )
     if not is_hub(path):
+        _refuse_placeholder(os.fspath(path), mounts)
         return Located(Path(path))
     from ckptmap.storage.hub.mirror import mirrored
 
@@ -51,6 +52,21 @@ def locate(path: str | os.PathLike[str], mounts: Mounts) -> Located:
     if repo.renamed_from:
         notes = (f"hf://{repo.renamed_from} is now hf://{repo.id}: write that",)
     return Located(place, str(HubName(repo.id, repo.commit, name.path)), notes)
+
+
+def _refuse_placeholder(path: str, mounts: Mounts) -> None:
+    """Raise SourceError CKM101 for a path in a mirror that is not mounted here.
+
+    It would be read as a local file, in which every byte that was not fetched is zero.
+    """
+    absolute = Path(path).absolute()
+    inside = any(part.startswith(MIRROR_PREFIX) for part in absolute.parts)
+    if inside and mounts.file_system_of(str(absolute)) is None:
+        raise SourceError(
+            "CKM101",
+            f"{path}: is the placeholder of a file on the Hub, not its content",
+            "open hf://ORG/NAME, which `Checkpoint.origin` names, in place of `Checkpoint.path`",
+        )
 
 
 def local(path: str | None, mounts: Mounts) -> str | None:

@@ -13,7 +13,7 @@ import torch
 
 import ckptmap
 from ckptmap.errors import SourceError
-from ckptmap.storage.hub.mirror import PREFIX
+from ckptmap.storage.hub.uri import MIRROR_PREFIX
 from tests.support.hub.client import connected, wide
 from tests.support.hub.server import Hub
 
@@ -26,7 +26,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 def mirrors(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in tmp_path.glob(f"{PREFIX}*"))
+    return sorted(path.name for path in tmp_path.glob(f"{MIRROR_PREFIX}*"))
 
 
 def descriptors() -> int:
@@ -41,6 +41,16 @@ def test_closing_a_checkpoint_removes_its_mirror(hub: Hub, tmp_path: Path) -> No
         assert len(list(ckpt.files.mounts)) == 1
     assert not mirrors(tmp_path)
     assert not ckpt.files.mounts
+
+
+def test_the_path_in_a_mirror_is_never_read_as_a_local_file(hub: Hub, tmp_path: Path) -> None:
+    hub.add("org/m", wide(tmp_path / "m", shards=2, rows=64))
+    with ckptmap.open("hf://org/m") as ckpt:
+        with pytest.raises(SourceError, match="is the placeholder of a file on the Hub") as caught:
+            ckptmap.open(ckpt.path)
+        assert caught.value.code == "CKM101"
+        with pytest.raises(SourceError, match="is the placeholder of a file on the Hub"):
+            ckptmap.convert(ckpt.path, tmp_path / "out", "full")
 
 
 def test_dropping_a_checkpoint_removes_its_mirror(hub: Hub, tmp_path: Path) -> None:
